@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -15,11 +16,12 @@ from tests.support.composing import compose_test_run
 from tests.support.matrix import build_paired_schedule
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full, select_cases
-from titan.estimate import memory
-from titan.estimate.pipeline_states import ALL_FORWARD, STEADY_STATE, State, find_schedule_states
+from titan.estimate import memory, pipeline_states
+from titan.estimate.pipeline_states import ALL_FORWARD, find_rank_states, find_schedule_states
 from titan.estimate.traced.memory import LiveMemory, find_peak
 from titan.model.loss_terms import LossInputs
 from titan.parallelism.pipeline.schedules import SCHEDULES
+from titan.parallelism.schema import Parallelism
 from titan.run.run import Run
 from titan.training.loss_terms import LossTerm
 from titan.training.trace.rank import trace_rank
@@ -308,14 +310,14 @@ def test_more_microbatches_need_no_more_buffers_of_messages(schedule: str, rank:
 
 
 @pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {*ALL_FORWARD}))
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 32), (4, 64), (8, 63)])
+def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str, ranks: int, microbatches: int) -> None:
     each = 1 if schedule == "1F1B" else 2
-
-    def counts(microbatches: int) -> list[set[State]]:
-        return find_schedule_states(schedule, ranks, each, microbatches)
-
-    assert counts(STEADY_STATE * ranks) == counts(2 * STEADY_STATE * ranks)
+    parallelism = Parallelism(schedule=schedule, stages=each * ranks)
+    with mock.patch.object(pipeline_states, "find_schedule_states", wraps=find_schedule_states) as find:
+        found = find_rank_states(parallelism, ranks, microbatches)
+    assert found == find_schedule_states(schedule, ranks, each, microbatches)
+    assert find.call_args.args[3] < microbatches
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from titan.parallelism.pipeline.arithmetic import read_csv
-from titan.parallelism.pipeline.schedules import Action, Cell, Overlap, list_actions, order_actions
+from titan.parallelism.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    Cell,
+    Overlap,
+    count_rounds,
+    list_actions,
+    order_actions,
+)
 from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
 
 if TYPE_CHECKING:
@@ -20,8 +28,8 @@ if TYPE_CHECKING:
 
 ALL_FORWARD = ("GPipe", "LoopedBFS")
 """Schedules that run the forward passes of all micro-batches before the first backward pass."""
-STEADY_STATE = 8
-"""Micro-batches per rank after which the other schedules repeat states that have occurred before."""
+STEADY_STATE = 4
+"""Micro-batches per rank, or rounds, after which the other schedules repeat states that have occurred before."""
 
 
 class State(NamedTuple):
@@ -56,10 +64,19 @@ def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) ->
     if ranks == 1:
         has_grads = (False, True) if microbatches > 1 else (False,)
         return [{State(0, kind, ((0, 1),), ((0, 0),), has_earlier) for kind in "FB" for has_earlier in has_grads}]
-    if parallelism.schedule not in ALL_FORWARD:
-        microbatches = min(microbatches, STEADY_STATE * ranks)
-    stages = count_stages_per_rank(parallelism, ranks)
-    return find_schedule_states(parallelism.schedule, ranks, stages, microbatches, parallelism.pairs)
+    schedule, stages = parallelism.schedule, count_stages_per_rank(parallelism, ranks)
+    limit = _limit_microbatches(schedule, ranks, microbatches)
+    return find_schedule_states(schedule, ranks, stages, limit, parallelism.pairs)
+
+
+def _limit_microbatches(schedule: str, ranks: int, microbatches: int) -> int:
+    """Return so many micro-batches that a schedule passes through all its states; rounds keep their size."""
+    kind = SCHEDULES.get(schedule)
+    if schedule in ALL_FORWARD or kind is None:
+        return microbatches
+    rounds = count_rounds(ranks, microbatches)
+    size = microbatches // rounds if kind.microbatches == "rounds" else ranks
+    return min(microbatches, size * STEADY_STATE)
 
 
 @lru_cache(1024)
@@ -70,8 +87,7 @@ def find_schedule_states(
 
     With `pairs`, the actions that it runs at once take turns.
     """
-    rows = _list_cells(schedule, ranks, stages, microbatches)
-    return [_select_largest({state for _, state in _replay_cells(cells, pairs)}) for cells in rows]
+    return [_find_largest_states(cells, pairs) for cells in _list_cells(schedule, ranks, stages, microbatches)]
 
 
 def list_action_states(
@@ -86,7 +102,10 @@ def list_action_states(
     else:
         stages = count_stages_per_rank(parallelism, ranks)
         cells = _list_cells(parallelism.schedule, ranks, stages, microbatches)[rank]
-    return list(_replay_cells(cells, parallelism.pairs))
+    actions = _list_actions(cells)
+    owned = _list_stages(actions)
+    states = [_build_state(owned, *each) for each in _replay_actions(cells, owned, parallelism.pairs)]
+    return list(zip(actions, states, strict=True))
 
 
 def _list_cells(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Cell]]:
@@ -96,21 +115,32 @@ def _list_cells(schedule: str, ranks: int, stages: int, microbatches: int) -> li
     return order_actions(schedule, ranks, stages, microbatches)
 
 
-def _replay_cells(cells: list[Cell], pairs: bool) -> Iterator[tuple[Action, State]]:
-    """Yield each action of a rank with the rank's state during it."""
-    actions = [action for cell in cells for action in list_actions(cell)]
-    in_flight, has_grads = dict.fromkeys(sorted({action.stage for action in actions}), 0), False
-    awaiting = dict.fromkeys(in_flight, 0)
+def _list_actions(cells: list[Cell]) -> list[Action]:
+    return [action for cell in cells for action in list_actions(cell)]
+
+
+def _list_stages(actions: list[Action]) -> list[int]:
+    return sorted({action.stage for action in actions})
+
+
+Counts: TypeAlias = tuple[int, ...]
+"""The counts of a state: micro-batches in flight of each stage, those awaiting weight gradients, and `has_grads`."""
+
+
+def _replay_actions(cells: list[Cell], stages: list[int], pairs: bool) -> Iterator[tuple[int, str, int | None, Counts]]:
+    """Yield the stage, the kind, the stage beside it and the state of a rank during each of its actions."""
+    index, size = {stage: i for i, stage in enumerate(stages)}, len(stages)
+    counts = [0] * (2 * size + 1)
     partners = _find_partners(cells) if pairs else {}
-    for action in actions:
+    for action in _list_actions(cells):
         stage, kind, _ = action
-        in_flight[stage] += (kind == "F") - (kind == "I")
-        awaiting[stage] += kind == "I"
-        counts = tuple(in_flight.items()), tuple(awaiting.items())
-        yield action, State(stage, kind, *counts, has_grads, partners.get(action))
-        in_flight[stage] -= kind == "B"
-        awaiting[stage] -= kind == "W"
-        has_grads = has_grads or kind in "BW"
+        i = index[stage]
+        counts[i] += (kind == "F") - (kind == "I")
+        counts[size + i] += kind == "I"
+        yield stage, kind, partners.get(action), tuple(counts)
+        if kind in "BW":
+            counts[i if kind == "B" else size + i] -= 1
+            counts[-1] = 1
 
 
 def _find_partners(cells: list[Cell]) -> dict[Action, int]:
@@ -119,22 +149,28 @@ def _find_partners(cells: list[Cell]) -> dict[Action, int]:
     return {action: other.stage for pair in pairs for action, other in (pair, pair[::-1])}
 
 
-def _select_largest(states: set[State]) -> set[State]:
+def _build_state(stages: list[int], stage: int, kind: str, beside: int | None, counts: Counts) -> State:
+    in_flight, awaiting = counts[: len(stages)], counts[len(stages) : -1]
+    pairs = (tuple(zip(stages, part, strict=True)) for part in (in_flight, awaiting))
+    return State(stage, kind, *pairs, has_grads=bool(counts[-1]), beside=beside)
+
+
+def _find_largest_states(cells: list[Cell], pairs: bool) -> set[State]:
     """Return the states that no other state of the same stages and kind dominates in every count."""
-    groups: dict[tuple[int, str, int | None], list[tuple[tuple[int, ...], State]]] = {}
-    for state in states:
-        counts = tuple(count for _, count in (*state.in_flight, *state.awaiting_weight_grads))
-        groups.setdefault((state.stage, state.kind, state.beside), []).append(((*counts, state.has_grads), state))
-    return {state for group in groups.values() for state in _iterate_maximal(group)}
+    stages = _list_stages(_list_actions(cells))
+    groups: dict[tuple[int, str, int | None], set[Counts]] = {}
+    for stage, kind, beside, counts in set(_replay_actions(cells, stages, pairs)):
+        groups.setdefault((stage, kind, beside), set()).add(counts)
+    return {_build_state(stages, *key, counts) for key, group in groups.items() for counts in _iterate_maximal(group)}
 
 
-def _iterate_maximal(group: list[tuple[tuple[int, ...], State]]) -> Iterator[State]:
-    """Yield the states with counts that no other's equal or exceed throughout; those with the largest sums first."""
-    maximal: list[tuple[int, ...]] = []
-    for counts, state in sorted(group, key=lambda entry: sum(entry[0]), reverse=True):
+def _iterate_maximal(group: set[Counts]) -> Iterator[Counts]:
+    """Yield the counts that no others equal or exceed throughout; those with the largest sums first."""
+    maximal: list[Counts] = []
+    for counts in sorted(group, key=sum, reverse=True):
         if not any(all(map(operator.le, counts, larger)) for larger in maximal):
             maximal.append(counts)
-            yield state
+            yield counts
 
 
 @lru_cache(1024)
@@ -142,6 +178,5 @@ def find_most_in_flight(schedule: str, ranks: int, stages: int, microbatches: in
     """Return the most micro-batches that the stages of a rank have in flight at once, added up, on any rank."""
     if schedule in ALL_FORWARD:
         return stages * microbatches
-    microbatches = min(microbatches, STEADY_STATE * ranks)
-    states = find_schedule_states(schedule, ranks, stages, microbatches)
+    states = find_schedule_states(schedule, ranks, stages, _limit_microbatches(schedule, ranks, microbatches))
     return max(sum(count for _, count in state.in_flight) for rank in states for state in rank)

@@ -8,10 +8,11 @@ of `titan.parallelism.pipeline.schedules.compute_timetable`.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from titan.parallelism.pipeline.arithmetic import read_csv
 from titan.parallelism.pipeline.schedules import Action, Cell, DeadlockError, list_actions, order_actions
@@ -71,61 +72,89 @@ def link_order(rows: Sequence[Sequence[Cell]]) -> LinkedOrder:
     """
     linking = _Linking(rows)
     linking.run()
-    return LinkedOrder(tuple(linking.kinds), linking.ranks, linking.entered_kinds, linking.sources)
+    return LinkedOrder(tuple(linking.codes), linking.ranks, linking.kinds, linking.sources)
+
+
+class ActionCode(NamedTuple):
+    """What all actions of a kind in a stage have in common; results are numbered, two for each micro-batch.
+
+    Attributes:
+        kind: its number among the kinds of all stages.
+        awaited: the result of another rank that micro-batch 0 waits for; -1: none.
+        result: that of micro-batch 0; -1: one that only its rank needs.
+    """
+
+    kind: int
+    awaited: int
+    result: int
 
 
 class _Linking:
     """The state of the linking: what each rank has left to do, and which ranks wait for which result."""
 
     def __init__(self, rows: Sequence[Sequence[Cell]]) -> None:
-        self.owner = {
-            action.stage: rank for rank, row in enumerate(rows) for cell in row for action in list_actions(cell)
-        }
-        self.queues = [deque(cell for cell in row if cell is not None) for row in rows]
-        self.waiting: dict[Action, int] = {}
-        self.results: dict[Action, int] = {}  # a full backward is entered as that of inputs
-        self.kinds: dict[StageKind, int] = {}
-        self.ranks, self.entered_kinds, self.sources = array("i"), array("i"), array("i")
+        cells = [[cell for cell in row if cell is not None] for row in rows]
+        actions = [[action for cell in row for action in list_actions(cell)] for row in cells]
+        self.size = 2 * max((1 + action.microbatch for row in actions for action in row), default=0)
+        self.owner = {stage: rank for rank, row in enumerate(actions) for stage in {action.stage for action in row}}
+        self.codes: dict[StageKind, ActionCode] = {}
+        for rank, row in enumerate(actions):
+            for stage, kind in sorted({(action.stage, action.kind) for action in row}):
+                self.codes[stage, kind] = self._encode_kind(stage, kind, rank)
+        self.rows, self.next_cells = cells, [0] * len(cells)
+        self.waiting: dict[int, int] = {}
+        self.results: dict[int, int] = {}
+        self.ranks, self.kinds, self.sources = array("i"), array("i"), array("i")
+
+    def _encode_kind(self, stage: int, kind: str, rank: int) -> ActionCode:
+        """Return the code of a kind of action; a full backward pass has the result of that for inputs."""
+        number, neighbour, part = len(self.codes), stage - 1 if kind == "F" else stage + 1, int(kind != "F")
+        waits = kind != "W" and self.owner.get(neighbour, rank) != rank
+        awaited = neighbour * self.size + part if waits else -1
+        return ActionCode(number, awaited, -1 if kind == "W" else stage * self.size + part)
 
     def run(self) -> None:
         """Take the actions of all ranks, each when the result that it waits for is there."""
-        ready = list(range(len(self.queues)))
-        while ready:
-            rank = ready.pop()
-            cells = self.queues[rank]
-            while cells and self._take_cell(rank, list_actions(cells[0]), ready):
-                cells.popleft()
-        if any(self.queues):
-            raise DeadlockError({rank: cells[0] for rank, cells in enumerate(self.queues) if cells})
+        self.ready = list(range(len(self.rows)))
+        while self.ready:
+            self._advance_rank(self.ready.pop())
+        left = {
+            rank: row[n] for rank, (row, n) in enumerate(zip(self.rows, self.next_cells, strict=True)) if n < len(row)
+        }
+        if left:
+            raise DeadlockError(left)
 
-    def _take_cell(self, rank: int, actions: tuple[Action, ...], ready: list[int]) -> bool:
-        """Enter an entry of a rank, unless it waits for a result that is not there."""
-        awaited = [self._find_source(action, rank) for action in actions]
-        missing = next((source for source in awaited if source is not None and source not in self.results), None)
-        if missing is not None:
-            self.waiting[missing] = rank
-            return False
-        for (stage, kind, _), source in zip(actions, awaited, strict=True):
+    def _advance_rank(self, rank: int) -> None:
+        """Take a rank's actions until one waits for a result that is not there."""
+        cells, first, results = self.rows[rank], self.next_cells[rank], self.results
+        for position in range(first, len(cells)):
+            cell = cells[position]
+            actions = (cell,) if isinstance(cell, Action) else list_actions(cell)
+            sources = []
+            for stage, kind, microbatch in actions:
+                awaited = self.codes[stage, kind].awaited
+                source = results.get(awaited + 2 * microbatch, -2) if awaited >= 0 else -1
+                if source == -2:
+                    self.waiting[awaited + 2 * microbatch] = rank
+                    self.next_cells[rank] = position
+                    return
+                sources.append(source)
+            self._enter_actions(rank, actions, sources)
+        self.next_cells[rank] = len(cells)
+
+    def _enter_actions(self, rank: int, actions: Sequence[Action], sources: list[int]) -> None:
+        """Enter the actions of a cell, whose results are there after all of it, and wake ranks that wait for them."""
+        last = len(self.ranks) + len(actions) - 1
+        for (stage, kind, microbatch), source in zip(actions, sources, strict=True):
+            code = self.codes[stage, kind]
             self.ranks.append(rank)
-            self.entered_kinds.append(self.kinds.setdefault((stage, kind), len(self.kinds)))
-            self.sources.append(-1 if source is None else self.results[source])
-        for stage, kind, microbatch in actions:  # the results of an overlap are there after all of it
-            self._add_result(Action(stage, "I" if kind == "B" else kind, microbatch), ready)
-        return True
-
-    def _add_result(self, result: Action, ready: list[int]) -> None:
-        """Enter the last action as that which has a result, and the rank that waits for it as ready."""
-        self.results[result] = len(self.ranks) - 1
-        if result in self.waiting:
-            ready.append(self.waiting.pop(result))
-
-    def _find_source(self, action: Action, rank: int) -> Action | None:
-        """Return the result of another rank that an action waits for."""
-        stage, kind, microbatch = action
-        neighbour = stage - 1 if kind == "F" else stage + 1
-        if kind == "W" or self.owner.get(neighbour, rank) == rank:
-            return None
-        return Action(neighbour, "F" if kind == "F" else "I", microbatch)
+            self.kinds.append(code.kind)
+            self.sources.append(source)
+            result = code.result + 2 * microbatch
+            if code.result >= 0:
+                self.results[result] = last
+                if result in self.waiting:
+                    self.ready.append(self.waiting.pop(result))
 
 
 def link_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> LinkedOrder:
