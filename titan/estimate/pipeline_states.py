@@ -150,9 +150,9 @@ def _find_partners(cells: list[Cell]) -> dict[Action, int]:
 
 
 def _build_state(stages: list[int], stage: int, kind: str, beside: int | None, counts: Counts) -> State:
-    in_flight, awaiting = counts[: len(stages)], counts[len(stages) : -1]
-    pairs = (tuple(zip(stages, part, strict=True)) for part in (in_flight, awaiting))
-    return State(stage, kind, *pairs, has_grads=bool(counts[-1]), beside=beside)
+    in_flight = tuple(zip(stages, counts[: len(stages)], strict=True))
+    awaiting = tuple(zip(stages, counts[len(stages) : -1], strict=True))
+    return State(stage, kind, in_flight, awaiting, bool(counts[-1]), beside)
 
 
 def _find_largest_states(cells: list[Cell], pairs: bool) -> set[State]:
