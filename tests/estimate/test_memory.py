@@ -20,6 +20,7 @@ from titan.estimate import memory, pipeline_states
 from titan.estimate.pipeline_states import ALL_FORWARD, find_rank_states, find_schedule_states
 from titan.estimate.traced.memory import LiveMemory, find_peak
 from titan.model.loss_terms import LossInputs
+from titan.parallelism.pipeline import runtime
 from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.parallelism.schema import Parallelism
 from titan.run.run import Run
@@ -307,6 +308,17 @@ def test_more_microbatches_need_no_more_buffers_of_messages(schedule: str, rank:
     assert found_many.bytes - found.bytes < message
     assert estimated_many - estimated < message
     assert estimated_many == pytest.approx(found_many.bytes, rel=CLOSE), str(found_many)
+
+
+def test_outputs_that_were_sent_are_not_kept() -> None:
+    """Of six micro-batches of two stages in flight on the first rank, one output at most exists on a GPU."""
+    one = run("blocks", "interleaved-first")
+    message, in_flight = 2 * one.microbatch_rows * one.training.seq_len * one.model.dim, 6
+    estimated, found = both(one, 0, "cuda")
+    with mock.patch.object(runtime, "_keep_graph", lambda output: output):
+        kept = traced(one, 0, "cuda")
+    assert kept.bytes - found.bytes == pytest.approx((in_flight - 1) * message, rel=1e-3)
+    assert estimated == pytest.approx(found.bytes, rel=CLOSE)
 
 
 @pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {*ALL_FORWARD}))

@@ -325,7 +325,7 @@ class _RankMemory(RankSizes):
             yield from self._iterate_head_backward(start, stage, has_grads)
             base = base.add_parts(activations=-self.head.saved - self.head_cast)
         else:
-            base = base.add_parts(activations=-self.input)
+            base = base.add_parts(activations=-self._count_kept_output(stage))
         if len(stage.layers):
             head = self.head_elements if stage.last else 0.0
             yield from self._iterate_block_backward(base, stage, head, has_grads, beside)

@@ -304,9 +304,17 @@ class RankSizes:
         rotation: float = 4 * self.recipe.model.rotary_size * self.tokens  # cosines and sines in float32
         if self.layout.pipeline == 1:
             rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
-        ends = self.head.saved + self.head_cast if stage.last else self.input
+        ends = self.head.saved + self.head_cast if stage.last else self._count_kept_output(stage)
         ends += self.input * self._keeps_input_apart(stage)
         return self._count_saved_by_blocks(stage.layers) + ends + rotation + self._count_mask_bytes()
+
+    def _count_kept_output(self, stage: StageBlocks) -> float:
+        """Return the bytes of its output that a stage keeps until backward: a GPU's rank keeps no output that it sends.
+
+        With gloo, the message holds it until backward; a stage of the same rank computes from it.
+        """
+        is_local = any(other.layers.start == stage.layers.stop for other in self.stages.values())
+        return self.input if self.device == "cpu" or is_local else 0.0
 
     def _keeps_input_apart(self, stage: StageBlocks) -> bool:
         """Return whether a stage keeps the input that it received next to what its first block saves.
@@ -321,13 +329,13 @@ class RankSizes:
     def _count_message_bytes(self) -> float:
         """Return the bytes of messages of a pipeline that a stage does not keep.
 
-        They are the gradient of its output while it computes backward, and on ranks with several stages, whose messages
-        are awaited early, an input and a gradient of the next micro-batches.
+        They are the gradient of its output while it computes backward, on a GPU an output that is sent, and on ranks
+        with several stages, whose messages are awaited early, an input and a gradient of the next micro-batches.
         """
         if self.layout.pipeline == 1:
             return 0.0
         has_next = any(not stage.last for stage in self.stages.values())
-        return self.input * (has_next + 2 * (len(self.stages) > 1))
+        return self.input * (has_next * (1 if self.device == "cpu" else 2) + 2 * (len(self.stages) > 1))
 
     def _count_saved_for_weight_grads(self, stage: StageBlocks) -> float:
         """Return the bytes of one micro-batch after "I" and before "W": all saved activations and output gradients.

@@ -169,6 +169,6 @@ def link_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches:
     return _link_named_schedule(schedule, ranks, stages_per_rank, microbatches)
 
 
-@lru_cache(64)
+@lru_cache(256)
 def _link_named_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> LinkedOrder:
     return link_order(order_actions(schedule, ranks, stages_per_rank, microbatches))

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
+    _batch_p2p,
     _ComputationType,
     _PipelineScheduleRuntime,
     get_schedule_class,
@@ -154,6 +155,7 @@ class Pipeline:
         self.scale = 1.0
         self.pair_runner = PairRunner(device) if shape.pairs else None
         self._schedules: dict[int, Any] = {}
+        self._built_stages: dict[int, list[_Stage]] = {}
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """Run one step of the schedule; see `titan.training.train_step.MicrobatchRunner`."""
@@ -165,7 +167,10 @@ class Pipeline:
         kwargs = {"targets": targets, "positions": _expand_positions(rows.positions, rows.tokens).flatten(0, 1)}
         if rows.documents is not None:
             kwargs["document_ids"] = _flatten_rows(rows.documents)
-        self._get_schedule(len(rows.tokens)).step(*x, target=targets, return_outputs=False, **kwargs)
+        schedule = self._get_schedule(len(rows.tokens))
+        schedule.step(*x, target=targets, return_outputs=False, **kwargs)
+        for stage in self._built_stages[len(rows.tokens)]:
+            stage.finish_sends()
         return self._sum_losses()
 
     def _sum_losses(self) -> Tensor:
@@ -243,6 +248,7 @@ class Pipeline:
 
     def _build_schedule(self, microbatches: int) -> Any:
         shape, stages = self.shape, [self._build_stage(number, module) for number, module in self.stages.items()]
+        self._built_stages[microbatches] = stages
         common: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": self._record_loss, "scale_grads": False}
         if shape.schedule.endswith(".csv"):
             schedule: Any = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
@@ -262,7 +268,7 @@ class Pipeline:
             self.pair_runner.register(schedule)
         return schedule
 
-    def _build_stage(self, number: int, module: nn.Module) -> PipelineStage:
+    def _build_stage(self, number: int, module: nn.Module) -> _Stage:
         """Return a stage with known input and output shapes, so that torch need not run it to infer them."""
         shape, count = self.shape, len(self.shape.owners)
         hidden = shape.empty_hidden(shape.rows, shape.length, "meta").requires_grad_()
@@ -284,6 +290,7 @@ class Pipeline:
             stage.reduces, stage.reshards = not shape.accumulates_whole, shape.reshards
             others = (other for other in self.stages.values() if other is not module)
             stage.others = [other for other in others if isinstance(other, FSDPModule)]
+        stage.batches_messages = shape.schedule == "1F1B"
         if self.block_figure_count:
             compute = partial(self._attach_losses, stage.forward_maybe_with_nosync)
             stage.forward_maybe_with_nosync = compute  # type: ignore[method-assign]
@@ -295,11 +302,21 @@ class _Stage(PipelineStage):
     """A stage whose messages use the groups of `create_p2p_groups`.
 
     A buffer exists from when its message is awaited until the stage has used it; torch would keep those of all
-    micro-batches. Until then its place has a tensor of the same shape on the device "meta".
+    micro-batches. Until then its place has a tensor of the same shape on the device "meta". An output exists until it
+    has arrived at the next rank; torch would keep it until its backward pass, and messages until the end of the step.
+
+    Attributes:
+        batches_messages: torch sends and receives in one batch, which it waits for.
     """
 
     groups: P2PGroups
     advance: Callable[[], None]
+    batches_messages: bool
+    sends: dict[tuple[str, int], list[dist.Work]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sends = {}
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         """Describe the messages of all micro-batches without their buffers."""
@@ -314,6 +331,7 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Record progress: a step of many micro-batches may take long."""
         self.advance()
+        self._drop_arrived()
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _free_buffers(self.args_recv_info[fwd_chunk_id])
         return output
@@ -324,6 +342,8 @@ class _Stage(PipelineStage):
         torch keeps the losses of a step, and with them their graphs, which hold the last stage's inputs.
         """
         self.advance()
+        self._finish_send("F", bwd_chunk_id)  # it has arrived, since its gradient is here
+        self._drop_arrived()
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         _free_buffers(self.grad_recv_info.get(bwd_chunk_id, ()))
         if loss is not None:
@@ -334,14 +354,44 @@ class _Stage(PipelineStage):
         return [use_direction_group(op, self.groups) for op in super().get_fwd_recv_ops(fwd_chunk_id)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return [use_direction_group(op, self.groups) for op in super().get_fwd_send_ops(fwd_chunk_id)]
+        """Send an output, of which its graph is kept only; return messages that torch has to send."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        outputs, inputs = self.fwd_cache[fwd_chunk_id]
+        self.fwd_cache[fwd_chunk_id] = (tuple(map(_keep_graph, outputs)), inputs)
+        return self._send("F", fwd_chunk_id, ops)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         _allocate_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return [use_direction_group(op, self.groups) for op in super().get_bwd_recv_ops(bwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return [use_direction_group(op, self.groups) for op in super().get_bwd_send_ops(bwd_chunk_id)]
+        return self._send("B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _send(self, kind: str, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Start to send messages, and return those that torch has to send."""
+        ops = [use_direction_group(op, self.groups) for op in ops]
+        if self.batches_messages:
+            return ops
+        self.sends[kind, microbatch] = _batch_p2p(ops)
+        return []
+
+    def _drop_arrived(self) -> None:
+        """Drop messages that have arrived. It doesn't wait for others, whose receiver may wait for this rank.
+
+        With gloo a message counts as arrived once it was waited for.
+        """
+        for key in [key for key, works in self.sends.items() if all(work.is_completed() for work in works)]:
+            self._finish_send(*key)
+
+    def _finish_send(self, kind: str, microbatch: int) -> None:
+        """Wait for a message, and raise what failed."""
+        for work in self.sends.pop((kind, microbatch), ()):
+            work.wait()
+
+    def finish_sends(self) -> None:
+        """Wait for all messages."""
+        for key in list(self.sends):
+            self._finish_send(*key)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the gradients of weights, in a schedule that splits the backward pass.
@@ -394,6 +444,22 @@ def _gather_by_block(schedule: Any) -> None:
 
     schedule.register_custom_function(_ComputationType.UNSHARD, begin_stage)
     schedule.register_custom_function(_ComputationType.RESHARD, end_stage)
+
+
+class _KeepGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.new_empty_strided(output.shape, (0,) * output.dim())  # one element; no view, which torch rejects
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+def _keep_graph(output: Tensor) -> Tensor:
+    """Return a tensor without values that has the shape and the backward pass of an output."""
+    kept: Tensor = _KeepGraph.apply(output)  # type: ignore[no-untyped-call]
+    return kept
 
 
 @contextmanager

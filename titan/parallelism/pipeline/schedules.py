@@ -180,7 +180,7 @@ def _order_interleaved(rank: int, ranks: int, stages_per_rank: int, microbatches
     """Order: 1F1B with several stages per rank (Narayanan et al., Megatron-LM, arXiv:2104.04473, 2021).
 
     A rank runs two forward passes more before its first backward pass than the next rank, as Megatron-LM does
-    (`num_warmup_microbatches` of its pipeline_parallel/schedules.py), so that messages travel beside computation.
+    (megatron/core/pipeline_parallel/schedules.py), so that messages travel beside computation.
     """
     forward, backward, first_turns = _order_rounds(rank, ranks, stages_per_rank, microbatches)
     return _alternate_passes(forward, backward, first_turns + 2 * (ranks - 1 - rank))
