@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
-    _batch_p2p,
     _ComputationType,
     _PipelineScheduleRuntime,
     get_schedule_class,
@@ -372,7 +372,7 @@ class _Stage(PipelineStage):
         ops = [use_direction_group(op, self.groups) for op in ops]
         if self.batches_messages:
             return ops
-        self.sends[kind, microbatch] = _batch_p2p(ops)
+        self.sends[kind, microbatch] = torch_schedules._batch_p2p(ops)
         return []
 
     def _drop_arrived(self) -> None:
