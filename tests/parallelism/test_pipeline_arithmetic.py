@@ -334,7 +334,8 @@ def test_torchs_runtime_takes_every_order(chosen: tuple[str, int, int, int]) -> 
     owners = tuple(arithmetic.place_stages(name, ranks, ranks * laps))
     shape = PipelineShape(name, owners, 1, 1, 1, 1, torch.float32)
     mine = [FakeStage(lap * ranks, ranks, ranks * laps) for lap in range(laps)]
-    runtime: Any = torch_schedules._PipelineScheduleRuntime(mine, count)
+    runtime_class: Any = torch_schedules._PipelineScheduleRuntime
+    runtime = runtime_class(mine, count)
     runtime._prepare_schedule_with_comms(list_torch_actions(shape, laps, count))
     found = [[str(a) for a in row if a.is_compute_op] for row in runtime.pipeline_order_with_comms.values()]
     assert found == [[str(cell) for cell in row] for row in arithmetic.order_actions(*chosen)]

@@ -306,7 +306,10 @@ class _Stage(PipelineStage):
     has arrived at the next rank; torch would keep it until its backward pass, and messages until the end of the step.
 
     Attributes:
+        groups: see `create_p2p_groups`.
+        advance: called when the stage begins with a micro-batch.
         batches_messages: torch sends and receives in one batch, which it waits for.
+        sends: messages that may not have arrived, by F or B and micro-batch.
     """
 
     groups: P2PGroups
