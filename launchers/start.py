@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers.supervisor import log_line, run_ranks
+from titan.checkpoint import manifest
 from titan.cluster.environment import set_variables
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import progress_line
@@ -57,18 +58,42 @@ def run_local(run: Run, apart: bool = False, report: ReasonReceiver = ignore_rea
         set_variables(run.cluster.environment),
         lock_directory(Path(run.directory), more_names=list_hydra_folders(run)),
     ):
+        failures = Failures(run, report)
         for restart in range(run.cluster.restarts + 1):
-            report("")  # what an earlier attempt reported is no reason for the end of this one
+            failures.report("")  # what an earlier attempt reported is no reason for the end of this one
             attempt = _begin_attempt(run)
             if isinstance(attempt, attempts.FinishedRun):
                 summary.show_finished(run, attempt)
                 return 0
-            train = partial(_start_ranks, run, attempt, apart or run.cluster.restarts > 0, report)
+            train = partial(_start_ranks, run, attempt, apart or run.cluster.restarts > 0, failures.report)
             code = _run_attempt(run, attempt, train)
             if code != 1 or restart == run.cluster.restarts:
                 return code
+            if failures.is_repeated():
+                log_line(Path(run.directory), "not restarted: the restart ended as the attempt before it")
+                return code
             log_line(Path(run.directory), f"restart {restart + 1} of {run.cluster.restarts}")
     return 1
+
+
+class Failures:
+    """The ends of the attempts of a run: a restart that ends as the attempt before it is the last one."""
+
+    def __init__(self, run: Run, report: ReasonReceiver) -> None:
+        """Take the run, and what else is called with each reason."""
+        self.run, self.pass_on = run, report
+        self.reason, self.previous = "", ("", -1)
+
+    def report(self, reason: str) -> None:
+        """Take the reason of an end, and pass it on; see `ReasonReceiver`."""
+        self.reason = reason
+        self.pass_on(reason)
+
+    def is_repeated(self) -> bool:
+        """Return whether this attempt ended with the same reason as the last one, without a newer checkpoint."""
+        saved = max((int(f.name[5:]) for f in manifest.list_complete(Path(self.run.directory))), default=0)
+        earlier, self.previous = self.previous, (self.reason, saved)
+        return bool(self.reason) and earlier == self.previous
 
 
 def _begin_attempt(run: Run) -> attempts.Attempt | attempts.FinishedRun:

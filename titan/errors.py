@@ -43,6 +43,19 @@ class RunError(_UserError):
     """The reason why a run failed, in one plain sentence for the user: exit code 1, without a traceback."""
 
 
+class DifferingRanksError(RunError):
+    """A rank computes, or has, something else than the ranks that must have the same.
+
+    Attributes:
+        rank: the first of those that are wrong.
+        node: the names of their nodes under Slurm, as it takes them: "n1,n2"; empty where they are not known.
+    """
+
+    def __init__(self, sentence: str, rank: int = 0, node: str = "") -> None:
+        super().__init__(sentence)
+        self.rank, self.node = rank, node
+
+
 _EXHAUSTED = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space"),
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EROFS), "repair that file system, or choose another place"),

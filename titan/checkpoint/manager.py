@@ -1,5 +1,8 @@
 """Save a run's state with torch.distributed.checkpoint, synchronously or in the background.
 
+Before a save, the ranks compare fingerprints of replicas (`titan.checkpoint.compared`), in the training thread. If some
+differ, the checkpoint is written all the same, for inspection, with a manifest of another name, so that it is not used.
+
 A save is one job of all ranks, in a separate thread:
 
 1. all ranks write the checkpoint, until rank 0's manifest makes it complete (`titan.checkpoint.save`);
@@ -34,6 +37,7 @@ from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import TrainState, evaluation_state_dict, train_state_dict
+from titan.parallelism.replicas import Difference
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended with a single process
 CopyTokenizer = Callable[[str | None, Path], TokenizerFiles]
@@ -43,6 +47,10 @@ PostSaveHook = Callable[[Path, Manifest], None]
 The manifest lists all files on rank 0; on the other ranks it may list only the files that the rank has written. All
 work that can fail on one rank must be run by the coordinator (`Coordinator.run_all`).
 """
+
+
+CompareReplicas = Callable[[Mapping[str, Tensor], Manifest], Difference | None]
+"""Called by all ranks with the tensors to save; returns the same on all."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class SaveOutcome:
         bytes: total size of all files; 0 if it failed.
         error: why there is no checkpoint; None if it is complete.
         post_save_error: why a post-save hook failed; None if none did.
+        compare_seconds: seconds of the stall in which replicas were compared.
     """
 
     step: int
@@ -64,6 +73,7 @@ class SaveOutcome:
     bytes: int = 0
     error: str | None = None
     post_save_error: str | None = None
+    compare_seconds: float = 0.0
 
 
 class _SaveJob:
@@ -71,15 +81,18 @@ class _SaveJob:
 
     def __init__(self, step: int) -> None:
         self.step, self.start_time = step, time.monotonic()
-        self.stall = self.seconds = 0.0
+        self.stall = self.seconds = self.compare_seconds = 0.0
         self.bytes = 0
+        self.difference: Difference | None = None
         self.error: str | None = None
         self.post_save_error: str | None = None
         self.staging_error: Exception | None = None
         self.written, self.ended = threading.Event(), threading.Event()
 
     def build_outcome(self) -> SaveOutcome:
-        return SaveOutcome(self.step, self.stall, self.seconds, self.bytes, self.error, self.post_save_error)
+        return SaveOutcome(
+            self.step, self.stall, self.seconds, self.bytes, self.error, self.post_save_error, self.compare_seconds
+        )
 
 
 class CheckpointManager:
@@ -93,6 +106,7 @@ class CheckpointManager:
         coordinator: Coordinator,
         copy_tokenizer: CopyTokenizer,
         post_save_hooks: tuple[PostSaveHook, ...] = (),
+        compare_replicas: CompareReplicas | None = None,
     ) -> None:
         """Create the manager; nothing is written yet.
 
@@ -103,7 +117,9 @@ class CheckpointManager:
             coordinator: the ranks; not used by others while a save is running.
             copy_tokenizer: copies the tokenizer into a checkpoint.
             post_save_hooks: the post-save hooks.
+            compare_replicas: compares replicas before a save; None: nothing does.
         """
+        self.compare_replicas = compare_replicas
         self.directory, self.settings, self.train_state = directory, settings, train_state
         self.coordinator, self.post_save_hooks, self.copy_tokenizer = coordinator, post_save_hooks, copy_tokenizer
         self.jobs: list[_SaveJob] = []
@@ -111,31 +127,42 @@ class CheckpointManager:
         self.staging = Staging(train_state.device) if settings.mode == "async" else None
         self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _set_device, (train_state.device,))
 
-    def save(self, checkpoint_manifest: Manifest, tokenizer: str | None = None) -> None:
+    def save(self, checkpoint_manifest: Manifest, tokenizer: str | None = None) -> Difference | None:
         """Start saving the state, and with `mode=sync` wait for it; all ranks call it together.
 
         Args:
             checkpoint_manifest: the manifest, without its files and tokenizer.
             tokenizer: a file to copy into the checkpoint, or a built-in tokenizer's name.
+
+        Returns:
+            The first difference between replicas, the same on all ranks, because of which it is no checkpoint.
         """
         job = _SaveJob(checkpoint_manifest.step)
         with _measure_stall(job):
             for earlier_job in self.jobs:
                 earlier_job.ended.wait()  # one at a time: they share the coordinator and the staging buffers
-            state = self._stage_state(job)
+            state = self._stage_state(job, checkpoint_manifest)
             self.jobs.append(job)
             self.thread.submit(self._run_save, job, state, checkpoint_manifest, tokenizer)
             if self.staging is None:
                 job.written.wait()
+        return job.difference
 
-    def _stage_state(self, job: _SaveJob) -> dict[str, Tensor]:
+    def _stage_state(self, job: _SaveJob, checkpoint_manifest: Manifest) -> dict[str, Tensor]:
         """Return the tensors to write. If the copy fails, so does the job: the other ranks must learn of it."""
         try:
             state = train_state_dict(self.train_state) | evaluation_state_dict(self.train_state)
+            self._compare(job, state, checkpoint_manifest)
             return state if self.staging is None else self.staging.start_copy(state)
         except Exception as error:
             job.staging_error = error
             return {}
+
+    def _compare(self, job: _SaveJob, state: Mapping[str, Tensor], checkpoint_manifest: Manifest) -> None:
+        if self.compare_replicas is not None:
+            start_time = time.monotonic()
+            job.difference = self.compare_replicas(state, checkpoint_manifest)
+            job.compare_seconds = time.monotonic() - start_time
 
     def rerun_post_save(self, step: int) -> None:
         """Rerun the post-save hooks of a complete checkpoint; all ranks call it together."""
@@ -181,14 +208,15 @@ class CheckpointManager:
         wait_for_state = partial(self._wait_for_state, job, state)
         copy_tokenizer = partial(self.copy_tokenizer, tokenizer)
         try:
-            save = CheckpointSave(folder, checkpoint_manifest, self.planner, wait_for_state, copy_tokenizer)
+            name = manifest.NAME if job.difference is None else manifest.DIFFERS
+            save = CheckpointSave(folder, checkpoint_manifest, self.planner, wait_for_state, copy_tokenizer, name)
             checkpoint_manifest, job.bytes = save.run(self.coordinator)
         except BaseException as error:  # DCP's error is not an Exception
             job.error = find_reason(error)
             _catch_error(partial(self._remove_failed, folder))  # training waits for this thread, whatever happens here
         job.seconds = time.monotonic() - job.start_time
         job.written.set()
-        if job.error is None:
+        if job.error is None and job.difference is None:
             job.post_save_error = self._run_post_save_hooks(folder, checkpoint_manifest)
         job.ended.set()
 

@@ -28,6 +28,8 @@ RETIRED = "retired.json"
 """The manifest's name in a checkpoint that is about to be deleted."""
 DAMAGED = "damaged.json"
 """The manifest's name in a checkpoint that was found damaged."""
+DIFFERS = "differs.json"
+"""The manifest's name in a checkpoint whose replicas differed when it was saved: it is kept for inspection only."""
 _CHUNK = 4 * 2**20
 
 
@@ -79,12 +81,18 @@ def folder_of(directory: Path, step: int) -> Path:
     return directory / "checkpoints" / f"step-{step}"
 
 
-def write(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, which makes the checkpoint complete; call it once all its files are on disk."""
+def write(folder: Path, manifest: Manifest, name: str = NAME) -> None:
+    """Write the manifest, which makes the checkpoint complete; call it once all its files are on disk.
+
+    Args:
+        folder: the checkpoint's folder.
+        manifest: the manifest.
+        name: its file name; `DIFFERS` for a checkpoint that is not to be used.
+    """
     for parent in (folder.parent, folder.parent.parent):  # a run's first save makes two folders
         with contextlib.suppress(PermissionError):  # another user's folder
             sync_folder(parent)
-    write_atomic(folder / NAME, json.dumps(asdict(manifest), indent=1), sync=True)
+    write_atomic(folder / name, json.dumps(asdict(manifest), indent=1), sync=True)
 
 
 def inspect(folder: Path, name: str = NAME) -> Manifest | None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
 
-_MANIFESTS = (manifest.NAME, manifest.RETIRED, manifest.DAMAGED)
-_SAVED = re.compile(r"__\d+_\d+\.distcp|\.metadata|\..+\.tmp|tokenizer[\w.]*|(manifest|retired|damaged)\.json")
+_MANIFESTS = (manifest.NAME, manifest.RETIRED, manifest.DAMAGED, manifest.DIFFERS)
+_SAVED = re.compile(r"__\d+_\d+\.distcp|\.metadata|\..+\.tmp|tokenizer[\w.]*|(manifest|retired|damaged|differs)\.json")
 """The names of the files of a checkpoint."""
 
 

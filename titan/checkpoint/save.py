@@ -43,6 +43,7 @@ class CheckpointSave:
         planner: CachingSavePlanner,
         wait_for_state: Callable[[], Mapping[str, Tensor]],
         copy_tokenizer: Callable[[Path], TokenizerFiles],
+        manifest_name: str = manifest.NAME,
     ) -> None:
         """Create the save; nothing is written yet.
 
@@ -52,7 +53,9 @@ class CheckpointSave:
             planner: the planner of all saves of this rank.
             wait_for_state: returns the tensors to write, once they can be read.
             copy_tokenizer: copies the tokenizer into a folder.
+            manifest_name: the manifest's file name; another one than the usual makes no complete checkpoint.
         """
+        self.manifest_name = manifest_name
         self.folder, self.manifest, self.planner = folder, checkpoint_manifest, planner
         self.wait_for_state, self.copy_tokenizer = wait_for_state, copy_tokenizer
         self.writer = CheckpointWriter(folder)
@@ -110,7 +113,7 @@ class CheckpointSave:
             self.manifest, files={name: file for listing in listings for name, file in listing.items()}
         )
         _check_visible(self.folder, self.manifest)
-        manifest.write(self.folder, self.manifest)
+        manifest.write(self.folder, self.manifest, self.manifest_name)
         return self.manifest.tokenizer, sum(file.bytes for file in self.manifest.files.values())
 
     def _remove_rank_files(self) -> None:

@@ -24,6 +24,9 @@ class Checkpoint:
     path: str | None = setting(
         None, "a folder or URL (s3://bucket/x) to copy checkpoints to in the background; null: none"
     )
+    fingerprints: bool = setting(
+        True, "before each save, compare fingerprints of replicated weights and optimizer state between ranks"
+    )
     verify: bool = setting(True, "verify checksums before a checkpoint is used; false: sizes only")
     resume: str | None = setting(None, "another run's directory or checkpoint to start from")
     decay_steps: int | None = setting(

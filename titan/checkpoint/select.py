@@ -134,7 +134,8 @@ def _find_latest_remote(
 def _find_latest_local(
     directory: Path, run_id: str | None = None
 ) -> tuple[CheckpointCandidate | None, tuple[str, ...]]:
-    last, notes, checkpoints_folder = None, [], directory / "checkpoints"
+    last, notes, differing = None, [], list[str]()
+    checkpoints_folder = directory / "checkpoints"
     if checkpoints_folder.exists() and not checkpoints_folder.is_dir():
         raise ConfigError(
             f"hydra.run.dir={directory}: {checkpoints_folder.name} in it is a file instead of the folder of "
@@ -149,7 +150,11 @@ def _find_latest_local(
         last = CheckpointCandidate(str(folder), checkpoint_manifest) if checkpoint_manifest else last
         if checkpoint_manifest is None and (folder / manifest.DAMAGED).exists():
             notes.append(f"checkpoint {folder.name} was found damaged, and is not used")
+        if checkpoint_manifest is None and (folder / manifest.DIFFERS).exists():
+            differing.append(f"checkpoint {folder.name} is of replicas that differed, and is not used")
     last_step = last.manifest.step if last else -1
+    if last:  # else the run starts again: nothing before was wrong
+        notes += differing
     return last, tuple(note for note in notes if int(note.split()[1].partition("-")[2]) > last_step)
 
 

@@ -41,7 +41,7 @@ class Cluster:
     restarts: int = setting(
         0,
         "restarts of all ranks after one of them fails; on Slurm without the failed node, a second time only from a "
-        "newer checkpoint",
+        "newer checkpoint; here not again after the same error from the same checkpoint",
         at_least=0,
         cap=10_000,
     )

@@ -93,7 +93,10 @@ def find_error(folder: Path, attempt: str) -> str | None:
 
 
 def find_failed_node(folder: Path, attempt: str) -> str | None:
-    """Return the node that made an attempt of a job fail; None where it is not known, and for a ConfigError."""
+    """Return the node that made an attempt of a job fail; None where it is not known, and for a ConfigError.
+
+    Where ranks differ and no majority decides, they are several: "n1,n2".
+    """
     first = rank_error.find_first_cause(map(rank_error.read, _list_rank_files(folder, attempt, "error")))
     if first is not None and not first.lost:
         return None if first.code == 2 else first.node or None
@@ -108,7 +111,8 @@ def find_bad_nodes(folder: Path, times: int) -> list[str]:
     jobs = [(file, *file.name.removesuffix(".end").rpartition(".")[::2]) for file in end_files]
     exits = ((f"{job}.{n}", _read_exit(folder, job, int(n), file)) for file, job, n in jobs if n.isdecimal())
     failed_nodes = (find_failed_node(folder, attempt) for attempt, end in exits if end and end.code and not end.stopped)
-    return sorted(node for node, count in Counter(filter(None, failed_nodes)).items() if count >= times)
+    counts = Counter(node for nodes in failed_nodes if nodes for node in nodes.split(","))
+    return sorted(node for node, count in counts.items() if count >= times)
 
 
 def _list_rank_files(folder: Path, attempt: str, kind: str) -> list[Path]:

@@ -10,17 +10,21 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.checkpoint import transfer
+from titan.checkpoint import manifest, transfer
+from titan.checkpoint.compared import compare_replicas, describe_compared
 from titan.checkpoint.coordinator import Coordinator, prefix_errors
-from titan.checkpoint.manager import CheckpointManager, PostSaveHook, SaveOutcome
+from titan.checkpoint.manager import CheckpointManager, CompareReplicas, PostSaveHook, SaveOutcome
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.select import is_post_save_pending
+from titan.checkpoint.state import train_state_dict
 from titan.dataset import permutation
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
+from titan.parallelism.replicas import Difference
 from titan.run.attempts import Attempt
 from titan.run.run import Run, as_model
 from titan.training.train_step import TrainStep
@@ -107,7 +111,24 @@ class CheckpointPolicy:
         if self.is_rank0:
             with contextlib.suppress(OSError):
                 (Path(self.run.directory) / SAVE_FILE).unlink()
-        self.manager.save(self._build_manifest(step, rows), self.tokenizer)
+        difference = self.manager.save(self._build_manifest(step, rows), self.tokenizer)
+        if difference is not None:
+            self._stop_run(step, difference)
+
+    def _stop_run(self, step: int, difference: Difference) -> None:
+        """End the run, once the state with the difference is written.
+
+        Raises:
+            DifferingRanksError: always.
+        """
+        outcomes = [] if self.manager is None else self.manager.finish()
+        self._record_outcomes([outcome for outcome in outcomes if outcome.step != step])
+        marked = Path("checkpoints") / f"step-{step}" / manifest.DIFFERS
+        start = f"resumes from step {self.saved_step}" if self.saved_step else "starts from the beginning"
+        raise difference.build_error(
+            f"step {step}: {difference.describe()}; these must be equal, so a machine computes or stores wrong values. "
+            f"The checkpoint is not used ({marked}). Repeat the command {difference.advise()}: it {start}."
+        )
 
     def wait_for_staging(self) -> None:
         """Wait until the last save has copied the state; call it before the weights change."""
@@ -219,7 +240,16 @@ class CheckpointPolicy:
 
 def _build_manager(run: Run, train_step: TrainStep, coordinator: Coordinator) -> CheckpointManager:
     directory, hooks = Path(run.directory), _build_post_save_hooks(run, coordinator)
-    return CheckpointManager(directory, run.checkpoint, train_step, coordinator, tokenizer_files.copy_and_list, hooks)
+    copy = tokenizer_files.copy_and_list
+    compare = _build_comparison(train_step) if run.checkpoint.fingerprints else None
+    return CheckpointManager(directory, run.checkpoint, train_step, coordinator, copy, hooks, compare)
+
+
+def _build_comparison(train_step: TrainStep) -> CompareReplicas:
+    """Return what compares replicas before a save; raises RunError for a tensor that it would not know."""
+    if described := describe_compared(train_state_dict(train_step), train_step, train_step.world):
+        log.info(described)
+    return partial(compare_replicas, train_step, train_step.world)
 
 
 def _find_tokenizer(mix: RowMixture) -> str | None:
@@ -268,5 +298,6 @@ def _build_record(outcome: SaveOutcome) -> dict[str, Any]:
         "checkpoint_step": outcome.step,
         "checkpoint_seconds": outcome.seconds,
         "checkpoint_stall_seconds": outcome.stall,
+        "checkpoint_compare_seconds": outcome.compare_seconds,
         "checkpoint_gib": outcome.bytes / 2**30,
     }
