@@ -219,7 +219,7 @@ def find_difference(
     prints, second = Prints(tensors, world, stages), Prints(copies or {}, world, stages)
     groups = prints.list_groups()
     flags = [_differs(prints.sum_group(indices), group) for group, indices in groups]
-    stage_differs = _compare_stages(prints, second)
+    stage_differs = _compare_stages(prints) | _compare_copies(prints, second)
     all_flags = torch.stack([*flags, stage_differs])
     anywhere = all_flags.any().long()
     dist.all_reduce(anywhere, dist.ReduceOp.MAX)
@@ -237,17 +237,22 @@ def _differs(total: Tensor, group: dist.ProcessGroup) -> Tensor:
     return both[0] != ~both[1]
 
 
-def _compare_stages(prints: Prints, second: Prints) -> Tensor:
+def _compare_copies(prints: Prints, second: Prints) -> Tensor:
+    """Return whether a second copy on this rank differs from the first one, bool []."""
+    first = [prints.names.index(name) for name in second.names]
+    return (prints.values[first] != second.values).any()
+
+
+def _compare_stages(prints: Prints) -> Tensor:
     """Return whether what stages share differs along the pipeline, bool []; ranks without it give the least number."""
     world, group = prints.world, prints.world.get_group("pipeline")
     both = torch.full((len(STAGES), 2), _LEAST, dtype=torch.int64, device=world.device)
     has_any = torch.zeros(len(STAGES), dtype=torch.bool, device=world.device)
     for row, word in enumerate(STAGES):
-        for part in (prints, second):
-            indices = [i for i, name in enumerate(part.names) if part.stages.get(name) == word]
-            if indices:
-                total = part.sum_group(indices)
-                both[row], has_any[row] = torch.maximum(both[row], torch.cat([total, ~total])), True
+        indices = [i for i, name in enumerate(prints.names) if prints.stages.get(name) == word]
+        if indices:
+            total = prints.sum_group(indices)
+            both[row], has_any[row] = torch.cat([total, ~total]), True
     if group is not None:
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     return (has_any & (both[:, 0] != ~both[:, 1])).any()
