@@ -15,6 +15,11 @@ class Debug:
     detect_anomaly: bool = setting(
         False, "report the forward operation whose backward produced a value that is not finite"
     )
+    audit: int = setting(
+        0,
+        "every so many steps, compute a micro-batch of each rank a second time on another rank, and compare; 0: never",
+        at_least=0,
+    )
     hang_seconds: float | None = setting(
         60.0,
         "report which rank a run waits for after this many seconds without progress: at least ten usual steps, at most "

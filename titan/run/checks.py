@@ -61,6 +61,7 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     _check_pairs(run)
     _check_exchange(run, remote)
     _check_accumulation(run)
+    _check_audit(run)
     for check_axis in (
         _check_tensor, _check_context, _check_attention, _check_sharding, _check_experts, _check_memory
     ):  # fmt: skip
@@ -141,6 +142,30 @@ def _check_growth(run: Run, remote: bool) -> None:
             ) from error
         larger = replace(run, training=replace(run.training, global_batch=phase.rows * run.training.seq_len, grow=()))
         fit.check_memory(larger, run.layout, run.machine, count, remote)
+
+
+def _check_audit(run: Run) -> None:
+    """Reject audits where no other rank computes the same part of the model with the same code."""
+    layout, every = run.layout, run.debug.audit
+    if not every or run.is_layout_open:
+        return
+    label = f"debug.audit={every}"
+    if layout.pipeline > 1:
+        raise ConfigError(
+            f"{label}: the stages of a pipeline run forward only together with backward; give parallelism.pipeline=1, "
+            "or debug.audit=0."
+        )
+    if run.compile.scope == "model":
+        raise ConfigError(
+            f"{label}: with compile=model nothing but the loss can be compared; give compile=block, or debug.audit=0."
+        )
+    places = layout.data_ranks // max(1, layout.expert // (layout.context * layout.tensor))
+    if places < 2:
+        shared = f" (parallelism.expert={layout.expert})" if layout.expert > 1 else ""
+        raise ConfigError(
+            f"{label}: no other rank computes the same part of the model{shared}; give parallelism.replicate=2 or "
+            "parallelism.shard=2 times as many ranks, or debug.audit=0."
+        )
 
 
 def _check_precision(run: Run, remote: bool) -> None:

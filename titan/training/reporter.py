@@ -23,6 +23,7 @@ from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.schedule.schema import Factors
 from titan.training import metrics_setup, step_metrics
+from titan.training.audit import Audit
 from titan.training.layer_metrics import LayerMetrics
 from titan.training.rank_times import RankTimes
 from titan.training.result_json import RunEnd, build_result
@@ -40,6 +41,7 @@ class RunReporter:
         progress: writes to the terminal, on the same terms.
         step_times: of the latest steps.
         evaluation: the figures of the last evaluation.
+        audit: says how long audits took.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class RunReporter:
         self.hooks, self.layer_metrics, self.rank_times, self.factors = hooks, layer_metrics, rank_times, factors
         self.speed = metrics_setup.build_step_speed(run)
         self.spikes = metrics_setup.build_spike_detector(run, attempt, self.world.is_rank0)
+        self.audit: Audit | None = None
         self.recorder: Recorder | None = None
         self.progress: Progress | None = None
         self.step_times = StepTimes()
@@ -200,6 +203,7 @@ class RunReporter:
             "rows": [batch.first, batch.last],
             "batch_hash": step_metrics.format_batch_hash(metrics),
             **self.layer_metrics.build_record(result.step),
+            **(self.audit.build_record(result.step) if self.audit is not None else {}),
         }
 
     def _build_hook_figures(self, result: StepResult) -> dict[str, Any]:

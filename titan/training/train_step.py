@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from titan.compile.graphs import GraphLabel
 from titan.model.layers import IGNORED
@@ -138,6 +140,12 @@ class GradAccumulation:
             self.advance()
         return total
 
+    def repeat_forward(self, rows: Microbatches) -> None:
+        """Run forward of one micro-batch with the code and in the mode of training, and drop the result."""
+        without_sync = self.wrapped.no_sync() if isinstance(self.wrapped, DistributedDataParallel) else nullcontext()
+        with without_sync, torch.enable_grad():
+            self.wrapped(*rows.select_microbatch(0))
+
     def forward(self, rows: Microbatches) -> list[Tensor]:
         """See `MicrobatchRunner`."""
         return [self.stage(*rows.select_microbatch(i)) for i in range(len(rows.tokens))]
@@ -224,6 +232,16 @@ class TrainStep:
         if not losses or not self.world.counts_loss:
             return torch.zeros((), device=rows.tokens.device)
         return torch.stack(losses).sum()
+
+    def repeat_forward(self, rows: Microbatches) -> None:
+        """Run forward of one micro-batch of whole rows as in training; gradients stay as they are.
+
+        Raises:
+            RuntimeError: with a pipeline.
+        """
+        if not isinstance(self.runner, GradAccumulation):
+            raise RuntimeError("a pipeline does not run forward alone as it does in training")
+        self.runner.repeat_forward(self._select_local_rows(rows))
 
     @torch.no_grad()
     def compute_logits(self, tokens: list[int]) -> Tensor:

@@ -30,6 +30,7 @@ from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.schedule.optimizer_schedule import OptimizerSchedule
 from titan.training import layer_norms, loader_setup, restoring, step_metrics
+from titan.training.audit import Audit
 from titan.training.bad_steps import BadSteps
 from titan.training.checkpointing import CheckpointPolicy
 from titan.training.evaluation.averages import MovingAverage
@@ -103,6 +104,7 @@ class Trainer:
         self.heap = HeapTrimmer(world.device.type == "cpu")
         self.reporter = RunReporter(run, attempt, train_step, self.hooks, self.layer_metrics, self.rank_times, factors)
         show, warn = self.reporter.show, self.reporter.warn
+        self.audit = self.reporter.audit = Audit(run, train_step, warn)
         self.bad_steps = BadSteps(run, train_step, self.mix, self.timeouts, self._to_device, warn)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, warn)
         world.activity.get_running_save = self.saving.find_running_save
@@ -190,7 +192,9 @@ class Trainer:
         lr, tokens = self.optimizer_schedule.set_rates(self.step), self.run.training.count_step_tokens(self.step)
         rows = self._to_device(batch)
         self.layer_metrics.measure_forward(self.step, rows)
-        loss = self.train_step.backward(rows, 1 / tokens)
+        with self.audit.record(self.step, rows):
+            loss = self.train_step.backward(rows, 1 / tokens)
+        self.audit.check(self.step, rows)
         self.rank_times.end_backward()
         metrics = self.world.all_reduce(self._pack_metrics(loss, batch))
         gradients, norm = self.train_step.list_gradients(), metrics[SQUARES].sqrt()

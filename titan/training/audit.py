@@ -1,0 +1,249 @@
+"""Audits: every N steps a micro-batch of each rank is computed a second time on another rank, and compared.
+
+1. In a step that is due, each rank takes fingerprints of what its modules return for one micro-batch, while it trains.
+   All ranks take the same one, by a generator that depends on seed and step only.
+2. Before the weights change, each rank sends the micro-batch's tokens to the rank that has the same part of the model
+   and other rows, `shift` data-parallel ranks before it, and computes the one that it receives: forward only, with the
+   code that training uses, compiled or not. The gradients stay as they are.
+3. It returns the fingerprints, and one number says whether any differ on any rank.
+
+Ranks that divide a model compute together: all of them work on the same other rows. Ranks that share experts keep their
+places among each other, because rows of the same experts are one product.
+
+Only if some differ, `titan.training.audit_verdict` decides which rank is wrong, from further computations.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan.parallelism import data
+from titan.parallelism.fingerprints import fingerprint
+from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.replicas import get_rank_name
+from titan.run.run import Run
+from titan.training.audit_verdict import Computation, Witness, judge
+from titan.training.train_step import TrainStep
+
+OUTPUT = "the loss"
+
+
+class OutputPrints:
+    """Takes fingerprints of what the modules of a stage return for one micro-batch, while its context is open.
+
+    Compiled modules ignore hooks that are added later, and would be compiled again with them: so their calls are
+    wrapped instead.
+    """
+
+    def __init__(self, stage: Any, microbatch: int) -> None:
+        """Take the stage, and the number of the micro-batch among its calls."""
+        self.stage, self.microbatch, self.call = stage, microbatch, -1
+        self.prints: dict[str, Tensor] = {}
+        self.sizes: dict[str, Tensor] = {}
+        self._undo: list[Callable[[], object]] = []
+
+    def __enter__(self) -> OutputPrints:
+        self._undo.append(self.stage.register_forward_pre_hook(self._count, prepend=True).remove)
+        for name, module in list_observed(self.stage):
+            self._undo.append(self._observe(name, module))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for undo in self._undo:
+            undo()
+
+    def read(self) -> Computation:
+        """Return the fingerprints and the root mean squares, on the host."""
+        prints = torch.stack([*self.prints.values()]).tolist()
+        return Computation(tuple(self.prints), tuple(prints), tuple(torch.stack([*self.sizes.values()]).tolist()))
+
+    def _count(self, stage: nn.Module, args: Any) -> None:
+        self.call += 1
+
+    def _observe(self, name: str, module: Any) -> Callable[[], object]:
+        """Observe a module; returns what ends it."""
+        compiled = module._compiled_call_impl
+        if compiled is None:
+            handle = module.register_forward_hook(lambda module, args, out: self._record(name, out))
+            return handle.remove  # type: ignore[no-any-return]
+
+        def call_and_record(*args: Any, **kwargs: Any) -> Any:
+            out = compiled(*args, **kwargs)
+            self._record(name, out)
+            return out
+
+        module._compiled_call_impl = call_and_record
+        return partial(setattr, module, "_compiled_call_impl", compiled)
+
+    @torch.no_grad()
+    def _record(self, name: str, out: Any) -> None:
+        if self.call == self.microbatch and name not in self.prints:
+            value = local_tensor(out[0] if isinstance(out, tuple) else out)
+            self.prints[name] = fingerprint(value)
+            self.sizes[name] = value.double().square().mean().sqrt()
+
+
+def list_observed(stage: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose results are compared: embedding, blocks, final norm, and the stage, whose is the loss."""
+    model = stage.model
+    yield "tok_embeddings", model.tok_embeddings
+    yield from ((f"layers.{number}", block) for number, block in model.layers.items())
+    yield "norm", model.norm
+    yield OUTPUT, stage
+
+
+class Audit:
+    """The audits of a rank. All ranks call its methods together, in the order of a step."""
+
+    def __init__(self, run: Run, train_step: TrainStep, warn: Callable[[str], None]) -> None:
+        """Take the run, whose settings allow audits, and what is trained; `warn` reports what is not an error."""
+        self.every, self.seed, self.train_step, self.warn = run.debug.audit, run.training.seed, train_step, warn
+        self.world, layout = train_step.world, run.layout
+        self.stride = layout.context * layout.tensor
+        self.span = count_expert_span(layout.expert, self.stride)
+        self.data_ranks = layout.data_ranks
+        self.seconds: dict[int, float] = {}
+        self._recorded: OutputPrints | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is audited."""
+        return self.every > 0 and step % self.every == 0
+
+    @contextmanager
+    def record(self, step: int, rows: Microbatches) -> Iterator[None]:
+        """Record what the modules return for one of the step's micro-batches, in a step that is due."""
+        if not self.is_due(step):
+            yield
+            return
+        microbatch = self._build_generator(step).randrange(len(rows.tokens))
+        with OutputPrints(self.train_step.stages[0], microbatch) as self._recorded:
+            yield
+
+    def check(self, step: int, rows: Microbatches) -> None:
+        """Let another rank compute the micro-batch that was recorded, and compare.
+
+        Raises:
+            DifferingRanksError: on all ranks, when a rank computes wrongly.
+        """
+        recorded, self._recorded = self._recorded, None
+        if recorded is None:
+            return
+        start_time = time.monotonic()
+        own_rows = _select(rows, recorded.microbatch)
+        shifts = self._choose_shifts(step)
+        peer_rows = self._exchange(own_rows, -shifts[0])
+        peer = self._compute(peer_rows)
+        own_prints = torch.stack([*recorded.prints.values()])
+        answer = self._exchange(torch.stack([*peer.prints.values()]), shifts[0])
+        differs = (own_prints != answer).any().long()
+        dist.all_reduce(differs, dist.ReduceOp.MAX)
+        if differs.item():
+            self._decide(step, recorded, own_rows, peer, peer_rows, shifts)
+        seconds = time.monotonic() - start_time  # read when the next step has begun
+        self.seconds = {last: value for last, value in self.seconds.items() if last == step - 1} | {step: seconds}
+
+    def build_record(self, step: int) -> dict[str, float]:
+        """Return what the record of a step says of its audit; empty for steps without one."""
+        return {"audit_seconds": self.seconds[step]} if step in self.seconds else {}
+
+    def _build_generator(self, step: int) -> random.Random:
+        return random.Random(f"audit {self.seed} {step}")
+
+    def _choose_shifts(self, step: int) -> tuple[int, ...]:
+        """Return by how many data-parallel ranks rows move to be computed a second time, and a third time.
+
+        The third is left out where there are only two places.
+        """
+        places = self.data_ranks // self.span
+        generator = self._build_generator(step)
+        generator.random()  # not the number that chose the micro-batch
+        return tuple(place * self.span for place in generator.sample(range(1, places), min(2, places - 1)))
+
+    def _find_rank(self, shift: int) -> int:
+        """Return the rank with the same part of the model, `shift` data-parallel ranks behind this one."""
+        rank, place = self.world.rank_info.rank, self.world.data_shard.rank
+        return rank + ((place + shift) % self.data_ranks - place) * self.stride
+
+    def _exchange(self, tensor: Tensor, shift: int) -> Tensor:
+        """Send a tensor to the rank `shift` behind this one; return that of the rank as far before it."""
+        received = torch.empty_like(tensor)
+        operations = [
+            dist.P2POp(dist.isend, tensor.contiguous(), self._find_rank(shift)),
+            dist.P2POp(dist.irecv, received, self._find_rank(-shift)),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received
+
+    def _compute(self, fields: Tensor) -> OutputPrints:
+        """Compute one micro-batch as in training, without its backward pass."""
+        with OutputPrints(self.train_step.stages[0], 0) as prints:
+            self.train_step.repeat_forward(Microbatches(*fields))
+        for stage in self.train_step.stages:
+            data.reshard_parameters(stage)
+        return prints
+
+    # --- after a difference
+
+    def _decide(
+        self,
+        step: int,
+        recorded: OutputPrints,
+        own_rows: Tensor,
+        peer: OutputPrints,
+        peer_rows: Tensor,
+        shifts: tuple[int, ...],
+    ) -> None:
+        """Compute own and received rows again, and let a third rank compute them where there is one; then judge."""
+        repeats = tuple(self._compute(own_rows).read() for _ in range(2))
+        first, again = self._send_back(peer, shifts[0]), self._send_back(self._compute(peer_rows), shifts[0])
+        third = None
+        if len(shifts) > 1:
+            third = self._send_back(self._compute(self._exchange(own_rows, -shifts[1])), shifts[1])
+        witness = Witness(
+            name=get_rank_name(self.world.rank_info.rank),
+            trained=recorded.read(),
+            repeats=repeats,
+            auditor=self._find_rank(-shifts[0]),
+            second=first,
+            again=again,
+            third_rank=self._find_rank(-shifts[1]) if third is not None else None,
+            third=third,
+        )
+        judgement = judge(self.world.all_gather_object(witness))
+        if judgement.difference is None:
+            self.warn(f"step {step}: {judgement.describe_spread()}")
+            return
+        difference = judgement.difference
+        raise difference.build_error(
+            f"step {step}, audit of a micro-batch: {judgement.describe()}. Repeat the command {difference.advise()}."
+        )
+
+    def _send_back(self, prints: OutputPrints, shift: int) -> Computation:
+        """Send what this rank computed to the rank whose rows they were; return what was computed of its own."""
+        computed = torch.stack([*prints.prints.values()]), torch.stack([*prints.sizes.values()])
+        values, sizes = (self._exchange(part, shift).tolist() for part in computed)
+        return Computation(tuple(prints.prints), tuple(values), tuple(sizes))
+
+
+def _select(rows: Microbatches, microbatch: int) -> Tensor:
+    """Return the fields of one micro-batch, int64 [fields, 1, rows, T]."""
+    return torch.stack([part[microbatch : microbatch + 1] for part in rows if part is not None])
+
+
+def count_expert_span(expert: int, stride: int) -> int:
+    """Return the data-parallel ranks that share experts, of which each has `stride` consecutive ranks."""
+    return max(1, expert // stride)
