@@ -137,7 +137,7 @@ def find_replicas(name: str, tensor: Tensor, world: World) -> Replicas:
             elif placement.is_shard() or isinstance(placement, _StridedShard):
                 part.append((dimension, mesh.get_coordinate()[index]))
             else:
-                raise RunError(f"{name} has the placement {placement}, of which it is not known which ranks are equal.")
+                raise RunError(f"{name} has the placement {type(placement).__name__}, of which it is not known which ranks are equal.")
     groups |= _list_other_groups(name, names, covered, world)
     return Replicas({dimension: group for dimension, group in groups.items() if group.size() > 1}, tuple(part))
 
