@@ -32,7 +32,7 @@ def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert off["stall"] is None and off["step"] > 0
     assert sync["stall"] > 0 and beside["save"] > 0
     assert sync["gib"] == pytest.approx(beside["gib"], rel=0.01)
-    assert len(found["plain_gib_per_second"]) == 3
+    assert len(found["plain_gib_per_second"]) == 3 and found["fingerprint_seconds"] > 0
     assert "one plain file of the same size" in capsys.readouterr().out
 
 
@@ -42,11 +42,19 @@ def test_metrics_are_summarised() -> None:
     ]
     saves = [(6, 3.0, 9.0), (12, 1.0, 4.0), (15, 8.0, 8.0)]
     lines += [
-        {"step": s, "checkpoint_step": s, "checkpoint_stall_seconds": w, "checkpoint_seconds": t, "checkpoint_gib": 1.0}
+        {
+            "step": s,
+            "checkpoint_step": s,
+            "checkpoint_stall_seconds": w,
+            "checkpoint_seconds": t,
+            "checkpoint_gib": 1.0,
+            "checkpoint_compare_seconds": w / 2,
+        }
         for s, w, t in saves
     ]
     found = summarise_run("async", lines, 15)
     assert (found.step, found.beside, found.first, found.stall, found.save) == (2.0, 5.0, 3.0, 1.0, 4.0)
+    assert found.compare == 0.5
     assert found.memory == pytest.approx(1.15)
     assert "50.0%" in found.row()
 

@@ -53,7 +53,7 @@ CALLS = [
     ("on_step_end", 2, ["grad_norm", "loss", "lr", "step_seconds", "tokens"]),
     ("on_validation", 2, ["validation_loss"]),
 ]
-SAVED = ["checkpoint_compare_seconds", "checkpoint_gib", "checkpoint_seconds", "checkpoint_stall_seconds", "checkpoint_step"]
+SAVED = [f"checkpoint_{figure}" for figure in ("compare_seconds", "gib", "seconds", "stall_seconds", "step")]
 
 
 def test_every_moment_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,9 +39,7 @@ def test_the_majority_decides(values: Sequence[int], odd: list[int]) -> None:
 
 def test_what_is_said_of_a_difference() -> None:
     one = Difference("model.norm.weight", 3, (N[3],), (N[0], N[1]))
-    assert one.describe() == (
-        "rank 3 (on n1) has other bits of model.norm.weight, and 2 more than ranks 0, 1 (on n0)"
-    )
+    assert one.describe() == ("rank 3 (on n1) has other bits of model.norm.weight, and 2 more than ranks 0, 1 (on n0)")
     both = Difference("x", 1, (N[1], N[2]), ())
     assert both.describe() == "ranks 1, 2 (on n0, n1) have different bits of x, and no majority decides"
     error = describe_error(both.build_error("no."), rank=0)

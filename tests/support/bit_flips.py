@@ -112,7 +112,7 @@ def plant(flip: Flip, trainer: Trainer) -> None:
     generator = random.Random(flip.title)
     if flip.kind == "activations":
         stage = trainer.train_step.stages[0]
-        name, module = next((n, m) for n, m in stage.model.named_modules() if n.startswith(flip.where))
+        module = next(m for n, m in stage.model.named_modules() if n.startswith(flip.where))
         module.register_forward_hook(partial(_flip_output, flip, trainer, generator))
         return
     done: list[str] = []
@@ -234,7 +234,7 @@ def _show_clean(checks: int) -> int:
     total = alarms = 0
     for layout, share in shares.items():
         start_time = time.monotonic()
-        done, wrong = _run_quietly(lambda folder: check_clean(layout, round(checks * share), folder))
+        done, wrong = _run_quietly(partial(check_clean, layout, round(checks * share)))
         total, alarms = total + done, alarms + wrong
         print(f"{layout:<10} {done:>6} checks, {wrong} alarms, {time.monotonic() - start_time:.0f} s", flush=True)
     print(f"{total} checks of clean replicas, {alarms} alarms")

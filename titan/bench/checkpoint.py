@@ -3,6 +3,8 @@
 The same model is trained three times, each in a separate process: without saving, with synchronous saves and with
 asynchronous ones. Before each, the bytes of a checkpoint are written to the same disk as one plain file, for
 comparison. On a CPU the saving thread and training share the cores, so steps during an asynchronous save are shown too.
+With several ranks, part of what training waits for is the comparison of replicas; the speed of fingerprints, without
+other work beside them, is shown for a state of the checkpoint's size.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ EVERY = 6
 WARM = 2
 """Warm-up steps that are excluded: first allocations."""
 _CHUNK = 16 * 2**20
+PART_BYTES = 64 * 2**20
+"""Bytes of a tensor whose fingerprint is timed: that of a matrix of a large model."""
 
 Train = Callable[[list[str], Path], int]
 """Runs titan.train with overrides in a directory and returns its exit code."""
@@ -50,6 +54,7 @@ class SaveResult:
         save: seconds from the call to a complete checkpoint.
         gib: size of a checkpoint in GiB.
         memory: the process's peak memory in GiB.
+        compare: seconds of the wait in which replicas are compared.
     """
 
     mode: str
@@ -60,16 +65,17 @@ class SaveResult:
     save: float | None
     gib: float | None
     memory: float
+    compare: float | None = None
 
     def row(self) -> str:
         """Return the line of the table."""
         share = f"{self.stall / self.step:.1%}" if self.stall is not None else "-"
         rate = f"{self.gib / self.save:.2f}" if self.gib and self.save else "-"
-        cells = (self.step, self.beside, self.stall, share, self.first, self.save, rate, self.memory)
+        cells = (self.step, self.beside, self.stall, share, self.compare, self.first, self.save, rate, self.memory)
         return f"{self.mode:<8}" + "".join(f"{_format_cell(value):>14}" for value in cells)
 
 
-TITLES = ("s/step", "after a save", "stall, s", "stall/step", "first, s", "save, s", "GiB/s", "peak, GiB")
+TITLES = ("s/step", "after a save", "stall, s", "stall/step", "compare, s", "first, s", "save, s", "GiB/s", "peak, GiB")
 HEADER = f"{'saving':<8}" + "".join(f"{title:>14}" for title in TITLES)
 
 
@@ -100,7 +106,28 @@ def suite(run: Run, overrides: list[str], saves: int, folder: Path, train: Train
         print(results[-1].row(), flush=True)
     print(f"one plain file of the same size, written and synced: {statistics.median(plain):.2f} GiB/s")
     print(f"peak memory relative to no saving: {', '.join(_format_added_memory(results))}")
-    return {"plain_gib_per_second": plain, "saving": [asdict(saving) for saving in results]}
+    seconds = measure_fingerprints(size, saves)
+    rate = size / 2**30 / seconds
+    print(f"fingerprints of replicas of that size, on one core: {seconds:.3f} s, {rate:.2f} GiB/s")
+    saving = [asdict(result) for result in results]
+    return {"plain_gib_per_second": plain, "saving": saving, "fingerprint_seconds": seconds}
+
+
+def measure_fingerprints(size: int, rounds: int) -> float:
+    """Return the seconds in which one rank takes fingerprints of `size` bytes: the median of `rounds`."""
+    import torch
+
+    from titan.parallelism.fingerprints import fingerprint
+
+    part = torch.randn(min(size, PART_BYTES) // 4)
+    fingerprint(part)
+    seconds = []
+    for _ in range(rounds):
+        start_time = time.perf_counter()
+        for start in range(0, size, PART_BYTES):
+            fingerprint(part[: (size - start) // 4])
+        seconds.append(time.perf_counter() - start_time)
+    return statistics.median(seconds)
 
 
 def _format_added_memory(results: Sequence[SaveResult]) -> list[str]:
@@ -121,6 +148,9 @@ def summarise_run(mode: str, lines: Sequence[Mapping[str, Any]], steps: int) -> 
         beside=statistics.median(after_saves) if mode != "off" else None,
         first=stalls[0] if stalls else None,
         stall=statistics.median(stalls[1:]) if stalls[1:] else None,
+        compare=statistics.median(line.get("checkpoint_compare_seconds", 0.0) for line in saves[1:])
+        if saves[1:]
+        else None,
         save=statistics.median(line["checkpoint_seconds"] for line in saves[1:]) if saves[1:] else None,
         gib=saves[0]["checkpoint_gib"] if saves else None,
         memory=max(line["memory_gib"] for line in timed),

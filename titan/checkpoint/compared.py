@@ -92,14 +92,13 @@ def describe_compared(state: Mapping[str, Tensor], train_state: TrainState, worl
     """
     if world.rank_info.world_size == 1:
         return ""
-    tensors = collect_compared(state, train_state)
+    compared = collect_compared(state, train_state)
+    tensors, stages = compared.tensors, compared.stages
     try:
-        replicated = [
-            name for name, t in tensors.tensors.items() if find_replicas(name, t, world).groups or name in tensors.stages
-        ]
+        replicated = [n for n, t in tensors.items() if find_replicas(n, t, world).groups or n in stages]
     except RunError as error:
         raise RunError(f"{str(error).removesuffix('.')}; give checkpoint.fingerprints=false.") from error
     return (
-        f"each save compares replicas of {len(replicated)} of {len(tensors.tensors)} tensors; "
+        f"each save compares replicas of {len(replicated)} of {len(tensors)} tensors; "
         "of the others each part exists once"
     )

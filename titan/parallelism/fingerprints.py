@@ -1,15 +1,15 @@
 """Fingerprints of tensors: one number for all bits of a tensor, to compare replicas without sending them.
 
 The bytes are read as words of 32 bits, a row of `COLUMNS` words after the other. The fingerprint is the sum of the
-words times odd factors, modulo 2^64: word (r, c) has the factor `row_factor(r) * column_factor(c)`. So
+words times odd factors, modulo 2^64: that of word (r, c) is the product of a factor of row r and one of column c. So
 
 - one changed word, and with it one flipped bit, changes the sum by an odd multiple of less than 2^32: always;
 - two exchanged words change it too: the factors of different places differ modulo 2^33;
 - other differences leave it unchanged with a probability of 2^-63 over the random part of the factors, and of at most
   2^-32 where all words differ in their highest bit only.
 
-Integers have no rounding: the order of the sums does not matter, and NaN is a word like others. Reading takes about 24
-bytes of memory traffic per word on a GPU: the word, its product as int64, and that again for the sum.
+Integers have no rounding: the order of the sums does not matter, and NaN is a word like others. On a GPU a word of 4
+bytes takes 20 bytes of memory traffic: the word, its product as int64, and that again for the sum.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
         raise ValueError(f"a tensor of {tensor.nbytes:,} bytes: fingerprints are of at most {4 * MAX_ROWS * COLUMNS:,}")
     columns, row_factors = _get_factors(words.device)
     size = ROWS_AT_ONCE.get(words.device.type, 256) * COLUMNS
-    parts = [(chunk.view(-1, COLUMNS) * columns).sum(1) for chunk in words[: rows * COLUMNS].split(size)]
+    parts = [(chunk.view(-1, COLUMNS) * columns).sum(1) for chunk in torch.split(words[: rows * COLUMNS], size)]
     if rest:
         parts.append((words[rows * COLUMNS :] * columns[:rest]).sum()[None])
     sums = torch.cat(parts)

@@ -137,7 +137,8 @@ def find_replicas(name: str, tensor: Tensor, world: World) -> Replicas:
             elif placement.is_shard() or isinstance(placement, _StridedShard):
                 part.append((dimension, mesh.get_coordinate()[index]))
             else:
-                raise RunError(f"{name} has the placement {type(placement).__name__}, of which it is not known which ranks are equal.")
+                kind = type(placement).__name__
+                raise RunError(f"{name} has the placement {kind}, of which it is not known which ranks are equal.")
     groups |= _list_other_groups(name, names, covered, world)
     return Replicas({dimension: group for dimension, group in groups.items() if group.size() > 1}, tuple(part))
 
@@ -150,7 +151,8 @@ def _list_other_groups(name: str, names: Sequence[str], covered: int, world: Wor
     for dimensions in ([], absent, ["tensor"]):
         if math.prod(degrees.get(dimension, 1) for dimension in dimensions) == missing:
             return {dimension: world.get_group(dimension) for dimension in dimensions}
-    raise RunError(f"{name} is distributed over {' x '.join(names)}, and it is not known which other ranks have it too.")
+    mesh_text = " x ".join(names)
+    raise RunError(f"{name} is distributed over {mesh_text}, and it is not known which other ranks have it too.")
 
 
 class Prints:

@@ -116,6 +116,7 @@ class Audit:
         self.span = count_expert_span(layout.expert, self.stride)
         self.data_ranks = layout.data_ranks
         self.seconds: dict[int, float] = {}
+        self.last_clean = 0
         self._recorded: OutputPrints | None = None
 
     def is_due(self, step: int) -> bool:
@@ -152,6 +153,7 @@ class Audit:
         dist.all_reduce(differs, dist.ReduceOp.MAX)
         if differs.item():
             self._decide(step, recorded, own_rows, peer, peer_rows, shifts)
+        self.last_clean = step
         seconds = time.monotonic() - start_time  # read when the next step has begun
         self.seconds = {last: value for last, value in self.seconds.items() if last == step - 1} | {step: seconds}
 
@@ -228,8 +230,10 @@ class Audit:
             self.warn(f"step {step}: {judgement.describe_spread()}")
             return
         difference = judgement.difference
+        since = f"step {self.last_clean}, of the last audit without a difference," if self.last_clean else "the start"
         raise difference.build_error(
-            f"step {step}, audit of a micro-batch: {judgement.describe()}. Repeat the command {difference.advise()}."
+            f"step {step}, audit of a micro-batch: {judgement.describe()}. Checkpoints since {since} may be wrong too. "
+            f"Repeat the command {difference.advise()}."
         )
 
     def _send_back(self, prints: OutputPrints, shift: int) -> Computation:

@@ -74,7 +74,7 @@ class Judgement:
         if self.difference is None:
             return self.describe_spread()
         if not self.decided:
-            return f"{self.difference.describe()}"
+            return self.difference.describe()
         return f"{self.difference.describe()}, for the same tokens and weights"
 
     def describe_spread(self) -> str:
