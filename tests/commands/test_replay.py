@@ -86,7 +86,7 @@ def test_the_largest_losses_are_those_of_the_step(run: Run, tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
-    made = trained(tmp_path / "run", *SETTINGS, layout="fsdp2")
+    made = trained(tmp_path / "run", *SETTINGS, "debug.audit=2", layout="fsdp2")
     seen, own = replayed(made, tmp_path, "step=5", "parallelism=single"), read_step_records(made)[4]
     assert (seen["record"]["rows"], seen["record"]["batch_hash"]) == (own["rows"], own["batch_hash"])
     assert all(abs(seen["record"][key] / own[key] - 1) <= EXACT for key in ("loss", "grad_norm"))

@@ -55,6 +55,11 @@ def test_nodes_that_failed_so_many_times_are_bad(times: int, bad: list[str], fol
     assert job_exit.find_bad_nodes(folder, times) == bad
 
 
+def test_nodes_that_differ_are_counted_one_by_one(folder: Path) -> None:
+    ended(folder, "7_2.0", fails("gpu3,gpu4"))
+    assert job_exit.find_bad_nodes(folder, 2) == ["gpu1", "gpu2", "gpu3"]
+
+
 @pytest.mark.parametrize(
     ("settings", "excluded"),
     [

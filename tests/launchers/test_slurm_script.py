@@ -284,6 +284,7 @@ def _error(code: int, node: str, time: float = 2.0, lost: bool = False) -> str:
 KILLED = 'echo "srun: error: n1: task 1: Killed" >&2; exit 137'
 AFTERWARDS = 'echo "srun: Terminating StepId=9.0" >&2; echo "srun: error: n1: task 1: Killed" >&2'
 LOST = f"{_error(1, 'n2', lost=True)}; {AFTERWARDS}; exit 137"
+DIFFER = f"{_error(1, 'n1,n2')}; exit 1"
 FIRST = f"{_error(1, 'n2')}; {_error(1, 'n3', 1.0)}; {AFTERWARDS}; exit 137"
 
 
@@ -293,6 +294,7 @@ FIRST = f"{_error(1, 'n2')}; {_error(1, 'n3', 1.0)}; {AFTERWARDS}; exit 137"
         full(KILLED, "", "", "restart 1 of 2 without n1", "n1", id="a-rank-is-killed"),
         pytest.param(FIRST, "", "", "restart 1 of 2 without n3", "n3", id="the-first-to-fail"),
         full(LOST, "", "", "restart 1 of 2 without n1", "n1", id="others-had-lost-it"),
+        pytest.param(DIFFER, "", "", "restart 1 of 2 without n1,n2", "n1,n2", id="replicas-differ"),
         pytest.param(KILLED, "4\n", "", "restart 2 of 2 without n1", "n1", id="with-a-newer-checkpoint"),
         full(KILLED, "6\n", "", "not restarted, since no checkpoint was saved", None, id="a-loop"),
         pytest.param(KILLED, "2\n4\n", "", "cluster.restarts=2 is used up", None, id="too-often"),

@@ -58,6 +58,16 @@ def test_it_is_the_sum_of_words_times_their_factors() -> None:
     assert int(fingerprint(words)) % 2**64 == expected % 2**64
 
 
+def test_a_larger_tensor_has_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = torch.arange(5 * COLUMNS + 3, dtype=torch.int32)
+    whole = int(fingerprint(words))
+    monkeypatch.setattr(fingerprints, "MAX_ROWS", 2)
+    pieces = [int(fingerprint(part)) for part in words.split(2 * COLUMNS)]
+    columns, _ = fingerprints._get_factors(torch.device("cpu"))
+    expected = sum(piece * factor for piece, factor in zip(pieces, columns[:3].tolist(), strict=True))
+    assert int(fingerprint(words)) % 2**64 == expected % 2**64 != whole % 2**64
+
+
 def test_factors_keep_flips_and_exchanges_apart() -> None:
     """Odd ones let no flip vanish; ones that differ modulo 2^33 let no exchange of two words do."""
     columns, rows = fingerprints._get_factors(torch.device("cpu"))

@@ -4,7 +4,7 @@ The bytes are read as words of 32 bits, a row of `COLUMNS` words after the other
 words times odd factors, modulo 2^64: that of word (r, c) is the product of a factor of row r and one of column c. So
 
 - one changed word, and with it one flipped bit, changes the sum by an odd multiple of less than 2^32: always;
-- two exchanged words change it too: the factors of different places differ modulo 2^33;
+- two exchanged words of the same 16 GiB change it too: the factors of different places differ modulo 2^33;
 - other differences leave it unchanged with a probability of 2^-63 over the random part of the factors, and of at most
   2^-32 where all words differ in their highest bit only.
 
@@ -23,10 +23,10 @@ from torch import Tensor
 COLUMNS_BITS = 16
 COLUMNS = 2**COLUMNS_BITS
 """Words of a row."""
-ROWS_AT_ONCE = {"cpu": 16, "cuda": 256}
-"""Rows whose products exist at a time: 8 MiB, which a core's cache holds, and 128 MiB."""
+ROWS_AT_ONCE = {"cpu": 4, "cuda": 256}
+"""Rows whose products exist at a time: 2 MiB, which a core's cache holds, and 128 MiB."""
 MAX_ROWS = 2**16
-"""Rows of the largest tensor: 16 GiB."""
+"""Rows of a piece: 16 GiB. The sums of pieces of a larger tensor have factors too."""
 
 
 @torch.no_grad()
@@ -35,14 +35,17 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: of any dtype and strides, also empty.
-
-    Raises:
-        ValueError: for one larger than 16 GiB.
     """
-    words = _read_words(tensor)
+    pieces = [_sum_words(words) for words in torch.split(_read_words(tensor), MAX_ROWS * COLUMNS)]
+    if len(pieces) == 1:
+        return pieces[0]
+    columns, _ = _get_factors(pieces[0].device)
+    return (torch.stack(pieces) * columns[: len(pieces)]).sum()
+
+
+def _sum_words(words: Tensor) -> Tensor:
+    """Return the sum of words, int32 [at most MAX_ROWS * COLUMNS], times their factors: int64 []."""
     rows, rest = divmod(len(words), COLUMNS)
-    if rows >= MAX_ROWS:
-        raise ValueError(f"a tensor of {tensor.nbytes:,} bytes: fingerprints are of at most {4 * MAX_ROWS * COLUMNS:,}")
     columns, row_factors = _get_factors(words.device)
     size = ROWS_AT_ONCE.get(words.device.type, 256) * COLUMNS
     parts = [(chunk.view(-1, COLUMNS) * columns).sum(1) for chunk in torch.split(words[: rows * COLUMNS], size)]

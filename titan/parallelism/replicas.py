@@ -262,34 +262,48 @@ def _compare_stages(prints: Prints) -> Tensor:
 
 def _list_differing(
     prints: Prints, groups: Sequence[tuple[dist.ProcessGroup, list[int]]], stage_differs: bool
-) -> list[str]:
+) -> list[str] | None:
     """Return the first `MAX_NAMES` tensors that differ within groups of which it is known that some do.
 
-    What stages share is listed as a whole where it differs.
+    What stages share is listed as a whole where it differs. None where ranks of a group have other tensors.
     """
     found = {i for i, name in enumerate(prints.names) if stage_differs and name in prints.stages}
+    has_equal_names = True
     for group, members in groups:
+        if not _has_equal_names(prints, members, group):
+            has_equal_names = False
+            continue
         values = prints.values[members]
         both = torch.stack([values, ~values])
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
         found |= {i for i, differs in zip(members, (both[0] != ~both[1]).tolist(), strict=True) if differs}
-    return [prints.names[index] for index in sorted(found)[:MAX_NAMES]]
+    return [prints.names[index] for index in sorted(found)[:MAX_NAMES]] if has_equal_names else None
 
 
-def _find_odd_ranks(prints: Prints, second: Prints, suspects: Sequence[str]) -> Difference:
+def _has_equal_names(prints: Prints, members: Sequence[int], group: dist.ProcessGroup) -> bool:
+    """Return whether the ranks of a group compare tensors of the same names, types and shapes, in the same order."""
+    text = " ".join(str(prints.factors[index]) for index in members)
+    digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+    return not _differs(torch.tensor([digest], device=prints.values.device), group).item()
+
+
+def _find_odd_ranks(prints: Prints, second: Prints, suspects: Sequence[str] | None) -> Difference:
     """Find which ranks differ in which tensors, now that some do; all ranks call it together.
 
     Args:
         prints: of this rank's tensors.
         second: of this rank's second copies.
-        suspects: names among which this rank's groups have a difference.
+        suspects: names among which this rank's groups have a difference; None where they have other tensors.
     """
-    world = prints.world
-    names = list(dict.fromkeys(name for rank in world.all_gather_object(list(suspects)) for name in rank))
-    own = get_rank_name(world.rank_info.rank), [entry for p in (prints, second) for entry in _list_entries(p, names)]
+    world, own_name = prints.world, get_rank_name(prints.world.rank_info.rank)
+    lists = world.all_gather_object((own_name, suspects if suspects is None else list(suspects)))
+    if unlike := [RankName(*name) for name, rank_suspects in lists if rank_suspects is None]:
+        return Difference("the state, of which they save other tensors", 1, tuple(unlike), ())
+    names = list(dict.fromkeys(name for _, rank_suspects in lists for name in rank_suspects))
+    entries = [entry for p in (prints, second) for entry in _list_entries(p, names)]
     holders: dict[str, dict[Any, list[tuple[RankName, int]]]] = {name: defaultdict(list) for name in names}
-    for rank_name, entries in world.all_gather_object(own):
-        for name, part, value in entries:
+    for rank_name, rank_entries in world.all_gather_object((own_name, entries)):
+        for name, part, value in rank_entries:
             holders[name][part].append((RankName(*rank_name), value))
     verdicts = {name: [_split_majority(part) for part in parts.values()] for name, parts in holders.items()}
     concerned = {name: found for name, parts in verdicts.items() if (found := [v for v in parts if v[0]])}

