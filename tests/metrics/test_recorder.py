@@ -47,6 +47,7 @@ def text_run(folder: Path, layout: str = "single", *more: str) -> Run:
 
 SAVED = {
     "step": int, "attempt": int, "checkpoint_step": int, "checkpoint_seconds": float, "checkpoint_stall_seconds": float,
+    "checkpoint_compare_seconds": float,
     "checkpoint_gib": float, "time": float,
 }  # fmt: skip
 

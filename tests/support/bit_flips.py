@@ -230,7 +230,7 @@ def _show_flips(flips: Sequence[Flip]) -> int:
 
 
 def _show_clean(checks: int) -> int:
-    shares = {"ddp2": 0.5, "tp2": 0.2, "fsdp2": 0.1, "hsdp4": 0.1, "ep4": 0.1}
+    shares = {"ddp2": 0.5, "tp2": 0.2, "fsdp2": 0.15, "hsdp4": 0.07, "ep4": 0.08}
     total = alarms = 0
     for layout, share in shares.items():
         start_time = time.monotonic()
