@@ -97,9 +97,9 @@ def test_ranks_that_share_experts_move_together(expert: int, stride: int, span: 
     ("settings", "says"),
     [
         pytest.param(["parallelism=pp"], "parallelism.pipeline=1", id="pipeline"),
-        pytest.param(["parallelism=ddp", "compile=model"], "compile=block", id="compiled-whole"),
-        pytest.param(["parallelism=single"], "parallelism.replicate=2", id="one-rank"),
-        pytest.param([*LAYOUTS["tp2"]], "no other rank computes the same", id="tensor-only"),
+        full(["parallelism=ddp", "compile=model"], "compile=block", id="compiled-whole"),
+        full(["parallelism=single"], "parallelism.replicate=2", id="one-rank"),
+        full([*LAYOUTS["tp2"]], "no other rank computes the same", id="tensor-only"),
         pytest.param([*LAYOUTS["ep4"], "parallelism.expert=4"], "parallelism.expert=4", id="all-share-experts"),
     ],
 )
