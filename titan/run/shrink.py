@@ -104,9 +104,10 @@ def widen_run(shrunk: Shrunk) -> Run:
     target, run = shrunk.target, shrunk.run
     layout = replace(target.layout, pipeline=run.layout.pipeline)
     model = _replace_known(target.model, layers=run.model.layers, first_dense=getattr(run.model, "first_dense", None))
-    kept = ("microbatches", "stages", "starts", "split", "dispatcher", "symmetric_memory", "async_tensor")
+    kept = ("microbatches", "stages", "split", "dispatcher", "symmetric_memory", "async_tensor")
     settings: dict[str, Any] = {name: getattr(run.parallelism, name) for name in kept}
-    settings |= {**layout.degrees(), "expert": layout.expert}
+    starts = tuple(first for first, _ in run.staging.layers[1:])  # the widths decide where stages of equal cost begin
+    settings |= {**layout.degrees(), "expert": layout.expert, "starts": starts}
     parallelism = replace(target.parallelism, **settings)
     rows = layout.data_ranks * run.microbatches * run.microbatch_rows
     training = replace(run.training, seq_len=target.training.seq_len, global_batch=rows * target.training.seq_len)
