@@ -26,6 +26,7 @@ from titan.run import certificate, identity
 from titan.run.shrink import Shrunk, describe_changes, shrink_run
 
 if TYPE_CHECKING:
+    from titan.cluster.rank_info import RankInfo
     from titan.run.run import Run
     from titan.training.prove.compare import Check
     from titan.training.prove.job import ProofJob
@@ -110,15 +111,21 @@ def _run_checks(shrunk: Shrunk, folder: Path) -> list[Check]:
 
 
 def _run_ranks(job: ProofJob) -> None:
-    """Train a job on forked ranks.
+    """Train a job on forked ranks; see `fork`."""
+    from titan.training.prove.worker import work
+
+    fork(job, partial(work, job))
+
+
+def fork(job: ProofJob, body: Callable[[RankInfo], int]) -> None:
+    """Call `body` on a job's ranks.
 
     Raises:
         RunError: when one fails.
     """
     from launchers.forks import fork_ranks
-    from titan.training.prove.worker import work
 
-    error = fork_ranks(partial(work, job), job.run.layout.devices, job.folder / "ranks", RANK_SECONDS)
+    error = fork_ranks(body, job.run.layout.devices, job.folder / "ranks", RANK_SECONDS)
     if error is not None:
         raise RunError(f"a rank of the shrunk run failed: {error.format_report()}")
 

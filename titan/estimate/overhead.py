@@ -36,8 +36,8 @@ FRAGMENTATION = 0.09
 EXPERT_FRAGMENTATION = 1.1
 """The same of models with experts, in addition, as a fraction of a block's activations, whose sizes change from step to
 step; not where FSDP gathers weights, because large tensors are outside of the heap there."""
-EXPERT_KERNELS_GIB = 0.6
-"""Memory of a CPU's bfloat16 kernels of experts: oneDNN makes one for each number of rows, of 0.6 MiB, and keeps the
+EXPERT_KERNELS_GIB = 0.65
+"""Memory of a CPU's bfloat16 kernels of experts: oneDNN makes one for each number of rows, of 0.65 MiB, and keeps the
 latest 1,024; a run of a few steps has fewer."""
 CONTEXT_GIB = 1.5
 """Memory of a GPU's context and the communication library outside of the allocator."""
