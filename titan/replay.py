@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan.checkpoint import manifest
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.console import output
@@ -20,13 +19,15 @@ from titan.files.output_files import check_output_file, write_output_file
 from titan.files.run_directory import RUN, describe_runs_below
 from titan.metrics.reader import METRICS, read_steps
 from titan.training.replay import show
-from titan.training.replay.job import ReplayJob, read_rank_replays
-from titan.training.replay.request import ReplayPlan, Settings, find_changes, find_start, plan_replay
-from titan.training.replay.result import ReplayedStep, choose_tolerance, compare_replays, merge_ranks
+from titan.training.replay.compare import CompareSettings, Comparison, ReplayEndedError, compare_plans, run_single
+from titan.training.replay.differences import compare_routes, compare_tensors
+from titan.training.replay.job import ReplayJob
+from titan.training.replay.observation import START
+from titan.training.replay.request import ReplayPlan, Settings, find_changes, plan_replay
+from titan.training.replay.result import ReplayedStep
 
 if TYPE_CHECKING:
     from titan.report.parity import StepDifference
-    from titan.training.replay.weights import WeightDifference
 
 COMMAND = Command(
     "titan.replay",
@@ -61,28 +62,39 @@ def _run_replay(command_line: CommandLine[Settings]) -> int:
         return 0
     from launchers.scratch import make_scratch_folder
 
-    with make_scratch_folder() as folder:
-        content = _replay_sides(chosen_settings, command_line.overrides, folder)
-    if isinstance(content, int):
-        return content
+    try:
+        with make_scratch_folder() as folder:
+            content = _replay_sides(chosen_settings, command_line.overrides, folder)
+    except ReplayEndedError as ended:  # the ranks have said why
+        return ended.code
     if file is not None:
         write_output_file(file, show.to_text(content))
     return 0
 
 
-def _replay_sides(settings: Settings, overrides: Sequence[str], folder: Path) -> dict[str, Any] | int:
-    """Replay and print; return what is shown as plain data, or the exit code of ranks that failed."""
+def _replay_sides(settings: Settings, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Replay and print; return what is shown as plain data.
+
+    Raises:
+        ReplayEndedError: when ranks failed; their error has been printed.
+    """
     sides = _plan_replays(settings, overrides, folder)
-    is_run = _is_run(settings.against)
-    observations: list[ReplayedStep] = []
-    for index, side in enumerate(sides):
-        side = _align_start(side, sides[0], settings) if index and not is_run else side
-        save = is_run or (index == 0 and len(sides) > 1 and settings.step > 1)
-        code, observation = _run_side(side, settings, save)
-        if observation is None:
-            return code
-        observations.append(observation)
-    return _print_report(settings, sides, observations)
+    if len(sides) == 1:
+        seen = run_single(sides[0], _choose_comparison(settings), _start_ranks)
+        return _print_step(seen, sides[0])
+    comparison = compare_plans(sides[0], sides[1], _choose_comparison(settings), _start_ranks)
+    return _print_step(comparison.a, sides[0]) | _print_comparison(settings, sides, comparison)
+
+
+def _choose_comparison(settings: Settings) -> CompareSettings:
+    return CompareSettings(
+        settings.step,
+        settings.tokens,
+        settings.tolerance,
+        settings.repeats,
+        pin=settings.pin == "routing",
+        shares_start=not _is_run(settings.against),
+    )
 
 
 def _choose_step(settings: Settings) -> Settings | None:
@@ -149,92 +161,59 @@ def _read_recorded_step(name: str, step: int) -> dict[str, Any]:
     return next((record for record in records if record["step"] == step and "loss" in record), {})
 
 
-def _align_start(side: ReplayPlan, first: ReplayPlan, settings: Settings) -> ReplayPlan:
-    """Return the second replay, which begins with the weights that the first one has before the step."""
-    step = settings.step - 1
-    saved = manifest.folder_of(Path(first.run.directory), step)
-    if not saved.is_dir():  # the first one began there
-        return replace(side, attempt=replace(first.attempt, ids=side.attempt.ids))
-    rows = side.run.training.count_rows_before(settings.step)
-    return replace(side, attempt=replace(side.attempt, checkpoint=str(saved), weights=None, step=step, rows=rows))
-
-
-def _run_side(side: ReplayPlan, settings: Settings, save: bool) -> tuple[int, ReplayedStep | None]:
-    """Run the ranks of a replay; return their exit code and what they saw, None after an error."""
-    job = ReplayJob(side.run, side.attempt, settings.step, settings.tokens, save)
+def _start_ranks(side: ReplayPlan, job: ReplayJob) -> int:
+    """Run the ranks of a replay; return their exit code."""
     ranks, directory = side.run.layout.devices, Path(side.run.directory)
-    start = f"the checkpoint of step {side.attempt.step}" if side.attempt.step else "the initial weights"
-    print(f"titan: {'; '.join((f'from {start}, {side.run.layout}', *side.notes))}", file=sys.stderr)
+    print(f"titan: {_describe_job(side, job)}", file=sys.stderr)
     if ranks == 1:
         from titan.cluster.rank_info import RankInfo
         from titan.training.replay.worker import work
 
-        code = work(job, RankInfo())
-    else:
-        from launchers.supervisor import run_ranks
+        return work(job, RankInfo())
+    from launchers.supervisor import run_ranks
 
-        code = run_ranks(job, ranks, directory, module="titan.training.replay.rank")
-    if code:
-        return code, None
-    first = side.run.training.count_rows_before(settings.step)
-    return 0, merge_ranks(read_rank_replays(directory, ranks), side.mix, first, settings.tokens)
+    return run_ranks(job, ranks, directory, module="titan.training.replay.rank")
 
 
-def _print_report(
-    settings: Settings, sides: Sequence[ReplayPlan], observations: Sequence[ReplayedStep]
-) -> dict[str, Any]:
+def _describe_job(side: ReplayPlan, job: ReplayJob) -> str:
+    """Return where a replay starts, its layout, its precisions, and what differs from the run."""
+    start = f"the checkpoint of step {job.attempt.step}" if job.attempt.step else "the initial weights"
+    precisions = ", then ".join(run.precision.describe() for _, run in job.passes)
+    if job.repeats:
+        precisions = f"{job.repeats} repetitions, randomly rounded, {precisions}"
+    return "; ".join((f"from {start}, {side.run.layout}, {precisions}", *side.notes))
+
+
+def _print_step(seen: ReplayedStep, side: ReplayPlan) -> dict[str, Any]:
     """Print what was observed; return it as plain data."""
-    for line in show.format_replay(observations[0], sides[0].recorded):
+    for line in show.format_replay(seen, side.recorded):
         print(line)
-    content = show.as_json(observations[0], sides[0].recorded)
-    if len(observations) > 1:
-        content |= _print_comparison(settings, sides, observations)
-    return content
+    return show.as_json(seen, side.recorded)
 
 
-def _print_comparison(
-    settings: Settings, sides: Sequence[ReplayPlan], observations: Sequence[ReplayedStep]
-) -> dict[str, Any]:
-    """Print two replays side by side: their modules, where both begin the step alike, and a verdict."""
-    a, b = observations
-    limit = settings.tolerance or choose_tolerance(*(side.run.precision for side in sides))
-    weights = _compare_starts(sides, settings.step) if _is_run(settings.against) else []
+def _print_comparison(settings: Settings, sides: Sequence[ReplayPlan], comparison: Comparison) -> dict[str, Any]:
+    """Print two replays side by side, their modules where both begin the step alike, and the answers."""
+    a, b, answers = comparison.a, comparison.b, comparison.answers
     print()
     for line in show.format_figures((settings.run[-22:], str(settings.against)[-22:]), a, b):
         print(line)
-    for line in ("", *show.format_weights(settings.step, weights, limit)) if weights else ():
-        print(line)
-    content: dict[str, Any] = {"against": show.as_json(b, sides[1].recorded)}
-    content["weights"] = {difference.name: difference.relative for difference in weights}
-    return content | _print_verdict(settings, observations, weights, limit)
-
-
-def _compare_starts(sides: Sequence[ReplayPlan], step: int) -> list[WeightDifference]:
-    """Return how far the weights of two runs are apart before a step."""
-    from titan.training.replay.weights import compare_weights  # only now: it imports torch
-
-    return compare_weights(*(find_start(side, step) for side in sides))
-
-
-def _print_verdict(
-    settings: Settings,
-    observations: Sequence[ReplayedStep],
-    weights: Sequence[WeightDifference],
-    limit: float,
-) -> dict[str, Any]:
-    """Print the modules' differences and which is the first, or why they are not compared."""
-    a, b = observations
-    reason = show.explain_unequal_start(a, b, weights, limit)
-    step_differences = [] if reason else compare_replays(a, b)
     print()
-    for line in () if reason else (*show.format_modules(step_differences), ""):
+    for line in (*show.format_modules(answers), "") if answers.comparable else ():
         print(line)
-    verdict = reason or show.format_verdict(step_differences, limit)
-    print(verdict)
-    if reason and weights and weights[0].relative > limit:
+    for line in show.format_routes(compare_routes(a.routes, b.routes), b.figures):
+        print(line)
+    for sentence in (*answers.sentences, answers.verdict):
+        print(sentence)
+    if not answers.comparable and answers.findings[0].kind == START and _is_run(settings.against):
         for line in _advise_earlier(settings):
             print(line)
-    return {"differences": {"/".join(d.key): d.relative for d in step_differences}, "verdict": verdict}
+    content = {"against": show.as_json(b, sides[1].recorded), "weights": _list_weights(comparison)}
+    return content | show.answers_as_json(answers)
+
+
+def _list_weights(comparison: Comparison) -> dict[str, float]:
+    """Return how far the weights before the step are apart, by name."""
+    return {d.name: d.relative for d in compare_tensors(comparison.a, comparison.b, START)}
 
 
 def _advise_earlier(settings: Settings) -> list[str]:

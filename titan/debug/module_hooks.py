@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan.model.parts import Part
+
 
 @dataclass
 class StageCall:
@@ -44,26 +46,41 @@ AfterHook = Callable[[StageCall, nn.Module, tuple[Any, ...], Tensor], Tensor | N
 class ModuleHooks:
     """Hooks that are removed at the end of a context. Each is called once for each micro-batch.
 
-    Compiled modules ignore hooks: run the step within `force_eager`.
+    Compiled modules ignore hooks: run the step within `force_eager`, or have the hooks run around the compiled code,
+    as far as it has outputs (`find_compiled_parts`).
     """
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
-        """Count the micro-batches of these stages."""
-        self.stages = stages
+    def __init__(self, stages: Sequence[nn.Module], *, around_compiled: bool = False) -> None:
+        """Count the micro-batches of these stages.
+
+        Args:
+            stages: of this rank.
+            around_compiled: whether compiled modules run compiled; hooks see what goes in and comes out.
+        """
+        self.stages, self.around_compiled = stages, around_compiled
         self.calls = [StageCall(index) for index in range(len(stages))]
         self._handles: list[Any] = []
         for call, stage in zip(self.calls, stages, strict=True):
-            hook = _make_counter(call)
-            self._handles.append(stage.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+            count_call = _make_counter(call)
+            if self._runs_compiled(stage):
+                self._handles.append(_CompiledHook(stage, before=count_call))
+            else:
+                self._handles.append(stage.register_forward_pre_hook(count_call, prepend=True, with_kwargs=True))
+
+    def _runs_compiled(self, module: nn.Module) -> bool:
+        return self.around_compiled and module._compiled_call_impl is not None
 
     def add_before(self, stage: int, module: nn.Module, hook: BeforeHook) -> None:
         """Call `hook` before a module of a stage, after the hooks that it has already."""
         call = self.calls[stage]
 
-        def call_hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        def call_hook(module: nn.Module, args: tuple[Any, ...], *kwargs: Any) -> Any:
             return hook(call, module, args) if _is_first_call(call, "before", module) else None
 
-        self._handles.append(module.register_forward_pre_hook(call_hook))
+        if self._runs_compiled(module):
+            self._handles.append(_CompiledHook(module, before=call_hook))
+        else:
+            self._handles.append(module.register_forward_pre_hook(call_hook))
 
     def add_after(self, stage: int, module: nn.Module, hook: AfterHook, *, first: bool = False) -> None:
         """Call `hook` after a module of a stage and the hooks that it has already; with `first` before those.
@@ -79,7 +96,10 @@ class ModuleHooks:
             replacement = hook(call, module, args, hidden)
             return replacement if replacement is None or not losses else (replacement, *losses)
 
-        self._handles.append(module.register_forward_hook(call_hook, prepend=first))
+        if self._runs_compiled(module):
+            self._handles.append(_CompiledHook(module, after=call_hook))
+        else:
+            self._handles.append(module.register_forward_hook(call_hook, prepend=first))
 
     def __enter__(self) -> ModuleHooks:
         return self
@@ -87,8 +107,30 @@ class ModuleHooks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for handle in self._handles:
+        for handle in reversed(self._handles):
             handle.remove()
+
+
+class _CompiledHook:
+    """A hook around the compiled call of a module: within it, torch would compile the hook too."""
+
+    def __init__(
+        self, module: nn.Module, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+    ) -> None:
+        self.module, self.compiled = module, module._compiled_call_impl
+        compiled: Any = self.compiled
+
+        def call_compiled(*args: Any, **kwargs: Any) -> Any:
+            changed_args = before(module, args, kwargs) if before is not None else None
+            out = compiled(*(args if changed_args is None else changed_args), **kwargs)
+            replacement = after(module, args, out) if after is not None else None
+            return out if replacement is None else replacement
+
+        module._compiled_call_impl = call_compiled
+
+    def remove(self) -> None:
+        """Restore the compiled call; hooks are removed in the opposite order."""
+        self.module._compiled_call_impl = self.compiled
 
 
 def _make_counter(call: StageCall) -> Callable[..., None]:
@@ -115,3 +157,14 @@ def force_eager(compiled: bool) -> AbstractContextManager[Any]:
 def iterate_submodules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Return the modules of a model that compute something, with their names."""
     return ((n, m) for n, m in model.named_modules() if n and not isinstance(m, nn.ModuleDict | nn.ModuleList))
+
+
+def find_compiled_parts(model: nn.Module) -> set[nn.Module]:
+    """Return the modules inside of compiled code, whose outputs no hook sees while they run compiled."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            inside.update(other for other in module.modules() if other is not module)
+        if "attend" in vars(module):  # the method of this block is compiled by itself
+            inside.update(Part(module, "attend").list_modules())
+    return inside

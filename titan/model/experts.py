@@ -105,11 +105,15 @@ class Router(nn.Module):
         """Route tokens [..., D]."""
         logits = multiply_in_float32(x, self.get_weight(self.weight, x.dtype))
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
-        experts = select_top_k(self._compute_choice_scores(scores.detach()), self.top_k)
+        experts = self.choose_experts(scores.detach())
         weights = scores.gather(-1, experts)
         if self.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return Route(experts, weights * self.scale, scores, logits)
+
+    def choose_experts(self, scores: Tensor) -> Tensor:
+        """Return the experts [..., K] of tokens with scores [..., E]; a replay may have another choice here."""
+        return select_top_k(self._compute_choice_scores(scores), self.top_k)
 
     def _compute_choice_scores(self, scores: Tensor) -> Tensor:
         """Return what experts are chosen by: scores with the bias, minus infinity in groups that are not chosen."""

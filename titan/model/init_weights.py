@@ -105,7 +105,7 @@ def materialise_model(
     """
     allocate_model(model, device)
     for name, parameter in model.named_parameters():
-        _init_parameter(parameter, getattr(model, "aliases", {}).get(name, name), initial[name], seed)
+        init_parameter(parameter, getattr(model, "aliases", {}).get(name, name), initial[name], seed)
 
 
 def allocate_model(model: nn.Module, device: torch.device | str) -> None:
@@ -119,7 +119,8 @@ def allocate_model(model: nn.Module, device: torch.device | str) -> None:
     model.init_buffers(device)  # type: ignore[operator]
 
 
-def _init_parameter(parameter: Tensor, name: str, initial: Initializer, seed: int) -> None:
+def init_parameter(parameter: Tensor, name: str, initial: Initializer, seed: int) -> None:
+    """Initialise this rank's shard of a parameter in place; the values depend on the seed, not on the layout."""
     local = _get_local_shard(parameter)
     if isinstance(initial, Ones):
         nn.init.ones_(local)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.debug.module_hooks import ModuleHooks, StageCall
+from titan.debug.module_hooks import ModuleHooks, StageCall, find_compiled_parts
 from titan.model.layers import IGNORED
 from titan.model.masks import chunk_ids
 from titan.parallelism import collectives
@@ -101,10 +101,12 @@ class TokenSample:
     Attributes:
         tokens: their indices in the step, row * seq_len + position; int64.
         values: float32 [tokens, WIDTH].
+        microbatches: the micro-batch of each on this rank; int64.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+    microbatches: list[Tensor] = field(default_factory=list)
 
 
 def iterate_hidden_modules(stage: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -128,16 +130,21 @@ class Observer(ModuleHooks):
         samples: by direction and module.
         losses: the largest of this rank.
         logits: the largest attention logit of each block, by its name; minus infinity where a rank has none.
+        watched: names of the modules whose outputs are collected.
+        inside_compiled: names of those that can't be, because they are inside of code that runs compiled.
     """
 
-    def __init__(self, train_step: TrainStep, rows: StepRows) -> None:
-        super().__init__(train_step.stages)
+    def __init__(self, train_step: TrainStep, rows: StepRows, *, around_compiled: bool = False) -> None:
+        """Observe a train step; `around_compiled` as of `ModuleHooks`."""
+        super().__init__(train_step.stages, around_compiled=around_compiled)
         self.train_step, self.rows, self.device = train_step, rows, train_step.device
         self.forward: dict[str, RunningTotals] = {}
         self.backward: dict[str, RunningTotals] = {}
         self.samples: dict[tuple[str, str], TokenSample] = {}
         self.losses: list[TokenLoss] = []
         self.logits: dict[str, Tensor] = {}
+        self.watched: list[str] = []
+        self.inside_compiled: list[str] = []
 
     def watch_hidden(self, *, blocks_only: bool = False, sample: bool = False) -> None:
         """Collect statistics of hidden states.
@@ -147,9 +154,15 @@ class Observer(ModuleHooks):
             sample: sample tokens, and collect gradients too.
         """
         for index, stage in enumerate(self.train_step.stages):
+            hidden = find_compiled_parts(stage) if self.around_compiled else set()
             for name, module in iterate_hidden_modules(stage):
-                if not (blocks_only and name.count(".") > 1):
-                    self.add_after(index, module, self._build_collect_hook(name, sample))
+                if blocks_only and name.count(".") > 1:
+                    continue
+                if module in hidden:
+                    self.inside_compiled.append(name)
+                    continue
+                self.watched.append(name)
+                self.add_after(index, module, self._build_collect_hook(name, sample))
 
     def watch_logits(self) -> None:
         """Collect the largest attention logits."""
@@ -201,6 +214,7 @@ class Observer(ModuleHooks):
         sampled = (tokens % stride == 0).nonzero().flatten()
         values = real.flatten(0, 1)[sampled.to(real.device)].float()
         sample.tokens.append(tokens[sampled])
+        sample.microbatches.append(torch.full_like(tokens[sampled], microbatch))
         sample.values.append((values @ build_projections(values.shape[-1]).to(values.device)).cpu())
 
     # --- losses

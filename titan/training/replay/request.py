@@ -8,9 +8,9 @@ runs on one device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from titan.checkpoint.manifest import Manifest, folder_of
 from titan.config.arguments import operand
@@ -44,9 +44,16 @@ class Settings:
         None, "the step of the checkpoint to begin at; 0: the initial weights; null: the nearest before", at_least=0
     )
     against: str | None = setting(None, "another run, or overrides for the same step: both are compared", any_text=True)
-    tolerance: float | None = setting(
-        None, "relative difference of activations that counts as rounding; null: by precision", above=0
+    tolerance: float = setting(
+        1e-5, "relative difference in fp32 above which an output, gradient or update is wrong", above=0
     )
+    repeats: int = setting(
+        4,
+        "randomly rounded repetitions of the step that differences of precision are measured by; 0: none",
+        at_least=0,
+        cap=100,
+    )
+    pin: Literal["routing"] | None = setting(None, "routing: the second replay uses the experts of the first")
     tokens: int = setting(10, "tokens with the largest losses to show", at_least=1, cap=1000)
     to: str | None = setting(None, "a JSON file to write, with everything that is shown")
 
@@ -61,13 +68,15 @@ class ReplayPlan:
         mix: the rows.
         recorded: the run's line of the step; empty where it has none.
         notes: on what differs from the run.
+        is_foreign: whether another interpreter runs it, whose code may differ.
     """
 
     run: Run
     attempt: Attempt
     mix: RowMixture
-    recorded: Mapping[str, Any]
-    notes: tuple[str, ...]
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    is_foreign: bool = False
 
 
 def plan_replay(
@@ -119,10 +128,25 @@ def plan_replay(
     return ReplayPlan(run, attempt, mix, recorded, tuple(notes))
 
 
-def find_start(plan: ReplayPlan, step: int) -> Path:
-    """Return the checkpoint of the state before the step, after ranks have saved it; that which they began with."""
-    saved = folder_of(Path(plan.run.directory), step - 1)
-    return saved if saved.is_dir() or plan.attempt.checkpoint is None else Path(plan.attempt.checkpoint)
+def plan_first_step(run: Run) -> ReplayPlan:
+    """Return the replay of the first step of a composition that has not run, in the run's directory.
+
+    Raises:
+        ConfigError: when its data can't be prepared.
+    """
+    folders = corpora.prepare_corpora(run.dataset)
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
+    science = identity.collect_science(run, corpora.compute_data_digest(mix), None)
+    return ReplayPlan(run, Attempt(1, "replay", identity.compute_ids(run, science), folders, None, 0, 0, "start"), mix)
+
+
+def align_start(plan: ReplayPlan, first: ReplayPlan, step: int) -> ReplayPlan:
+    """Return a replay that begins a step with the state that the first one, which has run, has before it."""
+    saved = folder_of(Path(first.run.directory), step - 1)
+    if not saved.is_dir():  # the first one began there
+        return replace(plan, attempt=replace(first.attempt, ids=plan.attempt.ids))
+    rows = plan.run.training.count_rows_before(step)
+    return replace(plan, attempt=replace(plan.attempt, checkpoint=str(saved), weights=None, step=step - 1, rows=rows))
 
 
 def find_changes(name: str, other: str) -> list[str]:

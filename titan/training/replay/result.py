@@ -1,10 +1,10 @@
-"""What a replay shows: the ranks' parts put together, and two of them compared. Free of torch."""
+"""What all ranks of a replay saw of a step, put together. Free of torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,11 @@ import numpy as np
 from titan.dataset.mixture import RowMixture
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
-from titan.training.replay.job import ActivationTotals, Key, RankReplay, Samples
+from titan.training.replay.observation import ActivationTotals, Fingerprint, Key, RankReplay, Samples
 from titan.training.token_loss import TokenLoss
 
 CONTEXT_TOKENS = 24
 """Tokens of text before a token that is shown."""
-TOLERANCE = {"fp32": 1e-5, "bf16": 0.03, "fp16": 0.01}
-"""Relative differences of activations and their gradients that are rounding, by compute type."""
-EIGHT_BIT_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,14 @@ class Token:
 
 
 @dataclass(frozen=True)
+class Replica:
+    """A tensor as some ranks have it, bitwise the same on all of them."""
+
+    ranks: tuple[int, ...]
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True)
 class ReplayedStep:
     """What a replay saw of a step, over all ranks.
 
@@ -52,39 +57,56 @@ class ReplayedStep:
         samples: likewise.
         tokens: the largest losses.
         notes: what was applied to the model.
+        tensors: by kind and name, one replica for each value that ranks have.
+        groups: the parameter group of each parameter.
+        routes: the experts of each token, by router.
+        unobserved: modules whose outputs could not be seen, and why.
+        figures: further numbers, summed over the ranks.
+        seq_len: tokens of a row.
     """
 
     record: Mapping[str, Any]
     statistics: Mapping[Key, Statistics]
     samples: Mapping[Key, Samples]
-    tokens: tuple[Token, ...]
-    notes: tuple[str, ...]
+    tokens: tuple[Token, ...] = ()
+    notes: tuple[str, ...] = ()
+    tensors: Mapping[Key, tuple[Replica, ...]] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+    routes: Mapping[str, Samples] = field(default_factory=dict)
+    unobserved: Mapping[str, str] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    seq_len: int = 1
 
 
-@dataclass(frozen=True)
-class ModuleDifference:
-    """How far a module's output or gradient is from the other replay's, relative to its size."""
-
-    key: Key
-    relative: float
-
-
-def merge_ranks(parts: Sequence[RankReplay], mix: RowMixture, first: int, tokens: int) -> ReplayedStep:
+def merge_ranks(
+    parts: Sequence[RankReplay], mix: RowMixture | None, first: int, tokens: int, seq_len: int = 1
+) -> ReplayedStep:
     """Return what all ranks saw.
 
     Args:
         parts: of each rank.
-        mix: the rows.
+        mix: the rows; None: no tokens are shown.
         first: rows read before the step.
         tokens: how many tokens to show.
+        seq_len: tokens of a row.
     """
     order = sort_keys({key for part in parts for key in part.totals}, [list(part.totals) for part in parts])
     totals = {key: [part.totals[key] for part in parts if key in part.totals] for key in order}
     samples = {key: _join_samples(part.samples[key] for part in parts if key in part.samples) for key in order}
     losses = sorted((loss for part in parts for loss in part.losses), key=_build_loss_key)[:tokens]
-    shown_tokens = tuple(_build_token(loss, mix, first) for loss in losses)
-    statistics = {key: _compute_statistics(rank_totals) for key, rank_totals in totals.items()}
-    return ReplayedStep(parts[0].record, statistics, samples, shown_tokens, parts[0].notes)
+    return ReplayedStep(
+        record=parts[0].record,
+        statistics={key: _compute_statistics(rank_totals) for key, rank_totals in totals.items()},
+        samples=samples,
+        tokens=tuple(_build_token(loss, mix, first) for loss in losses) if mix is not None else (),
+        notes=parts[0].notes,
+        tensors=_join_tensors(parts),
+        groups={name: group for part in parts for name, group in part.groups.items()},
+        routes=join_routes(parts),
+        unobserved={name: reason for part in parts for name, reason in part.unobserved.items()},
+        figures=_sum_figures(parts),
+        seq_len=seq_len,
+    )
 
 
 def _build_loss_key(token: TokenLoss) -> tuple[float, int, int]:
@@ -119,13 +141,36 @@ def _compute_statistics(totals: Sequence[ActivationTotals]) -> Statistics:
 
 
 def _join_samples(parts: Iterable[Samples]) -> Samples:
-    """Return the samples of all ranks by token."""
+    """Return the samples of all ranks by token; of ranks that have the same token those of the first."""
     rank_samples = list(parts)
     if not rank_samples:
-        return np.zeros(0, np.int64), np.zeros((0, 1), np.float32)
-    tokens, values = (np.concatenate(column) for column in zip(*rank_samples, strict=True))
-    tokens, order = np.unique(tokens, return_index=True)
-    return tokens, values[order]
+        none = np.zeros(0, np.int64)
+        return Samples(none, np.zeros((0, 1), np.float32), none, none)
+    columns = [np.concatenate([getattr(part, key) for part in rank_samples]) for key in Samples.__dataclass_fields__]
+    tokens, order = np.unique(columns[0], return_index=True)
+    return Samples(tokens, *(column[order] for column in columns[1:]))
+
+
+def join_routes(parts: Sequence[RankReplay]) -> dict[str, Samples]:
+    """Return the experts of all ranks' tokens, by router; tokens are sorted."""
+    routers = dict.fromkeys(name for part in parts for name in part.routes)
+    return {name: _join_samples(part.routes[name] for part in parts if name in part.routes) for name in routers}
+
+
+def _join_tensors(parts: Sequence[RankReplay]) -> dict[Key, tuple[Replica, ...]]:
+    ranks: dict[Key, dict[int, tuple[list[int], Fingerprint]]] = {}
+    for rank, part in enumerate(parts):
+        for key, fingerprint in part.fingerprints.items():
+            ranks.setdefault(key, {}).setdefault(fingerprint.bits, ([], fingerprint))[0].append(rank)
+    return {
+        key: tuple(Replica(tuple(numbers), fingerprint) for numbers, fingerprint in replicas.values())
+        for key, replicas in ranks.items()
+    }
+
+
+def _sum_figures(parts: Sequence[RankReplay]) -> dict[str, float]:
+    keys = dict.fromkeys(key for part in parts for key in part.figures)
+    return {key: math.fsum(part.figures.get(key, 0.0) for part in parts) for key in keys}
 
 
 def _build_token(token_loss: TokenLoss, mix: RowMixture, first: int) -> Token:
@@ -149,28 +194,3 @@ def _decode_text(corpus: Any, ids: list[int]) -> str:
     except ConfigError:
         pass
     return " ".join(map(str, ids))
-
-
-def compare_replays(a: ReplayedStep, b: ReplayedStep) -> list[ModuleDifference]:
-    """Return how far each module's output, and then gradient, is from that of `b`, in the order of computation."""
-    return [
-        ModuleDifference(key, _compute_distance(a.samples[key], b.samples[key]))
-        for key in a.samples
-        if key in b.samples
-    ]
-
-
-def _compute_distance(a: Samples, b: Samples) -> float:
-    """Return the relative distance of samples; infinite where only one of them is finite."""
-    _, a_indices, b_indices = np.intersect1d(a[0], b[0], assume_unique=True, return_indices=True)
-    x, y = a[1][a_indices].astype(np.float64), b[1][b_indices].astype(np.float64)
-    not_finite = ~np.isfinite(x) | ~np.isfinite(y)
-    if not_finite.any():
-        return 0.0 if np.array_equal(x, y, equal_nan=True) else math.inf
-    size = float(np.linalg.norm(y)) or float(np.linalg.norm(x))
-    return float(np.linalg.norm(x - y)) / size if size else 0.0
-
-
-def choose_tolerance(*precisions: Any) -> float:
-    """Return the relative difference that is rounding between runs with these precisions."""
-    return max(EIGHT_BIT_TOLERANCE if p.eight_bit else TOLERANCE.get(p.compute, 0.03) for p in precisions)

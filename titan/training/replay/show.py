@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan.console.text import sanitize_line
-from titan.training.replay.result import ModuleDifference, ReplayedStep, Statistics
-
-if TYPE_CHECKING:
-    from titan.training.replay.weights import WeightDifference
+from titan.training.replay.questions import Answers, find_largest
+from titan.training.replay.result import ReplayedStep, Statistics
 
 LAYER_COLUMNS = {
     "layer_grad_norm": "grad norm",
@@ -21,8 +19,8 @@ LAYER_COLUMNS = {
     "layer_attention_logit": "max logit",
 }
 """Keys of a layer's metrics, and their columns."""
-NAMED_WEIGHTS = 5
-"""Weights that are named where they differ."""
+NAMED = 4
+"""Modules that are named of those whose outputs were not observed."""
 TEXT_CHARACTERS = 60
 """Characters of text before a token."""
 
@@ -41,6 +39,10 @@ def format_replay(replay: ReplayedStep, recorded: Mapping[str, Any]) -> Iterator
     yield ""
     yield from _format_modules(replay)
     yield ""
+    for name, reason in list(replay.unobserved.items())[:NAMED]:
+        yield f"  {sanitize_line(name)}: not observed, {sanitize_line(reason)}"
+    if len(replay.unobserved) > NAMED:
+        yield f"  and {len(replay.unobserved) - NAMED:,} more are not observed"
     yield "tokens with the largest losses:"
     for token in replay.tokens:
         text = f"...{sanitize_line(token.before[-TEXT_CHARACTERS:])}>>>{sanitize_line(token.text)}<<<"
@@ -96,75 +98,34 @@ def format_figures(labels: tuple[str, str], a: ReplayedStep, b: ReplayedStep) ->
             yield f"  {'grad norm ' + key.partition('/')[2]:<28}{a.record[key]:>24.6g}{b.record[key]:>24.6g}"
 
 
-def format_weights(step: int, differences: Sequence[WeightDifference], limit: float) -> Iterator[str]:
-    """Yield how far the weights before a step are apart, and those that are by more than the limit.
-
-    Args:
-        step: the step.
-        differences: of each weight, the largest first.
-        limit: relative difference that counts as rounding.
-    """
-    largest = differences[0]
-    size = (
-        f"differ by up to {largest.relative:.1e} (relative), in {sanitize_line(largest.name)}"
-        if largest.relative
-        else "are equal"
-    )
-    yield f"weights before step {step:,}: {size}"
-    drifted = [difference for difference in differences if difference.relative > limit]
-    for difference in drifted[:NAMED_WEIGHTS]:
-        yield f"  {sanitize_line(difference.name):<48}{difference.relative:>10.1e}"
-    if len(drifted) > NAMED_WEIGHTS:
-        yield f"  and {len(drifted) - NAMED_WEIGHTS:,} more of {len(differences):,} by more than rounding ({limit:g})"
-
-
-def format_modules(differences: Sequence[ModuleDifference]) -> Iterator[str]:
-    """Yield the relative difference of each module's output and of its gradient."""
+def format_modules(answers: Answers) -> Iterator[str]:
+    """Yield the relative difference of each module's output and of its gradient, and the largest of other tensors."""
     yield _format_row("relative difference of", ("output", "gradient"))
-    backward = {d.key[1]: d.relative for d in differences if d.key[0] == "backward"}
-    for difference in (d for d in differences if d.key[0] == "forward"):
-        name = difference.key[1]
+    backward = {d.name: d.relative for d in answers.activations if d.key[0] == "backward"}
+    for difference in (d for d in answers.activations if d.key[0] == "forward"):
+        name = difference.name
         yield _format_row(name, (f"{difference.relative:.1e}", f"{backward[name]:.1e}" if name in backward else ""))
+    for kind, differences in answers.tensors.items():
+        if largest := find_largest(differences):
+            size = f"up to {largest.relative:.1e}, {sanitize_line(largest.name)}"
+            yield f"  {kind:<28}  {size}"
 
 
-def explain_unequal_start(
-    a: ReplayedStep, b: ReplayedStep, weights: Sequence[WeightDifference], limit: float
-) -> str | None:
-    """Return why the activations of two replays say nothing about the step; None where both begin it alike.
+def format_routes(shares: Mapping[str, float], figures: Mapping[str, float]) -> Iterator[str]:
+    """Yield how many tokens have other experts.
 
     Args:
-        a: one replay.
-        b: the other.
-        weights: the difference of each weight before the step, the largest first; empty where both have the same.
-        limit: relative difference of weights that counts as rounding.
+        shares: of tokens with other experts, by router.
+        figures: of the second replay; with `pinned` where its routers used given experts.
     """
-    step = f"step {a.record['step']:,}"
-    if a.record["batch_hash"] != b.record["batch_hash"]:
-        return f"the batches of {step} differ, so its activations are not compared"
-    if weights and weights[0].relative > limit:
-        largest = f"{sanitize_line(weights[0].name)} differs by {weights[0].relative:.1e} (relative)"
-        return f"weights have drifted before {step}: {largest}, so activations are not compared"
-    return None
-
-
-def format_verdict(differences: Sequence[ModuleDifference], limit: float) -> str:
-    """Return the sentence on the first module that differs."""
-    first = next((d for d in differences if d.relative > 0), None)
-    beyond = next((d for d in differences if d.relative > limit), None)
-    if first is None:
-        return "both are the same, bitwise, in all sampled activations and gradients"
-    at_all = f"the first difference at all, {first.relative:.1e}, is in the {_name_difference(first)}"
-    if beyond is None:
-        return f"no layer differs by more than rounding ({limit:g}); {at_all}"
-    return (
-        f"the first layer that differs by more than rounding ({limit:g}) is the {_name_difference(beyond)}: "
-        f"{beyond.relative:.1e}" + ("" if beyond is first else f"; {at_all}")
-    )
-
-
-def _name_difference(difference: ModuleDifference) -> str:
-    direction, name = difference.key
-    return f"{direction} pass of {name}" if direction == "forward" else f"backward pass, gradient of {name}'s output"
+    if figures.get("pinned"):
+        share = figures["other"] / figures["pinned"]
+        yield f"experts pinned to those of the first replay; the second's own would differ for {share:.2%} of choices"
+    elif first := next((name for name, share in shares.items() if share), None):
+        yield (
+            f"experts differ for {shares[first]:.2%} of tokens, first in {sanitize_line(first)}: what follows is of "
+            "other experts; pin=routing compares both with the same"
+        )
 
 
 def as_json(replay: ReplayedStep, recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,6 +139,17 @@ def as_json(replay: ReplayedStep, recorded: Mapping[str, Any]) -> dict[str, Any]
         "recorded": dict(recorded),
         "statistics": statistics,
         "tokens": [asdict(token) for token in replay.tokens],
+    }
+
+
+def answers_as_json(answers: Answers) -> dict[str, Any]:
+    """Return answers as plain containers."""
+    tensors = {f"{kind}/{d.name}": d.relative for kind, values in answers.tensors.items() for d in values}
+    return {
+        "differences": {"/".join(d.key): d.relative for d in answers.activations} | tensors,
+        "findings": [asdict(finding) for finding in answers.findings],
+        "answers": list(answers.sentences),
+        "verdict": answers.verdict,
     }
 
 

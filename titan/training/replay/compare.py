@@ -1,0 +1,194 @@
+"""Run one step of two compositions, and ask why they differ. Free of torch.
+
+For other commands: `compare_plans` takes two `ReplayPlan`s (of runs by `titan.training.replay.request.plan_replay`, of
+compositions that have not run by `plan_first_step`) and what starts ranks, and returns the findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titan.precision.schema import Precision
+from titan.run.run import Run
+from titan.training.replay import questions
+from titan.training.replay.differences import compare_activations
+from titan.training.replay.job import EXACT, NATIVE, ROUNDED, ReplayJob
+from titan.training.replay.observation import count_rank_files, read_rank_replays
+from titan.training.replay.questions import BOUND, Answers, Pair
+from titan.training.replay.request import ReplayPlan, align_start
+from titan.training.replay.result import ReplayedStep, merge_ranks
+from titan.training.replay.spread import measure_spread
+
+REPEATS = 4
+"""Randomly rounded repetitions: with both sides in two precisions each, four times what two steps cost."""
+
+
+StartRanks = Callable[[ReplayPlan, ReplayJob], int]
+"""Starts the ranks of a replay, waits for them, and returns the exit code; 0 when all have left what they saw."""
+
+
+class ReplayEndedError(Exception):
+    """The ranks of a replay failed, and have said why.
+
+    Attributes:
+        code: their exit code.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the ranks ended with exit code {code}")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """How two replays are compared.
+
+    Attributes:
+        step: the step.
+        tokens: with the largest losses, to show.
+        bound: relative difference in fp32 that is a fault.
+        repeats: randomly rounded repetitions where only precision is left; 0: none.
+        pin: whether B's routers use A's experts.
+        shares_start: whether B begins the step with A's state.
+        exact: whether both are computed in fp32 too.
+        operations: the module whose operations are recorded; None: of none.
+    """
+
+    step: int
+    tokens: int = 10
+    bound: float = BOUND
+    repeats: int = REPEATS
+    pin: bool = False
+    shares_start: bool = True
+    exact: bool = True
+    operations: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two replays, and why they differ.
+
+    Attributes:
+        a: the first replay in its precision.
+        b: the other one.
+        answers: of `titan.training.replay.questions`.
+    """
+
+    a: ReplayedStep
+    b: ReplayedStep
+    answers: Answers
+
+
+def compare_plans(
+    a: ReplayPlan, b: ReplayPlan, settings: CompareSettings, start: StartRanks, start_b: StartRanks | None = None
+) -> Comparison:
+    """Run the step of two plans, and ask why they differ.
+
+    Args:
+        a: one.
+        b: the other.
+        settings: see there.
+        start: starts ranks.
+        start_b: starts those of B; None: `start`.
+
+    Raises:
+        ConfigError: when a plan can't be run.
+        ReplayEndedError: when ranks failed; their error has been printed.
+    """
+    exact = settings.exact and any(needs_exact(plan.run.precision) for plan in (a, b))
+    _run_plan(a, settings, start, exact)
+    if settings.shares_start:
+        b = align_start(b, a, settings.step)
+    pin = a.run.directory if settings.pin else None
+    _run_plan(b, settings, start_b or start, exact, pin)
+    native = Pair(_read(a, NATIVE, settings), _read(b, NATIVE, settings), _name_precisions(a, b))
+    exact_pair = native if settings.exact else None
+    if exact:
+        exact_pair = Pair(_read(a, _pick(a), settings), _read(b, _pick(b), settings), "fp32")
+    same_code = settings.shares_start and _is_same(a, b)
+    answers = questions.ask_questions(native, exact_pair, same_code=same_code, bound=settings.bound)
+    if exact and needs_spread(native, answers) and settings.repeats > 1:
+        spread = measure_spread(_repeat(a, settings, start))
+        answers = questions.ask_questions(native, exact_pair, same_code=same_code, bound=settings.bound, spread=spread)
+    return Comparison(native.a, native.b, answers)
+
+
+def needs_exact(precision: Precision) -> bool:
+    """Whether a run computes in less than fp32."""
+    return precision.eight_bit or "bf16" in (precision.compute, precision.weights)
+
+
+def make_exact(run: Run) -> Run:
+    """Return the run in fp32; a kernel that takes only low precisions is replaced by one that torch chooses."""
+    precision = replace(run.precision, compute="fp32", weights="fp32", matmuls="compute").drop_unused_settings()
+    training = run.training
+    if training.attention in ("flash", "cudnn") and run.machine.device == "cuda":
+        training = replace(training, attention="auto")
+    return replace(run, precision=precision, training=training)
+
+
+def _pick(plan: ReplayPlan) -> str:
+    """Return the pass of a plan that is in fp32."""
+    return EXACT if needs_exact(plan.run.precision) else NATIVE
+
+
+def _name_precisions(a: ReplayPlan, b: ReplayPlan) -> str:
+    names = [plan.run.precision.describe() for plan in (a, b)]
+    return names[0] if names[0] == names[1] else f"{names[0]} against {names[1]}"
+
+
+def _is_same(a: ReplayPlan, b: ReplayPlan) -> bool:
+    """Whether two plans are the same computation in the same order."""
+    runs = [replace(plan.run, directory="", overrides=(), choices={}, hydra={}, options=()) for plan in (a, b)]
+    return runs[0] == runs[1] and not (a.is_foreign or b.is_foreign)
+
+
+def needs_spread(native: Pair, answers: Answers) -> bool:
+    """Whether only precision is left to explain a difference."""
+    if answers.findings or not answers.comparable:
+        return False
+    figures = [(float(native.a.record[key]), float(native.b.record[key])) for key in ("loss", "grad_norm")]
+    activations = compare_activations(native.a, native.b)
+    return any(x != y for x, y in figures) or any(d.relative for d in activations)
+
+
+def _run_plan(
+    plan: ReplayPlan, settings: CompareSettings, start: StartRanks, exact: bool, pin: str | None = None
+) -> None:
+    passes = [(NATIVE, plan.run)]
+    if exact and needs_exact(plan.run.precision):
+        passes.append((EXACT, make_exact(plan.run)))
+    save = settings.step > 1 and plan.attempt.step < settings.step - 1
+    job = ReplayJob(
+        tuple(passes), plan.attempt, settings.step, settings.tokens, save, pin=pin, operations=settings.operations
+    )
+    if code := start(plan, job):
+        raise ReplayEndedError(code)
+
+
+def run_single(plan: ReplayPlan, settings: CompareSettings, start: StartRanks) -> ReplayedStep:
+    """Run the step of one plan in its precision, and return what was seen.
+
+    Raises:
+        ReplayEndedError: when ranks failed; their error has been printed.
+    """
+    _run_plan(plan, settings, start, exact=False)
+    return _read(plan, NATIVE, settings)
+
+
+def _repeat(plan: ReplayPlan, settings: CompareSettings, start: StartRanks) -> list[ReplayedStep]:
+    """Return randomly rounded repetitions of a plan's step."""
+    begun = align_start(plan, plan, settings.step)
+    job = ReplayJob(((NATIVE, plan.run),), begun.attempt, settings.step, repeats=settings.repeats)
+    if code := start(begun, job):
+        raise ReplayEndedError(code)
+    return [_read(plan, f"{ROUNDED}{number}", settings) for number in range(settings.repeats)]
+
+
+def _read(plan: ReplayPlan, name: str, settings: CompareSettings) -> ReplayedStep:
+    directory, training = Path(plan.run.directory), plan.run.training
+    parts = read_rank_replays(directory, name, count_rank_files(directory, name) or 1)
+    first = training.count_rows_before(settings.step)
+    return merge_ranks(parts, None if plan.is_foreign else plan.mix, first, settings.tokens, training.seq_len)

@@ -1,0 +1,174 @@
+"""How far activations, gradients and other tensors of two replays are apart, and where. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan.console.numbers import format_plural
+from titan.training.replay.observation import Fingerprint, Key, Samples
+from titan.training.replay.result import ReplayedStep, Replica
+
+LEAST_SHARE = 0.25
+"""Rows whose size is below this share of the typical one count as that large: rounding comes from larger sums."""
+NAMED_TOKENS = 1e-2
+"""A token is named where its difference is more than this share of the largest one."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far something is from that of the other replay.
+
+    Attributes:
+        key: a direction and a module, or a kind of tensor and its name.
+        relative: the norm of the difference, relative to the size; infinite where only one side is finite or exists.
+        where: ranks, micro-batch and rows; empty where both are equal.
+    """
+
+    key: Key
+    relative: float
+    where: str = ""
+
+    @property
+    def name(self) -> str:
+        """The module or tensor."""
+        return self.key[1]
+
+
+# --- activations
+
+
+def compare_activations(a: ReplayedStep, b: ReplayedStep) -> list[Difference]:
+    """Return how far each module's output, and then its gradient, is from that of `b`, in the order of computation."""
+    return [compare_samples(key, a.samples[key], b.samples[key], a.seq_len) for key in a.samples if key in b.samples]
+
+
+def compare_samples(key: Key, a: Samples, b: Samples, seq_len: int) -> Difference:
+    """Return how far the activations of a module are apart."""
+    common, a_indices, b_indices = np.intersect1d(a.tokens, b.tokens, assume_unique=True, return_indices=True)
+    if len(common) < max(len(a.tokens), len(b.tokens)):
+        missing = max(len(a.tokens), len(b.tokens)) - len(common)
+        return Difference(key, math.inf, f"{format_plural(missing, 'token')} on one side only")
+    x, y = a.values[a_indices].astype(np.float64), b.values[b_indices].astype(np.float64)
+    if np.array_equal(x, y, equal_nan=True):
+        return Difference(key, 0.0)
+    errors = np.linalg.norm(x - y, axis=1)
+    if not np.isfinite(errors).all():
+        return Difference(key, math.inf, _describe_tokens(b, b_indices, ~np.isfinite(errors), seq_len))
+    size = float(np.linalg.norm(y)) or float(np.linalg.norm(x))
+    where = _describe_tokens(b, b_indices, errors > NAMED_TOKENS * errors.max(), seq_len)
+    return Difference(key, float(np.linalg.norm(errors)) / size, where)
+
+
+def _describe_tokens(samples: Samples, indices: NDArray[np.int64], chosen: NDArray[np.bool_], seq_len: int) -> str:
+    """Return where chosen tokens are: how many, and row, position, rank and micro-batch of the first."""
+    first = indices[int(np.argmax(chosen))]
+    row, position = divmod(int(samples.tokens[first]), seq_len)
+    count = int(chosen.sum())
+    share = "all tokens" if count == len(chosen) else f"{count} of {len(chosen)} tokens"
+    at = f"row {row}, token {position}, rank {samples.ranks[first]}, micro-batch {samples.microbatches[first]}"
+    return f"{share}, the first at {at}"
+
+
+# --- tensors
+
+
+def compare_tensors(a: ReplayedStep, b: ReplayedStep, kind: str) -> list[Difference]:
+    """Return how far each tensor of a kind is from that of `b`, on any rank."""
+    names = dict.fromkeys(name for step in (a, b) for (k, name) in step.tensors if k == kind)
+    return [_compare_replicas((kind, n), a.tensors.get((kind, n)), b.tensors.get((kind, n))) for n in names]
+
+
+def _compare_replicas(key: Key, a: Sequence[Replica] | None, b: Sequence[Replica] | None) -> Difference:
+    if not a or not b:
+        return Difference(key, math.inf, f"only {'B' if not a else 'A'} has it")
+    pairs = [(x, y) for x in a for y in b]
+    parts = [compare_fingerprints(x.fingerprint, y.fingerprint) for x, y in pairs]
+    worst = max(range(len(parts)), key=lambda i: parts[i][0])
+    relative, rows = parts[worst]
+    return Difference(key, relative, _describe_ranks(a, b, pairs[worst], rows) if relative else "")
+
+
+def _describe_ranks(a: Sequence[Replica], b: Sequence[Replica], pair: tuple[Replica, Replica], rows: str) -> str:
+    """Return rows and, where ranks have different replicas, the ranks with the worse one."""
+    ranks = [
+        f"{side} {format_ranks(replica.ranks)}"
+        for side, replicas, replica in (("A's", a, pair[0]), ("B's", b, pair[1]))
+        if len(replicas) > 1
+    ]
+    return ", ".join([rows, *(f"on {text} only" for text in ranks)])
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks by their numbers."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def compare_fingerprints(a: Fingerprint, b: Fingerprint) -> tuple[float, str]:
+    """Return how far two tensors are apart: relative to the size of the rows that differ most, and these rows."""
+    if a.shape != b.shape:
+        return math.inf, f"shapes {list(a.shape)} and {list(b.shape)}"
+    if a.bits == b.bits:
+        return 0.0, ""
+    errors = np.linalg.norm(a.sketch - b.sketch, axis=1)
+    if not np.isfinite(errors).all():
+        return math.inf, "not finite on one side"
+    sizes = np.linalg.norm(b.sketch, axis=1)
+    typical = math.sqrt(max(a.squares, b.squares) * b.sketch.shape[1] / len(sizes))
+    relative = errors / np.maximum(sizes, LEAST_SHARE * typical) if typical else errors
+    return float(relative.max()), _describe_blocks(a, b, relative)
+
+
+def _describe_blocks(a: Fingerprint, b: Fingerprint, relative: NDArray[np.float64]) -> str:
+    count = a.shape[0] if a.shape else 1
+    (numbers,) = np.nonzero(relative > NAMED_TOKENS * relative.max())
+    first, last = int(numbers[0]), int(numbers[-1])
+    start, stop = -(-first * count // len(relative)), -(-(last + 1) * count // len(relative))
+    rows = "all rows" if len(numbers) == len(relative) else f"rows {start} to {stop - 1} of {count}"
+    factor = _find_factor(a, b)
+    return rows if factor is None else f"{rows}, B's times {factor:.4g}"
+
+
+def _find_factor(a: Fingerprint, b: Fingerprint) -> float | None:
+    """Return the factor between both, where they differ by one; None elsewhere."""
+    product = float((a.sketch * b.sketch).sum())
+    square = float((b.sketch * b.sketch).sum())
+    factor = product / square if square else 0.0
+    rest = float(np.linalg.norm(a.sketch - factor * b.sketch))
+    is_factor = rest <= 1e-4 * float(np.linalg.norm(a.sketch)) and abs(factor - 1) > 1e-3
+    return factor if is_factor else None
+
+
+# --- replicas, and experts
+
+
+def list_unequal_replicas(step: ReplayedStep, kind: str) -> list[Difference]:
+    """Return the tensors of which ranks have different values, with the ranks that differ from the first."""
+    differences = []
+    for key, replicas in step.tensors.items():
+        if key[0] != kind:
+            continue
+        for replica in replicas[1:]:
+            relative, rows = compare_fingerprints(replica.fingerprint, replicas[0].fingerprint)
+            where = f"{rows}, {format_ranks(replica.ranks)} against {format_ranks(replicas[0].ranks)}"
+            differences.append(Difference(key, relative, where))
+    return differences
+
+
+def compare_routes(a: Mapping[str, Samples], b: Mapping[str, Samples]) -> dict[str, float]:
+    """Return the share of tokens that have other experts, by router, in the order of the forward pass."""
+    shares = {}
+    for name in sort_layers(a.keys() & b.keys()):
+        _, left, right = np.intersect1d(a[name].tokens, b[name].tokens, assume_unique=True, return_indices=True)
+        x, y = np.sort(a[name].values[left], -1), np.sort(b[name].values[right], -1)
+        shares[name] = float((x != y).any(-1).mean()) if len(x) else 0.0
+    return shares
+
+
+def sort_layers(names: Iterable[str]) -> list[str]:
+    """Return names of modules by the numbers of their layers."""
+    return sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")])

@@ -1,0 +1,115 @@
+"""Fingerprints of tensors that are the same on every layout: what two replays compare instead of whole tensors.
+
+A rank gathers one tensor at a time, projects its rows on random vectors, and adds the projections of consecutive rows
+with random factors. The projection of a difference is the difference of the projections, so two fingerprints say how
+far two tensors are apart, and in which rows. The bits of all elements add up to a number that is equal where the
+tensors are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan.precision.low_precision import unwrap_tensor
+from titan.training.replay.observation import BLOCKS, WIDTH, Fingerprint
+
+CHUNK = 1 << 22
+"""Elements that exist in float64 at a time."""
+ODD, SHIFT = 0x1E3779B97F4A7C15, 29
+"""Mix an element's index into the factor of its bits."""
+
+
+def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, Fingerprint]:
+    """Return the fingerprints of whole tensors, of which this rank has shards; all ranks of a shard call it together.
+
+    Args:
+        tensors: with their names.
+        device: of this rank; offloaded tensors are copied to it.
+    """
+    return {name: fingerprint_tensor(gather_tensor(tensor, device)) for name, tensor in tensors}
+
+
+@torch.no_grad()
+def gather_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a whole tensor, from this rank's shard of it."""
+    tensor = unwrap_tensor(tensor.detach())
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor._local_tensor
+    if local.device != device:  # an offloaded shard, which the mesh's collectives do not take
+        shape, strides = tensor.shape, tensor.stride()
+        tensor = DTensor.from_local(
+            local.to(device), tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=strides
+        )
+    return tensor.full_tensor()
+
+
+@torch.no_grad()
+def fingerprint_tensor(tensor: Tensor) -> Fingerprint:
+    """Return the fingerprint of a tensor of any type and shape."""
+    rows = tensor.reshape(len(tensor) if tensor.dim() else 1, -1)
+    count, width = rows.shape
+    blocks = min(BLOCKS, max(1, count))
+    sketch = torch.zeros(blocks, WIDTH, dtype=torch.float64, device=rows.device)
+    squares, bits, step = 0.0, 0, max(1, CHUNK // max(1, width))
+    for start in range(0, count, step):
+        part = rows[start : start + step].double() + 0.0  # minus zero becomes zero
+        numbers = torch.arange(start, start + len(part), device=rows.device)
+        sketch.index_add_(0, numbers * blocks // count, _project_rows(part, numbers, count))
+        squares += float(part.square().sum())
+        bits += int(_sum_bits(part, start * width))
+    return Fingerprint(tuple(tensor.shape), sketch.cpu().numpy(), squares, bits % (1 << 64))
+
+
+def _project_rows(part: Tensor, numbers: Tensor, count: int) -> Tensor:
+    """Return projections [rows, WIDTH] of rows, each times a random factor of its number."""
+    if part.shape[1] == 1:
+        return part * _draw_normal(count, WIDTH, 1)[numbers.cpu()].to(part.device)
+    factors = _draw_normal(count, 1, 2)[numbers.cpu()].to(part.device)
+    return (part @ _draw_normal(part.shape[1], WIDTH, 3).to(part.device)) * factors
+
+
+@lru_cache(maxsize=64)
+def _draw_normal(rows: int, columns: int, purpose: int) -> Tensor:
+    """Return normal numbers float64 [rows, columns], the same on every rank and device."""
+    generator = torch.Generator().manual_seed(purpose)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+
+
+def _sum_bits(part: Tensor, first: int) -> Tensor:
+    """Return the sum of the elements' bits, each times a factor of its index, modulo 2**64."""
+    bits = part.view(torch.int64).flatten()
+    index = torch.arange(first, first + bits.numel(), device=bits.device)
+    factors = (index * ODD) ^ (index * ODD >> SHIFT)
+    return (bits * (factors | 1)).sum()
+
+
+def describe_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, str]:
+    """Return the parameter group of each parameter: its number and its settings.
+
+    Args:
+        optimizer: of the parameters.
+        names: of the parameters, by their ids.
+    """
+    groups: dict[str, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        text = f"group {number} ({_format_settings(group)})"
+        groups |= {names[id(p)]: text for p in group["params"] if id(p) in names}
+    return groups
+
+
+def _format_settings(group: Mapping[str, Any]) -> str:
+    keys = ("lr", "weight_decay", "momentum", "betas", "eps")
+    values = {key: group[key] for key in keys if key in group}
+    return ", ".join(f"{key} {_format_value(value)}" for key, value in values.items())
+
+
+def _format_value(value: Any) -> str:
+    value = value.item() if isinstance(value, Tensor) else value
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

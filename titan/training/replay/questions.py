@@ -1,0 +1,405 @@
+"""Why two replays differ: questions in the order in which their answers exclude causes. Free of torch.
+
+1. Are rows, weights and optimizer state equal? Where they and the code are, results must be, bitwise.
+2. Do both agree in fp32? What differs by more than rounding there is a fault of layout or model: the first module in
+   the forward pass, then the loss, gradients in the order of the backward pass, the gradients' norm, and updates.
+3. What is left is precision: how large is it beside that of random rounding?
+4. What could not be compared?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from titan.console.numbers import format_plural
+from titan.console.text import sanitize_line
+from titan.training.replay import differences as diff
+from titan.training.replay.differences import Difference
+from titan.training.replay.observation import GRADIENT, START, STATE, UPDATE, Key
+from titan.training.replay.result import ReplayedStep
+from titan.training.replay.spread import Spread
+
+BOUND = 1e-5
+"""Relative difference in fp32 above which it is no rounding (law 3 of shared/DESIGN.md)."""
+LAYOUT, PRECISION = "layout or model", "precision"
+"""What a finding is a fault of."""
+NAMED = 6
+"""Names that are listed of what was not compared."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that differs, and is no rounding.
+
+    Attributes:
+        kind: "rows", START, STATE, "replicas", "bitwise", "forward", "loss", GRADIENT, "backward", "grad_norm", UPDATE,
+            "rate" or "rounding".
+        name: the module or parameter.
+        relative: size of the difference; infinite where only one side has a finite value.
+        where: ranks, micro-batch and rows.
+        text: the sentence.
+    """
+
+    kind: str
+    name: str
+    relative: float
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two replays of a step in one precision.
+
+    Attributes:
+        a: one.
+        b: the other.
+        name: how answers name the precision, such as "fp32".
+    """
+
+    a: ReplayedStep
+    b: ReplayedStep
+    name: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the questions found.
+
+    Attributes:
+        findings: the first of each question; the first is the cause to look at.
+        sentences: one for each question.
+        activations: differences of outputs and gradients, of the pair that decides.
+        tensors: differences of weights, gradients and updates, by kind.
+        summary: what is left to say where nothing was found.
+        comparable: whether both began the step alike; else nothing behind the start was compared.
+        bound: relative difference that counts as rounding.
+    """
+
+    findings: tuple[Finding, ...]
+    sentences: tuple[str, ...]
+    activations: tuple[Difference, ...] = ()
+    tensors: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
+    summary: str = ""
+    comparable: bool = True
+    bound: float = BOUND
+
+    @property
+    def verdict(self) -> str:
+        """The first finding in one sentence, or that there is none."""
+        return self.findings[0].text if self.findings else self.summary
+
+
+def ask_questions(
+    native: Pair, exact: Pair | None, *, same_code: bool, bound: float = BOUND, spread: Spread | None = None
+) -> Answers:
+    """Ask all questions.
+
+    Args:
+        native: both in the runs' precision.
+        exact: both in fp32, `native` itself where the runs are; None where that was not run.
+        same_code: whether both are the same computation in the same order.
+        bound: see `BOUND`.
+        spread: of random rounding; None where it was not measured.
+    """
+    decider = exact or native
+    starts, start_sentence, comparable = _compare_starts(native, decider, bound)
+    if not comparable:
+        return Answers(tuple(starts), (start_sentence,), comparable=False, bound=bound)
+    activations = diff.compare_activations(decider.a, decider.b)
+    tensors = {kind: diff.compare_tensors(decider.a, decider.b, kind) for kind in (GRADIENT, UPDATE)}
+    findings = [*starts]
+    if same_code and not starts:
+        findings += _find_bitwise(native)
+    faults = list(_find_faults(decider, activations, tensors, bound))
+    findings += faults[:1]
+    sentences = [start_sentence, _describe_faults(decider, exact, faults, activations, tensors, bound)]
+    if exact is not None and exact is not native and not faults:
+        found, sentence = _judge_precision(native, spread)
+        findings += found
+        sentences.append(sentence)
+    sentences += _describe_missing(native)
+    summary = "" if findings else _summarize(native, activations, tensors, exact, bound)
+    kinds = {kind: tuple(values) for kind, values in tensors.items()}
+    return Answers(tuple(findings), tuple(sentences), tuple(activations), kinds, summary, bound=bound)
+
+
+# --- 1. the start
+
+
+def _compare_starts(native: Pair, decider: Pair, bound: float) -> tuple[list[Finding], str, bool]:
+    """Return what differs before the step, a sentence, and whether the step can be compared."""
+    a, b = native.a, native.b
+    step = f"step {a.record['step']:,}"
+    if a.record["batch_hash"] != b.record["batch_hash"]:
+        rows = " to ".join(map(str, a.record["rows"])), " to ".join(map(str, b.record["rows"]))
+        detail = f"rows {rows[0]} and {rows[1]}" if rows[0] != rows[1] else f"rows {rows[0]} with other tokens"
+        text = f"the batches of {step} differ ({detail}), so its activations are not compared"
+        return [Finding("rows", "rows", math.inf, detail, text)], f"1. the rows of {step} differ", False
+    findings = [*_find_unequal_replicas(b, step), *_find_unequal_starts(decider, step, bound)]
+    drifted = [f for f in findings if f.kind == START]
+    return findings, _describe_starts(native, step, findings), not drifted
+
+
+def _find_unequal_replicas(b: ReplayedStep, step: str) -> Iterator[Finding]:
+    """Yield the first tensor of which the ranks of B have different values before the step."""
+    unequal = [d for kind in (START, STATE) for d in diff.list_unequal_replicas(b, kind)]
+    for difference in unequal[:1]:
+        text = f"ranks have different values of {difference.name} before {step}: {_measure(difference)}"
+        yield Finding("replicas", difference.name, difference.relative, difference.where, text)
+
+
+def _find_unequal_starts(pair: Pair, step: str, bound: float) -> Iterator[Finding]:
+    weights = _list_beyond(diff.compare_tensors(pair.a, pair.b, START), bound)
+    if weights:
+        largest = max(weights, key=lambda d: d.relative)
+        text = f"weights have drifted before {step}: {_name(largest)} differs by {_measure(largest)}"
+        yield Finding(START, largest.name, largest.relative, largest.where, f"{text}, so activations are not compared")
+        return
+    state = _list_beyond(diff.compare_tensors(pair.a, pair.b, STATE), bound)
+    if state:
+        largest = max(state, key=lambda d: d.relative)
+        text = f"the optimizer's state differs before {step}: {_name(largest)} by {_measure(largest)}"
+        yield Finding(STATE, largest.name, largest.relative, largest.where, text)
+
+
+def _describe_starts(native: Pair, step: str, findings: Sequence[Finding]) -> str:
+    if findings:
+        return f"1. what {step} begins with differs: {findings[0].name}"
+    differences = [d for kind in (START, STATE) for d in diff.compare_tensors(native.a, native.b, kind)]
+    unequal = [d for d in differences if d.relative]
+    count = format_plural(len(differences), "tensor")
+    if not unequal:
+        return f"1. rows, weights and optimizer state before {step} are equal, bitwise ({count})"
+    largest = max(unequal, key=lambda d: d.relative)
+    return (
+        f"1. rows of {step} are equal; of {count} of weights and optimizer state {len(unequal)} differ, by up to "
+        f"{_measure(largest)}, in {_name(largest)}"
+    )
+
+
+def _find_bitwise(native: Pair) -> Iterator[Finding]:
+    """Yield the first result that is not bitwise equal, though all that went in is."""
+    if any(d.relative for kind in (START, STATE) for d in diff.compare_tensors(native.a, native.b, kind)):
+        return
+    activations = diff.compare_activations(native.a, native.b)
+    gradients = diff.compare_tensors(native.a, native.b, GRADIENT)
+    for difference in [d for d in (*activations, *gradients) if d.relative][:1]:
+        text = (
+            f"rows, weights and code are the same, and yet the {describe_key(difference.key)} is not bitwise equal: "
+            f"{_measure(difference)}"
+        )
+        yield Finding("bitwise", difference.name, difference.relative, difference.where, text)
+
+
+# --- 2. layout and model
+
+
+def _find_faults(
+    pair: Pair, activations: Sequence[Difference], tensors: Mapping[str, Sequence[Difference]], bound: float
+) -> Iterator[Finding]:
+    """Yield what differs by more than rounding, in the order of the step."""
+    beyond = [d for d in activations if d.relative > bound]
+    forward = [d for d in beyond if d.key[0] == "forward"]
+    for difference in forward[:1]:
+        yield _make_finding("forward", difference, f"forward pass of {_name(difference)}", pair.name)
+    if not forward:
+        yield from _compare_figure(pair, "loss", bound)
+    yield from _find_gradients(pair, activations, tensors[GRADIENT], bound)
+    yield from _compare_figure(pair, "grad_norm", bound)
+    yield from _find_updates(pair, tensors[UPDATE], bound)
+
+
+def _find_gradients(
+    pair: Pair, activations: Sequence[Difference], gradients: Sequence[Difference], bound: float
+) -> Iterator[Finding]:
+    """Yield the first gradient that differs in the backward pass: of a module's output, or of a parameter."""
+    modules = [name for direction, name in pair.a.samples if direction == "forward"]
+    outputs = [d for d in activations if d.key[0] == "backward" and d.relative > bound]
+    parameters = [d for d in gradients if d.relative > bound]
+    events = [(2 * _find_position(d.name, modules), d) for d in outputs]
+    events += [(2 * _find_position(d.name, modules) - 1, d) for d in parameters]
+    for _, difference in sorted(events, key=lambda event: -event[0])[:1]:
+        if difference.key[0] == "backward":
+            consumer = find_consumer(difference.name, modules)
+            text = f"backward pass of {consumer}, the gradient of {_name(difference)}'s output"
+            yield _make_finding("backward", difference, text, pair.name, consumer)
+        else:
+            count = f" (as {len(parameters) - 1} more do)" if len(parameters) > 1 else ""
+            yield _make_finding(GRADIENT, difference, f"reduced gradient of {_name(difference)}{count}", pair.name)
+
+
+def _find_position(name: str, modules: Sequence[str]) -> int:
+    """Return the place of a module, or of a parameter's module, in the forward pass; what is behind all is the head."""
+    owners = [i for i, module in enumerate(modules) if name == module or name.startswith(f"{module}.")]
+    return max(owners, key=lambda i: len(modules[i])) if owners else len(modules)
+
+
+def find_consumer(name: str, modules: Sequence[str]) -> str:
+    """Return the module that a module's output goes to, whose backward pass computes the output's gradient."""
+    later = modules[modules.index(name) + 1 :]
+    return next((m for m in later if not name.startswith(f"{m}.")), "head")
+
+
+def _compare_figure(pair: Pair, key: str, bound: float) -> Iterator[Finding]:
+    """Yield a finding where a figure of the step's line differs by more than rounding."""
+    x, y = float(pair.a.record[key]), float(pair.b.record[key])
+    relative = compare_figures(x, y)
+    if relative > bound:
+        name, subject = ("head", "the loss of the head") if key == "loss" else (key, "the norm of the gradients")
+        text = f"in {pair.name} {subject} differs: {x:.6g} and {y:.6g}, relative {relative:.1e} (bound {bound:g})"
+        yield Finding(key, name, relative, "", text)
+
+
+def compare_figures(x: float, y: float) -> float:
+    """Return the relative difference of two figures; infinite where only one is finite."""
+    if x == y or (math.isnan(x) and math.isnan(y)):
+        return 0.0
+    relative = abs(x - y) / max(abs(y), 1e-30)
+    return relative if math.isfinite(relative) else math.inf
+
+
+def _find_updates(pair: Pair, updates: Sequence[Difference], bound: float) -> Iterator[Finding]:
+    x, y = float(pair.a.record["lr"]), float(pair.b.record["lr"])
+    if compare_figures(x, y) > bound:
+        text = f"the learning rates of the step differ: {x:.6g} and {y:.6g}"
+        yield Finding("rate", "lr", compare_figures(x, y), "", text)
+    beyond = _list_beyond(updates, bound)
+    for difference in beyond[:1]:
+        groups = [step.groups.get(difference.name, "no parameter group") for step in (pair.a, pair.b)]
+        group = groups[0] if groups[0] == groups[1] else f"{groups[0]}; in B {groups[1]}"
+        count = f" (as {len(beyond) - 1} more do)" if len(beyond) > 1 else ""
+        text = f"update of {_name(difference)}{count} from the same gradients, in {group}"
+        yield _make_finding(UPDATE, difference, text, pair.name)
+
+
+def _make_finding(kind: str, difference: Difference, subject: str, precision: str, name: str | None = None) -> Finding:
+    text = f"in {precision} the first difference is in the {subject}: {_measure(difference)}"
+    return Finding(kind, name or difference.name, difference.relative, difference.where, text)
+
+
+def _list_beyond(differences: Sequence[Difference], bound: float) -> list[Difference]:
+    return [d for d in differences if d.relative > bound]
+
+
+def _describe_faults(
+    decider: Pair,
+    exact: Pair | None,
+    faults: Sequence[Finding],
+    activations: Sequence[Difference],
+    tensors: Mapping[str, Sequence[Difference]],
+    bound: float,
+) -> str:
+    if faults:
+        owner = "a fault of layout or model" if exact else "which may be rounding, as nothing was computed in fp32"
+        return f"2. in {decider.name} both differ by more than {bound:g}, {owner}"
+    largest = find_largest((*activations, *(d for kind in tensors.values() for d in kind)))
+    size = f"the largest difference is {largest.relative:.1e}, {describe_key(largest.key)}" if largest else "bitwise"
+    what = "outputs, gradients and updates"
+    return f"2. in {decider.name} {what} agree within {bound:g}: {size}"
+
+
+def find_largest(differences: Sequence[Difference]) -> Difference | None:
+    """Return the largest difference; None where all are equal."""
+    unequal = [d for d in differences if d.relative]
+    return max(unequal, key=lambda d: d.relative) if unequal else None
+
+
+# --- 3. precision
+
+
+def _judge_precision(native: Pair, spread: Spread | None) -> tuple[list[Finding], str]:
+    """Return what is larger than random rounding explains, and a sentence."""
+    activations = diff.compare_activations(native.a, native.b)
+    largest = find_largest(activations)
+    figures = _format_figures(native)
+    if largest is None and not figures:
+        return [], f"3. in {native.name} all that was compared is equal, bitwise"
+    size = f"{largest.relative:.1e}, {describe_key(largest.key)}" if largest else "none in what hooks see"
+    differ = f"3. only in {native.name} they differ: {size}{figures}"
+    if spread is None:
+        return [], f"{differ}; no repetitions were computed"
+    excess = spread.find_excess(activations)
+    sentence = f"{differ}; {spread.describe(native.a.record, native.b.record)}"
+    if excess is None:
+        return [], f"{sentence}: no more than random rounding, so it is {PRECISION}"
+    difference, ratio = excess
+    text = (
+        f"in {native.name} the {describe_key(difference.key)} differs by {difference.relative:.1e}, {ratio:.0f} times "
+        f"the spread of random rounding, and not in fp32: a fault of the precision's code, or another precision"
+    )
+    return [Finding("rounding", difference.name, difference.relative, difference.where, text)], sentence
+
+
+def _format_figures(native: Pair) -> str:
+    """Return loss and gradient norm where they are not equal."""
+    pairs = {key: (float(native.a.record[key]), float(native.b.record[key])) for key in ("loss", "grad_norm")}
+    return "".join(f"; {key} {x:.6g} and {y:.6g}" for key, (x, y) in pairs.items() if x != y)
+
+
+# --- 4. what was not compared
+
+
+def _describe_missing(native: Pair) -> list[str]:
+    """Return a sentence on what was not compared; nothing where all was."""
+    reasons: dict[str, list[str]] = {}
+    for side, step in (("A", native.a), ("B", native.b)):
+        for name, reason in step.unobserved.items():
+            reasons.setdefault(name, []).append(f"{reason} in {side}")
+    if not reasons:
+        return []
+    by_reason: dict[str, list[str]] = {}
+    for name in diff.sort_layers(reasons):
+        by_reason.setdefault(" and ".join(reasons[name]), []).append(name)
+    parts = [f"{_format_names(names)} ({reason})" for reason, names in by_reason.items()]
+    return [f"4. outputs that were not compared: {'; '.join(parts)}"]
+
+
+def _format_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return f"{', '.join(map(sanitize_line, names[:NAMED]))}{more}"
+
+
+def _summarize(
+    native: Pair,
+    activations: Sequence[Difference],
+    tensors: Mapping[str, Sequence[Difference]],
+    exact: Pair | None,
+    bound: float,
+) -> str:
+    """Return the last line where nothing was found."""
+    everything = [*activations, *(d for kind in tensors.values() for d in kind)]
+    everything += diff.compare_activations(native.a, native.b) if exact else []
+    is_equal = not any(d.relative for d in everything) and not _format_figures(native)
+    missing = native.a.unobserved or native.b.unobserved
+    scope = "all that was compared" if missing else "all activations, gradients and updates"
+    if is_equal:
+        return f"both are the same, bitwise, in {scope}"
+    return f"no fault of layout or model: {scope} agree to rounding ({bound:g} in {(exact or native).name})"
+
+
+# --- words
+
+
+def describe_key(key: Key) -> str:
+    """Return what a difference is of, in words."""
+    direction, name = key[0], sanitize_line(key[1])
+    words = {
+        "forward": f"output of {name}",
+        "backward": f"gradient of {name}'s output",
+        GRADIENT: f"reduced gradient of {name}",
+        UPDATE: f"update of {name}",
+    }
+    return words.get(direction, f"{direction}: {name}")
+
+
+def _name(difference: Difference) -> str:
+    return sanitize_line(difference.name)
+
+
+def _measure(difference: Difference) -> str:
+    """Return the size of a difference and where it is."""
+    where = f" ({sanitize_line(difference.where)})" if difference.where else ""
+    return f"{difference.relative:.1e}{where}"

@@ -1,0 +1,98 @@
+"""The experts that routers choose in a replay: recorded, and on request replaced by those of another replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from titan.debug.module_hooks import ModuleHooks, StageCall, find_compiled_parts
+from titan.training.observe import StepRows
+from titan.training.replay.observation import Samples, count_rank_files, read_rank_replays
+from titan.training.replay.result import join_routes
+from titan.training.train_step import TrainStep
+
+
+def read_routes(folder: str, name: str) -> dict[str, Samples]:
+    """Return the experts of all tokens of another replay's pass, by router; tokens are sorted."""
+    directory = Path(folder)
+    return join_routes(read_rank_replays(directory, name, count_rank_files(directory, name)))
+
+
+class RouteWatch(ModuleHooks):
+    """Records the experts of each token, and has routers choose given ones.
+
+    Attributes:
+        figures: how many choices were pinned, and how many of these would have differed.
+    """
+
+    def __init__(self, train_step: TrainStep, rows: StepRows) -> None:
+        super().__init__(train_step.stages, around_compiled=True)
+        self.train_step, self.rows = train_step, rows
+        self.seen: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
+        self.figures: dict[str, float] = {}
+        self._pinned: list[nn.Module] = []
+
+    def watch(self, pinned: Mapping[str, Samples]) -> None:
+        """Watch all routers; those with `pinned` experts use them."""
+        for index, stage in enumerate(self.train_step.stages):
+            inside = find_compiled_parts(stage)
+            for name, router in stage.model.routers().items():
+                if router in inside:
+                    continue
+                self.add_after(index, router, self._build_hook(name))
+                if name in pinned:
+                    self._pin(index, router, pinned[name])
+
+    def _build_hook(self, name: str) -> Callable[..., None]:
+        def record(call: StageCall, router: nn.Module, args: tuple[Any, ...], experts: Tensor) -> None:
+            if self.rows.is_counted(experts.shape[1]):
+                real = experts[: self.rows.count_rows(call.microbatch)]
+                tokens = self._number_tokens(call.microbatch, real)
+                self.seen.setdefault(name, []).append((tokens, real.flatten(0, 1).cpu(), call.microbatch))
+
+        return record
+
+    def _number_tokens(self, microbatch: int, real: Tensor) -> Tensor:
+        """Return the indices in the step of a micro-batch's tokens [rows, tokens, K], flat."""
+        first, positions = self.rows.get_row_number(microbatch, 0), self.rows.select_positions(real.shape[1])
+        return (torch.arange(first, first + len(real))[:, None] * self.rows.seq_len + positions).flatten()
+
+    def _pin(self, stage: int, router: Any, pinned: Samples) -> None:
+        """Have a router choose given experts."""
+        call, own_choice = self.calls[stage], router.choose_experts
+
+        def choose_pinned(scores: Tensor) -> Tensor:
+            own = own_choice(scores)
+            real = own[: self.rows.count_rows(call.microbatch)]
+            numbers = np.searchsorted(pinned.tokens, self._number_tokens(call.microbatch, real).numpy())
+            chosen = torch.from_numpy(pinned.values[numbers]).to(own.device).view_as(real)
+            self._count_other(real, chosen)
+            return torch.cat([chosen, own[len(real) :]])
+
+        router.choose_experts = choose_pinned
+        self._pinned.append(router)
+
+    def _count_other(self, own: Tensor, chosen: Tensor) -> None:
+        other = (own.sort(-1).values != chosen.sort(-1).values).any(-1).sum()
+        for key, count in (("pinned", own[..., 0].numel()), ("other", int(other))):
+            self.figures[key] = self.figures.get(key, 0.0) + count
+
+    def __exit__(self, *error: Any) -> None:
+        for router in self._pinned:
+            del router.choose_experts
+        super().__exit__(*error)
+
+    def collect(self, rank: int) -> dict[str, Samples]:
+        """Return the experts of this rank's tokens, by router."""
+        return {name: _join_seen(parts, rank) for name, parts in self.seen.items()}
+
+
+def _join_seen(parts: list[tuple[Tensor, Tensor, int]], rank: int) -> Samples:
+    tokens, experts = (torch.cat([part[i] for part in parts]).numpy() for i in (0, 1))  # type: ignore[misc]
+    microbatches = np.concatenate([np.full(len(part[0]), part[2], np.int64) for part in parts])
+    return Samples(tokens, experts, microbatches, microbatches * 0 + rank)
