@@ -1,0 +1,211 @@
+"""Plant published faults (`tests.support.layout_faults`) in ranks, and see what `titan.replay against=` names.
+
+`python -m tests.support.planted_layout_faults [TEXT...]` compares each fault whose name holds one of the texts, or all,
+over each of its layouts with one device, and prints a table: what was expected, what was named, and whether that is
+right. `--clean` compares pairs without a fault instead, which must not be named: layouts, precisions, compiled or not,
+experts pinned or not. It fails below 90 % right answers, or with a false alarm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from tests.support.layout_faults import FAULTS, LAYOUTS, MODELS, LayoutFault
+from tests.support.ranks import RankFailedError, run_ranks
+from tests.support.composing import compose_test_run
+from tests.support.runs import TINY
+from titan.cluster.rank_info import RankInfo
+from titan.training.replay.compare import CompareSettings, ReplayEndedError, compare_plans
+from titan.training.replay.job import ReplayJob
+from titan.training.replay.questions import Answers
+from titan.training.replay.request import ReplayPlan, plan_first_step
+
+STEP = 3
+"""The step that is compared: it begins with moments that are not zero."""
+BASE = ("model.layers=4", "model.heads=4", "model.kv_heads=2", "training.clip_norm=0.5", "training.steps=20",
+        "schedule.warmup=10", "optimizer.lr=0.01", "evaluation.every=0")  # fmt: skip
+NEEDED = 0.9
+"""The share of right answers below which the table fails."""
+LIMIT = 240.0
+"""Seconds after which ranks are killed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison named.
+
+    Attributes:
+        name: of the fault, or of the clean pair.
+        layout: that was compared with one device.
+        expected: what names it rightly.
+        named: kind, name and size of the first finding; empty where there was none.
+        is_right: whether the name is expected.
+        seconds: that it took.
+    """
+
+    name: str
+    layout: str
+    expected: str
+    named: str
+    is_right: bool
+    seconds: float
+
+    def format_row(self) -> str:
+        """The outcome as a line of the table."""
+        verdict = "yes" if self.is_right else "NO"
+        return f"| {self.name} | {self.layout} | {self.expected} | {self.named} | {verdict} | {self.seconds:.1f} |"
+
+
+class Bench:
+    """Compares layouts with one device, whose replays are kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.references: dict[tuple[str, ...], ReplayPlan] = {}
+
+    def plan(self, name: str, overrides: Sequence[str]) -> ReplayPlan:
+        """Plan the step of a composition in a folder of that name."""
+        return plan_first_step(compose_test_run([*TINY, *BASE, *overrides, f"hydra.run.dir={self.folder / name}"]))
+
+    def find_reference(self, overrides: Sequence[str]) -> ReplayPlan:
+        """Return the plan on one device, which is run once."""
+        key = tuple(overrides)
+        if key not in self.references:
+            self.references[key] = self.plan(f"one-{len(self.references)}", (*LAYOUTS["single"], *overrides))
+        return self.references[key]
+
+    def compare(
+        self,
+        overrides: Sequence[str],
+        layout: Sequence[str],
+        name: str,
+        fault: LayoutFault | None = None,
+        pin: bool = False,
+        repeats: int = 4,
+    ) -> Answers:
+        """Compare a layout, with or without a fault, with one device."""
+        first, second = self.find_reference(overrides), self.plan(name, (*overrides, *layout))
+        settings = CompareSettings(STEP, pin=pin, repeats=repeats)
+
+        def start(plan: ReplayPlan, job: ReplayJob) -> int:
+            is_done = not job.repeats and any(Path(plan.run.directory).glob(f"replayed-{job.passes[-1][0]}-*"))
+            return 0 if is_done else start_ranks(plan, job)
+
+        return compare_plans(first, second, settings, start, lambda plan, job: start_ranks(plan, job, fault)).answers
+
+
+def start_ranks(plan: ReplayPlan, job: ReplayJob, fault: LayoutFault | None = None) -> int:
+    """Run the ranks of a replay, forked from this process, with a fault."""
+    index = None if fault is None else FAULTS.index(fault)
+    Path(plan.run.directory).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = plan.run.layout.devices
+        codes = run_ranks(_work_rank, ranks, job, index, f"file://{folder}/meeting", timeout=LIMIT, joined=False)
+    return max(codes)
+
+
+def _work_rank(rank: int, size: int, job: ReplayJob, index: int | None, meeting: str) -> int:
+    from titan.training.replay.worker import work
+
+    with nullcontext() if index is None else FAULTS[index].plant():
+        return work(job, RankInfo(rank, size, rank, meeting if size > 1 else ""))
+
+
+def judge_fault(bench: Bench, fault: LayoutFault, layout: str) -> Outcome:
+    """Compare a fault over a layout with one device, and judge what is named."""
+    start, expected = time.monotonic(), ", ".join(fault.expected)
+    try:
+        name = f"{FAULTS.index(fault)}-{layout}"
+        answers = bench.compare(MODELS[fault.model], LAYOUTS[layout], name, fault)
+    except (RankFailedError, ReplayEndedError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        return Outcome(fault.name, layout, expected, f"failed: {reason[:80]}", False, time.monotonic() - start)
+    found = answers.findings[0] if answers.findings else None
+    is_right = found is not None and any(fnmatch(found.name, pattern) for pattern in fault.expected)
+    named = "" if found is None else f"{found.kind}: {found.name} ({found.relative:.0e})"
+    return Outcome(fault.name, layout, expected, named, is_right, time.monotonic() - start)
+
+
+def judge_faults(faults: Sequence[LayoutFault]) -> Iterator[Outcome]:
+    """Judge faults over all of their layouts."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        for fault in faults:
+            for layout in fault.layouts:
+                yield judge_fault(bench, fault, layout)
+
+
+def list_clean_pairs() -> list[tuple[str, str, str, bool, bool]]:
+    """Return model, layout, precision, whether it is compiled, and whether experts are pinned, of clean pairs."""
+    dense = [name for name in LAYOUTS if not name.startswith("ep")]
+    pairs = [("dense", layout, precision, False, False) for layout in dense for precision in ("fp32", "bf16", "float8")]
+    pairs += [("tied", layout, "fp32", False, False) for layout in ("fsdp2", "tp2", "pp2", "fsdp2-pp2")]
+    moe = ("ddp2", "fsdp2", "tp2", "cp2", "pp2", "ep2")
+    pairs += [("moe", *case, False, pin) for *case, pin in itertools.product(moe, ("fp32", "bf16"), (False, True))]
+    compiled = ("single", "fsdp2", "tp2", "cp2", "pp2")
+    pairs += [("dense", layout, precision, True, False) for layout in compiled for precision in ("fp32", "bf16")]
+    return pairs  # type: ignore[return-value]
+
+
+PRECISIONS = {
+    "fp32": ("precision=fp32",),
+    "bf16": ("precision=bf16",),
+    "float8": ("precision=float8", "precision.compute=bf16", "precision.emulate=true"),
+}
+
+
+def judge_clean(pairs: Sequence[tuple[str, str, str, bool, bool]]) -> Iterator[Outcome]:
+    """Compare pairs without a fault, of which none may be named."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        for number, (model, layout, precision, compiled, pin) in enumerate(pairs):
+            yield judge_clean_pair(bench, number, model, layout, precision, compiled, pin)
+
+
+def judge_clean_pair(
+    bench: Bench, number: int, model: str, layout: str, precision: str, compiled: bool, pin: bool
+) -> Outcome:
+    """Compare one pair without a fault."""
+    start = time.monotonic()
+    words = [model, precision, *["compiled"] * compiled, *["pinned"] * pin]
+    common = (*MODELS[model], *PRECISIONS[precision])
+    other = (*LAYOUTS[layout], "compile=block" if compiled else "compile=off")
+    try:
+        answers = bench.compare(common, other, f"clean-{number}", pin=pin)
+    except (RankFailedError, ReplayEndedError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        return Outcome(" ".join(words), layout, "nothing", f"failed: {reason[:80]}", False, time.monotonic() - start)
+    named = "; ".join(f"{f.kind}: {f.name} ({f.relative:.0e})" for f in answers.findings)
+    return Outcome(" ".join(words), layout, "nothing", named, not answers.findings, time.monotonic() - start)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; the exit code is 1 where too little is right."""
+    parser = argparse.ArgumentParser(description="published faults, planted")
+    parser.add_argument("texts", nargs="*", metavar="TEXT")
+    parser.add_argument("--clean", action="store_true", help="pairs without a fault")
+    parser.add_argument("--first", type=int, default=0, help="leave out pairs before this one")
+    args = parser.parse_args(argv)
+    faults = [f for f in FAULTS if not args.texts or any(text in f.name for text in args.texts)]
+    pairs = [p for p in list_clean_pairs() if not args.texts or any(text in p for text in args.texts)]
+    outcomes = []
+    print("| fault | layout | expected | named | right | s |\n| --- | --- | --- | --- | --- | --- |", flush=True)
+    for outcome in judge_clean(pairs[args.first :]) if args.clean else judge_faults(faults[args.first :]):
+        print(outcome.format_row(), flush=True)
+        outcomes.append(outcome)
+    right = sum(outcome.is_right for outcome in outcomes)
+    print(f"\n{right} of {len(outcomes)} right")
+    return int(right < (len(outcomes) if args.clean else NEEDED * len(outcomes)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
