@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +22,18 @@ from titan.files.output_files import check_output_file, write_output_file
 from titan.files.run_directory import RUN, describe_runs_below
 from titan.metrics.reader import METRICS, read_steps
 from titan.training.replay import show
-from titan.training.replay.compare import CompareSettings, Comparison, ReplayEndedError, compare_plans, run_single
+from titan.training.replay.compare import (
+    CompareSettings,
+    Comparison,
+    ReplayEndedError,
+    compare_plans,
+    run_passes,
+    run_single,
+)
 from titan.training.replay.differences import compare_routes, compare_tensors
 from titan.training.replay.job import ReplayJob
 from titan.training.replay.observation import START
-from titan.training.replay.request import ReplayPlan, Settings, find_changes, plan_replay
+from titan.training.replay.request import ReplayPlan, Settings, check_comparison, find_changes, plan_replay
 from titan.training.replay.result import ReplayedStep
 
 if TYPE_CHECKING:
@@ -53,37 +63,112 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_replay(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    file = None if settings.to is None else check_output_file(settings.to, (".json",))
+    file = _check_file(settings)
     for word in command_line.overrides:
         if os.path.isfile(os.path.join(word, RUN)):
             raise ConfigError(f"{word}: is another run; give against={word} to compare with it.")
+    _check_interpreter(settings)
     chosen_settings = _choose_step(settings)
     if chosen_settings is None:
         return 0
     from launchers.scratch import make_scratch_folder
 
     try:
+        if settings.leave is not None:
+            return _leave_replay(chosen_settings, command_line.overrides, _check_empty(settings.leave))
         with make_scratch_folder() as folder:
-            content = _replay_sides(chosen_settings, command_line.overrides, folder)
+            content, page = _replay_sides(chosen_settings, command_line.overrides, folder)
     except ReplayEndedError as ended:  # the ranks have said why
         return ended.code
     if file is not None:
-        write_output_file(file, show.to_text(content))
+        write_output_file(file, page if file.suffix == ".html" else show.to_text(content))
     return 0
 
 
-def _replay_sides(settings: Settings, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Replay and print; return what is shown as plain data.
+def _check_file(settings: Settings) -> Path | None:
+    """Return the file to write; raises ConfigError when it can't be."""
+    file = None if settings.to is None else check_output_file(settings.to, (".json", ".html"))
+    if file is None or file.suffix != ".html":
+        return file
+    if settings.against is None and settings.python is None:
+        raise ConfigError(f"to={settings.to}: a page shows two replays; add against=..., or write a .json file.")
+    if importlib.util.find_spec("jinja2") is None:
+        raise ConfigError(f"to={settings.to}: needs jinja2, which is not installed: pip install 'titan[compare]'.")
+    return file
+
+
+def _check_interpreter(settings: Settings) -> None:
+    if settings.python is not None:
+        from launchers.interpreter import check_interpreter
+
+        check_interpreter(settings.python)
+
+
+def _check_empty(folder: str) -> Path:
+    """Return an empty folder; raises ConfigError for another one."""
+    path = Path(folder).expanduser()
+    if not path.is_dir() or any(path.iterdir()):
+        raise ConfigError(f"leave={folder}: is no empty folder; create one.")
+    return path
+
+
+def _leave_replay(settings: Settings, overrides: Sequence[str], folder: Path) -> int:
+    """Replay into a folder, for another interpreter that reads what the ranks saw."""
+    (side,) = _plan_replays(replace(settings, against=None), overrides, folder)
+    compared = _choose_comparison(settings)
+    run_passes(side, compared, _start_ranks, exact=True)
+    return 0
+
+
+def _replay_sides(settings: Settings, overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], str]:
+    """Replay and print; return what is shown as plain data, and as a page where one is asked for.
 
     Raises:
         ReplayEndedError: when ranks failed; their error has been printed.
     """
     sides = _plan_replays(settings, overrides, folder)
+    check_comparison(settings, sides)
     if len(sides) == 1:
         seen = run_single(sides[0], _choose_comparison(settings), _start_ranks)
-        return _print_step(seen, sides[0])
-    comparison = compare_plans(sides[0], sides[1], _choose_comparison(settings), _start_ranks)
-    return _print_step(comparison.a, sides[0]) | _print_comparison(settings, sides, comparison)
+        return _print_step(seen, sides[0]), ""
+    start_other = None if settings.python is None else partial(_start_foreign, settings, list(overrides))
+    comparison = compare_plans(sides[0], sides[1], _choose_comparison(settings), _start_ranks, start_other)
+    content = _print_step(comparison.a, sides[0]) | _print_comparison(settings, sides, comparison)
+    wants_page = str(settings.to).endswith(".html")
+    return content, _render_page(settings, comparison) if wants_page else ""
+
+
+def _start_foreign(settings: Settings, overrides: Sequence[str], side: ReplayPlan, job: ReplayJob) -> int:
+    """Run the ranks of the second replay by another interpreter; return its exit code."""
+    from launchers.interpreter import run_module
+
+    if job.repeats:
+        raise RuntimeError("repetitions are those of the first replay")
+    is_run, left = _is_run(settings.against), Path(side.run.directory) / "left"
+    left.mkdir()
+    words = [str(settings.against) if is_run else settings.run, f"step={settings.step}", f"leave={left}"]
+    words += [f"begin={job.attempt.checkpoint}"] if job.attempt.checkpoint else ["start=0"]
+    words += [*overrides, *(() if is_run else shlex.split(settings.against or ""))]
+    print(f"titan: by {sanitize_line(str(settings.python))}, {side.run.layout}", file=sys.stderr)
+    code = run_module(str(settings.python), "titan.replay", words)
+    for file in left.glob("*/replayed-*.npz"):
+        if file.is_file() and not file.is_symlink():
+            file.rename(Path(side.run.directory) / file.name)
+    return code
+
+
+def _render_page(settings: Settings, comparison: Comparison) -> str:
+    from titan.report.render.replay_html import render_page  # only here: it needs jinja2
+
+    a, b = comparison.a.record, comparison.b.record
+    figures = [(key, f"{a[key]:.6g}", f"{b[key]:.6g}") for key in ("loss", "grad_norm", "lr")]
+    title = f"Step {a['step']:,} of {settings.run} against {_name_other(settings)}"
+    return render_page(comparison.answers, title, figures, f"titan.replay, {datetime.now():%Y-%m-%d %H:%M}")
+
+
+def _name_other(settings: Settings) -> str:
+    """Return what the second replay is, in words."""
+    return " ".join(filter(None, (settings.against, f"python={settings.python}" if settings.python else "")))
 
 
 def _choose_comparison(settings: Settings) -> CompareSettings:
@@ -93,6 +178,7 @@ def _choose_comparison(settings: Settings) -> CompareSettings:
         settings.tolerance,
         settings.repeats,
         pin=settings.pin == "routing",
+        operations=settings.depth == "operation",
         shares_start=not _is_run(settings.against),
     )
 
@@ -140,11 +226,10 @@ def _plan_replays(settings: Settings, overrides: Sequence[str], folder: Path) ->
 
     name = settings.run
     requests = [(name, list(overrides))]
-    if settings.against is not None:
+    if settings.against is not None or settings.python is not None:
+        words = [*overrides, *shlex.split(settings.against or "")]
         is_run = _is_run(settings.against)
-        requests.append(
-            (settings.against, list(overrides)) if is_run else (name, [*overrides, *shlex.split(settings.against)])
-        )
+        requests.append((str(settings.against), list(overrides)) if is_run else (name, words))
     plans = []
     for index, (run, words) in enumerate(requests):
         replay_folder = folder / f"replay-{index}"
@@ -152,6 +237,8 @@ def _plan_replays(settings: Settings, overrides: Sequence[str], folder: Path) ->
         plans.append(
             plan_replay(run, settings, words, replay_folder, compose_single, _read_recorded_step(run, settings.step))
         )
+    if settings.python is not None:
+        plans[1] = replace(plans[1], is_foreign=True)
     return plans
 
 
@@ -195,14 +282,14 @@ def _print_comparison(settings: Settings, sides: Sequence[ReplayPlan], compariso
     """Print two replays side by side, their modules where both begin the step alike, and the answers."""
     a, b, answers = comparison.a, comparison.b, comparison.answers
     print()
-    for line in show.format_figures((settings.run[-22:], str(settings.against)[-22:]), a, b):
+    for line in show.format_figures((settings.run[-22:], _name_other(settings)[-22:]), a, b):
         print(line)
     print()
     for line in (*show.format_modules(answers), "") if answers.comparable else ():
         print(line)
     for line in show.format_routes(compare_routes(a.routes, b.routes), b.figures):
         print(line)
-    for sentence in (*answers.sentences, answers.verdict):
+    for sentence in (*answers.sentences, *comparison.operations, answers.verdict):
         print(sentence)
     if not answers.comparable and answers.findings[0].kind == START and _is_run(settings.against):
         for line in _advise_earlier(settings):

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from titan.model import experts, layers
 from titan.model.decoder import DecoderModel
@@ -102,8 +103,8 @@ def join(*plants: Plant) -> Plant:
 
 
 def _replace_attention(make: Callable[[Any], Any]) -> Plant:
-    """Replace the attention function, on one device and under context parallelism."""
-    return join(replace(layers, "attend", make), replace(context, "attend", make))
+    """Replace the attention's forward pass, on one device and under context parallelism."""
+    return join(replace(layers.CausalAttention, "forward", make), replace(context.ContextAttention, "forward", make))
 
 
 # --- forward
@@ -119,8 +120,8 @@ def _forget_embedding_mask(original: Any) -> Any:
 
 def _scale_attention(factor: float) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
-        def attend(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            out: Tensor = original(q * factor, *args, **kwargs)
+        def attend(self: Any, q: Tensor, *args: Any) -> Tensor:
+            out: Tensor = original(self, q * factor, *args)
             return out
 
         return attend
@@ -129,10 +130,10 @@ def _scale_attention(factor: float) -> Callable[[Any], Any]:
 
 
 def _mask_one_token(original: Any) -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         v = v.clone()
         v[0, :, 0] = 0
-        out: Tensor = original(q, k, v, *args, **kwargs)
+        out: Tensor = original(self, q, k, v, mask)
         return out
 
     return attend
@@ -308,14 +309,14 @@ def _scale_backward(factor: float) -> Callable[[Any], Any]:
 
 
 def _mean_over_ranks(original: Any) -> Any:
-    def hook(group: Any, bucket: Any) -> Any:
+    def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
         return original(group, bucket).then(lambda future: future.value().div_(group.size()))
 
     return hook
 
 
 def _reduce_bucket_in_bf16(original: Any) -> Any:
-    def hook(group: Any, bucket: Any) -> Any:
+    def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
         bucket.buffer().copy_(bucket.buffer().bfloat16())
         return original(group, bucket)
 
@@ -323,7 +324,7 @@ def _reduce_bucket_in_bf16(original: Any) -> Any:
 
 
 def _reduce_nothing(original: Any) -> Any:
-    def hook(group: Any, bucket: Any) -> Any:
+    def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -362,8 +363,8 @@ def _forget_all_reduce(original: Any) -> Any:
 
 
 def _scale_keys_gradient(original: Any) -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = original(q, scale_gradient(k, 0.5), v, *args, **kwargs)
+    def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        out: Tensor = original(self, q, scale_gradient(k, 0.5), v, mask)
         return out
 
     return attend
@@ -376,14 +377,17 @@ def _skip_last_sync(original: Any) -> Any:
     return defer
 
 
-def _forget_replicas(original: Any) -> Any:
-    def defer(module: Any, is_last: bool, accumulates_whole: bool) -> Any:
-        context = original(module, is_last, accumulates_whole)
-        if hasattr(module, "set_requires_all_reduce"):
-            module.set_requires_all_reduce(False)
-        return context
+class _WithoutAllReduce:
+    """The functions of `torch.distributed`, of which all-reduce does nothing."""
 
-    return defer
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the tensor as it is."""
 
 
 # --- the update
@@ -413,13 +417,13 @@ def _update_nothing(original: Any) -> Any:
 
 
 def _change_group(key: str, value: Any, of_norms: bool) -> Callable[[Any], Any]:
-    """Change a setting of the parameters that are norms, or of the others, in the optimizer."""
+    """Change a setting of the group with the norms, or of the others, in the optimizer."""
 
     def make(original: Any) -> Any:
         def build_optimizer(run: Any, stages: Any) -> Any:
             optimizer = original(run, stages)
             for group in optimizer.param_groups:
-                if all(p.dim() == 1 for p in group["params"]) == of_norms:
+                if any(p.dim() == 1 for p in group["params"]) == of_norms:
                     group[key] = value
             return optimizer
 
@@ -447,7 +451,7 @@ MEGATRON, ISSUE = "Megatron-LM issues", "titan's tracker"
 TP, SP = ("tp2", "tp2-whole"), ("tp2", "fsdp2-tp2")
 ANY = ("fsdp2", "tp2", "pp2")
 NORMS, HEAD = ("*norm.weight", "norm.weight"), ("head", "head.weight")
-SHARED = "sum_shared_gradients"
+SHARED, EXPERT = "sum_shared_gradients", "layers.2.feed_forward.experts.w2.weight"
 
 FAULTS: tuple[LayoutFault, ...] = (
     # TTrace
@@ -506,14 +510,14 @@ FAULTS: tuple[LayoutFault, ...] = (
     LayoutFault("dtype of a reduction of gradients", TRAINCHECK, ("ddp2",),
                 replace(data, "_all_reduce_hook", _reduce_bucket_in_bf16), HEAD),
     LayoutFault("experts drift apart between ranks", TRAINCHECK, ("ep2",),
-                replace(trainer.restoring, "restore_state", _use_stale_weight("layers.2.feed_forward.experts.w2.weight")),
-                ("layers.2.feed_forward.experts.w2.weight",), "moe"),
+                replace(trainer.restoring, "restore_state", _use_stale_weight(EXPERT)), (EXPERT,), "moe"),
     # issues of Megatron-LM and DeepSpeed
-    LayoutFault("gradients are averaged", MEGATRON, ("ddp2",), replace(data, "_all_reduce_hook", _mean_over_ranks), HEAD),
+    LayoutFault("gradients are averaged", MEGATRON, ("ddp2",), replace(data, "_all_reduce_hook", _mean_over_ranks),
+                HEAD),
     LayoutFault("gradients are not reduced", MEGATRON, ("ddp2",), replace(data, "_all_reduce_hook", _reduce_nothing),
                 HEAD),
     LayoutFault("replicas' gradients are not reduced", MEGATRON, ("hsdp4",),
-                replace(train_step.data, "defer_gradient_sync", _forget_replicas), HEAD),
+                replace(_fsdp_collectives, "dist", _WithoutAllReduce), HEAD),
     LayoutFault("the last micro-batch does not reduce", MEGATRON, ("ddp2",),
                 replace(train_step.data, "defer_gradient_sync", _skip_last_sync), HEAD),
     LayoutFault("shared gradients are summed twice", MEGATRON, SP,
@@ -538,7 +542,8 @@ FAULTS: tuple[LayoutFault, ...] = (
                 replace(experts.Router, "forward", _detach_route),
                 ("layers.3.feed_forward.router.weight", "layers.3.feed_forward"), "moe"),
     LayoutFault("weight decay of norms", MEGATRON, ("single", "fsdp2"),
-                replace(build, "_build_optimizer", _change_group("weight_decay", 0.5, of_norms=True)), NORMS),
+                replace(build, "_build_optimizer", _change_group("weight_decay", 0.5, of_norms=True)),
+                (*NORMS, "tok_embeddings.weight")),
     LayoutFault("learning rate of the step before", MEGATRON, ("fsdp2", "tp2"),
                 replace(OptimizerSchedule, "set_rates", _slow_rate), ("lr",)),
     LayoutFault("eps of the optimizer", MEGATRON, ("fsdp2", "tp2"),

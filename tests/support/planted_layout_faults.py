@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from tests.support.composing import compose_test_run
 from tests.support.layout_faults import FAULTS, LAYOUTS, MODELS, LayoutFault
 from tests.support.ranks import RankFailedError, run_ranks
-from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
 from titan.cluster.rank_info import RankInfo
 from titan.training.replay.compare import CompareSettings, ReplayEndedError, compare_plans
@@ -32,7 +32,7 @@ from titan.training.replay.request import ReplayPlan, plan_first_step
 STEP = 3
 """The step that is compared: it begins with moments that are not zero."""
 BASE = ("model.layers=4", "model.heads=4", "model.kv_heads=2", "training.clip_norm=0.5", "training.steps=20",
-        "schedule.warmup=10", "optimizer.lr=0.01", "evaluation.every=0")  # fmt: skip
+        "schedule.warmup=10", "optimizer.lr=0.01", "optimizer.decay=matrices", "evaluation.every=0")  # fmt: skip
 NEEDED = 0.9
 """The share of right answers below which the table fails."""
 LIMIT = 240.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ class ModuleHooks:
         else:
             self._handles.append(module.register_forward_hook(call_hook, prepend=first))
 
-    def __enter__(self) -> ModuleHooks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -13,9 +13,9 @@ from pathlib import Path
 from titan.precision.schema import Precision
 from titan.run.run import Run
 from titan.training.replay import questions
-from titan.training.replay.differences import compare_activations
-from titan.training.replay.job import EXACT, NATIVE, ROUNDED, ReplayJob
-from titan.training.replay.observation import count_rank_files, read_rank_replays
+from titan.training.replay.differences import compare_activations, compare_operations
+from titan.training.replay.job import EXACT, NATIVE, OPERATIONS, ROUNDED, ReplayJob
+from titan.training.replay.observation import GRADIENT, count_rank_files, read_rank_replays
 from titan.training.replay.questions import BOUND, Answers, Pair
 from titan.training.replay.request import ReplayPlan, align_start
 from titan.training.replay.result import ReplayedStep, merge_ranks
@@ -53,7 +53,7 @@ class CompareSettings:
         pin: whether B's routers use A's experts.
         shares_start: whether B begins the step with A's state.
         exact: whether both are computed in fp32 too.
-        operations: the module whose operations are recorded; None: of none.
+        operations: whether the operations of the module that a finding names are compared.
     """
 
     step: int
@@ -63,7 +63,7 @@ class CompareSettings:
     pin: bool = False
     shares_start: bool = True
     exact: bool = True
-    operations: str | None = None
+    operations: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,13 @@ class Comparison:
         a: the first replay in its precision.
         b: the other one.
         answers: of `titan.training.replay.questions`.
+        operations: sentences on the operations in the module that a finding names.
     """
 
     a: ReplayedStep
     b: ReplayedStep
     answers: Answers
+    operations: tuple[str, ...] = ()
 
 
 def compare_plans(
@@ -98,11 +100,11 @@ def compare_plans(
         ReplayEndedError: when ranks failed; their error has been printed.
     """
     exact = settings.exact and any(needs_exact(plan.run.precision) for plan in (a, b))
-    _run_plan(a, settings, start, exact)
+    run_passes(a, settings, start, exact)
     if settings.shares_start:
         b = align_start(b, a, settings.step)
     pin = a.run.directory if settings.pin else None
-    _run_plan(b, settings, start_b or start, exact, pin)
+    run_passes(b, settings, start_b or start, exact, pin)
     native = Pair(_read(a, NATIVE, settings), _read(b, NATIVE, settings), _name_precisions(a, b))
     exact_pair = native if settings.exact else None
     if exact:
@@ -112,7 +114,37 @@ def compare_plans(
     if exact and needs_spread(native, answers) and settings.repeats > 1:
         spread = measure_spread(_repeat(a, settings, start))
         answers = questions.ask_questions(native, exact_pair, same_code=same_code, bound=settings.bound, spread=spread)
-    return Comparison(native.a, native.b, answers)
+    operations = _compare_operations(a, b, settings, start, start_b, answers) if settings.operations else ()
+    return Comparison(native.a, native.b, answers, operations)
+
+
+def _compare_operations(
+    a: ReplayPlan,
+    b: ReplayPlan,
+    settings: CompareSettings,
+    start: StartRanks,
+    start_b: StartRanks | None,
+    answers: Answers,
+) -> tuple[str, ...]:
+    """Return sentences on the operations in the module that the first finding names."""
+    module = find_module(answers)
+    if module is None:
+        return ("no module was named, so no operations are compared",)
+    seen = []
+    for plan, run_ranks in ((a, start), (b, start_b or start)):
+        begun = align_start(plan, plan if plan is a or not settings.shares_start else a, settings.step)
+        run = make_exact(plan.run) if needs_exact(plan.run.precision) else plan.run
+        job = ReplayJob(((OPERATIONS, run),), begun.attempt, settings.step, operations=module)
+        if code := run_ranks(begun, job):
+            raise ReplayEndedError(code)
+        seen.append(_read(plan, OPERATIONS, settings).operations)
+    return tuple(compare_operations(module, seen[0], seen[1], settings.bound))
+
+
+def find_module(answers: Answers) -> str | None:
+    """Return the module that the first finding names, or whose parameter it names; None where it names none."""
+    found = next((f for f in answers.findings if f.kind in ("forward", "backward", "bitwise", GRADIENT)), None)
+    return None if found is None else found.name.removesuffix(".weight")
 
 
 def needs_exact(precision: Precision) -> bool:
@@ -154,16 +186,19 @@ def needs_spread(native: Pair, answers: Answers) -> bool:
     return any(x != y for x, y in figures) or any(d.relative for d in activations)
 
 
-def _run_plan(
+def run_passes(
     plan: ReplayPlan, settings: CompareSettings, start: StartRanks, exact: bool, pin: str | None = None
 ) -> None:
+    """Run the step of a plan, in fp32 too where `exact` and its precision is lower; ranks leave what they saw.
+
+    Raises:
+        ReplayEndedError: when ranks failed.
+    """
     passes = [(NATIVE, plan.run)]
     if exact and needs_exact(plan.run.precision):
         passes.append((EXACT, make_exact(plan.run)))
     save = settings.step > 1 and plan.attempt.step < settings.step - 1
-    job = ReplayJob(
-        tuple(passes), plan.attempt, settings.step, settings.tokens, save, pin=pin, operations=settings.operations
-    )
+    job = ReplayJob(tuple(passes), plan.attempt, settings.step, settings.tokens, save, pin=pin)
     if code := start(plan, job):
         raise ReplayEndedError(code)
 
@@ -174,7 +209,7 @@ def run_single(plan: ReplayPlan, settings: CompareSettings, start: StartRanks) -
     Raises:
         ReplayEndedError: when ranks failed; their error has been printed.
     """
-    _run_plan(plan, settings, start, exact=False)
+    run_passes(plan, settings, start, exact=False)
     return _read(plan, NATIVE, settings)
 
 

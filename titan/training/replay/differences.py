@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan.console.numbers import format_plural
-from titan.training.replay.observation import Fingerprint, Key, Samples
+from titan.training.replay.observation import Fingerprint, Key, Operation, Samples
 from titan.training.replay.result import ReplayedStep, Replica
 
 LEAST_SHARE = 0.25
@@ -167,6 +168,34 @@ def compare_routes(a: Mapping[str, Samples], b: Mapping[str, Samples]) -> dict[s
         x, y = np.sort(a[name].values[left], -1), np.sort(b[name].values[right], -1)
         shares[name] = float((x != y).any(-1).mean()) if len(x) else 0.0
     return shares
+
+
+def compare_operations(module: str, a: Sequence[Operation], b: Sequence[Operation], bound: float) -> list[str]:
+    """Return sentences: the first operation in a module whose result differs, and how many have other shapes."""
+    if not a or not b:
+        return [f"operations of {module}: none were recorded on {'A' if not a else 'B'}"]
+    words = [[(o.module, o.name, o.shapes) for o in side] for side in (a, b)]
+    blocks = SequenceMatcher(None, words[0], words[1], autojunk=False).get_matching_blocks()
+    pairs = [(a[m.a + i], b[m.b + i]) for m in blocks for i in range(m.size)]
+    first = next((pair for pair in pairs if _differ(*pair, bound)), None)
+    count = (
+        f"{len(pairs)} operations of {module} were compared; {len(a) - len(pairs)} of A and {len(b) - len(pairs)} of B"
+    )
+    sentences = [f"{count} have no counterpart of the same shape"]
+    if first is None:
+        return [*sentences, "all results of operations that were compared agree"]
+    x, y = first
+    place = f"{x.name} in {x.module}, results {' '.join(str(list(shape)) for shape in x.shapes)}"
+    return [
+        *sentences,
+        f"the first operation whose result differs is {place}: sums {x.sums[0]:.9g} and {y.sums[0]:.9g}",
+    ]
+
+
+def _differ(a: Operation, b: Operation, bound: float) -> bool:
+    """Whether results differ, relative to the sums of absolute values."""
+    sums = zip(a.sums[::2], b.sums[::2], a.sums[1::2], b.sums[1::2], strict=True)
+    return any(abs(x - y) > bound * max(size, other_size) for x, y, size, other_size in sums)
 
 
 def sort_layers(names: Iterable[str]) -> list[str]:

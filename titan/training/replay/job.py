@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 
-NATIVE, EXACT, ROUNDED = "native", "exact", "rounded"
-"""Passes: in the run's precision, in fp32, and with randomly rounded weights (followed by the repetition's number)."""
+NATIVE, EXACT, ROUNDED, OPERATIONS = "native", "exact", "rounded", "operations"
+"""Passes: in the run's precision, in fp32, with randomly rounded weights (followed by the repetition's number), and
+with the operations of one module."""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,23 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class Operation:
+    """An operation inside of a module.
+
+    Attributes:
+        module: the innermost module that called it.
+        name: as torch names it.
+        shapes: of its results.
+        sums: of each, a weighted sum of the elements, and one of their absolute values.
+    """
+
+    module: str
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    sums: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class RankReplay:
     """What one rank saw of the step.
 
@@ -91,6 +108,7 @@ class RankReplay:
         routes: the experts of each token, by the router's name.
         unobserved: modules whose outputs could not be seen, and why.
         figures: further numbers, such as seconds.
+        operations: of the module that was asked for, in its first micro-batch.
     """
 
     record: Mapping[str, Any]
@@ -103,6 +121,7 @@ class RankReplay:
     routes: Mapping[str, Samples] = field(default_factory=dict)
     unobserved: Mapping[str, str] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
+    operations: tuple[Operation, ...] = ()
 
     def write(self, directory: Path, name: str, rank: int) -> None:
         """Write it into the replay's directory, as what a pass saw."""
@@ -129,6 +148,7 @@ class RankReplay:
             "routes": list(self.routes),
             "unobserved": dict(self.unobserved),
             "figures": dict(self.figures),
+            "operations": [[o.module, o.name, o.shapes, o.sums] for o in self.operations],
         }
 
 
@@ -201,6 +221,7 @@ def _parse_replay(arrays: Any) -> RankReplay:
         routes={str(n): _parse_samples(arrays, f"routes{number}", "i") for number, n in enumerate(content["routes"])},
         unobserved=_check_texts(content["unobserved"]),
         figures={str(key): float(value) for key, value in content["figures"].items()},
+        operations=tuple(_parse_operation(*operation) for operation in content["operations"]),
     )
 
 
@@ -213,6 +234,10 @@ def _check_record(record: Any) -> dict[str, Any]:
 
 def _check_texts(texts: Any) -> dict[str, str]:
     return {str(key): str(value) for key, value in texts.items()}
+
+
+def _parse_operation(module: Any, name: Any, shapes: Any, sums: Any) -> Operation:
+    return Operation(str(module), str(name), tuple(tuple(map(int, s)) for s in shapes), tuple(map(float, sums)))
 
 
 def _parse_fingerprint(shape: Any, sketch: Any, squares: Any, bits: Any) -> Fingerprint:

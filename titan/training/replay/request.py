@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.checkpoint.manifest import Manifest, folder_of
+from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, folder_of, inspect
 from titan.config.arguments import operand
 from titan.config.settings import format_value, setting
 from titan.console.numbers import format_plural
@@ -53,9 +53,21 @@ class Settings:
         at_least=0,
         cap=100,
     )
+    depth: Literal["module", "operation"] = setting(
+        "module", "operation: compare the operations inside of the module that is named, too"
+    )
+    python: str | None = setting(
+        None, "Python interpreter of another environment, whose titan and torch compute the second replay"
+    )
     pin: Literal["routing"] | None = setting(None, "routing: the second replay uses the experts of the first")
     tokens: int = setting(10, "tokens with the largest losses to show", at_least=1, cap=1000)
-    to: str | None = setting(None, "a JSON file to write, with everything that is shown")
+    to: str | None = setting(
+        None, "a file to write: .json with everything that is shown, or .html with a picture of two replays"
+    )
+    begin: str | None = setting(None, "folder of a checkpoint to begin at, in place of one of the run's")
+    leave: str | None = setting(
+        None, "empty folder to leave what ranks saw in, for a replay by another interpreter; nothing is shown"
+    )
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,10 @@ def plan_replay(
     lineage_parent = find_parent(replace(run, directory=name), [], mix, has_checkpoint=False)
     science = identity.collect_science(run, corpora.compute_data_digest(mix), lineage_parent.id)
     recompose.check_science(name, document, science, overrides)
-    if settings.start == 0 or (settings.start is None and settings.step == 1):
+    checkpoint: tuple[str, Manifest] | None
+    if settings.begin is not None:
+        checkpoint = _read_begin(settings.begin, settings.step)
+    elif settings.start == 0 or (settings.start is None and settings.step == 1):
         initial = lineage_parent.checkpoint
         checkpoint = None if initial is None else (initial.path, initial.manifest)
     else:
@@ -147,6 +162,33 @@ def align_start(plan: ReplayPlan, first: ReplayPlan, step: int) -> ReplayPlan:
         return replace(plan, attempt=replace(first.attempt, ids=plan.attempt.ids))
     rows = plan.run.training.count_rows_before(step)
     return replace(plan, attempt=replace(plan.attempt, checkpoint=str(saved), weights=None, step=step - 1, rows=rows))
+
+
+def check_comparison(settings: Settings, plans: Sequence[ReplayPlan]) -> None:
+    """Raise ConfigError for settings of a comparison that have no effect, or that these runs can't follow."""
+    choices = {"pin": settings.pin, "depth": settings.depth}
+    compared = [f"{key}={value}" for key, value in choices.items() if value not in (None, "module")]
+    if compared and (len(plans) == 1 or settings.python is not None):
+        raise ConfigError(
+            f"{compared[0]}: compares two replays by this interpreter; give against=RUN or SETTING=VALUE, without "
+            "python=."
+        )
+    for plan in plans if settings.pin else ():
+        if reason := _explain_unpinned(plan.run):
+            raise ConfigError(f"pin=routing: {reason}")
+
+
+def _explain_unpinned(run: Run) -> str:
+    """Return why a run's routers can't be given experts, and the way out; empty where they can."""
+    if not getattr(run.model, "experts", 0):
+        return "the model has no experts; leave it out."
+    if run.compile.scope != "off":
+        return f"routers are inside of compiled code with compile={run.compile.scope}; add compile=off."
+    if run.layout.pipeline > 1 and (kind := run.memory.checkpointing) != "none":
+        return f"a pipeline recomputes earlier micro-batches with memory.checkpointing={kind}; add memory=none."
+    if run.parallelism.halves:
+        return "halves of micro-batches call no router as a module; add parallelism.halves=false."
+    return ""
 
 
 def find_changes(name: str, other: str) -> list[str]:
@@ -220,6 +262,22 @@ def _select_checkpoint(
             "begin at the initial weights."
         )
     return checkpoints[max(earlier_steps) if settings.start is None else settings.start]
+
+
+def _read_begin(folder: str, step: int) -> tuple[str, Manifest]:
+    """Return path and manifest of a checkpoint that the user names.
+
+    Raises:
+        ConfigError: when it is none before the step.
+    """
+    try:
+        found = inspect(Path(folder).expanduser())
+    except CorruptCheckpointError as error:
+        raise ConfigError(f"begin={folder}: {error}; give another checkpoint's folder.") from error
+    if found is None or found.step >= step:
+        what = "no complete checkpoint" if found is None else f"the checkpoint of step {found.step}"
+        raise ConfigError(f"begin={folder}: is {what}; give the folder of a checkpoint before step {step}.")
+    return str(Path(folder).expanduser().absolute()), found
 
 
 def _format_steps(steps: Sequence[int]) -> str:

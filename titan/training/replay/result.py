@@ -12,7 +12,7 @@ import numpy as np
 from titan.dataset.mixture import RowMixture
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
-from titan.training.replay.observation import ActivationTotals, Fingerprint, Key, RankReplay, Samples
+from titan.training.replay.observation import ActivationTotals, Fingerprint, Key, Operation, RankReplay, Samples
 from titan.training.token_loss import TokenLoss
 
 CONTEXT_TOKENS = 24
@@ -63,6 +63,7 @@ class ReplayedStep:
         unobserved: modules whose outputs could not be seen, and why.
         figures: further numbers, summed over the ranks.
         seq_len: tokens of a row.
+        operations: of the module that was asked for, on the first rank that has it.
     """
 
     record: Mapping[str, Any]
@@ -76,6 +77,7 @@ class ReplayedStep:
     unobserved: Mapping[str, str] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
     seq_len: int = 1
+    operations: tuple[Operation, ...] = ()
 
 
 def merge_ranks(
@@ -106,6 +108,7 @@ def merge_ranks(
         unobserved={name: reason for part in parts for name, reason in part.unobserved.items()},
         figures=_sum_figures(parts),
         seq_len=seq_len,
+        operations=next((part.operations for part in parts if part.operations), ()),
     )
 
 

@@ -37,7 +37,7 @@ from titan.training.layer_metrics import LayerMetrics
 from titan.training.observe import Observer, RunningTotals, StepRows, TokenSample
 from titan.training.replay import observation, rounding
 from titan.training.replay.fingerprints import describe_groups, fingerprint_tensors
-from titan.training.replay.job import NATIVE, ROUNDED, ReplayJob
+from titan.training.replay.job import NATIVE, OPERATIONS, ROUNDED, ReplayJob
 from titan.training.replay.observation import (
     GRADIENT,
     START,
@@ -49,6 +49,7 @@ from titan.training.replay.observation import (
     RankReplay,
     Samples,
 )
+from titan.training.replay.operations import OperationWatch
 from titan.training.replay.routing import RouteWatch, read_routes
 from titan.training.side_jobs.ranks import fetch_verified, join_ranks
 from titan.training.signals import choose_stop_exit_code
@@ -78,6 +79,8 @@ def work(job: ReplayJob, rank_info: RankInfo) -> int:
         for name, run in job.passes:
             replayer = Replayer(run, attempt, world, build_train_step(run, world, log.info), stop, reader)
             code = replayer.replay(job, name)
+            if world.exchange is not None:
+                world.exchange.drain()  # closing marks that this rank has left, unless all have read all messages
             replayer.close()
             if code:
                 return code
@@ -186,6 +189,9 @@ class Replayer(Trainer):
 
     def _look(self, job: ReplayJob, name: str) -> Iterator[tuple[str, RankReplay]]:
         batch, self.step = next(self.loader), job.step
+        if job.operations is not None:
+            yield OPERATIONS, self._record_operations(job, batch, job.operations)
+            return
         if not job.repeats:
             yield name, self._replay_step(job, name, batch)
             return
@@ -327,6 +333,16 @@ class Replayer(Trainer):
         for group in groups if largest else ():
             group["lr"] = group["lr"] * (MADE_RATE / largest)
 
+    # --- operations of one module
+
+    def _record_operations(self, job: ReplayJob, batch: Batch, module: str) -> RankReplay:
+        """Compute the step's forward and backward passes, and record the operations in a module."""
+        tokens = self.run.training.count_step_tokens(job.step)
+        with force_eager(self.run.compile.scope != "off"), OperationWatch(self.train_step, module) as watch:
+            self.train_step.backward(self._to_device(batch), 1 / tokens)
+        self.train_step.optimizer.zero_grad(set_to_none=True)
+        return RankReplay(_make_record(job.step, 0.0, 0.0), {}, {}, operations=tuple(watch.operations))
+
     # --- randomly rounded repetitions
 
     def _repeat_rounded(self, job: ReplayJob, batch: Batch, number: int) -> RankReplay:
@@ -342,14 +358,22 @@ class Replayer(Trainer):
         gradients = self._fingerprint_gradients()
         self.train_step.optimizer.zero_grad(set_to_none=True)
         self._restore_copy(kept)
-        record: dict[str, Any] = {"loss": float(total), "grad_norm": float(norm), "lr": 0.0, "step": job.step}
-        record |= {"rows": [0, 0], "batch_hash": ""}
         samples = self._convert_samples(observer)
-        return RankReplay(record, _convert_totals(observer), samples, fingerprints=gradients)
+        return RankReplay(
+            _make_record(job.step, float(total), float(norm)),
+            _convert_totals(observer),
+            samples,
+            fingerprints=gradients,
+        )
 
     def _convert_samples(self, observer: Observer) -> dict[Key, Samples]:
         rank = self.world.rank_info.rank
         return {key: _join_sample(sample, rank) for key, sample in observer.samples.items()}
+
+
+def _make_record(step: int, loss: float, norm: float) -> dict[str, Any]:
+    """Return the record of passes that take no step."""
+    return {"loss": loss, "grad_norm": norm, "lr": 0.0, "step": step, "rows": [0, 0], "batch_hash": ""}
 
 
 def _join_sample(sample: TokenSample, rank: int) -> Samples:
