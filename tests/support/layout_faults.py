@@ -23,6 +23,7 @@ from titan.model.decoder import DecoderModel
 from titan.parallelism import collectives, context, data, grad_norm, tensor
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.pipeline import runtime
+from titan.precision import low_precision
 from titan.schedule.optimizer_schedule import OptimizerSchedule
 from titan.training import build, train_step, trainer
 
@@ -31,6 +32,7 @@ Plant = Callable[[], AbstractContextManager[Any]]
 MODELS: dict[str, tuple[str, ...]] = {
     "dense": (),
     "tied": ("model.tied=true",),
+    "float8": ("precision=float8", "precision.compute=bf16", "precision.emulate=true"),
     "moe": ("model=qwen3_moe_debug", "model.experts=4", "model.top_k=2", "model.expert_ffn=24", "model.head_dim=8"),
 }
 """Overrides of a tiny model's kinds."""
@@ -230,6 +232,27 @@ def _lose_state(key: str) -> Callable[[Any], Any]:
         return restore
 
     return make
+
+
+def _saturate(original: Any) -> Any:
+    """8-bit matmuls whose scale is by half of the largest value."""
+
+    def multiply(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        half = x.detach().abs().max() / 2
+        out: Tensor = original(x.clamp(-half, half), weight, **options)
+        return out
+
+    return multiply
+
+
+def _underflow(original: Any) -> Any:
+    """8-bit matmuls without a scale: small values are cast as they are."""
+
+    def multiply(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        out: Tensor = original((x / 64).to(torch.float8_e4m3fn).to(x.dtype) * 64, weight, **options)
+        return out
+
+    return multiply
 
 
 # --- experts
@@ -486,6 +509,10 @@ FAULTS: tuple[LayoutFault, ...] = (
                 replace(collectives._AllGather, "backward", _keep_own_chunk), HEAD),
     LayoutFault("gradient of a region is not reduced", TTRACE, ("tp2-whole",),
                 replace(collectives._CopyToRegion, "backward", _forget_all_reduce), HEAD),
+    LayoutFault("scale of 8-bit matmuls of another group", TTRACE, ("tp2", "fsdp2"),
+                replace(low_precision, "_multiply_float8", _saturate), ("layers.*",), "float8"),
+    LayoutFault("cast to 8 bits without scale", TTRACE, ("tp2", "fsdp2"),
+                replace(low_precision, "_multiply_float8", _underflow), ("layers.*",), "float8"),
     # TrainCheck
     LayoutFault("gradients clipped on one rank only", TRAINCHECK, ("tp2", "fsdp2-tp2"),
                 replace(grad_norm, "clip_gradients", _clip_on_first_rank), ("*.weight",)),

@@ -90,7 +90,7 @@ class Bench:
         name: str,
         fault: LayoutFault | None = None,
         pin: bool = False,
-        repeats: int = 4,
+        repeats: int = 3,
     ) -> Answers:
         """Compare a layout, with or without a fault, with one device."""
         first, second = self.find_reference(overrides), self.plan(name, (*overrides, *layout))

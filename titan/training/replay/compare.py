@@ -15,14 +15,14 @@ from titan.run.run import Run
 from titan.training.replay import questions
 from titan.training.replay.differences import compare_activations, compare_operations
 from titan.training.replay.job import EXACT, NATIVE, OPERATIONS, ROUNDED, ReplayJob
-from titan.training.replay.observation import GRADIENT, count_rank_files, read_rank_replays
+from titan.training.replay.observation import count_rank_files, read_rank_replays
 from titan.training.replay.questions import BOUND, Answers, Pair
 from titan.training.replay.request import ReplayPlan, align_start
 from titan.training.replay.result import ReplayedStep, merge_ranks
 from titan.training.replay.spread import measure_spread
 
-REPEATS = 4
-"""Randomly rounded repetitions: with both sides in two precisions each, four times what two steps cost."""
+REPEATS = 3
+"""Randomly rounded repetitions: with both sides in two precisions each it is seven steps."""
 
 
 StartRanks = Callable[[ReplayPlan, ReplayJob], int]
@@ -105,7 +105,9 @@ def compare_plans(
         b = align_start(b, a, settings.step)
     pin = a.run.directory if settings.pin else None
     run_passes(b, settings, start_b or start, exact, pin)
-    native = Pair(_read(a, NATIVE, settings), _read(b, NATIVE, settings), _name_precisions(a, b))
+    native = Pair(
+        _read(a, NATIVE, settings), _read(b, NATIVE, settings), _name_precisions(a, b), _differ_in_precision(a, b)
+    )
     exact_pair = native if settings.exact else None
     if exact:
         exact_pair = Pair(_read(a, _pick(a), settings), _read(b, _pick(b), settings), "fp32")
@@ -129,7 +131,7 @@ def _compare_operations(
     """Return sentences on the operations in the module that the first finding names."""
     module = find_module(answers)
     if module is None:
-        return ("no module was named, so no operations are compared",)
+        return ("no forward or backward pass of a module was named, so no operations are compared",)
     seen = []
     for plan, run_ranks in ((a, start), (b, start_b or start)):
         begun = align_start(plan, plan if plan is a or not settings.shares_start else a, settings.step)
@@ -142,9 +144,9 @@ def _compare_operations(
 
 
 def find_module(answers: Answers) -> str | None:
-    """Return the module that the first finding names, or whose parameter it names; None where it names none."""
-    found = next((f for f in answers.findings if f.kind in ("forward", "backward", "bitwise", GRADIENT)), None)
-    return None if found is None else found.name.removesuffix(".weight")
+    """Return the module whose pass the first finding names; None where it names none."""
+    found = next((f for f in answers.findings if f.kind in ("forward", "backward")), None)
+    return None if found is None else found.name
 
 
 def needs_exact(precision: Precision) -> bool:
@@ -169,6 +171,10 @@ def _pick(plan: ReplayPlan) -> str:
 def _name_precisions(a: ReplayPlan, b: ReplayPlan) -> str:
     names = [plan.run.precision.describe() for plan in (a, b)]
     return names[0] if names[0] == names[1] else f"{names[0]} against {names[1]}"
+
+
+def _differ_in_precision(a: ReplayPlan, b: ReplayPlan) -> bool:
+    return a.run.precision.drop_unused_settings() != b.run.precision.drop_unused_settings()
 
 
 def _is_same(a: ReplayPlan, b: ReplayPlan) -> bool:
@@ -209,7 +215,9 @@ def run_single(plan: ReplayPlan, settings: CompareSettings, start: StartRanks) -
     Raises:
         ReplayEndedError: when ranks failed; their error has been printed.
     """
-    run_passes(plan, settings, start, exact=False)
+    job = ReplayJob(((NATIVE, plan.run),), plan.attempt, settings.step, settings.tokens, layers=True)
+    if code := start(plan, job):
+        raise ReplayEndedError(code)
     return _read(plan, NATIVE, settings)
 
 

@@ -183,7 +183,7 @@ def compare_operations(module: str, a: Sequence[Operation], b: Sequence[Operatio
     )
     sentences = [f"{count} have no counterpart of the same shape"]
     if first is None:
-        return [*sentences, "all results of operations that were compared agree"]
+        return [*sentences, *["the results of those that were compared agree"] * bool(pairs)]
     x, y = first
     place = f"{x.name} in {x.module}, results {' '.join(str(list(shape)) for shape in x.shapes)}"
     return [

@@ -25,6 +25,7 @@ class ReplayJob:
         repeats: how many randomly rounded repetitions of the step to compute, instead of the step.
         pin: the folder of another replay, whose experts the routers use; None: their own.
         operations: the module whose operations are recorded; None: of none.
+        layers: whether the first pass has the metrics of all layers, which take another forward pass.
     """
 
     passes: tuple[tuple[str, Run], ...]
@@ -35,6 +36,7 @@ class ReplayJob:
     repeats: int = 0
     pin: str | None = None
     operations: str | None = None
+    layers: bool = False
 
     @property
     def run(self) -> Run:

@@ -57,11 +57,13 @@ class Pair:
         a: one.
         b: the other.
         name: how answers name the precision, such as "fp32".
+        is_mixed: whether both have different precisions, so that their difference is not that of rounding alone.
     """
 
     a: ReplayedStep
     b: ReplayedStep
     name: str
+    is_mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,27 +140,28 @@ def _compare_starts(native: Pair, decider: Pair, bound: float) -> tuple[list[Fin
         detail = f"rows {rows[0]} and {rows[1]}" if rows[0] != rows[1] else f"rows {rows[0]} with other tokens"
         text = f"the batches of {step} differ ({detail}), so its activations are not compared"
         return [Finding("rows", "rows", math.inf, detail, text)], f"1. the rows of {step} differ", False
-    findings = [*_find_unequal_replicas(b, step), *_find_unequal_starts(decider, step, bound)]
+    unequal = [finding for side in (("A", a), ("B", b)) for finding in _find_unequal_replicas(*side, step)]
+    findings = [*unequal[:1], *_find_unequal_starts(native, decider, step, bound)]
     drifted = [f for f in findings if f.kind == START]
     return findings, _describe_starts(native, step, findings), not drifted
 
 
-def _find_unequal_replicas(b: ReplayedStep, step: str) -> Iterator[Finding]:
-    """Yield the first tensor of which the ranks of B have different values before the step."""
-    unequal = [d for kind in (START, STATE) for d in diff.list_unequal_replicas(b, kind)]
+def _find_unequal_replicas(side: str, replay: ReplayedStep, step: str) -> Iterator[Finding]:
+    """Yield the first tensor of which the ranks of a side have different values before the step."""
+    unequal = [d for kind in (START, STATE) for d in diff.list_unequal_replicas(replay, kind)]
     for difference in unequal[:1]:
-        text = f"ranks have different values of {difference.name} before {step}: {_measure(difference)}"
+        text = f"{side}'s ranks have different values of {_name(difference)} before {step}: {_measure(difference)}"
         yield Finding("replicas", difference.name, difference.relative, difference.where, text)
 
 
-def _find_unequal_starts(pair: Pair, step: str, bound: float) -> Iterator[Finding]:
-    weights = _list_beyond(diff.compare_tensors(pair.a, pair.b, START), bound)
+def _find_unequal_starts(native: Pair, decider: Pair, step: str, bound: float) -> Iterator[Finding]:
+    weights = _list_beyond(diff.compare_tensors(decider.a, decider.b, START), bound)
     if weights:
         largest = max(weights, key=lambda d: d.relative)
         text = f"weights have drifted before {step}: {_name(largest)} differs by {_measure(largest)}"
         yield Finding(START, largest.name, largest.relative, largest.where, f"{text}, so activations are not compared")
         return
-    state = _list_beyond(diff.compare_tensors(pair.a, pair.b, STATE), bound)
+    state = _list_beyond(diff.compare_tensors(native.a, native.b, STATE), bound)
     if state:
         largest = max(state, key=lambda d: d.relative)
         text = f"the optimizer's state differs before {step}: {_name(largest)} by {_measure(largest)}"
@@ -323,12 +326,13 @@ def _judge_precision(native: Pair, spread: Spread | None) -> tuple[list[Finding]
         return [], f"{differ}; no repetitions were computed"
     excess = spread.find_excess(activations)
     sentence = f"{differ}; {spread.describe(native.a.record, native.b.record)}"
-    if excess is None:
-        return [], f"{sentence}: no more than random rounding, so it is {PRECISION}"
+    if excess is None or native.is_mixed:
+        size = "no more than random rounding" if excess is None else f"{excess[1]:.1f} times the spread"
+        return [], f"{sentence}: {size}, so it is {PRECISION}"
     difference, ratio = excess
     text = (
-        f"in {native.name} the {describe_key(difference.key)} differs by {difference.relative:.1e}, {ratio:.0f} times "
-        f"the spread of random rounding, and not in fp32: a fault of the precision's code, or another precision"
+        f"in {native.name} the {describe_key(difference.key)} differs by {difference.relative:.1e}, {ratio:.1f} times "
+        f"the spread of random rounding, and not in fp32: a fault of what the precision computes"
     )
     return [Finding("rounding", difference.name, difference.relative, difference.where, text)], sentence
 

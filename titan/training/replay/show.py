@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from titan.console.text import sanitize_line
+from titan.training.replay.differences import sort_layers
+from titan.training.replay.observation import GRADIENT
 from titan.training.replay.questions import Answers, find_largest
 from titan.training.replay.result import ReplayedStep, Statistics
 
@@ -64,6 +67,8 @@ def _format_number(value: float) -> str:
 
 def _format_layers(record: Mapping[str, Any]) -> Iterator[str]:
     names = list(dict.fromkeys(key.partition("/")[2] for key in record if key.startswith("layer_")))
+    if not names:  # a comparison does not measure them
+        return
     yield _format_row("layer", LAYER_COLUMNS.values())
     for name in names:
         values = [record.get(f"{key}/{name}") for key in LAYER_COLUMNS]
@@ -93,9 +98,23 @@ def format_figures(labels: tuple[str, str], a: ReplayedStep, b: ReplayedStep) ->
     yield f"{'':<30}{labels[0]:>24}{labels[1]:>24}"
     for key in ("loss", "grad_norm"):
         yield f"  {key:<28}{_format_number(a.record[key]):>24}{_format_number(b.record[key]):>24}"
-    for key in sorted(a.record.keys() & b.record.keys(), key=list(a.record).index):
-        if key.startswith("layer_grad_norm/"):
-            yield f"  {'grad norm ' + key.partition('/')[2]:<28}{a.record[key]:>24.6g}{b.record[key]:>24.6g}"
+    norms = [compute_layer_norms(step) for step in (a, b)]
+    for name in norms[0]:
+        if name in norms[1]:
+            yield f"  {'grad norm ' + sanitize_line(name):<28}{norms[0][name]:>24.6g}{norms[1][name]:>24.6g}"
+
+
+def compute_layer_norms(replay: ReplayedStep) -> dict[str, float]:
+    """Return the norm of the gradients of each layer, in the order of the forward pass."""
+    squares: dict[str, float] = {}
+    for (kind, name), replicas in replay.tensors.items():
+        if kind == GRADIENT:
+            parts = name.split(".")
+            layer = ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+            squares[layer] = squares.get(layer, 0.0) + replicas[0].fingerprint.squares
+    order = sort_layers(name for name in squares if name.startswith("layers."))
+    ends = [[n for n in squares if ("emb" in n) == first and n not in order] for first in (True, False)]
+    return {name: math.sqrt(squares[name]) for name in (*ends[0], *order, *ends[1])}
 
 
 def format_modules(answers: Answers) -> Iterator[str]:

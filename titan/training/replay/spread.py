@@ -13,8 +13,9 @@ from titan.training.replay.differences import Difference
 from titan.training.replay.observation import Key
 from titan.training.replay.result import ReplayedStep
 
-LARGEST_RATIO = 8.0
-"""A difference that is more times the spread is not explained by random rounding."""
+LARGEST_RATIO = 3.0
+"""A difference that is more times the spread is not explained by random rounding. Of pairs without a fault it is up to
+1.6: layouts, compiled or not, in bf16 and in 8 bits."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from titan.training.layer_metrics import LayerMetrics
 from titan.training.observe import Observer, RunningTotals, StepRows, TokenSample
 from titan.training.replay import observation, rounding
 from titan.training.replay.fingerprints import describe_groups, fingerprint_tensors
-from titan.training.replay.job import NATIVE, OPERATIONS, ROUNDED, ReplayJob
+from titan.training.replay.job import OPERATIONS, ROUNDED, ReplayJob
 from titan.training.replay.observation import (
     GRADIENT,
     START,
@@ -204,11 +204,13 @@ class Replayer(Trainer):
         """Take the step while it is watched, then compare the optimizer by made gradients."""
         rows, pinned = self._to_device(batch), read_routes(job.pin, name) if job.pin else {}
         losses = self._find_losses(rows, job) if self.run.compile.scope == "model" else None
-        fingerprints, kept = self._fingerprint_start(), self._copy_state()
+        is_first, is_last = (name == job.passes[i][0] for i in (0, -1))
+        fingerprints, kept = self._fingerprint_start(is_first), self._copy_state() if is_last else []
         tokens = job.tokens if losses is None else 0
-        taken = self._take_step(batch, lambda: self._watch(self._build_rows(rows, job), tokens, pinned), name == NATIVE)
+        rows_of_step, layers = self._build_rows(rows, job), job.layers and is_first
+        taken = self._take_step(batch, lambda: self._watch(rows_of_step, tokens, pinned), layers)
         self._restore_copy(kept)
-        updates = self._fingerprint_update()
+        updates = self._fingerprint_update() if is_last else {}
         observer, routes = taken.watch.observer, taken.watch.routes
         return RankReplay(
             record=taken.record,
@@ -283,11 +285,12 @@ class Replayer(Trainer):
         fingerprints = fingerprint_tensors(tensors, self.world.device)
         return {(kind, name): value for name, value in fingerprints.items()}
 
-    def _fingerprint_start(self) -> dict[Key, Fingerprint]:
+    def _fingerprint_start(self, with_state: bool) -> dict[Key, Fingerprint]:
+        """Return the fingerprints of the weights, and of the optimizer's state."""
         state = train_state_dict(self.train_step)
         weights = ((name.removeprefix("model."), x) for name, x in state.items() if name.startswith("model."))
         others = ((name, x) for name, x in state.items() if not name.startswith("model."))
-        return self._fingerprint(START, weights) | self._fingerprint(STATE, others)
+        return self._fingerprint(START, weights) | (self._fingerprint(STATE, others) if with_state else {})
 
     def _fingerprint_gradients(self) -> dict[Key, Fingerprint]:
         named = self.train_step.named_parameters()
@@ -347,7 +350,8 @@ class Replayer(Trainer):
 
     def _repeat_rounded(self, job: ReplayJob, batch: Batch, number: int) -> RankReplay:
         """Compute loss and gradients with randomly rounded weights, and put the weights back."""
-        rows, kept = self._to_device(batch), self._copy_state()
+        rows = self._to_device(batch)
+        kept = [(local_tensor(p.detach()), local_tensor(p.detach()).clone()) for _, p in self._list_parameters()]
         rounding.perturb_weights(self._list_parameters(), self.run.precision, number)
         observer = self._build_observer(self._build_rows(rows, job))
         tokens = self.run.training.count_step_tokens(job.step)
@@ -355,7 +359,6 @@ class Replayer(Trainer):
             loss = self.train_step.backward(rows, 1 / tokens)
         total = self.world.all_reduce(loss.double().reshape(-1)[:1].clone()) / tokens
         norm = self.train_step.compute_norm()
-        gradients = self._fingerprint_gradients()
         self.train_step.optimizer.zero_grad(set_to_none=True)
         self._restore_copy(kept)
         samples = self._convert_samples(observer)
@@ -363,7 +366,6 @@ class Replayer(Trainer):
             _make_record(job.step, float(total), float(norm)),
             _convert_totals(observer),
             samples,
-            fingerprints=gradients,
         )
 
     def _convert_samples(self, observer: Observer) -> dict[Key, Samples]:
