@@ -7,7 +7,9 @@ content is checked as that of a stranger.
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +27,11 @@ VERSION = 1
 """Of the file."""
 LARGEST = 1 << 31
 """Bytes of an array in a file that are read."""
+UNREADABLE = (
+    OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError,
+    NotImplementedError, zipfile.BadZipFile, zlib.error, struct.error,
+)  # fmt: skip
+"""What reading a file raises that no rank has written."""
 
 Key = tuple[str, str]
 """A direction, "forward" or "backward", and the name of a module."""
@@ -185,10 +192,10 @@ def read_rank_replay(file: Path) -> RankReplay:
         RunError: where the file is missing or is not what `RankReplay.write` writes.
     """
     try:
+        _check_sizes(file)
         with np.load(file, allow_pickle=False) as arrays:
-            _check_sizes(file)
             return _parse_replay(arrays)
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         reason = f"{type(error).__name__}: {error}"
         raise RunError(f"{file}: is not what a rank of this version leaves ({reason}); replay again.") from error
 
