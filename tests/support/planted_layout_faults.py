@@ -156,6 +156,12 @@ def list_clean_pairs() -> list[tuple[str, str, str, bool, bool]]:
     return pairs  # type: ignore[return-value]
 
 
+def _name_pair(pair: tuple[str, str, str, bool, bool]) -> str:
+    """Return the name of a clean pair, without its layout."""
+    model, _, precision, compiled, pin = pair
+    return " ".join([model, precision, *["compiled"] * compiled, *["pinned"] * pin])
+
+
 PRECISIONS = {
     "fp32": ("precision=fp32",),
     "bf16": ("precision=bf16",),
@@ -176,16 +182,16 @@ def judge_clean_pair(
 ) -> Outcome:
     """Compare one pair without a fault."""
     start = time.monotonic()
-    words = [model, precision, *["compiled"] * compiled, *["pinned"] * pin]
+    name = _name_pair((model, layout, precision, compiled, pin))
     common = (*MODELS[model], *PRECISIONS[precision])
     other = (*LAYOUTS[layout], "compile=block" if compiled else "compile=off")
     try:
         answers = bench.compare(common, other, f"clean-{number}", pin=pin)
     except (RankFailedError, ReplayEndedError) as error:
         reason = str(error).strip().splitlines()[-1]
-        return Outcome(" ".join(words), layout, "nothing", f"failed: {reason[:80]}", False, time.monotonic() - start)
+        return Outcome(name, layout, "nothing", f"failed: {reason[:80]}", False, time.monotonic() - start)
     named = "; ".join(f"{f.kind}: {f.name} ({f.relative:.0e})" for f in answers.findings)
-    return Outcome(" ".join(words), layout, "nothing", named, not answers.findings, time.monotonic() - start)
+    return Outcome(name, layout, "nothing", named, not answers.findings, time.monotonic() - start)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="leave out pairs before this one")
     args = parser.parse_args(argv)
     faults = [f for f in FAULTS if not args.texts or any(text in f.name for text in args.texts)]
-    pairs = [p for p in list_clean_pairs() if not args.texts or any(text in p for text in args.texts)]
+    pairs = [p for p in list_clean_pairs() if not args.texts or any(text in _name_pair(p) for text in args.texts)]
     outcomes = []
     print("| fault | layout | expected | named | right | s |\n| --- | --- | --- | --- | --- | --- |", flush=True)
     for outcome in judge_clean(pairs[args.first :]) if args.clean else judge_faults(faults[args.first :]):

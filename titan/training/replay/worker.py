@@ -26,7 +26,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.debug.module_hooks import force_eager
 from titan.model.init_weights import Normal, init_parameter
-from titan.parallelism import grad_norm
+from titan.parallelism import data, grad_norm
 from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
@@ -203,7 +203,7 @@ class Replayer(Trainer):
     def _replay_step(self, job: ReplayJob, name: str, batch: Batch) -> RankReplay:
         """Take the step while it is watched, then compare the optimizer by made gradients."""
         rows, pinned = self._to_device(batch), read_routes(job.pin, name) if job.pin else {}
-        losses = self._find_losses(rows, job) if self.run.compile.scope == "model" else None
+        losses = self._find_losses(rows, job) if self.run.compile.scope != "off" else None
         is_first, is_last = (name == job.passes[i][0] for i in (0, -1))
         fingerprints, kept = self._fingerprint_start(is_first), self._copy_state() if is_last else []
         tokens = job.tokens if losses is None else 0
@@ -261,11 +261,16 @@ class Replayer(Trainer):
         return observer
 
     def _find_losses(self, rows: Microbatches, job: ReplayJob) -> list[Any]:
-        """Return the largest losses of tokens from a forward pass that is not compiled; the head's input is inside."""
+        """Return the largest losses of tokens from a forward pass that is not compiled.
+
+        Before a compiled head is called, FSDP has not gathered its weight.
+        """
         observer = Observer(self.train_step, self._build_rows(rows, job))
         with observer, force_eager(True):
             observer.watch_losses(job.tokens)
             self.train_step.evaluate(rows)
+        for stage in self.train_step.stages:
+            data.reshard_parameters(stage)
         return observer.losses
 
     # --- tensors
