@@ -20,7 +20,7 @@ from launchers import start
 from launchers.command import run_command as launch
 from tests.support import made_weights, task_files, tiers
 from tests.support.runs import begin_run
-from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status
+from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, prove, replay, status
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers import train
 from titan.model.schema import Llama
@@ -103,7 +103,7 @@ def table() -> list[Any]:
     return tiers.select_cases(found, quick, one_in=4)
 
 
-SECONDS = ("name=grid", "runs/grid", "titan.replay", "model=llama405b", "sweep=")
+SECONDS = ("name=grid", "runs/grid", "titan.replay", "titan.prove", "model=llama405b", "sweep=")
 """In commands that take seconds."""
 
 
@@ -187,6 +187,10 @@ def test_command(
         trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=100": "step=1", "step=150": "step=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.replay") + 1 :]]
         assert replay.COMMAND.parse(given) if command.elsewhere else replay.main(given) == 2 * command.refused
+    elif "titan.prove" in words:
+        small = ["parallelism=fsdp", "compile=off", "precision=fp32", "cluster=cpu", "dataset=synthetic"]
+        given = [w for w in words[words.index("titan.prove") + 1 :] if w != "recipe=train_8b"]
+        assert prove.main([*given, *small]) == 0
     elif "titan.evaluate" in words:
         request.getfixturevalue("compared")
         trained = {"runs/first": "runs/low", "step=200": "step=2", "average=4": "average=1"}
