@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.composing import compose_test_run
 from tests.support.runs import begin_run
-from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status, train
+from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, prove, replay, status, train
 from titan.bench import command as bench
 from titan.bench import fit_costs, predicted
 from titan.config.command import Command
@@ -57,6 +57,7 @@ CASES = [
     Case("titan.compare", compare.main, (".",), "margin=0", "DIR"),
     Case("titan.convert", convert.main, ("runs/x", "to=y"), "format=onnx", "SOURCE"),
     Case("titan.plan", plan.main, ("model=debug",), "plan.keep=0"),
+    Case("titan.prove", prove.main, ("model=debug",), "training.steps=few"),
     Case("titan.calibrate", calibrate.main, ("to=x.yaml",), "ranks=0"),
     Case("titan.bench", bench.main, ("suite=tiny",), "rounds=0"),
     Case("titan.bench.predicted", predicted.main, ("cluster=x.yaml",), "steps=1"),
@@ -232,7 +233,8 @@ def test_a_run_and_a_file_in_place_of_a_setting_are_named(capsys: pytest.Capture
 
 
 FILE_WRITERS = {
-    "titan.generate", "titan.evaluate", "titan.replay", "titan.compare", "titan.plan", "titan.calibrate", "titan.bench",
+    "titan.generate", "titan.evaluate", "titan.replay", "titan.compare", "titan.plan", "titan.prove", "titan.calibrate",
+    "titan.bench",
     "titan.bench.predicted", "titan.bench.fit_costs", "titan.dataset.tokenizers.train",
 }  # fmt: skip
 """Commands that write a file where `to=` says."""

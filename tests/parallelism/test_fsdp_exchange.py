@@ -133,5 +133,6 @@ def test_whole_experts_on_tensor_ranks_are_warned_of(
     settings: tuple[str, ...], is_warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     warning.warn_once.cache_clear()
-    compose_test_run(["model=qwen3_moe_debug", *settings])
+    wide = () if "model=debug" in settings else ("model.expert_ffn=1536",)
+    compose_test_run(["model=qwen3_moe_debug", *wide, *settings])
     assert ("tensor ranks has whole experts; with parallelism.expert=auto" in capsys.readouterr().err) == is_warned
