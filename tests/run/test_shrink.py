@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from launchers.command import plan_command
 from titan.cluster.devices import detect_machine
+from titan.model.schema import Llama
 from titan.run.run import Run
-from titan.run.shrink import Shrunk, reduce_to_one_device, shrink_run, widen_run
+from titan.run.shrink import Shrunk, list_uncovered, reduce_to_one_device, shrink_run, widen_run
 
 H100 = ("cluster=h100", "cluster.nodes=64", "cluster.memory_gib=4000")
 ROWS = ("training.seq_len=8192", "training.global_batch=8388608")
@@ -75,6 +77,22 @@ def test_the_target_with_few_blocks_keeps_its_widths_and_degrees(tmp_path: Path)
     wide = widen_run(shrunk)
     assert (wide.model.dim, wide.model.layers, wide.layout.tensor, wide.layout.shard) == (16384, 5, 8, 8)
     assert wide.staging.layers == shrunk.run.staging.layers and wide.microbatches == shrunk.run.microbatches
+
+
+@dataclass(frozen=True)
+class WindowLlama(Llama):
+    """A model of one's own with a length."""
+
+    window: int = 4096
+    pattern: int = 3
+
+
+def test_a_length_of_an_own_model_that_short_rows_do_not_reach_is_listed(tmp_path: Path) -> None:
+    run = shrink(tmp_path, *LLAMA, "parallelism=fsdp").run
+    own = replace(run, model=WindowLlama())
+    assert not any("stays as it is" in text for text in list_uncovered(run))
+    assert "model.window=4096: it stays as it is, and rows have 64 tokens" in list_uncovered(own)
+    assert not any("pattern" in text for text in list_uncovered(own))
 
 
 def test_what_a_cpu_cannot_show_is_listed(tmp_path: Path) -> None:

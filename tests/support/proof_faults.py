@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from tests.support.layout_faults import FAULTS, LAYOUTS, MODELS, LayoutFault
-
 from tests.support.composing import compose_test_run
+from tests.support.layout_faults import FAULTS, LAYOUTS, MODELS, LayoutFault
 from tests.support.runs import TINY
 from titan import prove
 from titan.cluster.devices import detect_machine

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titan.estimate.constants import load_constants
+from titan.estimate.deep_ep_buffers import count_deep_ep_bytes
 from titan.estimate.memory import (
     Usage,
     compute_received_share,
@@ -65,7 +66,8 @@ def add_overhead(
             imbalance=IMBALANCE * compute_received_share(recipe, layout, microbatches) * _read_activations(usage)
         )
     if device != "cpu":
-        return usage.add_parts(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
+        usage = usage.add_parts(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
+        return usage.add_parts(communication=count_deep_ep_bytes(recipe, layout, microbatches))
     block = find_largest_block_activations(recipe, layout, microbatches)
     unused = FRAGMENTATION * usage.bytes
     if recipe.model.sum_over_blocks(recipe.model.expert_parameters):

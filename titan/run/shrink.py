@@ -22,6 +22,10 @@ from titan.errors import ConfigError
 from titan.evaluation.schema import Evaluation
 from titan.memory.schema import Memory
 from titan.metrics.schema import Metrics
+from titan.model.schema import Llama
+from titan.model.schema_deepseek import DeepseekV3
+from titan.model.schema_llama4 import Llama4
+from titan.model.schema_moe import Qwen3Moe
 from titan.parallelism.schema import Layout, Parallelism
 from titan.profile.schema import Profile
 from titan.run.resolve import resolve
@@ -36,6 +40,8 @@ STEPS = 3
 SAVED_STEP = 2
 MOST_RANKS = 64
 LOSS_CHUNK = 24
+KNOWN_MODELS = (Llama, Qwen3Moe, DeepseekV3, Llama4)
+"""Models whose settings `titan.run.shrink_model` knows."""
 TIMEOUT = 120.0
 """Seconds that a shrunk run's collectives may take."""
 
@@ -299,7 +305,22 @@ UNCOVERED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
 
 def list_uncovered(run: Run) -> list[str]:
     """Return what the shrunk run of a run can't show."""
-    return [text for text, applies in UNCOVERED if applies(run)]
+    listed = [text for text, applies in UNCOVERED if applies(run)]
+    return listed + [
+        f"model.{name}={value}: it stays as it is, and rows have {SEQ_LEN} tokens"
+        for name, value in list_own_lengths(run)
+    ]
+
+
+def list_own_lengths(run: Run) -> list[tuple[str, int]]:
+    """Return the whole numbers among the settings of a model of one's own that may be lengths beyond a shrunk row."""
+    inherited = {field.name for base in KNOWN_MODELS for field in dataclasses.fields(base)}
+    values = {field.name: getattr(run.model, field.name) for field in dataclasses.fields(run.model)}
+    return [
+        (name, value)
+        for name, value in values.items()
+        if name not in inherited and isinstance(value, int) and value >= SEQ_LEN
+    ]
 
 
 def describe_changes(shrunk: Shrunk) -> str:
