@@ -142,9 +142,9 @@ class TestFailedSaves:
         """As when a rank is lost just before, or just after, rank 0 makes the checkpoint count."""
         write = manifest.write
 
-        def lost(folder: Path, about: Manifest) -> None:
+        def lost(folder: Path, about: Manifest, *name: str) -> None:
             if when == "after":
-                write(folder, about)
+                write(folder, about, *name)
             raise OSError("connection reset by peer")
 
         monkeypatch.setattr(manifest, "write", lost)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import layout_faults
 from tests.support.composing import compose_test_run
-from tests.support.tiers import full
 from titan import prove
 from titan.errors import ConfigError
 from titan.model import layers
@@ -42,22 +42,9 @@ def plant_a_rank_with_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers.RMSNorm, "forward", forward_with_large_epsilon)
 
 
-def plant_a_doubled_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum of gradients over ranks is doubled."""
-    reduce = dist.reduce_scatter_tensor
-
-    def reduce_twice(output: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        work = reduce(output, *arguments, **options)
-        output.mul_(2)
-        return work
-
-    monkeypatch.setattr(dist, "reduce_scatter_tensor", reduce_twice)
-
-
 FAULTS = [
     pytest.param(plant_nothing, "", id="none"),
     pytest.param(plant_a_rank_with_other_rows, "gradients of step 1, fp32", id="one-rank-computes-otherwise"),
-    full(plant_a_doubled_reduction, "gradients of step 1, fp32", id="doubled-reduction"),
 ]
 
 
@@ -75,6 +62,14 @@ def test_a_fault_is_named(
     else:
         assert code == 1 and not content["passed"]
         assert f"failed, first {first}" in shown, shown
+
+
+@pytest.mark.full
+def test_a_published_fault_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    fault = next(fault for fault in layout_faults.FAULTS if fault.name == "loss scaled by the data degree")
+    with fault.plant():  # by one on one device
+        assert prove.main([*PLAIN, "parallelism=fsdp"]) == 1
+    assert "FAILED  grad_norm" in capsys.readouterr().out
 
 
 @pytest.fixture

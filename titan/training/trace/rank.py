@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan.cluster.rank_info import RankInfo
@@ -33,7 +34,7 @@ from titan.training.build import build_train_step
 from titan.training.evaluation.averages import MovingAverage
 from titan.training.trace.recorder import EventRecorder
 from titan.training.trace.regions import follow_regions
-from titan.training.trace.streams import record_streams
+from titan.training.trace.streams import hold_messages, record_streams
 from titan.training.train_step import TrainStep
 
 UPDATE = Region("U", 0, -1, NONE)
@@ -61,6 +62,8 @@ def trace_rank(run: Run, rank: int, device: str) -> StepTrace:
         with ExitStack() as stack:
             if device == "cuda":
                 stack.enter_context(mock.patch.object(F, "rms_norm", _apply_fused_norm))
+            else:
+                stack.enter_context(mock.patch.object(torch_schedules, "_batch_p2p", hold_messages))
             stack.enter_context(mock.patch.object(data, "replicate", lambda stage, mesh: stage))
             block_of: dict[int, int] = {}
             stack.enter_context(record_streams(recorder, block_of))

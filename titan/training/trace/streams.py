@@ -11,6 +11,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -24,6 +25,7 @@ COLLECTIVES = {
     "alltoall_base": "all-to-all", "all_to_all_single": "all-to-all", "send": "send", "recv": "send",
 }  # fmt: skip
 """The kinds of collectives, by the names of a process group's methods in any release of torch since 2.11."""
+_BATCH_P2P = torch_schedules._batch_p2p
 Patch = tuple[Any, str, Any]
 """An object, the name of one of its attributes, and what replaces it while a step is recorded."""
 FSDP_STREAMS = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")
@@ -179,6 +181,30 @@ def _patch_groups(recorder: EventRecorder, block_of: Mapping[int, int]) -> Itera
     group = _fsdp_param_group.FSDPParamGroup
     for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
         yield group, name, set_block(getattr(group, name))
+
+
+class _HeldMessage:
+    """A message that gloo sends: it holds its tensor until it is waited for."""
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self.work, self.tensors = work, [tensor]
+
+    def is_completed(self) -> bool:
+        """Whether it was waited for."""
+        return not self.tensors
+
+    def wait(self, *arguments: Any) -> Any:
+        """Wait for it, and drop its tensor."""
+        self.tensors.clear()
+        return self.work.wait(*arguments)
+
+
+def hold_messages(ops: Any, *arguments: Any, **options: Any) -> list[Any]:
+    """Send and receive as torch's schedules do, with messages that hold what they send, as gloo's."""
+    works = _BATCH_P2P(ops, *arguments, **options)
+    if len(works) != len(ops):  # a group that batches messages has one work for all
+        return works
+    return [_HeldMessage(work, op.tensor) for work, op in zip(works, ops, strict=True)]
 
 
 def _patch_storages(recorder: EventRecorder) -> Iterator[Patch]:
