@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import layout_faults
+from tests.support import layout_faults, proof_faults
 from tests.support.composing import compose_test_run
 from titan import prove
 from titan.errors import ConfigError
@@ -65,11 +65,17 @@ def test_a_fault_is_named(
 
 
 @pytest.mark.full
-def test_a_published_fault_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    fault = next(fault for fault in layout_faults.FAULTS if fault.name == "loss scaled by the data degree")
-    with fault.plant():  # by one on one device
-        assert prove.main([*PLAIN, "parallelism=fsdp"]) == 1
-    assert "FAILED  grad_norm" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("name", "layout", "first"),
+    [
+        pytest.param("loss scaled by the data degree", "fsdp2", "grad_norm", id="scale"),
+        pytest.param("replicas' gradients are not reduced", "hsdp4", "gradients of step 1", id="missing-reduction"),
+        pytest.param("positions of a rank begin at zero", "cp2", "gradients of step 1", id="positions"),
+    ],
+)
+def test_a_published_fault_is_found(name: str, layout: str, first: str) -> None:
+    fault = next(fault for fault in layout_faults.FAULTS if fault.name == name)
+    assert proof_faults.find_failure(fault, layout).startswith(first)
 
 
 @pytest.fixture
