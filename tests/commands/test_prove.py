@@ -17,6 +17,8 @@ from titan import prove
 from titan.errors import ConfigError
 from titan.model import layers
 from titan.run import certificate
+from titan.training.prove import proof
+from titan.training.prove.compare import Check
 
 PLAIN = ("dataset=synthetic", "compile=off", "checkpoint=off", "precision=fp32", "cluster=cpu")
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -76,6 +78,26 @@ def test_a_fault_is_named(
 def test_a_published_fault_is_found(name: str, layout: str, first: str) -> None:
     fault = next(fault for fault in layout_faults.FAULTS if fault.name == name)
     assert proof_faults.find_failure(fault, layout).startswith(first)
+
+
+SEEDS = [
+    pytest.param(("model=qwen3_moe_debug",), (1e-2, 0.0), 3, id="experts-may-choose-others"),
+    pytest.param(("model=qwen3_moe_debug",), (1e-2, 1.0), 1, id="bits-differ-too"),
+    pytest.param(("model=qwen3_moe_debug",), (0.0, 0.0), 1, id="proven"),
+    pytest.param((), (1e-2, 0.0), 1, id="dense"),
+]
+
+
+@pytest.mark.parametrize(("words", "sizes", "tries"), SEEDS)
+def test_other_seeds_are_tried_only_where_a_tie_may_explain_it(
+    words: tuple[str, ...], sizes: tuple[float, float], tries: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checks = [Check("gradients", sizes[0], 1e-5), Check("initial weights", sizes[1], 0.0)]
+    seen: list[object] = []
+    monkeypatch.setattr(proof._Prover, "prove", lambda self: seen.append(self) or checks)
+    run = compose_test_run([*words, *PLAIN])
+    assert proof.prove(run, tmp_path, lambda job: None, lambda text: None) == checks
+    assert len(seen) == tries
 
 
 @pytest.fixture

@@ -239,7 +239,7 @@ class Audit:
         )
 
     def _send_back(self, prints: OutputPrints, shift: int) -> Computation:
-        """Send what this rank computed to the rank whose rows they were; return what was computed of its own."""
+        """Send what this rank computed to the rank whose rows they were; return what others computed of its rows."""
         computed = torch.stack([*prints.prints.values()]), torch.stack([*prints.sizes.values()])
         values, sizes = (self._exchange(part, shift).tolist() for part in computed)
         return Computation(tuple(prints.prints), tuple(values), tuple(sizes))

@@ -43,6 +43,11 @@ class Check:
     count: int = 0
 
     @property
+    def may_be_tie(self) -> bool:
+        """Whether another choice of experts explains a failure: it moves values, but no bits that must be the same."""
+        return self.bound > 0
+
+    @property
     def passed(self) -> bool:
         """Whether it holds; NaN does not."""
         return self.worst <= self.bound

@@ -1,6 +1,6 @@
 """The body of a rank that replays: train up to the step, look at it, and take it as the run did.
 
-The step is computed once: hooks see the activations of its own forward and backward passes, compiled where the run is
+The step is computed once: hooks see the activations of its forward and backward passes, compiled where the run is
 compiled. Gradients are looked at when they are reduced, before they are clipped. Then the state before the step is
 restored, and the optimizer updates it with made gradients, which are bitwise the same on every layout: so that updates
 differ only where the optimizer does, and not by the rounding of gradients that Adam amplifies.
