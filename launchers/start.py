@@ -20,6 +20,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.console.progress import progress_line
 from titan.debug.verdict import HangError
 from titan.errors import ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
+from titan.metrics.reader import METRICS, read_steps
 from titan.run import attempts, summary
 from titan.run.directory import read_attempts
 from titan.run.lineage import check_start
@@ -82,7 +83,7 @@ class Failures:
     def __init__(self, run: Run, report: ReasonReceiver) -> None:
         """Take the run, and what else is called with each reason."""
         self.run, self.pass_on = run, report
-        self.reason, self.previous = "", ("", -1)
+        self.reason, self.previous = "", ("", -1, -1)
 
     def report(self, reason: str) -> None:
         """Take the reason of an end, and pass it on; see `ReasonReceiver`."""
@@ -90,9 +91,10 @@ class Failures:
         self.pass_on(reason)
 
     def is_repeated(self) -> bool:
-        """Return whether this attempt ended with the same reason as the last one, without a newer checkpoint."""
+        """Return whether this attempt ended as the last one: the same reason, step and latest checkpoint."""
         saved = max((int(f.name[5:]) for f in manifest.list_complete(Path(self.run.directory))), default=0)
-        earlier, self.previous = self.previous, (self.reason, saved)
+        step = max((int(line["step"]) for line in read_steps(Path(self.run.directory) / METRICS)), default=0)
+        earlier, self.previous = self.previous, (self.reason, step, saved)
         return bool(self.reason) and earlier == self.previous
 
 

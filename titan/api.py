@@ -44,6 +44,7 @@ from titan.metrics.reader import METRICS, read_steps
 from titan.report import comparison, history
 from titan.report.findings import Comparison
 from titan.report.render.sentences import format_answers, format_lead
+from titan.run import certificate
 from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
 
@@ -173,6 +174,7 @@ def train(run: Run, *, in_process: bool = False) -> Result:
         RunError: when the run fails: exit code 1.
     """
     _check_process()
+    certificate.check(run)
     reasons: list[str] = []
     code = launch(run, in_process=in_process, report=reasons.append)
     if code not in (0, *STOPPED):

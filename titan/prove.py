@@ -80,22 +80,40 @@ def _prove_run(target: Run, file: Path | None) -> int:
     with make_scratch_folder() as folder:
         shrunk = shrink_run(target, devices.detect_machine("cpu"), str(folder))
         print(f"proving {target.layout}: {describe_changes(shrunk)}")
-        checks = _run_checks(shrunk, folder)
-    content = _build_content(shrunk, checks, time.monotonic() - start)
+        checks, ties = _run_checks(shrunk, folder)
+    content = _build_content(shrunk, checks, ties, time.monotonic() - start)
     for line in format_checks(checks):
         print(line)
     for text in shrunk.uncovered:
         print(f"not covered: {text}")
-    saved = certificate.write(content, certificate.compute_key(target))
+    for text in ties:
+        print(f"another choice of experts, or a fault that only some seeds show: {text}")
     print(_format_verdict(checks, content["seconds"]))
-    print(f"certificate: {saved}")
+    saved = _save_certificate(content, certificate.compute_key(target))
     if file is not None:
         write_output_file(file, saved.read_text())
     return 0 if content["passed"] else 1
 
 
-def _run_checks(shrunk: Shrunk, folder: Path) -> list[Check]:
-    """Return the checks of a shrunk run."""
+def _save_certificate(content: dict[str, Any], key: str) -> Path:
+    """Write the certificate, and print its file.
+
+    Raises:
+        ConfigError: when it can't be written.
+    """
+    try:
+        saved = certificate.write(content, key)
+    except OSError as error:
+        raise ConfigError(
+            f"{certificate.find_folder()}: the certificate can't be written ({error.strerror or error}); make the "
+            "folder writable, or set XDG_STATE_HOME."
+        ) from None
+    print(f"certificate: {saved}")
+    return saved
+
+
+def _run_checks(shrunk: Shrunk, folder: Path) -> tuple[list[Check], tuple[str, ...]]:
+    """Return the checks of a shrunk run, and what may be ties between experts."""
     import torch
 
     from titan.training.prove.collectives import check_collectives
@@ -105,9 +123,9 @@ def _run_checks(shrunk: Shrunk, folder: Path) -> list[Check]:
     if shrunk.run.compile.scope != "off":
         import torch._inductor.compile_fx  # so that ranks need not import it, each for itself
     show: Callable[[str], object] = lambda text: print(f"  {text}", file=sys.stderr)  # noqa: E731
-    checks = prove(shrunk.run, folder / "proof", _run_ranks, show)
+    proof = prove(shrunk.run, folder / "proof", _run_ranks, show)
     show(f"collectives: traced, of {shrunk.target.layout}")
-    return [*checks, check_collectives(shrunk)]
+    return [*proof.checks, check_collectives(shrunk)], proof.ties
 
 
 def _run_ranks(job: ProofJob) -> None:
@@ -130,7 +148,7 @@ def fork(job: ProofJob, body: Callable[[RankInfo], int]) -> None:
         raise RunError(f"a rank of the shrunk run failed: {error.format_report()}")
 
 
-def _build_content(shrunk: Shrunk, checks: Sequence[Check], seconds: float) -> dict[str, Any]:
+def _build_content(shrunk: Shrunk, checks: Sequence[Check], ties: Sequence[str], seconds: float) -> dict[str, Any]:
     """Return the certificate as plain data."""
     target, run = shrunk.target, shrunk.run
     changes = {name: [str(value) for value in values] for name, values in shrunk.changes.items()}
@@ -143,6 +161,7 @@ def _build_content(shrunk: Shrunk, checks: Sequence[Check], seconds: float) -> d
         "overrides": list(target.overrides),
         "shrunk": {"layout": str(run.layout), "changes": changes},
         "checks": [vars(check) | {"passed": check.passed} for check in checks],
+        "other_seeds": list(ties),
         "not_covered": list(shrunk.uncovered),
         "code": identity.describe_code(target),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,22 @@ import torch.distributed as dist
 
 from tests.support import layout_faults, proof_faults
 from tests.support.composing import compose_test_run
-from titan import prove
+from tests.support.matrix import build_custom_schedule
+from titan import api, prove
 from titan.errors import ConfigError
 from titan.model import layers
+from titan.model.schema import Llama
 from titan.run import certificate
 from titan.training.prove import proof
 from titan.training.prove.compare import Check
 
 PLAIN = ("dataset=synthetic", "compile=off", "checkpoint=off", "precision=fp32", "cluster=cpu")
 Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class OtherLlama(Llama):
+    """A class of one's own with the settings of a Llama."""
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +104,8 @@ def test_other_seeds_are_tried_only_where_a_tie_may_explain_it(
     seen: list[object] = []
     monkeypatch.setattr(proof._Prover, "prove", lambda self: seen.append(self) or checks)
     run = compose_test_run([*words, *PLAIN])
-    assert proof.prove(run, tmp_path, lambda job: None, lambda text: None) == checks
-    assert len(seen) == tries
+    found = proof.prove(run, tmp_path, lambda job: None, lambda text: None)
+    assert found.checks == checks and len(seen) == tries and len(found.ties) == (3 if tries == 3 else 0)
 
 
 @pytest.fixture
@@ -113,6 +121,10 @@ SAME = [
     pytest.param(("precision=bf16",), False, id="precision"),
     pytest.param(("model.norm_eps=1e-6",), False, id="model"),
     pytest.param(("dataset.mask_documents=true",), False, id="masks"),
+    pytest.param(("training.global_batch=2304",), False, id="a-remainder-of-rows"),
+    pytest.param(("training.global_batch=4096",), True, id="more-rows"),
+    pytest.param(("parallelism.shard=2",), True, id="the-same-degree"),
+    pytest.param(("model._target_=tests.commands.test_prove.OtherLlama", "modules=[tests]"), False, id="class"),
 ]
 
 
@@ -120,6 +132,25 @@ SAME = [
 def test_a_certificate_is_for_a_layout_and_a_recipe(overrides: tuple[str, ...], same: bool, run: Any) -> None:
     other = compose_test_run([*PLAIN, "parallelism=fsdp", *overrides])
     assert (certificate.compute_key(run) == certificate.compute_key(other)) == same
+
+
+def test_a_certificate_expires_with_a_file_of_actions(tmp_path: Path) -> None:
+    schedule = tmp_path / "actions.csv"
+    keys = []
+    for content in (build_custom_schedule(), build_custom_schedule().replace("0F0,0F1,0B0", "0F0,0F1,,0B0")):
+        schedule.write_text(content)
+        words = ("parallelism=pp", f"parallelism.schedule={schedule}", "parallelism.microbatches=4")
+        keys.append(certificate.compute_key(compose_test_run([*PLAIN, *words])))
+    assert keys[0] != keys[1]
+
+
+def test_the_interface_for_notebooks_requires_it_too() -> None:
+    with pytest.raises(ConfigError, match="no valid certificate"):
+        api.train(compose_test_run([*PLAIN, "cluster.certificate=required"]))
+
+
+def test_an_optimizer_without_state_is_proven() -> None:
+    assert prove.main([*PLAIN, "parallelism=fsdp", "optimizer=sgd"]) == 0
 
 
 def test_a_certificate_expires_with_the_code(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,14 @@ def test_unequal_time_is_ranked_by_bounds(tmp_path: Path, seconds: float, level:
     assert end.answer == answers[expected.split(":")[0]] and end.needed is None
 
 
+def test_hours_are_those_of_the_runs_that_are_ranked(tmp_path: Path) -> None:
+    base = seeds(*[0.0001 * n for n in range(9)])
+    slow = [replace(story, seconds=story.seconds * 1.5, level=2.96 + 0.0001 * story.seed) for story in base]
+    cut = [replace(story, attempts=(StoryAttempt(0, 10),)) if story.seed < 5 else story for story in slow]
+    end = qualities(compared(tmp_path, (base, ()), (cut, (WD,))))["equal device-hours"]
+    assert "fewer device-hours" not in end.text and end.answer == "undecided"
+
+
 def test_unequal_time_without_validations_before_the_end_names_the_steps(tmp_path: Path) -> None:
     base = [replace(story, every=0) for story in BASE]
     other = [replace(story, seconds=story.seconds * 1.25, level=2.9) for story in base]

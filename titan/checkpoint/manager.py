@@ -149,10 +149,13 @@ class CheckpointManager:
         return job.difference
 
     def _stage_state(self, job: _SaveJob, checkpoint_manifest: Manifest) -> dict[str, Tensor]:
-        """Return the tensors to write. If the copy fails, so does the job: the other ranks must learn of it."""
+        """Return the tensors to write. If the copy fails, so does the job: the other ranks must learn of it.
+
+        What fails in the comparison of replicas ends the rank: others are in the same collectives.
+        """
+        state = train_state_dict(self.train_state) | evaluation_state_dict(self.train_state)
+        self._compare(job, state, checkpoint_manifest)
         try:
-            state = train_state_dict(self.train_state) | evaluation_state_dict(self.train_state)
-            self._compare(job, state, checkpoint_manifest)
             return state if self.staging is None else self.staging.start_copy(state)
         except Exception as error:
             job.staging_error = error

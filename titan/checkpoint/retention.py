@@ -63,6 +63,8 @@ def prune(directory: Path, keep: int, keep_tokens: int, grace: float, run_id: st
         folder = manifest.folder_of(directory, step)
         if (folder / manifest.NAME).exists():
             manifest.retire(folder)
+        elif (folder / manifest.DIFFERS).exists():
+            remove(folder)  # older than all that are kept
     for folder in own_folders:
         _remove_retired(folder, grace)
 

@@ -80,7 +80,9 @@ def compare_at_equal_hours(
         return []
     if end.seeds is None or end.seeds.difference is None:
         return [compare_before_end(variant, baseline, measure, AT, build_hour_axis)]
-    hours = _Hours(float(np.median(side_hours[0])), float(np.median(side_hours[1])))
+    # final values are those of finished runs, and so are their hours: others have taken less
+    sides = [[m for m in side if m.run.state == "finished"] for side in sides]
+    hours = _Hours(*(float(np.median([m.run.cost.training_hours for m in side])) for side in sides))
     if abs(hours.ratio - 1) <= SAME_HOURS:
         return [build_ranked(end.seeds, measure, AT, "")]
     earlier = None if end.seeds.signs else _compare_earlier(variant, baseline, measure, hours)

@@ -1,7 +1,8 @@
 """Certificates: what `titan.prove` has shown of a layout, kept for `titan.train`. Free of torch.
 
-A certificate is valid for runs with the same model, layout, precision, recomputation, compilation, optimizer and own
-code, of the same titan and torch. Seeds, learning rates, lengths and data don't decide whether a layout is right.
+A certificate is valid for runs with the same model, row length, layout, precision, recomputation, compilation,
+optimizer and own code, of the same titan and torch. Seeds, learning rates, numbers of steps and data don't decide
+whether a layout is right.
 """
 
 from __future__ import annotations
@@ -14,20 +15,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan.config.kinds import get_kind
+from titan.config.settings import to_plain
 from titan.console.text import redact_nested
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
-from titan.run import identity
+from titan.parallelism.schema import DIMENSIONS
+from titan.run import identity, own_code
 from titan.run.run import Run, as_config
+from titan.run.shrink_model import has_uneven_rows, is_custom_schedule
 
 KEY = "certificate"
 """Its key in run.yaml."""
-AXES = ("model", "optimizer", "precision", "parallelism", "memory", "compile", "hooks", "modules")
+AXES = ("model", "optimizer", "precision", "parallelism", "memory", "compile")
 TRAINING = ("clip_norm", "loss_chunk", "z_loss", "label_smoothing", "loss_terms", "attention", "seq_len")
 """Settings of `training` that a layout treats."""
-IGNORED = {"optimizer": ("lr", "weight_decay"), "compile": ("backend",)}
-"""Settings that are numbers of the recipe only, and those that a shrunk run replaces."""
+IGNORED = {
+    "optimizer": ("lr", "weight_decay"),
+    "compile": ("backend",),
+    "parallelism": (*DIMENSIONS, "expert", "microbatches", "schedule"),
+}
+"""Settings that are numbers of the recipe only, that a shrunk run replaces, and that the key has resolved."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +67,40 @@ def compute_key(run: Run) -> str:
     config = as_config(run)
     settings = {axis: _drop(config.get(axis), IGNORED.get(axis, ())) for axis in AXES}
     training = {name: config["training"][name] for name in TRAINING}
+    hooks = {name: hook for name, hook in (run.hooks or {}).items() if hook.science}
+    classes = {axis: _list_classes(getattr(run, axis)) for axis in (*AXES, "training")}
     kind = {
         "settings": settings | {"training": training},
+        "classes": classes,
+        "hooks": [(name, to_plain(hook), _list_classes(hook)) for name, hook in hooks.items()],
         "layout": run.layout.degrees() | {"expert": run.layout.expert},
-        "microbatches": min(2, run.microbatches),
+        "rows": (min(2, run.microbatches), min(2, run.microbatch_rows), has_uneven_rows(run)),
         "stages": run.staging.layers,
+        "schedule": _read_schedule(run.parallelism.schedule),
         "masks": run.dataset.mask_documents,
+        "async": run.checkpoint.mode == "async",
         "device": run.machine.device,
-        "code": identity.describe_code(run),
+        "code": _describe_code(run),
     }
-    return _digest(kind)
+    return _digest(redact_nested(kind))
+
+
+def _list_classes(value: Any) -> list[tuple[str, str]]:
+    return [(name, get_kind(found)) for name, found in own_code.find_classes(value)]
+
+
+def _read_schedule(schedule: str) -> str:
+    """Return a schedule's name, or the digest of a file of actions, which may change."""
+    if not is_custom_schedule(schedule):
+        return schedule
+    return hashlib.sha256(untrusted.read_regular_file(Path(schedule).expanduser())).hexdigest()
+
+
+def _describe_code(run: Run) -> dict[str, Any]:
+    """Return the code that decides whether a layout is right; builds of one torch for CPUs and GPUs are the same."""
+    code = identity.describe_code(run)
+    kept = {name: code.get(name) for name in ("titan", "commit", "diff", "torchao", "own")}
+    return kept | {"torch": str(code.get("torch")).partition("+")[0]}
 
 
 def _drop(settings: Any, names: tuple[str, ...]) -> Any:

@@ -38,13 +38,13 @@ def list_uses(run: Run) -> dict[str, tuple[str, ...]]:
     The standard library's are no packages of the user.
     """
     names: dict[str, list[str]] = {name.partition(".")[0]: [] for name in run.modules}
-    for name, cls in _find_classes({axis: getattr(run, axis) for axis in (*run.axes(), "hooks")}):
+    for name, cls in find_classes({axis: getattr(run, axis) for axis in (*run.axes(), "hooks")}):
         names.setdefault(cls.__module__.partition(".")[0], []).append(name)
     own_packages = names.keys() - {"titan"} - sys.stdlib_module_names
     return {package: tuple(names[package]) for package in sorted(own_packages)}
 
 
-def _find_classes(value: Any, name: str = "") -> Iterator[tuple[str, type]]:
+def find_classes(value: Any, name: str = "") -> Iterator[tuple[str, type]]:
     """Yield the dotted name and the class of all schemas in a value."""
     if dataclasses.is_dataclass(value):
         yield name, type(value)
@@ -53,7 +53,7 @@ def _find_classes(value: Any, name: str = "") -> Iterator[tuple[str, type]]:
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     )
     for key, part in parts:
-        yield from _find_classes(part, f"{name}.{key}".lstrip("."))
+        yield from find_classes(part, f"{name}.{key}".lstrip("."))
 
 
 def find_files(package: str) -> dict[str, Path]:

@@ -31,7 +31,7 @@ from titan.profile.schema import Profile
 from titan.run.resolve import resolve
 from titan.run.run import Run
 from titan.run.schema import Recipe
-from titan.run.shrink_model import count_stages, shrink_model
+from titan.run.shrink_model import count_stages, has_uneven_rows, is_custom_schedule, shrink_model
 from titan.training.schema import Training
 
 SEQ_LEN = 64
@@ -168,11 +168,6 @@ def has_remainders(run: Run) -> bool:
     return any(size % layout.sharded for size in [*rows, -(-model.vocab // layout.tensor)])
 
 
-def is_custom_schedule(schedule: str) -> bool:
-    """Return whether a pipeline's schedule is a file of actions."""
-    return schedule.lower().endswith(".csv")
-
-
 def _as_recipe(run: Run) -> Recipe:
     return Recipe(**{field.name: getattr(run, field.name) for field in dataclasses.fields(Recipe)})
 
@@ -222,8 +217,7 @@ def count_microbatches(run: Run, layout: Layout) -> int:
 def _shrink_training(run: Run, layout: Layout, microbatches: int) -> Training:
     """Return the training of three steps; a remainder of rows stays a remainder."""
     rows = layout.data_ranks * microbatches * min(2, run.microbatch_rows)
-    uneven = run.training.global_batch // run.training.seq_len % (run.layout.data_ranks * run.microbatches)
-    rows -= 1 if uneven and rows > layout.data_ranks * microbatches else 0
+    rows -= 1 if has_uneven_rows(run) and rows > layout.data_ranks * microbatches else 0
     length = SEQ_LEN * 3 // 2 if layout.context == 3 else SEQ_LEN
     return replace(
         run.training,
@@ -298,6 +292,10 @@ UNCOVERED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("parallelism.async_tensor", lambda run: run.parallelism.async_tensor),
     ("parallelism.starts: stages have equal numbers of layers", lambda run: bool(run.parallelism.starts)),
     ("training.grow: the batch does not grow", lambda run: bool(run.training.grow)),
+    ("evaluations", lambda run: run.evaluation.tokens > 0 or bool(run.evaluation.tasks or run.evaluation.ema)),
+    ("the weights or the run that it starts from", lambda run: bool(run.checkpoint.resume or run.checkpoint.weights)),
+    ("copies and exports of checkpoints", lambda run: bool(run.checkpoint.path or run.checkpoint.export)),
+    ("hooks that don't change what is learned", lambda run: any(not h.science for h in (run.hooks or {}).values())),
     ("text and tokenizer: rows are synthetic", lambda run: True),
     ("training beyond three steps, and the learning rate's schedule", lambda run: True),
 )  # fmt: skip

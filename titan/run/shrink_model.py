@@ -57,8 +57,20 @@ def count_layers(run: Run, layout: Layout) -> int:
     return layers + (1 if model.layers % run.staging.count else 0)
 
 
+def is_custom_schedule(schedule: str) -> bool:
+    """Return whether a pipeline's schedule is a file of actions."""
+    return schedule.lower().endswith(".csv")
+
+
+def has_uneven_rows(run: Run) -> bool:
+    """Return whether a step's rows leave a remainder over ranks and micro-batches."""
+    return run.training.global_batch // run.training.seq_len % (run.layout.data_ranks * run.microbatches) > 0
+
+
 def count_stages(run: Run, layout: Layout) -> int:
-    """Return the stages in all: of several on a pipeline rank two are kept."""
+    """Return the stages in all: of several on a pipeline rank two are kept, but those of a file all."""
+    if is_custom_schedule(run.parallelism.schedule):
+        return run.staging.count
     return layout.pipeline * min(2, run.staging.count // run.layout.pipeline)
 
 

@@ -41,6 +41,8 @@ def count_stage_gathers(cells: Sequence[Cell]) -> Counter[int]:
         cells: of the rank, in order.
     """
     stages = [action.stage for cell in cells for action in list_actions(cell)]
+    if len(set(stages)) <= MOST_GATHERED:
+        return Counter(set(stages))
     gathers: Counter[int] = Counter()
     gathered: set[int] = set()
     for i in range(len(stages)):

@@ -125,7 +125,7 @@ def compare_fingerprints(a: Fingerprint, b: Fingerprint) -> tuple[float, str]:
 
 
 def _describe_blocks(a: Fingerprint, b: Fingerprint, relative: NDArray[np.float64]) -> str:
-    count = a.shape[0] if a.shape else 1
+    count = math.prod(a.shape[:-1]) if len(a.shape) > 1 else math.prod(a.shape)
     (numbers,) = np.nonzero(relative > NAMED_TOKENS * relative.max())
     first, last = int(numbers[0]), int(numbers[-1])
     start, stop = -(-first * count // len(relative)), -(-(last + 1) * count // len(relative))
@@ -193,9 +193,18 @@ def compare_operations(module: str, a: Sequence[Operation], b: Sequence[Operatio
 
 
 def _differ(a: Operation, b: Operation, bound: float) -> bool:
-    """Whether results differ, relative to the sums of absolute values."""
+    """Whether results differ, relative to the sums of absolute values; what is not finite equals only its like."""
     sums = zip(a.sums[::2], b.sums[::2], a.sums[1::2], b.sums[1::2], strict=True)
-    return any(abs(x - y) > bound * max(size, other_size) for x, y, size, other_size in sums)
+    return any(
+        not (_is_same_number(x, y) and _is_same_number(size, other))
+        if not math.isfinite(size + other)
+        else not abs(x - y) <= bound * max(size, other)
+        for x, y, size, other in sums
+    )
+
+
+def _is_same_number(x: float, y: float) -> bool:
+    return x == y or (math.isnan(x) and math.isnan(y))
 
 
 def sort_layers(names: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ tensors are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -53,29 +53,31 @@ def gather_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 @torch.no_grad()
 def fingerprint_tensor(tensor: Tensor) -> Fingerprint:
     """Return the fingerprint of a tensor of any type and shape."""
-    rows = tensor.reshape(len(tensor) if tensor.dim() else 1, -1)
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)  # experts' weights have three dimensions
     count, width = rows.shape
     blocks = min(BLOCKS, max(1, count))
+    project = _build_projection(count, width, rows.device)
     sketch = torch.zeros(blocks, WIDTH, dtype=torch.float64, device=rows.device)
     squares, bits, step = 0.0, 0, max(1, CHUNK // max(1, width))
     for start in range(0, count, step):
         part = rows[start : start + step].double() + 0.0  # minus zero becomes zero
         numbers = torch.arange(start, start + len(part), device=rows.device)
-        sketch.index_add_(0, numbers * blocks // count, _project_rows(part, numbers, count))
+        sketch.index_add_(0, numbers * blocks // count, project(part, numbers))
         squares += float(part.square().sum())
         bits += int(_sum_bits(part, start * width))
     return Fingerprint(tuple(tensor.shape), sketch.cpu().numpy(), squares, bits % (1 << 64))
 
 
-def _project_rows(part: Tensor, numbers: Tensor, count: int) -> Tensor:
-    """Return projections [rows, WIDTH] of rows, each times a random factor of its number."""
-    if part.shape[1] == 1:
-        return part * _draw_normal(count, WIDTH, 1)[numbers.cpu()].to(part.device)
-    factors = _draw_normal(count, 1, 2)[numbers.cpu()].to(part.device)
-    return (part @ _draw_normal(part.shape[1], WIDTH, 3).to(part.device)) * factors
+def _build_projection(count: int, width: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what projects rows: [rows, WIDTH], each times a random factor of its number."""
+    if width == 1:
+        vectors = _draw_normal(count, WIDTH, 1).to(device)
+        return lambda part, numbers: part * vectors[numbers]
+    factors, matrix = _draw_normal(count, 1, 2).to(device), _draw_normal(width, WIDTH, 3).to(device)
+    return lambda part, numbers: (part @ matrix) * factors[numbers]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _draw_normal(rows: int, columns: int, purpose: int) -> Tensor:
     """Return normal numbers float64 [rows, columns], the same on every rank and device."""
     generator = torch.Generator().manual_seed(purpose)

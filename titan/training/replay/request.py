@@ -176,6 +176,18 @@ def check_comparison(settings: Settings, plans: Sequence[ReplayPlan]) -> None:
     for plan in plans if settings.pin else ():
         if reason := _explain_unpinned(plan.run):
             raise ConfigError(f"pin=routing: {reason}")
+    if settings.pin:
+        _check_same_rows(plans, settings.step)
+
+
+def _check_same_rows(plans: Sequence[ReplayPlan], step: int) -> None:
+    """Raise ConfigError where replays read other numbers of tokens: experts are pinned token by token."""
+    first, second = ((plan.run.training.find_phase(step).rows, plan.run.training.seq_len) for plan in plans)
+    if first != second:
+        raise ConfigError(
+            f"pin=routing: one replay reads {first[0]} rows of {first[1]} tokens, and the other {second[0]} of "
+            f"{second[1]}; give both the same training.seq_len and training.global_batch."
+        )
 
 
 def _explain_unpinned(run: Run) -> str:

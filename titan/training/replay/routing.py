@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from titan.debug.module_hooks import ModuleHooks, StageCall, find_compiled_parts
+from titan.errors import RunError
 from titan.training.observe import StepRows
 from titan.training.replay.observation import Samples, count_rank_files, read_rank_replays
 from titan.training.replay.result import join_routes
@@ -69,7 +71,7 @@ class RouteWatch(ModuleHooks):
         def choose_pinned(scores: Tensor) -> Tensor:
             own = own_choice(scores)
             real = own[: self.rows.count_rows(call.microbatch)]
-            numbers = np.searchsorted(pinned.tokens, self._number_tokens(call.microbatch, real).numpy())
+            numbers = _find_tokens(pinned.tokens, self._number_tokens(call.microbatch, real).numpy())
             chosen = torch.from_numpy(pinned.values[numbers]).to(own.device).view_as(real)
             self._count_other(real, chosen)
             return torch.cat([chosen, own[len(real) :]])
@@ -90,6 +92,18 @@ class RouteWatch(ModuleHooks):
     def collect(self, rank: int) -> dict[str, Samples]:
         """Return the experts of this rank's tokens, by router."""
         return {name: _join_seen(parts, rank) for name, parts in self.seen.items()}
+
+
+def _find_tokens(pinned: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where tokens are among those whose experts are pinned.
+
+    Raises:
+        RunError: when one is not among them.
+    """
+    numbers = np.searchsorted(pinned, wanted)
+    if len(pinned) == 0 or not np.array_equal(pinned[np.minimum(numbers, len(pinned) - 1)], wanted):
+        raise RunError("pin=routing: the first replay has no experts of some tokens; give the same seq_len and batch.")
+    return numbers
 
 
 def _join_seen(parts: list[tuple[Tensor, Tensor, int]], rank: int) -> Samples:
