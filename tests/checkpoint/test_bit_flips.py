@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -75,3 +76,6 @@ def test_a_restart_that_ends_as_the_attempt_before_is_the_last(tmp_path: Path) -
         ends.append(failures.is_repeated())
     assert ends == [False, False, True, False, True]
     assert passed_on[:4] == ["", "a", "", "b"]
+    with (tmp_path / "metrics.jsonl").open("a") as lines:  # it came further than before: another failure
+        lines.write(json.dumps({"step": 3, "loss": 1.0}) + "\n")
+    assert not failures.is_repeated()

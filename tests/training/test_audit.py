@@ -86,6 +86,17 @@ def test_kernels_that_do_not_repeat_are_compared_within_the_spread(size: float, 
     assert "kernels are not deterministic" in judgement.describe_spread()
 
 
+@pytest.mark.parametrize("wrong", [3.0, float("nan"), float("inf")])
+def test_a_rank_whose_own_repetitions_differ_widely_does_not_widen_the_bound(wrong: float) -> None:
+    repeats = compute(1, 2, 3), compute(4, 5, 6, noise=1e-7)
+    witnesses = [witness(rank, repeats=repeats, second=compute(7, 8, 9, noise=1e-7)) for rank in range(4)]
+    faulty = compute(9, 9, 9, noise=wrong)
+    witnesses[1] = replace(witnesses[1], trained=faulty, repeats=(faulty, RIGHT), again=RIGHT)
+    judgement = judge(witnesses)
+    assert judgement.spread is not None and judgement.spread < 1e-6
+    assert judgement.difference is not None
+
+
 @pytest.mark.parametrize(
     ("expert", "stride", "span"), [(1, 1, 1), (4, 1, 4), (4, 2, 2), (2, 4, 1)], ids=["no", "data", "both", "inside"]
 )

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from titan.training.replay.differences import compare_fingerprints
+from titan.errors import RunError
+from titan.training.replay.differences import compare_fingerprints, compare_operations
 from titan.training.replay.fingerprints import fingerprint_tensor
-from titan.training.replay.observation import GRADIENT, START, STATE, UPDATE, Samples
+from titan.training.replay.observation import GRADIENT, START, STATE, UPDATE, Operation, Samples
 from titan.training.replay.questions import Pair, ask_questions, find_consumer
 from titan.training.replay.result import ReplayedStep, Replica
+from titan.training.replay.routing import _find_tokens
 from titan.training.replay.spread import measure_spread
 
 MODULES = ("tok_embeddings", "layers.0.attention_norm", "layers.0.attention", "layers.0", "norm")
@@ -148,6 +150,30 @@ def test_fingerprints_of_unequal_tensors_differ(change: str) -> None:
         assert where == "rows 35 to 37 of 40"
     if change == "scaled":
         assert where == "all rows, B's times 0.6667"
+
+
+def test_experts_are_projected_row_by_row() -> None:
+    """Their weights have three dimensions: one vector for a whole expert would be as large as the expert."""
+    a = torch.randn(4, 10, 6)
+    b = a.clone()
+    b[2, 5] += 1.0
+    assert compare_fingerprints(fingerprint_tensor(a), fingerprint_tensor(b))[1] == "rows 25 to 27 of 40"
+    assert np.array_equal(fingerprint_tensor(a).sketch, fingerprint_tensor(a.reshape(40, 6)).sketch)
+
+
+@pytest.mark.parametrize(("one", "two"), [(1.0, math.nan), (1.0, math.inf), (math.inf, -math.inf), (math.nan, 1.0)])
+def test_what_is_not_finite_on_one_side_differs(one: float, two: float) -> None:
+    a, b = (Operation("layers.0", "mm", ((2, 2),), (x, abs(x))) for x in (one, two))
+    assert "first operation whose result differs is mm" in compare_operations("layers.0", [a], [b], 1e-5)[-1]
+    assert "agree" in compare_operations("layers.0", [b], [b], 1e-5)[-1]
+
+
+def test_tokens_without_pinned_experts_are_no_others() -> None:
+    pinned = np.array([0, 1, 4, 5])
+    assert _find_tokens(pinned, np.array([4, 1])).tolist() == [2, 1]
+    for missing in ([2], [9]):
+        with pytest.raises(RunError, match="has no experts of some tokens"):
+            _find_tokens(pinned, np.array(missing))
 
 
 def test_a_fingerprint_does_not_depend_on_the_type_that_holds_the_values() -> None:
