@@ -73,13 +73,9 @@ def test_all_stages_of_a_file_of_actions_are_kept(tmp_path: Path) -> None:
     for stage in reversed(range(6)):
         rows[stage % 2] += [f"{stage}B{m}" for m in range(2)]
     (tmp_path / "six.csv").write_text("\n".join(",".join(row) for row in rows) + "\n")
-    words = (
-        "parallelism=pp",
-        f"parallelism.schedule={tmp_path / 'six.csv'}",
-        "parallelism.stages=6",
-        "model.layers=12",
-    )
-    run = shrink(tmp_path, *LLAMA, *words, "parallelism.microbatches=2", "cluster.nodes=1", "cluster.devices=2").run
+    schedule = f"parallelism.schedule={tmp_path / 'six.csv'}"
+    small = ("model=debug", "cluster=cpu", "dataset=synthetic", "parallelism=pp", "parallelism.pipeline=2")
+    run = shrink(tmp_path, *small, schedule, "parallelism.stages=6", "parallelism.microbatches=2").run
     assert run.staging.count == 6 and run.layout.pipeline == 2
 
 
