@@ -7,14 +7,10 @@ and micro-batches: what a rank exchanges repeats over these.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from titan.cluster import rank_process
+from titan.cluster.forked_tasks import ForkedTaskError, map_in_forks
 from titan.errors import RunError
 from titan.estimate.traced.events import AFTER, BEFORE, NONE, Event
 from titan.run.run import Run
@@ -57,22 +53,14 @@ def check_collectives(shrunk: Shrunk) -> Check:
     runs = [shrunk.run, widen_run(shrunk)]
     pipeline = shrunk.run.layout.pipeline
     tasks = [(run, number * run.layout.devices // pipeline) for number in range(pipeline) for run in runs]
-    with multiprocessing.get_context("fork").Pool(2, _begin_worker, (os.getpid(),), maxtasksperchild=1) as pool:
-        try:
-            sequences = pool.starmap_async(list_collectives, tasks, chunksize=1).get(TRACE_SECONDS)
-        except multiprocessing.TimeoutError:  # also where a worker was killed
-            raise RunError(
-                f"the target could not be traced within {TRACE_SECONDS:g} s; give the machine more memory."
-            ) from None
+    try:
+        sequences = map_in_forks(list_collectives, tasks, 2, TRACE_SECONDS)
+    except ForkedTaskError as error:
+        raise RunError(f"the target could not be traced ({error}); give the machine more memory.") from None
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
     first = next((text for pair in pairs if (text := describe_difference(*pair))), "")
     count = sum(len(pair[0]) for pair in pairs)
     return Check(NAME, float(sum(pair[0] != pair[1] for pair in pairs)), 0.0, first, count)
-
-
-def _begin_worker(parent: int) -> None:
-    rank_process.die_with_parent(parent)
-    torch.set_num_threads(1)
 
 
 def list_collectives(run: Run, rank: int) -> list[Collective]:

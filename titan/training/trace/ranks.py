@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import time
 
-import torch
-
+from titan.cluster.forked_tasks import ForkedTaskError, map_in_forks
+from titan.errors import RunError
 from titan.estimate.operations import Speeds
 from titan.estimate.regather import regathers_input
 from titan.estimate.traced.compose import MICROBATCHES, UNITS, UNITS_AHEAD, compose_trace
@@ -17,6 +16,9 @@ from titan.estimate.traced.result import RankResult, TracedStep, build_rank_resu
 from titan.parallelism.strategy import blocks_are_alike
 from titan.run.run import Run
 from titan.training.trace.rank import trace_rank
+
+TRACE_SECONDS = 7200.0
+"""How long the traces of a run may take."""
 
 
 def trace_run(run: Run, speeds: Speeds, *, full: bool = False) -> TracedStep:
@@ -29,10 +31,12 @@ def trace_run(run: Run, speeds: Speeds, *, full: bool = False) -> TracedStep:
     """
     start = time.perf_counter()
     ranks = [number * run.layout.devices // run.layout.pipeline for number in range(run.layout.pipeline)]
-    context, workers = multiprocessing.get_context("fork"), min(len(ranks), os.cpu_count() or 1)
     # one task for each process: process groups of a second trace would have other names, which DTensor's caches lack
-    with context.Pool(workers, torch.set_num_threads, (1,), maxtasksperchild=1) as pool:
-        rank_results = pool.starmap(_build_rank_result, [(run, speeds, rank, full) for rank in ranks], chunksize=1)
+    tasks = [(run, speeds, rank, full) for rank in ranks]
+    try:
+        rank_results = map_in_forks(_build_rank_result, tasks, os.cpu_count() or 1, TRACE_SECONDS)
+    except ForkedTaskError as error:
+        raise RunError(f"the run could not be traced ({error}); give the machine more memory.") from None
     return build_traced_step(run, run.layout, run.microbatches, speeds, rank_results, time.perf_counter() - start)
 
 

@@ -1,0 +1,105 @@
+"""Calls of a function on many inputs, each in a process of its own that is forked from this one, a few at a time.
+
+`multiprocessing.Pool` with one task per process can't do this. Its handler thread forks the later processes; the kernel
+kills those when that thread ends (`PR_SET_PDEATHSIG` counts threads), and one killed while it holds the pool's lock
+blocks the pool's end for ever. A pool also waits for ever for a task whose process was killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, TypeVar
+
+from titan.cluster import rank_process
+
+T = TypeVar("T")
+
+
+class ForkedTaskError(Exception):
+    """A process ended without a result, or the time was over."""
+
+
+class _Task(NamedTuple):
+    position: int
+    process: BaseProcess
+
+
+def map_in_forks(
+    function: Callable[..., T], inputs: Sequence[tuple[Any, ...]], workers: int, timeout: float
+) -> list[T]:
+    """Return `function(*input)` of each input, in order. No process outlives the call or this process.
+
+    Args:
+        function: called in a forked process; its result and its exceptions are pickled.
+        inputs: the arguments of each call.
+        workers: how many processes run at a time.
+        timeout: seconds for all of them together.
+
+    Raises:
+        ForkedTaskError: a process was killed, or the time was over.
+        Exception: what the first failed call raised.
+    """
+    deadline, waiting = time.monotonic() + timeout, list(enumerate(inputs))
+    running: dict[Connection, _Task] = {}
+    results: dict[int, T] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                index, arguments = waiting.pop(0)
+                reader, process = _start(function, arguments)
+                running[reader] = _Task(index, process)
+            ready = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise ForkedTaskError(f"no result within {timeout:g} s")
+            for reader in [reader for reader in running if reader in ready]:
+                task = running.pop(reader)
+                results[task.position] = _receive(reader, task.process)
+    finally:
+        for task in running.values():
+            task.process.kill()
+            task.process.join()
+    return [results[index] for index in range(len(inputs))]
+
+
+def _start(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Connection, BaseProcess]:
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_be_task, args=(function, arguments, writer, os.getpid()), daemon=True)
+    process.start()
+    writer.close()  # so that the reader sees the end of a killed process
+    return reader, process
+
+
+def _receive(reader: Connection, process: BaseProcess) -> Any:
+    try:
+        error, result = reader.recv()
+    except EOFError:
+        process.join()
+        raise ForkedTaskError(f"the process ended with code {process.exitcode}") from None
+    finally:
+        reader.close()
+    process.join()
+    if error is not None:
+        raise error
+    return result
+
+
+def _be_task(function: Callable[..., Any], arguments: tuple[Any, ...], writer: Connection, parent: int) -> None:
+    """Call the function with one thread, and send its result or its exception."""
+    import torch
+
+    rank_process.die_with_parent(parent)
+    torch.set_num_threads(1)
+    error, result = None, None
+    try:
+        result = function(*arguments)
+    except Exception as raised:
+        error = raised
+    writer.send((error, result))
+    writer.close()
