@@ -74,10 +74,11 @@ def prove(run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], obj
         RunError: when a rank fails.
     """
     ties: list[str] = []
-    for seed in range(SEEDS if hasattr(run.model, "experts") else 1):
+    has_experts = hasattr(run.model, "experts")
+    for seed in range(SEEDS if has_experts else 1):
         checks = _Prover(use_seed(run, seed), folder / str(seed), run_ranks, show).prove()
         failed = [check for check in checks if not check.passed]
-        if not failed or not all(check.may_be_tie for check in failed):
+        if not has_experts or not failed or not all(check.may_be_tie for check in failed):
             break
         ties.append(f"seed {seed}: {failed[0].name}: {failed[0].where}, {failed[0].worst:.1e}")
     return Proof(checks, tuple(ties))
