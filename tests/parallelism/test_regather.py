@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +22,7 @@ from titan.model.schema import Decoder, Llama
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.parallelism import tensor
+from titan.precision import low_precision
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64}
 MODELS = {
@@ -72,6 +74,14 @@ class ScaledLlama(Llama):
         return model
 
 
+def quantize_all(model: Any, kind: str) -> None:
+    """Let all layers of blocks but the keys' multiply in eight bits."""
+    for block in model.blocks():
+        for name, layer in block.named_modules():
+            if isinstance(layer, Linear) and not name.endswith("wk"):
+                layer.product = low_precision.build_product(kind, emulate=True)
+
+
 CALLED: list[str] = []
 
 
@@ -113,9 +123,12 @@ def train(
     return Trained(loss, gradients, sum(saved.values()), operations.names)
 
 
-def compare(rank: int, world: int, config: Decoder, dtype: torch.dtype, backend: str) -> tuple[list[str], int, int]:
+def compare(
+    rank: int, world: int, config: Decoder, dtype: torch.dtype, backend: str, kind: str = ""
+) -> tuple[list[str], int, int]:
     """The gradients that differ by a bit, and the bytes that are saved without and with the setting."""
-    kept, gathered = (train(config, regather, dtype, backend) for regather in (False, True))
+    prepare = partial(quantize_all, kind=kind) if kind else lambda model: None
+    kept, gathered = (train(config, regather, dtype, backend, prepare) for regather in (False, True))
     assert torch.equal(kept.loss, gathered.loss)
     different = [name for name in kept.gradients if not torch.equal(kept.gradients[name], gathered.gradients[name])]
     return different, kept.saved, gathered.saved
@@ -134,6 +147,24 @@ def compare(rank: int, world: int, config: Decoder, dtype: torch.dtype, backend:
 )
 def test_gradients_are_bitwise_the_same_and_fewer_bytes_are_saved(name: str, dtype: torch.dtype, backend: str) -> None:
     for different, kept, gathered in run_ranks(compare, 2, MODELS[name], dtype, backend):
+        assert different == []
+        assert gathered < kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        pytest.param("float8", "", id="float8"),
+        full("float8_rowwise", "", id="rowwise"),
+        full("mxfp8", "", id="mxfp8"),
+        full("float8", "aot_eager", id="compiled"),
+        full("mxfp8", "aot_eager", id="mxfp8-compiled"),
+    ],
+)
+def test_products_in_eight_bits_are_bitwise_the_same_too(kind: str, backend: str) -> None:
+    pytest.importorskip("torchao")
+    config = replace(MODELS["llama"], dim=128, ffn=128)
+    for different, kept, gathered in run_ranks(compare, 2, config, torch.bfloat16, backend, kind):
         assert different == []
         assert gathered < kept
 

@@ -1,8 +1,8 @@
 """Calls of a function on many inputs, each in a process of its own that is forked from this one, a few at a time.
 
-`multiprocessing.Pool` with one task per process can't do this. Its handler thread forks the later processes; the kernel
-kills those when that thread ends (`PR_SET_PDEATHSIG` counts threads), and one killed while it holds the pool's lock
-blocks the pool's end for ever. A pool also waits for ever for a task whose process was killed.
+A pool of `multiprocessing` with one task per process can't do this. Its handler thread forks the later processes; the
+kernel kills those when that thread ends (`die_with_parent` counts threads), and one killed while it holds the pool's
+lock blocks the pool's end for ever. A pool also waits for ever for a task whose process was killed.
 """
 
 from __future__ import annotations

@@ -45,14 +45,13 @@ def regathers_input(recipe: ExecutionAxes, layout: Layout) -> bool:
 def list_regather_obstacles(recipe: ExecutionAxes, layout: Layout) -> list[str]:
     """Return the settings that regions can't gather their input again with.
 
-    Async tensor parallelism needs matmuls and collectives that the compiler sees, matmuls in eight bits save another
-    tensor than their input, and a backward pass in two phases would compute all of a region's gradients in each.
+    Async tensor parallelism needs matmuls and collectives that the compiler sees, and a backward pass in two phases
+    would compute all of a region's gradients in each.
     """
-    parallelism, precision = recipe.parallelism, recipe.precision
+    parallelism = recipe.parallelism
     obstacles = {
         "parallelism.sequence_parallel=false": not parallelism.sequence_parallel,
         "parallelism.async_tensor=true": parallelism.async_tensor,
-        f"precision.matmuls={precision.matmuls}": precision.eight_bit,
         f"parallelism.schedule={parallelism.schedule}": layout.pipeline > 1 and splits_backward(parallelism),
     }
     return [setting for setting, excludes in obstacles.items() if excludes]

@@ -11,6 +11,9 @@ tensor rank. Here one autograd function gathers the input and computes all of th
 4. meanwhile computes the gradients of the weights.
 
 Sums have the order in which autograd adds them up without this function, so gradients are bitwise the same.
+
+Products in eight bits are torchao's, whose backward pass computes both gradients of a layer at once: there the shard is
+gathered before, and the sum is scattered after. The compiler gathers again by itself where a gather is checkpointed.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 from titan.model.custom_op import register_operation
-from titan.model.layers import Linear, call_layers
+from titan.model.layers import Linear, Product, call_layers
 from titan.parallelism import collectives
 from titan.parallelism.collectives import SEQUENCE_DIM
+from titan.precision import low_precision
 
 
 def regather_input(module: nn.Module, group: dist.ProcessGroup) -> bool:
@@ -54,19 +59,28 @@ def _project_shard(x: Tensor, layers: Sequence[Linear], group: dist.ProcessGroup
     """
     if not all(map(_is_product, layers)):
         return call_layers(collectives.all_gather_autograd(x, SEQUENCE_DIM, group), layers)
+    quantized = any(layer.product is not F.linear for layer in layers)
+    if quantized and torch.compiler.is_compiling():
+        gather = partial(collectives.all_gather_autograd, dim=SEQUENCE_DIM, group=group)
+        return call_layers(checkpoint(gather, x, use_reentrant=False), layers)
     if any(map(_has_hooks, layers)):
         gathered: Tensor = _GatherTwice.apply(x, group)  # type: ignore[no-untyped-call]
         return call_layers(gathered, layers)
     weights = [layer.get_weight(layer.weight, layer.operand or x.dtype) for layer in layers]
     if not torch.is_grad_enabled():  # where Dynamo (torch 2.13) mistakes two weights for a forward without a context
-        return _multiply(x, weights, group)
-    outputs: tuple[Tensor, ...] = _ProjectShard.apply(x, group, *weights)  # type: ignore[no-untyped-call]
+        return _multiply(x, weights, [layer.product for layer in layers], group)
+    if quantized:
+        products = [layer.product for layer in layers]
+        outputs: tuple[Tensor, ...] = _ProjectByLayer.apply(x, group, products, *weights)  # type: ignore[no-untyped-call]
+    else:
+        outputs = _ProjectShard.apply(x, group, *weights)  # type: ignore[no-untyped-call]
     return outputs
 
 
 def _is_product(layer: Linear) -> bool:
     """Whether a layer is a product with its weight, the same answer on all ranks."""
-    return layer.product is F.linear and type(layer).forward is Linear.forward and not isinstance(layer, FSDPModule)
+    is_known = layer.product is F.linear or low_precision.is_product(layer.product)
+    return is_known and type(layer).forward is Linear.forward and not isinstance(layer, FSDPModule)
 
 
 def _has_hooks(layer: Linear) -> bool:
@@ -93,10 +107,12 @@ class _GatherTwice(torch.autograd.Function):
         return collectives.reduce_scatter(grads[0], SEQUENCE_DIM, ctx.group), None
 
 
-def _multiply(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def _multiply(
+    x: Tensor, weights: Sequence[Tensor], products: Sequence[Product], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
     """Return the products of the gathered input and each weight."""
     gathered = collectives.all_gather(x, SEQUENCE_DIM, group)
-    return tuple(F.linear(gathered, weight) for weight in weights)
+    return tuple(product(gathered, weight) for product, weight in zip(products, weights, strict=True))
 
 
 class _ProjectShard(torch.autograd.Function):
@@ -104,7 +120,7 @@ class _ProjectShard(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.group = group
-        return _multiply(x, weights, group)
+        return _multiply(x, weights, [F.linear] * len(weights), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -113,6 +129,39 @@ class _ProjectShard(torch.autograd.Function):
         compute = torch.ops.titan.project_gradients if torch.compiler.is_compiling() else compute_gradients
         x_grad, *weight_grads = compute(list(grads), x, weights, ctx.group.size(), ctx.group.group_name)
         return x_grad, None, *weight_grads
+
+
+class _ProjectByLayer(torch.autograd.Function):
+    """Does the same for products in eight bits, each layer's gradients at once; some layers may be unquantized."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, products: Sequence[Product], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.group, ctx.products = group, products
+        return _multiply(x, weights, products, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        gathered = collectives.all_gather(x, SEQUENCE_DIM, ctx.group)
+        total: Tensor | None = None
+        weight_grads: list[Tensor] = []
+        for grad, weight, product in reversed(list(zip(grads, weights, ctx.products, strict=True))):
+            part, weight_grad = _compute_layer_gradients(gathered, grad, weight, product)
+            total = part if total is None else total.add_(part)
+            weight_grads.insert(0, weight_grad)
+        if total is None:
+            raise ValueError("no layers")
+        return collectives.reduce_scatter(total, SEQUENCE_DIM, ctx.group), None, None, *weight_grads
+
+
+def _compute_layer_gradients(x: Tensor, grad: Tensor, weight: Tensor, product: Product) -> tuple[Tensor, Tensor]:
+    if product is not F.linear:
+        return low_precision.compute_product_gradients(x, grad, weight, product)
+    rows = grad.flatten(0, -2)
+    return (rows @ weight).view_as(x), rows.t() @ x.flatten(0, -2)
 
 
 def compute_gradients(grads: list[Tensor], x: Tensor, weights: list[Tensor], ranks: int, group: str) -> list[Tensor]:

@@ -12,10 +12,8 @@ The loop is behind torch.ops.titan.low_grouped_product and low_grouped_grads; se
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -93,22 +91,11 @@ def _compute_grads(
         if end > start:
             rows, upstream = _pad_rows(x[start:end], kind), _pad_rows(grad[start:end], kind)
             with _decompose_as_eager():
-                rows_grad, weight_grad[expert] = _run_backward(rows, upstream, weight[expert], multiply)
+                rows_grad, weight_grad[expert] = low_precision.compute_product_gradients(
+                    rows, upstream, weight[expert], multiply
+                )
             x_grad[start:end] = rows_grad[: end - start]
     return x_grad, weight_grad
-
-
-def _run_backward(x: Tensor, grad: Tensor, weight: Tensor, product: Any) -> tuple[Tensor, Tensor]:
-    """Return what torchao's function returns in its backward pass, without its forward pass.
-
-    It keeps its tensors and its other arguments, under their names, in its context.
-    """
-    function, arguments, transposed = low_precision.split_product(product)
-    names = list(inspect.signature(function.forward).parameters)[3:]
-    saved = x, weight.t() if transposed else weight
-    context = SimpleNamespace(saved_tensors=saved, **dict(zip(names, arguments, strict=True)))
-    x_grad, weight_grad, *_ = function.backward(context, grad)
-    return x_grad, weight_grad.t() if transposed else weight_grad
 
 
 def _decompose_as_eager() -> Any:

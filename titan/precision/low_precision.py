@@ -11,11 +11,13 @@ With tensor parallelism a rank scales its shard of an operand.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -115,7 +117,7 @@ def build_product(kind: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor
         return _build_mxfp8(emulate) if kind == "mxfp8" else _build_float8(RECIPES[kind], emulate)
 
 
-def split_product(product: Any) -> tuple[Any, tuple[Any, ...], bool]:
+def _split_product(product: Any) -> tuple[Any, tuple[Any, ...], bool]:
     """Return the parts of a product: torchao's function, what it takes after both operands, and whether the second one
     is transposed."""
     keywords = product.keywords
@@ -124,6 +126,33 @@ def split_product(product: Any) -> tuple[Any, tuple[Any, ...], bool]:
         if "arguments" in keywords
         else (keywords["function"], (keywords["mm"], keywords["config"]), True)
     )
+
+
+def compute_product_gradients(x: Tensor, grad: Tensor, weight: Tensor, product: Any) -> tuple[Tensor, Tensor]:
+    """Return what torchao's function returns in its backward pass, without its forward pass.
+
+    It keeps its tensors and its other arguments, under their names, in its context.
+
+    Args:
+        x: the input [..., in].
+        grad: of the output [..., out].
+        weight: [out, in].
+        product: of `build_product`.
+
+    Returns:
+        The gradients of the input and of the weight.
+    """
+    function, arguments, transposed = _split_product(product)
+    names = list(inspect.signature(function.forward).parameters)[3:]
+    saved = x, weight.t() if transposed else weight
+    context = SimpleNamespace(saved_tensors=saved, **dict(zip(names, arguments, strict=True)))
+    x_grad, weight_grad, *_ = function.backward(context, grad)
+    return x_grad, weight_grad.t() if transposed else weight_grad
+
+
+def is_product(product: Any) -> bool:
+    """Whether a layer's product is one of `build_product`."""
+    return isinstance(product, partial) and product.func in (_multiply_float8, _multiply_mx)
 
 
 def _build_float8(recipe: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
