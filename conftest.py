@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import cpu_time, tiers
+from tests.support import cpu_time, failure_names, tiers
 from tests.support.machines import NO_COMPILER
 from titan.dataset.preprocess.report import ProgressMeter
 
@@ -41,10 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the tier before test modules are imported, and measure CPU times where an option asks for it."""
+    """Choose the tier before test modules are imported, and measure CPU times where an option asks for it, and name
+    failures at once."""
     tiers.choose_by_arguments(config.args)
     tiers.choose_tier()
     cpu_time.register(config)
+    failure_names.register(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
