@@ -41,12 +41,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the tier before test modules are imported, and measure CPU times where an option asks for it, and name
-    failures at once."""
+    """Choose the tier before test modules are imported, and measure CPU times where an option asks for it."""
     tiers.choose_by_arguments(config.args)
     tiers.choose_tier()
     cpu_time.register(config)
-    failure_names.register(config)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Name failures at once."""
+    failure_names.register(session.config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
