@@ -71,10 +71,6 @@ class PublishedLayout:
         mode = Memory(checkpointing=checkpointing)  # type: ignore[arg-type]
         return dataclasses.replace(self.run, memory=mode, parallelism=parallelism)
 
-    def in_bf16(self) -> PublishedLayout:
-        """Return the same layout in bf16."""
-        return PublishedLayout({**self.row, "precision": "bf16"})
-
     @property
     def is_interleaved(self) -> bool:
         """Whether ranks have several stages."""
@@ -106,7 +102,6 @@ class LayoutMemory:
         gate: by category with `memory=gate`.
         gradients: what gradients in fp32 take more than in bf16.
         warmup: what `Interleaved1F1B` takes more than `ShallowInterleaved1F1B`.
-        inputs: with the latter, what 8-bit matmuls save more than those in bf16 with `parallelism.regather`.
         norms: with the latter, inputs of norms that are kept beside their outputs.
     """
 
@@ -115,7 +110,6 @@ class LayoutMemory:
     gate: Mapping[str, float]
     gradients: float
     warmup: float
-    inputs: float
     norms: float
 
     @property
@@ -131,22 +125,18 @@ class LayoutMemory:
     @property
     def rest(self) -> float:
         """What would still exceed it without any of these."""
-        return max(0.0, self.missing - self.gradients - self.warmup - self.inputs - self.norms)
+        return max(0.0, self.missing - self.gradients - self.warmup - self.norms)
 
 
 def measure_layout(layout: PublishedLayout) -> LayoutMemory:
     """Return the memory of a layout in closed form."""
-    gate, shallow, bf16 = (
-        find_fullest(each)
-        for each in (layout.change("gate"), layout.change("gate", SHALLOW), layout.in_bf16().change("gate", SHALLOW))
-    )
+    gate, shallow = (find_fullest(each) for each in (layout.change("gate"), layout.change("gate", SHALLOW)))
     return LayoutMemory(
         layout,
         find_fullest(layout.run).gib,
         {name: size / GIB for name, size in gate.parts.items()},
         gradients=gate.parts["gradients"] / 2 / GIB,
         warmup=(gate.bytes - shallow.bytes) / GIB,
-        inputs=(shallow.parts["activations"] - bf16.parts["activations"]) / GIB,
         norms=count_norm_inputs(layout.change("gate", SHALLOW)) / GIB,
     )
 
@@ -188,10 +178,10 @@ def format_table(memories: list[LayoutMemory]) -> Iterator[str]:
 
 def format_missing(memories: list[LayoutMemory]) -> Iterator[str]:
     """Yield the lines of the table of what exceeds the goal."""
-    yield "| layout | beyond 68 GiB | fp32 gradients | warm-up | 8-bit inputs | norms' inputs | then beyond |"
-    yield "|" + " --- |" * 7
+    yield "| layout | beyond 68 GiB | fp32 gradients | warm-up | norms' inputs | then beyond |"
+    yield "|" + " --- |" * 6
     for each in memories:
-        cells = [each.missing, each.gradients, each.warmup, each.inputs, each.norms, each.rest]
+        cells = [each.missing, each.gradients, each.warmup, each.norms, each.rest]
         yield f"| {each.layout.name} | {' | '.join(f'{round(gib, 1) + 0.0:.1f}' for gib in cells)} |"
 
 

@@ -417,11 +417,12 @@ class BlockTime:
 
         Each region gathers the gradient of its output and reduce-scatters that of its input. Where it saves a shard of
         its input, it gathers that again: beside the gradient of the input, and the reduce-scatter is beside those of
-        weights. Async tensor parallelism saves shards too; its exposed part is the same for all exchanges.
+        weights. Matmuls in eight bits compute both gradients at once, so nothing hides its exchanges. Async tensor
+        parallelism saves shards too; its exposed part is the same for all exchanges.
         """
         rank, exchange = self.rank, self.rank.estimate_tensor_exchange()
         parallelism, regions = rank.recipe.parallelism, self._exchange_count / 2
-        if not rank.regathers or rank.speeds.synchronous:
+        if not rank.regathers or rank.speeds.synchronous or rank.quantized:
             gathers_again = rank.regathers or (parallelism.async_tensor and parallelism.sequence_parallel)
             return (3 if gathers_again else 2) * regions * exchange
         hidden = (self._estimate_first_layers(part) for part in ("input", "weight"))
