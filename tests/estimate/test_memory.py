@@ -290,8 +290,8 @@ def test_pairs_need_what_both_passes_need(mode: str, rank: int, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("schedule", "rank"),
     [
-        ("1F1B", 1),
         ("Interleaved1F1B", 1),
+        full("1F1B", 1),
         full("1F1B", 0),
         full("Interleaved1F1B", 0),
         full("ShallowInterleaved1F1B", 0),
