@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.errors import RunError
+from titan.files import untrusted
 from titan.training.token_loss import TokenLoss
 
 BLOCKS, WIDTH = 16, 16
@@ -209,7 +210,7 @@ def _check_sizes(file: Path) -> None:
 
 
 def _parse_replay(arrays: Any) -> RankReplay:
-    content = json.loads(arrays["json"].tobytes().decode())
+    content = untrusted.parse_object(arrays["json"].tobytes().decode())
     if content["version"] != VERSION:
         raise ValueError(f"version {content['version']!r}, not {VERSION}")
     fingerprints = {
