@@ -63,7 +63,7 @@ class ModuleHooks:
         for call, stage in zip(self.calls, stages, strict=True):
             count_call = _make_counter(call)
             if self._runs_compiled(stage):
-                self._handles.append(_CompiledHook(stage, before=count_call))
+                self._handles.append(CompiledHook(stage, before=count_call))
             else:
                 self._handles.append(stage.register_forward_pre_hook(count_call, prepend=True, with_kwargs=True))
 
@@ -78,7 +78,7 @@ class ModuleHooks:
             return hook(call, module, args) if _is_first_call(call, "before", module) else None
 
         if self._runs_compiled(module):
-            self._handles.append(_CompiledHook(module, before=call_hook))
+            self._handles.append(CompiledHook(module, before=call_hook))
         else:
             self._handles.append(module.register_forward_pre_hook(call_hook))
 
@@ -97,7 +97,7 @@ class ModuleHooks:
             return replacement if replacement is None or not losses else (replacement, *losses)
 
         if self._runs_compiled(module):
-            self._handles.append(_CompiledHook(module, after=call_hook))
+            self._handles.append(CompiledHook(module, after=call_hook))
         else:
             self._handles.append(module.register_forward_hook(call_hook, prepend=first))
 
@@ -111,7 +111,7 @@ class ModuleHooks:
             handle.remove()
 
 
-class _CompiledHook:
+class CompiledHook:
     """A hook around the compiled call of a module: within it, torch would compile the hook too."""
 
     def __init__(

@@ -20,7 +20,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan.debug.module_hooks import CompiledHook
 from titan.parallelism import data
 from titan.parallelism.fingerprints import fingerprint
 from titan.parallelism.grad_norm import local_tensor
@@ -76,18 +76,10 @@ class OutputPrints:
 
     def _observe(self, name: str, module: Any) -> Callable[[], object]:
         """Observe a module; returns what ends it."""
-        compiled = module._compiled_call_impl
-        if compiled is None:
-            handle = module.register_forward_hook(lambda module, args, out: self._record(name, out))
-            return handle.remove  # type: ignore[no-any-return]
-
-        def call_and_record(*args: Any, **kwargs: Any) -> Any:
-            out = compiled(*args, **kwargs)
-            self._record(name, out)
-            return out
-
-        module._compiled_call_impl = call_and_record
-        return partial(setattr, module, "_compiled_call_impl", compiled)
+        record: Callable[..., None] = lambda module, args, out: self._record(name, out)  # noqa: E731
+        if module._compiled_call_impl is not None:
+            return CompiledHook(module, after=record).remove
+        return module.register_forward_hook(record).remove  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _record(self, name: str, out: Any) -> None:

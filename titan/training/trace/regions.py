@@ -10,6 +10,7 @@ from unittest import mock
 from torch import Tensor
 from torch.utils import checkpoint
 
+from titan.debug.module_hooks import CompiledHook
 from titan.estimate.traced.events import AFTER, BEFORE, NONE, Region
 from titan.parallelism import turns
 from titan.parallelism.pipeline import runtime
@@ -60,21 +61,13 @@ class StageRegions:
         self, module: Any, pre_hook: Callable[..., None], post_hook: Callable[..., None] | None = None
     ) -> None:
         """Call functions before and after a module; of a compiled one outside of its compiled code."""
-        compiled = module._compiled_call_impl
-        if compiled is None:
-            self.exit_stack.callback(module.register_forward_pre_hook(pre_hook).remove)
-            if post_hook is not None:
-                self.exit_stack.callback(module.register_forward_hook(post_hook).remove)
+        if module._compiled_call_impl is not None:
+            hook = CompiledHook(module, lambda module, args, kwargs: pre_hook(module, args), post_hook)
+            self.exit_stack.callback(hook.remove)
             return
-
-        def call_compiled(*args: Any, **kwargs: Any) -> Any:
-            pre_hook(module, args)
-            out = compiled(*args, **kwargs)
-            if post_hook is not None:
-                post_hook(module, args, out)
-            return out
-
-        self.exit_stack.enter_context(mock.patch.object(module, "_compiled_call_impl", call_compiled))
+        self.exit_stack.callback(module.register_forward_pre_hook(pre_hook).remove)
+        if post_hook is not None:
+            self.exit_stack.callback(module.register_forward_hook(post_hook).remove)
 
     def remove(self) -> None:
         """Remove the hooks."""
