@@ -1,0 +1,236 @@
+"""Tables of runs: sizes, tokens and losses, from a CSV file. Units and columns are checked, never guessed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from titan.console.numbers import UNITS, format_count
+from titan.errors import ConfigError
+from titan.files.untrusted import read_regular_file, truncate_text
+from titan.scaling.law import Numbers
+
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "n": ("n", "params", "parameters", "n_params", "num_params", "model_size"),
+    "n_body": (
+        "n_no_embed", "params_no_embed", "parameters_no_embed", "non_embedding_params", "params_without_embeddings",
+        "parameters_without_embeddings", "n_without_embeddings",
+    ),
+    "d": ("d", "tokens", "n_tokens", "num_tokens", "train_tokens", "training_tokens", "tokens_seen"),
+    "loss": ("loss", "final_loss", "validation_loss", "val_loss", "eval_loss", "test_loss"),
+    "seed": ("seed",),
+    "variant": ("variant", "recipe", "method"),
+    "corpus": ("corpus", "dataset", "data"),
+    "tokenizer": ("tokenizer",),
+    "name": ("name", "run", "id"),
+}  # fmt: skip
+"""Names of columns, in lower case, with spaces and hyphens as underscores."""
+NUMBER = re.compile(r"([+-]?[\d_,]*\.?\d+(?:[eE][+-]?\d+)?)\s*([kKmMbBtT]?)")
+FACTORS = {"": 1.0, **{unit.upper(): factor for unit, factor in UNITS}}
+LEAST_COUNT = 1000.0
+"""Fewer parameters or tokens are figures in another unit, such as millions."""
+SPREAD = 1e7
+"""Largest ratio of parameters, or of tokens, in one table: beyond, units are mixed."""
+HIGHEST_LOSS = 15.0
+"""A higher loss is above chance for any vocabulary, so a perplexity."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Runs, one an element of each array.
+
+    Attributes:
+        n: parameters that the law uses; [runs].
+        d: tokens; [runs].
+        loss: final losses; [runs].
+        seed: of each run, as text; empty where not known.
+        variant: of each run; empty where there is one only.
+        corpus: data, and tokenizer where given; runs of several are never fitted together.
+        name: of each run, for messages.
+        other_n: parameters by the other count, with or without embeddings; NaN where not known; [runs].
+        counted: what `n` is: "without embeddings", "with embeddings" or "as given".
+        notes: what was read from where, and what was left out, one sentence each.
+        flops: of the whole run; NaN where not known; [runs].
+        hours: device-hours; NaN where not known; [runs].
+    """
+
+    n: Numbers
+    d: Numbers
+    loss: Numbers
+    seed: tuple[str, ...]
+    variant: tuple[str, ...]
+    corpus: tuple[str, ...]
+    name: tuple[str, ...]
+    other_n: Numbers
+    counted: str = "as given"
+    notes: tuple[str, ...] = ()
+    flops: Numbers = field(default_factory=lambda: np.empty(0))
+    hours: Numbers = field(default_factory=lambda: np.empty(0))
+
+    def __len__(self) -> int:
+        return len(self.n)
+
+    @property
+    def corpora(self) -> tuple[str, ...]:
+        """Return the corpora, in the order in which they occur."""
+        return tuple(dict.fromkeys(self.corpus))
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Return the variants, in the order in which they occur."""
+        return tuple(dict.fromkeys(self.variant))
+
+    @property
+    def compute(self) -> Numbers:
+        """Return FLOPs: those given, else 6 N D; [runs]."""
+        estimated = 6 * self.n * self.d
+        return estimated if not len(self.flops) else np.where(np.isfinite(self.flops), self.flops, estimated)
+
+    def select(self, chosen: Iterable[bool]) -> Table:
+        """Return some of the runs."""
+        mask = np.fromiter(chosen, dtype=bool, count=len(self))
+        rows = np.flatnonzero(mask)
+        texts = {key: tuple(getattr(self, key)[row] for row in rows) for key in ("seed", "variant", "corpus", "name")}
+        arrays = {key: getattr(self, key)[mask] for key in ("n", "d", "loss", "other_n")}
+        arrays |= {key: getattr(self, key)[mask] for key in ("flops", "hours") if len(getattr(self, key))}
+        return replace(self, **texts, **arrays)
+
+    def select_corpus(self, corpus: str) -> Table:
+        """Return the runs of a corpus."""
+        return self.select(name == corpus for name in self.corpus)
+
+
+def read_csv(path: Path | str, count_all: bool = False) -> Table:
+    """Read a table with columns for N, D and loss, and optionally seed, variant, corpus, tokenizer and name.
+
+    Args:
+        path: of the file; see `SYNONYMS` for names of columns.
+        count_all: whether N counts embeddings, where the file has both counts.
+
+    Raises:
+        ConfigError: for a file that can't be read, missing columns, values that are no losses or counts, and values in
+            different units.
+    """
+    rows = _read_rows(Path(path))
+    columns = _find_columns(rows[0], str(path))
+    size_key = "n_body" if "n_body" in columns and not (count_all and "n" in columns) else "n"
+    counted = (
+        "as given" if "n_body" not in columns else "without embeddings" if size_key == "n_body" else "with embeddings"
+    )
+    other = {"n": "n_body", "n_body": "n"}[size_key]
+    body, lines = _drop_empty(rows[1:])
+    if not body:
+        raise ConfigError(f"{path}: has no rows; give one per run.")
+
+    def read(key: str) -> Numbers:
+        return np.array([_parse(row, columns, key, f"{path}, line {k}") for row, k in zip(body, lines, strict=True)])
+
+    def texts(key: str, default: str = "") -> tuple[str, ...]:
+        return tuple(row[columns[key]].strip() if key in columns else default for row in body)
+
+    table = Table(
+        read(size_key), read("d"), read("loss"), texts("seed"), texts("variant"),
+        _join_corpora(texts("corpus"), texts("tokenizer")),
+        texts("name") if "name" in columns else tuple(f"line {k}" for k in lines),
+        read(other) if other in columns else np.full(len(body), np.nan), counted,
+        (_describe_columns(rows[0], columns, size_key),),
+    )  # fmt: skip
+    check_units(table, str(path))
+    return table
+
+
+def _read_rows(path: Path) -> list[list[str]]:
+    try:
+        text = read_regular_file(path).decode("utf-8-sig")
+        rows = list(csv.reader(io.StringIO(text)))
+    except (OSError, ValueError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no CSV file in UTF-8"
+        raise ConfigError(f"{path}: can't be read ({reason}); give directories of runs, or a CSV file.") from error
+    if not rows:
+        raise ConfigError(f"{path}: is empty; its first line names the columns, such as N,D,loss.")
+    return rows
+
+
+def _find_columns(head: Sequence[str], path: str) -> dict[str, int]:
+    """Return the index of each column by its meaning."""
+    names = [re.sub(r"[ -]+", "_", name.strip().lower()) for name in head]
+    columns: dict[str, int] = {}
+    for key, known in SYNONYMS.items():
+        found = [k for k, name in enumerate(names) if name in known]
+        if len(found) > 1:
+            both = " and ".join(truncate_text(head[k].strip()) for k in found)
+            raise ConfigError(f"{path}: columns {both} mean the same; leave one.")
+        columns |= {key: found[0]} if found else {}
+    for key, label in (("n", "N"), ("d", "D"), ("loss", "loss")):
+        if key not in columns and not (key == "n" and "n_body" in columns):
+            raise ConfigError(
+                f"{path}: has no column {label} (or {', '.join(SYNONYMS[key][1:4])}); it has "
+                f"{', '.join(truncate_text(name) for name in head[:12])}."
+            )
+    return columns
+
+
+def _describe_columns(head: Sequence[str], columns: dict[str, int], size_key: str) -> str:
+    meanings = {"n": "N", "n_body": "N without embeddings", "d": "D"}
+    used = [f"{meanings.get(key, key)} from {head[k].strip()!r}" for key, k in columns.items()]
+    known = f"columns: {', '.join(used)}"
+    both = "n" in columns and "n_body" in columns
+    return known + (f"; the law uses {meanings[size_key]}" if both and size_key == "n_body" else "") + "."
+
+
+def _drop_empty(rows: Sequence[list[str]]) -> tuple[list[list[str]], list[int]]:
+    kept = [(row, k) for k, row in enumerate(rows, 2) if any(cell.strip() for cell in row)]
+    return [row for row, _ in kept], [k for _, k in kept]
+
+
+def _parse(row: Sequence[str], columns: dict[str, int], key: str, where: str) -> float:
+    """Return a positive number; counts may have a unit, as 1.5B."""
+    text = row[columns[key]].strip() if columns[key] < len(row) else ""
+    label = {"n_body": "N", "n": "N", "d": "D"}.get(key, key)
+    match = NUMBER.fullmatch(text)
+    if match is None or (match[2] and key == "loss"):
+        raise ConfigError(
+            f"{where}: {label}={truncate_text(text) or 'empty'} is no number; correct the row or leave it out."
+        )
+    value = float(match[1].replace(",", "").replace("_", "")) * FACTORS[match[2].upper()]
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(
+            f"{where}: {label}={truncate_text(text)} must be a positive number; correct the row or leave it out."
+        )
+    return value
+
+
+def _join_corpora(corpora: Sequence[str], tokenizers: Sequence[str]) -> tuple[str, ...]:
+    pairs = zip(corpora, tokenizers, strict=True)
+    return tuple(" ".join(filter(None, (corpus, f"({tokenizer})" if tokenizer else ""))) for corpus, tokenizer in pairs)
+
+
+def check_units(table: Table, source: str) -> None:
+    """Check that counts and losses of a table are in one unit.
+
+    Raises:
+        ConfigError: where they are not.
+    """
+    for label, values in (("N", table.n), ("D", table.d)):
+        low, high = int(values.argmin()), int(values.argmax())
+        if values[low] < LEAST_COUNT:
+            raise ConfigError(
+                f"{source}: {label}={values[low]:g} in {table.name[low]} is in another unit than parameters or tokens; "
+                f"write it in full, or with its unit, as 1.5B."
+            )
+        if values[high] > SPREAD * values[low]:
+            both = f"{format_count(values[low])} in {table.name[low]} and {format_count(values[high])} in {table.name[high]}"
+            raise ConfigError(f"{source}: {label} is {both}: the units are mixed; write all in full.")
+    worst = int(table.loss.argmax())
+    if table.loss[worst] > HIGHEST_LOSS:
+        raise ConfigError(
+            f"{source}: loss={table.loss[worst]:g} in {table.name[worst]} is above chance, as a perplexity is; give "
+            f"losses in nats or bits per token or byte."
+        )
