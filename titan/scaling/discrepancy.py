@@ -19,7 +19,7 @@ LENGTHS = (0.5, 1.0)
 """Length scales of the smooth part in ln N and ln D, likewise."""
 FEATURES = 40
 """Cosines in a draw of the smooth part (random Fourier features, Rahimi and Recht 2007)."""
-OUTLIER = 3.5
+OUTLIER = 3.0
 """Standard deviations at which a residual is clipped before variances are estimated."""
 
 
@@ -68,8 +68,14 @@ class SmoothDraws:
     phases: Numbers
 
     def evaluate(self, x: Numbers, z: Numbers, variant: Indices) -> Numbers:
-        """Return the smooth part at points; [replicates, points]."""
-        total = np.zeros((len(self.noise), len(x)))
+        """Return the smooth part; [replicates, points].
+
+        Args:
+            x: centred ln N; [points], or [replicates, points].
+            z: centred ln D, likewise.
+            variant: index; [points].
+        """
+        total = np.zeros((len(self.noise), len(variant)))
         for k in range(FEATURES):
             by_size, by_data = self.frequencies[:, :, variant, k]
             total += np.cos(by_size * x + by_data * z + self.phases[:, variant, k])

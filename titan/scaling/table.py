@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -226,8 +227,8 @@ def check_units(table: Table, source: str) -> None:
                 f"write it in full, or with its unit, as 1.5B."
             )
         if values[high] > SPREAD * values[low]:
-            both = f"{format_count(values[low])} in {table.name[low]} and {format_count(values[high])} in {table.name[high]}"
-            raise ConfigError(f"{source}: {label} is {both}: the units are mixed; write all in full.")
+            ends = (f"{format_count(values[k])} in {table.name[k]}" for k in (low, high))
+            raise ConfigError(f"{source}: {label} is {' and '.join(ends)}: the units are mixed; write all in full.")
     worst = int(table.loss.argmax())
     if table.loss[worst] > HIGHEST_LOSS:
         raise ConfigError(

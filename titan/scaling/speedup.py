@@ -1,0 +1,223 @@
+"""Effective speed-up: how much of a baseline's compute a variant needs for the baseline's loss.
+
+At one size, the variant reaches the loss that the baseline has after D tokens after r D tokens. With its loss at D known,
+r follows from how steeply loss falls with tokens there: from a law, or from a second, shorter run of the baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan.console.numbers import format_count
+from titan.errors import ConfigError
+from titan.scaling.fit import LEVEL, Fit, Interval, summarise
+from titan.scaling.law import Numbers
+
+DRAWS = 4000
+WIDEST = 3.0
+"""Ratios are looked for from e^-3 to e^3, 1/20 to 20."""
+STEPS = 50
+FLATTEST, STEEPEST = 0.0, 0.6
+"""Exponents of D that curves through two losses of a baseline have: 0 is a logarithm; published laws have 0.2 to 0.5."""
+HALVES = 0.5
+"""Share of draws without a ratio from which none is stated."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A mean loss with its standard error.
+
+    Attributes:
+        n: parameters.
+        d: tokens.
+        loss: mean over seeds.
+        error: standard error; 0 for one that is known.
+        freedom: degrees of freedom of the error.
+    """
+
+    n: float
+    d: float
+    loss: float
+    error: float = 0.0
+    freedom: float = np.inf
+
+    def draw(self, generator: np.random.Generator, count: int = DRAWS) -> Numbers:
+        """Return draws of the mean; [count]."""
+        spread = generator.standard_t(self.freedom, count) if np.isfinite(self.freedom) else generator.normal(size=count)
+        return np.asarray(self.loss + self.error * spread)
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """What share of the baseline's compute the variant needs for its loss; below 1 is better.
+
+    Attributes:
+        tokens: ratio of tokens; None where it is not determined.
+        flops: ratio of FLOPs.
+        hours: ratio of device-hours; None without measured ones.
+        missing: the sentence on what would determine it; empty where it is determined.
+        source: what gave the slope.
+    """
+
+    tokens: Interval | None
+    flops: Interval | None
+    hours: Interval | None
+    missing: str
+    source: str
+
+    def describe(self, variant: str, baseline: str) -> str:
+        """Return the speed-up in one sentence."""
+        if self.flops is None or self.tokens is None:
+            return f"{variant} against {baseline}: not determined; {self.missing}"
+        others = f"in tokens {format_share(self.tokens)}"
+        others += f", in device-hours {format_share(self.hours)}" if self.hours else ""
+        return f"{variant} reaches {baseline}'s loss with {format_share(self.flops)} of its FLOPs ({others}; {self.source})"
+
+
+def format_share(interval: Interval) -> str:
+    """Return a ratio with its interval, as in 0.83 [0.76, 0.91]; ends of the range that was looked at as bounds."""
+    edge = np.exp(WIDEST) * 0.999
+    low = f"<{1 / edge:.2g}" if interval.low <= 1 / edge else f"{interval.low:.2f}"
+    high = f">{edge:.0f}" if interval.high >= edge else f"{interval.high:.2f}"
+    return f"{interval.value:.2f} [{low}, {high}]"
+
+
+def effective_speedup(
+    baseline: Measured,
+    variant: Measured,
+    curve: Fit | Measured | None,
+    name: str | None = None,
+    flops_ratio: float = 1.0,
+    hours_ratio: float | None = None,
+    seed: int = 0,
+) -> Speedup:
+    """Return the share of the baseline's tokens, FLOPs and device-hours with which the variant has its loss.
+
+    Args:
+        baseline: its loss.
+        variant: its loss after as many tokens as the baseline.
+        curve: a law that the baseline has, or its loss at the end of a shorter run; None: neither is known.
+        name: the baseline's name in the law; None: its first variant.
+        flops_ratio: FLOPs per token of the variant, relative to the baseline's.
+        hours_ratio: device-hours per token likewise; None: not measured.
+        seed: of random numbers.
+
+    Raises:
+        ConfigError: where both losses are not after equally many tokens, or the shorter run is not shorter.
+    """
+    if not np.isclose(baseline.d, variant.d, rtol=0.01):
+        raise ConfigError(
+            f"the baseline's loss is after {format_count(baseline.d)} tokens and the variant's after "
+            f"{format_count(variant.d)}; give losses after equally many."
+        )
+    generator = np.random.default_rng(seed)
+    if curve is None:
+        return _report_missing(baseline)
+    if isinstance(curve, Fit):
+        measured = baseline.draw(generator), variant.draw(generator)
+        ratios = _solve_law(curve, name, baseline, measured)
+        return _summarise(ratios, flops_ratio, hours_ratio, "by the law", baseline)
+    if not curve.d < 0.9 * baseline.d:
+        raise ConfigError(
+            f"the shorter run of the baseline has {format_count(curve.d)} tokens of {format_count(baseline.d)}; "
+            f"give one with at most 90 % of them."
+        )
+    losses = [run.draw(generator) for run in (curve, baseline, variant)]
+    ratios = _solve_two_lengths(curve.d / baseline.d, losses, generator)
+    source = f"by the baseline at {format_count(curve.d)} and {format_count(baseline.d)} tokens"
+    return _summarise(ratios, flops_ratio, hours_ratio, source, baseline)
+
+
+def compare_laws(
+    fit: Fit, baseline: str, variant: str, n: float, d: float, flops_ratio: float = 1.0, hours_ratio: float | None = None
+) -> Speedup:
+    """Return the speed-up of a variant at a size and length, by both laws.
+
+    Args:
+        fit: the laws.
+        baseline: its name.
+        variant: its name.
+        n: parameters.
+        d: tokens of the baseline.
+        flops_ratio: see `effective_speedup`.
+        hours_ratio: see `effective_speedup`.
+    """
+    size = np.array([n])
+    goal = _draw(fit, baseline, size, np.array([d]))
+    ratios = _bisect(lambda ratio: _draw_each(fit, variant, n, d * ratio) - goal, len(goal))
+    where = f"at N={format_count(n)}, D={format_count(d)}, by the law"
+    return _summarise(ratios, flops_ratio, hours_ratio, where, Measured(n, d, 0.0))
+
+
+def _draw(fit: Fit, name: str, n: Numbers, d: Numbers) -> Numbers:
+    return fit.laws[name].draw_losses(n, d, name, noise=False)[:, 0]
+
+
+def _draw_each(fit: Fit, name: str, n: float, d: Numbers) -> Numbers:
+    """Return the loss of each replicate at its own number of tokens; [replicates]."""
+    return fit.laws[name].draw_own(n, d, name)
+
+
+def _solve_law(fit: Fit, name: str | None, baseline: Measured, measured: tuple[Numbers, Numbers]) -> Numbers:
+    """Return ratios by the slope of the baseline's law through its measured loss; [draws]."""
+    known = fit.get_variant(name)
+    fit.check_target(baseline.n, baseline.d, known)
+    count = len(fit.laws[known].replicates)
+    gap = np.resize(measured[1] - measured[0], count)
+    start = _draw_each(fit, known, baseline.n, np.full(count, baseline.d))
+    return _bisect(lambda ratio: _draw_each(fit, known, baseline.n, baseline.d * ratio) - start + gap, count)
+
+
+def _solve_two_lengths(share: float, losses: list[Numbers], generator: np.random.Generator) -> Numbers:
+    """Return ratios by curves L = c + t D^-b through two losses of the baseline, b drawn evenly; [draws].
+
+    Args:
+        share: tokens of the shorter run, relative to the longer one.
+        losses: of the shorter run, the longer one, and the variant; [draws] each.
+        generator: of random numbers.
+    """
+    short, long, variant = losses
+    exponent = generator.uniform(FLATTEST, STEEPEST, len(long)) + 1e-9
+    with np.errstate(invalid="ignore", divide="ignore"):
+        term = (short - long) / (share**-exponent - 1)
+        ratio = (1 + (long - variant) / term) ** (-1 / exponent)
+    ratio = np.where((short > long) & np.isfinite(ratio), ratio, np.inf)
+    return np.where(short > long, ratio, np.nan).clip(np.exp(-WIDEST), np.exp(WIDEST))
+
+
+def _bisect(excess: Callable[[Numbers], Numbers], count: int) -> Numbers:
+    """Return the ratio at which a decreasing function is zero, the end of the range where there is none; [count]."""
+    low, high = np.full(count, -WIDEST), np.full(count, WIDEST)
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        above = excess(np.exp(middle)) > 0
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    return np.asarray(np.exp((low + high) / 2))
+
+
+def _summarise(
+    ratios: Numbers, flops_ratio: float, hours_ratio: float | None, source: str, baseline: Measured
+) -> Speedup:
+    outside = ~np.isfinite(ratios) | (np.abs(np.log(ratios)) > 0.999 * WIDEST)
+    if outside.mean() > HALVES:
+        return _report_missing(baseline)
+    ratios = np.where(np.isfinite(ratios), ratios, np.exp(WIDEST))
+    tokens = summarise(ratios)
+    hours = None if hours_ratio is None else scale_interval(tokens, hours_ratio)
+    return Speedup(tokens, scale_interval(tokens, flops_ratio), hours, "", source)
+
+
+def scale_interval(interval: Interval, factor: float) -> Interval:
+    """Return an interval multiplied by a positive number."""
+    return Interval(interval.value * factor, interval.low * factor, interval.high * factor, LEVEL)
+
+
+def _report_missing(baseline: Measured) -> Speedup:
+    sentence = (
+        f"a run of the baseline with N={format_count(baseline.n)} on about {format_count(baseline.d / 2)} tokens, "
+        f"decayed to its end, would determine it."
+    )
+    return Speedup(None, None, None, sentence, "")
