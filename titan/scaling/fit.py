@@ -118,6 +118,10 @@ class Fit:
             raise ConfigError(f"variant={variant}: has no law; there are {', '.join(self.variants)}.")
         return variant
 
+    def is_beyond(self, n: float, d: float) -> bool:
+        """Return whether a target has more than `REACH` times the compute of the largest rung."""
+        return bool(n * d > REACH * float((self.table.n * self.table.d).max()))
+
     def check_target(self, n: float, d: float, variant: str, extrapolate: bool = False) -> None:
         """Check that a target is in reach.
 
@@ -125,8 +129,8 @@ class Fit:
             ConfigError: where its compute is more than `REACH` times that of the largest rung, or the rungs lie on a
                 line that does not lead to it.
         """
-        target, largest = f"target={format_count(n)},{format_count(d)}", float(self.table.compute.max())
-        if 6 * n * d > REACH * largest and not extrapolate:
+        target, largest = f"target={format_count(n)},{format_count(d)}", float((6 * self.table.n * self.table.d).max())
+        if self.is_beyond(n, d) and not extrapolate:
             raise ConfigError(
                 f"{target}: is {format_rounded(6 * n * d / largest)} times the compute of the largest rung, and "
                 f"intervals hold to {REACH:g} times; give extrapolate=true to see it nevertheless."

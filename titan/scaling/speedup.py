@@ -1,7 +1,7 @@
 """Effective speed-up: how much of a baseline's compute a variant needs for the baseline's loss.
 
-At one size, the variant reaches the loss that the baseline has after D tokens after r D tokens. With its loss at D known,
-r follows from how steeply loss falls with tokens there: from a law, or from a second, shorter run of the baseline.
+At one size, the variant needs r D tokens for the loss that the baseline has after D. With the variant's loss at D known, r
+follows from how steeply loss falls with tokens there: by a law, or by a second, shorter run of the baseline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDEST = 3.0
 """Ratios are looked for from e^-3 to e^3, 1/20 to 20."""
 STEPS = 50
 FLATTEST, STEEPEST = 0.0, 0.6
-"""Exponents of D that curves through two losses of a baseline have: 0 is a logarithm; published laws have 0.2 to 0.5."""
+"""Exponents of D of curves through two losses: 0 is a logarithm; published laws have 0.2 to 0.5."""
 HALVES = 0.5
 """Share of draws without a ratio from which none is stated."""
 
@@ -46,7 +46,9 @@ class Measured:
 
     def draw(self, generator: np.random.Generator, count: int = DRAWS) -> Numbers:
         """Return draws of the mean; [count]."""
-        spread = generator.standard_t(self.freedom, count) if np.isfinite(self.freedom) else generator.normal(size=count)
+        spread = (
+            generator.standard_t(self.freedom, count) if np.isfinite(self.freedom) else generator.normal(size=count)
+        )
         return np.asarray(self.loss + self.error * spread)
 
 
@@ -74,7 +76,8 @@ class Speedup:
             return f"{variant} against {baseline}: not determined; {self.missing}"
         others = f"in tokens {format_share(self.tokens)}"
         others += f", in device-hours {format_share(self.hours)}" if self.hours else ""
-        return f"{variant} reaches {baseline}'s loss with {format_share(self.flops)} of its FLOPs ({others}; {self.source})"
+        flops = format_share(self.flops)
+        return f"{variant} reaches {baseline}'s loss with {flops} of its FLOPs ({others}; {self.source})"
 
 
 def format_share(interval: Interval) -> str:
@@ -132,7 +135,13 @@ def effective_speedup(
 
 
 def compare_laws(
-    fit: Fit, baseline: str, variant: str, n: float, d: float, flops_ratio: float = 1.0, hours_ratio: float | None = None
+    fit: Fit,
+    baseline: str,
+    variant: str,
+    n: float,
+    d: float,
+    flops_ratio: float = 1.0,
+    hours_ratio: float | None = None,
 ) -> Speedup:
     """Return the speed-up of a variant at a size and length, by both laws.
 

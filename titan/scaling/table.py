@@ -16,7 +16,7 @@ import numpy as np
 from titan.console.numbers import UNITS, format_count
 from titan.errors import ConfigError
 from titan.files.untrusted import read_regular_file, truncate_text
-from titan.scaling.law import Numbers
+from titan.scaling.law import Indices, Numbers
 
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "n": ("n", "params", "parameters", "n_params", "num_params", "model_size"),
@@ -96,12 +96,16 @@ class Table:
 
     def select(self, chosen: Iterable[bool]) -> Table:
         """Return some of the runs."""
-        mask = np.fromiter(chosen, dtype=bool, count=len(self))
-        rows = np.flatnonzero(mask)
+        return self.reorder(np.flatnonzero(np.fromiter(chosen, dtype=bool, count=len(self))))
+
+    def reorder(self, rows: Sequence[int] | Indices) -> Table:
+        """Return the runs at some rows, in their order."""
         texts = {key: tuple(getattr(self, key)[row] for row in rows) for key in ("seed", "variant", "corpus", "name")}
-        arrays = {key: getattr(self, key)[mask] for key in ("n", "d", "loss", "other_n")}
-        arrays |= {key: getattr(self, key)[mask] for key in ("flops", "hours") if len(getattr(self, key))}
-        return replace(self, **texts, **arrays)
+        index = np.asarray(rows, dtype=np.int64)
+        arrays = {key: getattr(self, key)[index] for key in ("n", "d", "loss", "other_n")}
+        arrays |= {key: getattr(self, key)[index] for key in ("flops", "hours") if len(getattr(self, key))}
+        changes: dict[str, Any] = {**texts, **arrays}
+        return replace(self, **changes)
 
     def select_corpus(self, corpus: str) -> Table:
         """Return the runs of a corpus."""
