@@ -337,12 +337,12 @@ def _find_overlaps(spans: Sequence[_HostSpan]) -> set[Path]:
 
 def find_common_measure(variant: RawRun, baseline: RawRun) -> LossMeasure | None:
     """Return the loss that two runs are comparable by; None for validation sets of different texts."""
-    if _identify_evaluation_set(variant) == _identify_evaluation_set(baseline):
+    if identify_evaluation_set(variant) == identify_evaluation_set(baseline):
         return "validation loss"
     return "bits per byte" if _has_same_text(variant, baseline) else None
 
 
-def _identify_evaluation_set(run: RawRun) -> tuple[Any, ...]:
+def identify_evaluation_set(run: RawRun) -> tuple[Any, ...]:
     """Return the settings that decide the evaluation set and its rows."""
     config = run.config
     rows = config["training"]["seq_len"], config["dataset"].get("mask_documents")

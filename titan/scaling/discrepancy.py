@@ -13,13 +13,13 @@ import numpy as np
 
 from titan.scaling.law import Indices, Numbers, Points
 
-RATIOS = (0.0, 0.5, 1.0, 2.0, 4.0)
+RATIOS = (0.5, 1.0, 2.0, 4.0)
 """Standard deviations of the smooth part relative to that of noise, all as probable before the data."""
 LENGTHS = (0.5, 1.0)
 """Length scales of the smooth part in ln N and ln D, likewise."""
 FEATURES = 40
 """Cosines in a draw of the smooth part (random Fourier features, Rahimi and Recht 2007)."""
-OUTLIER = 3.0
+OUTLIER = 2.5
 """Standard deviations at which a residual is clipped before variances are estimated."""
 
 

@@ -1,7 +1,7 @@
 """Effective speed-up: how much of a baseline's compute a variant needs for the baseline's loss.
 
-At one size, the variant needs r D tokens for the loss that the baseline has after D. With the variant's loss at D known, r
-follows from how steeply loss falls with tokens there: by a law, or by a second, shorter run of the baseline.
+At one size, the variant needs r D tokens for the loss that the baseline has after D. With the variant's loss at D
+known, r follows from how steeply loss falls with tokens there: by a law, or by a second, shorter run of the baseline.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from titan.console.numbers import format_count
 from titan.errors import ConfigError
 from titan.scaling.fit import LEVEL, Fit, Interval, summarise
 from titan.scaling.law import Numbers
+from titan.scaling.table import Table
 
 DRAWS = 4000
 WIDEST = 3.0
@@ -217,6 +218,28 @@ def _summarise(
     tokens = summarise(ratios)
     hours = None if hours_ratio is None else scale_interval(tokens, hours_ratio)
     return Speedup(tokens, scale_interval(tokens, flops_ratio), hours, "", source)
+
+
+def find_ratio(table: Table, baseline: str, variant: str, cost: Numbers) -> float | None:
+    """Return the ratio of a cost of runs, variant over baseline, by rungs that both have; None without any.
+
+    Args:
+        table: the runs.
+        baseline: its name.
+        variant: its name.
+        cost: of each run, such as FLOPs; NaN where not known; empty where none is; [runs].
+    """
+    if len(cost) != len(table):
+        return None
+    means: list[dict[tuple[float, float], float]] = []
+    for name in (baseline, variant):
+        found: dict[tuple[float, float], list[float]] = {}
+        for k, other in enumerate(table.variant):
+            if other == name and cost[k] > 0:
+                found.setdefault((table.n[k], table.d[k]), []).append(float(cost[k]))
+        means.append({place: float(np.mean(values)) for place, values in found.items()})
+    ratios = [means[1][place] / means[0][place] for place in means[0] if place in means[1]]
+    return float(np.median(ratios)) if ratios else None
 
 
 def scale_interval(interval: Interval, factor: float) -> Interval:

@@ -12,7 +12,7 @@ from titan.scaling.fit import LEVEL, Fit, Interval, fit_law, summarise
 from titan.scaling.floor import Floor, profile_floor
 from titan.scaling.law import Numbers, compute_log_losses
 from titan.scaling.replicates import Law
-from titan.scaling.speedup import Speedup, compare_laws
+from titan.scaling.speedup import Speedup, compare_laws, find_ratio
 from titan.scaling.table import Table
 
 SAME = 0.01
@@ -143,9 +143,14 @@ def _study_corpus(table: Table, corpus: str, question: Question) -> Study:
         held,
         floors,
         tuple(_predict_all(fit, held, question)),
-        {name: compare_laws(fit, baseline, name, place.n, place.d) for name in fit.variants[1:]},
+        {name: _compare(fit, baseline, name, place) for name in fit.variants[1:]},
         {name: find_optimum(fit.laws[name], name, 6 * place.n * place.d) for name in fit.variants},
     )
+
+
+def _compare(fit: Fit, baseline: str, name: str, place: Target) -> Speedup:
+    flops, hours = (find_ratio(fit.table, baseline, name, cost) for cost in (fit.table.flops, fit.table.hours))
+    return compare_laws(fit, baseline, name, place.n, place.d, flops or 1.0, hours)
 
 
 def _find_held(table: Table, question: Question) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

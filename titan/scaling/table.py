@@ -33,7 +33,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "name": ("name", "run", "id"),
 }  # fmt: skip
 """Names of columns, in lower case, with spaces and hyphens as underscores."""
-NUMBER = re.compile(r"([+-]?[\d_,]*\.?\d+(?:[eE][+-]?\d+)?)\s*([kKmMbBtT]?)")
+NUMBER = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*|(?=\.\d))(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([kKmMbBtT]?)")
+"""A number with an optional unit; a comma separates thousands."""
 FACTORS = {"": 1.0, **{unit.upper(): factor for unit, factor in UNITS}}
 LEAST_COUNT = 1000.0
 """Fewer parameters or tokens are figures in another unit, such as millions."""
@@ -199,17 +200,18 @@ def _parse(row: Sequence[str], columns: dict[str, int], key: str, where: str) ->
     """Return a positive number; counts may have a unit, as 1.5B."""
     text = row[columns[key]].strip() if columns[key] < len(row) else ""
     label = {"n_body": "N", "n": "N", "d": "D"}.get(key, key)
-    match = NUMBER.fullmatch(text)
-    if match is None or (match[2] and key == "loss"):
-        raise ConfigError(
-            f"{where}: {label}={truncate_text(text) or 'empty'} is no number; correct the row or leave it out."
-        )
-    value = float(match[1].replace(",", "").replace("_", "")) * FACTORS[match[2].upper()]
+    shown, value = truncate_text(text) or "empty", parse_number(text)
+    if value is None or (key == "loss" and text[-1] not in ".0123456789"):
+        raise ConfigError(f"{where}: {label}={shown} is no number; correct the row or leave it out.")
     if not (math.isfinite(value) and value > 0):
-        raise ConfigError(
-            f"{where}: {label}={truncate_text(text)} must be a positive number; correct the row or leave it out."
-        )
+        raise ConfigError(f"{where}: {label}={shown} must be a positive number; correct the row or leave it out.")
     return value
+
+
+def parse_number(text: str) -> float | None:
+    """Return a number, which may have a unit, as 1.5B; None for other text."""
+    match = NUMBER.fullmatch(text)
+    return float(match[1].replace(",", "").replace("_", "")) * FACTORS[match[2].upper()] if match else None
 
 
 def _join_corpora(corpora: Sequence[str], tokenizers: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,153 @@
+"""Fit a scaling law to runs or to a table: `python -m titan.law RUNS|FILE.csv [SETTING=VALUE ...]`; see `--help`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan.config.arguments import operand
+from titan.config.command import Command, CommandLine
+from titan.config.settings import setting
+from titan.console import output
+from titan.errors import ConfigError, RunError
+from titan.files.output_files import check_output_files, write_output_file
+
+if TYPE_CHECKING:
+    from titan.scaling.study import Study, Target
+    from titan.scaling.table import Table
+
+PAGE = "law.html"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `python -m titan.law`."""
+
+    sources: tuple[str, ...] = operand(
+        "RUNS", "directories of runs or sweeps, or one CSV file with columns N, D and loss"
+    )
+    target: str | None = setting(
+        None, "parameters and tokens to predict, as in 1.4B,28B; runs there are held out, and show the true loss"
+    )
+    holdout: str | None = setting(None, "runs with more parameters are predicted instead of fitted, as in 500M")
+    baseline: str | None = setting(None, "variant that the others are compared with; null: the first")
+    embeddings: bool = setting(False, "count embeddings and head as parameters, where both counts are known")
+    extrapolate: bool = setting(False, "predict beyond 30 times the compute of the largest rung too, labelled as such")
+    replicates: int = setting(1000, "fits to randomised losses, for intervals", at_least=100, cap=100_000)
+    seed: int = setting(0, "of random numbers", at_least=0)
+    to: str | tuple[str, ...] | None = setting(
+        None, f"files to write: .html; null: {PAGE} beside the runs or the file; []: none"
+    )
+
+
+COMMAND = Command(
+    "titan.law",
+    "Fit loss against parameters and tokens, and predict other sizes and lengths with intervals.",
+    {
+        "runs/ladder": "all finished runs of a sweep",
+        "runs.csv target=1.4B,28B": "any table; predict a size and length",
+        "runs.csv holdout=500M": "fit the runs up to a size, and score those above",
+    },
+    Settings,
+    notes="Says what rungs do not determine, such as the floor. Writes the same with charts to an HTML page.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    return COMMAND.run(_run_law, argv)
+
+
+def _run_law(command_line: CommandLine[Settings]) -> int:
+    settings = command_line.settings
+    files = None if settings.to is None else check_output_files(settings.to, (".html",))
+    _check_sources(settings.sources)
+    target = None if settings.target is None else _parse_target(settings.target)
+
+    from titan.report.render import law_text
+    from titan.scaling.study import Question, study_table
+
+    holdout = None if settings.holdout is None else _parse_count("holdout", settings.holdout)
+    table = _read_table(settings)
+    question = Question(target, holdout, settings.baseline, settings.extrapolate, settings.replicates, settings.seed)
+    studies = study_table(table, question)
+    print(law_text.format_studies(table, studies), end="")
+    _write_pages(table, studies, settings.sources[0], files, command_line.words)
+    return 0
+
+
+def _check_sources(sources: Sequence[str]) -> None:
+    """Raise ConfigError for a source that does not exist, and for a file beside others."""
+    for name in sources:
+        if not os.path.exists(name):
+            raise ConfigError(f"{name}: there is no such file or directory; correct the path.")
+        if not os.path.isdir(name) and len(sources) > 1:
+            raise ConfigError(f"{name}: is a file; give one CSV file alone, or directories of runs.")
+
+
+def _read_table(settings: Settings) -> Table:
+    if os.path.isdir(settings.sources[0]):
+        from titan.report.law_runs import read_runs
+
+        return read_runs(settings.sources, settings.embeddings)
+    from titan.scaling.table import read_csv
+
+    return read_csv(settings.sources[0], settings.embeddings)
+
+
+def _parse_target(text: str) -> Target:
+    from titan.scaling.study import Target
+
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise ConfigError(f"target={text}: give parameters and tokens, as in target=1.4B,28B.")
+    return Target(_parse_count("target", parts[0]), _parse_count("target", parts[1]))
+
+
+def _parse_count(name: str, text: str) -> float:
+    """Return a count, as 1.4B or 1.4e9."""
+    from titan.scaling.table import LEAST_COUNT, parse_number
+
+    value = parse_number(text.strip())
+    if value is None or not value >= LEAST_COUNT:
+        raise ConfigError(f"{name}={text}: is no number of parameters or tokens; write it as 1.4B or 1.4e9.")
+    return value
+
+
+def _write_pages(
+    table: Table, studies: Sequence[Study], source: str, files: Sequence[Path] | None, words: Sequence[str]
+) -> None:
+    """Write the pages; the default one may fail, as without jinja2 or permission."""
+    if files == ():
+        return
+    made = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.law', *words])}"
+    folder = Path(source) if os.path.isdir(source) else Path(source).parent
+    print()
+    for file in [folder / PAGE] if files is None else files:
+        try:
+            from titan.report.render.law_html import render_page
+
+            write_output_file(file, render_page(table, studies, made))
+        except (RunError, ImportError) as error:
+            if files is not None and isinstance(error, RunError):
+                raise
+            reason = (
+                str(error).removeprefix("to=").rstrip(".") if isinstance(error, RunError) else "no page: needs jinja2"
+            )
+            print(f"{reason}; give another file with to=FILE, or pip install 'titan[compare]'.")
+        else:
+            print(f"written: {file}")
+
+
+def cli() -> None:
+    """The console script `titan-law`."""
+    output.run(main)
+
+
+if __name__ == "__main__":
+    cli()

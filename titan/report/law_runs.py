@@ -1,0 +1,179 @@
+"""Read runs as a table for a scaling law: parameters, tokens and final losses, with variants and corpora."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from titan.console.numbers import format_count, format_plural
+from titan.errors import ConfigError
+from titan.report.align import group_runs, identify_evaluation_set
+from titan.report.collect import RawRun, collect_runs
+from titan.report.estimate import build_member
+from titan.report.findings import RunResult
+from titan.scaling.table import Table
+
+EXECUTION = re.compile(
+    r"(parallelism|memory|compile|checkpoint|metrics|cluster|debug|profile|evaluation|model)(\..*)?"
+    r"|devices|hardware|parent|data|continued|name|training\.(steps|tokens|global_batch|seed|repeat)"
+)
+"""Settings that distinguish no variants of a law: sizes, lengths, data, and how runs were executed."""
+
+
+@dataclass(frozen=True)
+class _Rung:
+    """A run with what a law needs of it."""
+
+    raw: RawRun
+    result: RunResult
+    settings: Mapping[str, str]
+    counts: tuple[float, float]
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Return its size and length."""
+        return self.counts[0], self.result.tokens
+
+
+def read_runs(directories: Sequence[str], count_all: bool = False) -> Table:
+    """Return finished runs as a table; N counts the parameters that compute a token.
+
+    Args:
+        directories: of runs or sweeps.
+        count_all: whether N counts embeddings and head.
+
+    Raises:
+        ConfigError: where there is no finished run with a loss.
+    """
+    collected = collect_runs([Path(name) for name in directories])
+    left_out = [f"{run.label}: {run.reason}" for run in collected.failed]
+    rungs: list[_Rung] = []
+    for group in group_runs(collected.list_started_runs(), collected.failed):
+        for raw in group.runs:
+            result = build_member(raw, raw.directory.name).run
+            counts = _count_parameters(raw)
+            if reason := _find_reason(result, counts):
+                left_out.append(f"{raw.directory.name}: {reason}")
+            elif counts is not None:
+                rungs.append(_Rung(raw, result, group.settings, counts))
+    if not rungs:
+        raise ConfigError(f"{directories[0]}: has no finished run with a loss; a law needs final losses.")
+    return _build_table(*_choose_losses(rungs), left_out, count_all)
+
+
+def _find_reason(result: RunResult, counts: tuple[float, float] | None) -> str:
+    """Return why a run is left out; empty where it is not."""
+    if result.diverged:
+        return "diverged"
+    if result.state != "finished":
+        return f"{result.state}; its learning rate has not decayed to its end"
+    return "" if counts is not None else "its model's class can't be loaded, so its size is not known"
+
+
+def _count_parameters(raw: RawRun) -> tuple[float, float] | None:
+    """Return the parameters that compute a token, without embedding and head, and with both."""
+    model = raw.model
+    if model is None:
+        return None
+    total = model.active_parameters()
+    return float(total - (1 if model.tied else 2) * model.embedding_parameters()), float(total)
+
+
+def _choose_losses(rungs: Sequence[_Rung]) -> tuple[list[_Rung], list[float], list[str]]:
+    """Return the runs, their losses, and notes on which losses these are."""
+    evaluated = [rung for rung in rungs if _is_number(rung.result.validation)]
+    if evaluated:
+        missing = [rung.raw.directory.name for rung in rungs if rung not in evaluated]
+        notes = ["losses: final evaluation, in nats per token"]
+        notes += [f"left out: {name}: it has no final evaluation, and others have" for name in missing]
+        return evaluated, [float(rung.result.validation or 0) for rung in evaluated], notes
+    trained = [rung for rung in rungs if _is_number(rung.result.loss)]
+    note = "losses: of training, the mean of the last steps: no run has a final evaluation"
+    return trained, [float(rung.result.loss or 0) for rung in trained], [note]
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def _build_table(
+    rungs: Sequence[_Rung], losses: Sequence[float], notes: list[str], left_out: Sequence[str], count_all: bool
+) -> Table:
+    body, total = (np.array([rung.counts[k] for rung in rungs]) for k in (0, 1))
+    variants, dropped = _name_variants(rungs)
+    notes += [f"left out: {reason}" for reason in left_out]
+    if dropped:
+        notes.append(f"{', '.join(dropped)}: a function of size and length in these runs, so part of the ladder's rule")
+    tokens = np.array([float(rung.result.tokens) for rung in rungs])
+    return Table(
+        total if count_all else body,
+        tokens,
+        np.array(losses),
+        tuple(str(rung.raw.seed) for rung in rungs),
+        variants,
+        _name_corpora(rungs),
+        tuple(rung.raw.directory.name for rung in rungs),
+        body if count_all else total,
+        "with embeddings" if count_all else "without embeddings",
+        tuple(notes),
+        tokens * np.array([_compute_flops(rung.raw) for rung in rungs]),
+        np.array([rung.result.cost.training_hours for rung in rungs]),
+    )
+
+
+def _compute_flops(raw: RawRun) -> float:
+    """Return FLOPs per token, with attention."""
+    return float(raw.model.flops_per_token(int(raw.config["training"]["seq_len"]))) if raw.model else math.nan
+
+
+def _name_variants(rungs: Sequence[_Rung]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the variant of each run, and the numbers that size and length determine, as a ladder's learning rate."""
+    names = [name for name in dict.fromkeys(key for r in rungs for key in r.settings) if not EXECUTION.fullmatch(name)]
+    values = {name: [rung.settings.get(name, "") for rung in rungs] for name in names}
+    names = [name for name in names if len(set(values[name])) > 1]
+    dropped = [name for name in names if _is_determined(values[name], [rung.place for rung in rungs])]
+    kept = [name for name in names if name not in dropped]
+    labels = tuple(" ".join(f"{name.rpartition('.')[2]}={values[name][k]}" for name in kept) for k in range(len(rungs)))
+    return labels, dropped
+
+
+def _is_determined(values: Sequence[str], places: Sequence[tuple[float, int]]) -> bool:
+    """Return whether a setting is a number of which each size and length has one value."""
+    by_place: dict[tuple[float, int], set[str]] = {}
+    for value, place in zip(values, places, strict=True):
+        by_place.setdefault(place, set()).add(value)
+    are_numbers = all(re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", value) for value in values)
+    return are_numbers and len(by_place) > 1 and all(len(found) == 1 for found in by_place.values())
+
+
+def _name_corpora(rungs: Sequence[_Rung]) -> tuple[str, ...]:
+    """Return a name for each evaluation set and its data; runs of different ones are never fitted together."""
+    keys = [repr(identify_evaluation_set(rung.raw)) for rung in rungs]
+    if len(set(keys)) == 1:
+        return ("",) * len(rungs)
+    numbers = {key: k + 1 for k, key in enumerate(dict.fromkeys(keys))}
+    return tuple(f"{_describe_data(rung.raw)} ({numbers[key]})" for rung, key in zip(rungs, keys, strict=True))
+
+
+def _describe_data(raw: RawRun) -> str:
+    choice = (raw.last_document.get("choices") or {}).get("dataset", "data")
+    length = raw.config["training"]["seq_len"]
+    return f"{choice} {str(raw.last_document['science'].get('data'))[:8]}, rows of {length}"
+
+
+def describe_table(table: Table) -> str:
+    """Return in one sentence what a table has."""
+    rungs = len({*zip(table.variant, table.n, table.d, strict=True)})
+    sizes = f"N {format_count(table.n.min())} to {format_count(table.n.max())}"
+    if table.counted != "as given":
+        sizes += f" {table.counted}"
+        known = table.other_n[np.isfinite(table.other_n)]
+        label = "with" if table.counted == "without embeddings" else "without"
+        sizes += f" ({format_count(known.min())} to {format_count(known.max())} {label})" if len(known) else ""
+    tokens = f"D {format_count(table.d.min())} to {format_count(table.d.max())}"
+    return f"{format_plural(len(table), 'run')} on {format_plural(rungs, 'rung')}: {sizes}, {tokens}"
