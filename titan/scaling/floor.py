@@ -15,9 +15,9 @@ from titan.scaling.solve import fit_rows
 GRID = 81
 HIGHEST = 0.995
 """The largest E of the profile, relative to the least loss."""
+NOTHING = 0.02
+"""Share of the least loss below which E is as good as 0."""
 LEVEL = 0.9
-SHOWN = 12.0
-"""The highest rise in cost that is kept, in mean squares."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,12 @@ class Floor:
     @property
     def is_determined(self) -> bool:
         """Return whether the interval excludes 0 and has an upper end."""
-        return self.low > 0 and self.high is not None
+        return not self.reaches_zero and self.high is not None
+
+    @property
+    def reaches_zero(self) -> bool:
+        """Return whether the interval has 0, or an E that is no part of a loss."""
+        return self.low <= NOTHING * self.least_loss
 
 
 def profile_floor(law: Law, level: float = LEVEL) -> Floor:

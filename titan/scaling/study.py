@@ -15,10 +15,12 @@ from titan.scaling.replicates import Law
 from titan.scaling.speedup import Speedup, compare_laws, find_ratio
 from titan.scaling.table import Table
 
-SAME = 0.01
+SAME = 0.03
 """Relative difference in N and in D below which a run is at the target."""
 SPLITS = 81
 """Sizes at which the loss of a given compute is computed."""
+BEYOND = 3.0
+"""How far beyond the sizes of the rungs the best one is looked for."""
 EDGES = 0.05
 """Share of replicates whose best size is at the edge of the sizes, from which it is not determined."""
 
@@ -225,9 +227,8 @@ def find_optimum(law: Law, variant: str, compute: float) -> Optimum:
         variant: its name.
         compute: FLOPs.
     """
-    low, high = float(law.cells.n.min()), float(law.cells.n.max())
     reach = max(1.0, np.sqrt(compute / float((6 * law.cells.n * law.cells.d).max())))
-    sizes = np.geomspace(low, high * reach, SPLITS)
+    sizes = np.geomspace(float(law.cells.n.min()) / BEYOND, float(law.cells.n.max()) * BEYOND * reach, SPLITS)
     if law.points.is_line:
         return Optimum(compute, None, None)
     x, z, index = law.locate(sizes, compute / (6 * sizes), variant)

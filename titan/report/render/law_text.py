@@ -90,11 +90,9 @@ def describe_floor(floor: Floor, law: Law) -> str:
     form = "L = E + A N^-a" if law.points.is_line else "L = E + A N^-a + B D^-b"
     if floor.is_determined:
         return f"{form}: floor E {floor.value:.3f} {format_interval(floor.low, floor.high, _format_loss)}"
-    why = (
-        "the profile reaches 0"
-        if floor.low <= 0 and floor.high is not None
-        else f"the profile has no upper end below the lowest loss, {floor.least_loss:.3f}"
-    )
+    why = "the profile reaches 0"
+    if not floor.reaches_zero:
+        why = f"the profile has no upper end below the lowest loss, {floor.least_loss:.3f}"
     bound = f", below {floor.high:.3f}" if floor.high is not None else ""
     return (
         f"{form}: floor not determined by these rungs ({why}); the best fit has E {floor.value:.3f}{bound}. Predictions "
@@ -121,7 +119,8 @@ def list_parameters(law: Law) -> list[str]:
 
 def _format_parameter(name: str, value: float, draws: Numbers) -> str:
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return f"{name} {value:.3f} {format_interval(min(low, value), max(high, value), _format_loss)}"
+    wide = f"{np.median(draws):.3f} {format_interval(low, high, _format_loss)}"
+    return f"{name} {value:.3f}; with the bend {wide}"
 
 
 def describe_noise(law: Law) -> str:
