@@ -20,7 +20,7 @@ from launchers import start
 from launchers.command import run_command as launch
 from tests.support import made_weights, task_files, tiers
 from tests.support.runs import begin_run
-from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, prove, replay, status
+from titan import calibrate, compare, convert, data, evaluate, generate, law, plan, prepare, prove, replay, status
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers import train
 from titan.model.schema import Llama
@@ -73,6 +73,12 @@ def schedule() -> str:
     return str(table)
 
 
+def ladder() -> str:
+    """The table that the page on laws shows."""
+    (table,) = re.findall(r"```csv\n(.*?)```", (ROOT / "docs" / "laws.md").read_text(), flags=re.S)
+    return str(table)
+
+
 def site() -> str:
     """The site's cluster that the tutorial shows."""
     (text,) = re.findall(
@@ -121,6 +127,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus" / "a.txt").write_text(text)
     (folder / "corpus" / "b.jsonl").write_text('{"content": "one two three four five six seven"}\n' * 300)
     (folder / "mine.csv").write_text(schedule())
+    (folder / "ladder.csv").write_text(ladder())
     (folder / "site" / "cluster").mkdir(parents=True)
     (folder / "site" / "cluster" / "ours.yaml").write_text(site())
     with gzip.open(folder / "chat.jsonl.gz", "wt") as file:
@@ -206,6 +213,8 @@ def test_command(
         made = {f"runs/{name}": ["runs/low", "runs/high"] for name in ("grid", "muon", "layouts")}
         given = [new for word in words[words.index("titan.compare") + 1 :] for new in made.get(word, [word])]
         assert command.elsewhere or compare.main(given) == 2 * command.refused
+    elif "titan.law" in words:
+        assert command.elsewhere or law.main(words[words.index("titan.law") + 1 :]) == 2 * command.refused
     elif "titan.plan" in words:
         assert command.elsewhere or plan.main(words[words.index("titan.plan") + 1 :]) == 2 * command.refused
     elif "titan.calibrate" in words:

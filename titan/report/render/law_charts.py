@@ -117,12 +117,13 @@ def _draw_prediction(frame: Frame, prediction: Prediction, sizes: Sequence[float
     return f'<g class="{_find_colour(prediction.n, sizes)}"><title>{escape(words)}</title>{shape}</g>'
 
 
-def draw_floor(floor: Floor, variants: Sequence[str]) -> Chart:
+def draw_floor(floor: Floor, variants: Sequence[str], key: str) -> Chart:
     """Return the profile of E: how much worse the best law with each E is.
 
     Args:
         floor: the profile.
         variants: those of the law.
+        key: names the chart in the page.
     """
     names = ", ".join(filter(None, variants))
     title = f"Profile of the floor E{f': {names}' if names and len(variants) < 4 else ''}"
@@ -144,7 +145,7 @@ def draw_floor(floor: Floor, variants: Sequence[str]) -> Chart:
         line = svg.draw_line(frame, floor.grid[shown], floor.rise[shown], 'class="c1"', "profile")
         limit = frame.y.at(floor.limit)
         line += f'<path class="level" d="M{frame.x.start:.1f} {limit:.1f}H{frame.x.end:.1f}"/>'
-        clip = f"floor-{abs(hash(tuple(variants))) % 10**8}-{size.is_narrow}"
+        clip = f"floor-{key}{'-narrow' if size.is_narrow else ''}"
         label = svg.draw_labels(frame, [Label(limit, "90% interval", 'class="c0"')]) if not size.is_narrow else ""
         return svg.draw_picture(frame, title, body + svg.clip_body(frame, clip, line) + label)
 

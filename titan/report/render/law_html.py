@@ -68,7 +68,7 @@ def _build_section(study: Study, number: int) -> dict[str, Any]:
     sentences = [line for line in lines if not line.startswith(("N=", "loss of a new run"))]
     names = study.fit.variants[:MOST_CHARTS]
     charts = [draw_rungs(study.fit, name, predictions.get(name, []), f"{number}-{k}") for k, name in enumerate(names)]
-    charts += [draw_floor(floor, names) for names, floor in study.floors.items()]
+    charts += [draw_floor(floor, variants, f"{number}-{k}") for k, (variants, floor) in enumerate(study.floors.items())]
     return {
         "heading": sanitize_nested(study.corpus or "All runs"),
         "sentences": sanitize_nested(sentences[1:] if study.corpus else sentences),

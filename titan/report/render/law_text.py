@@ -66,8 +66,8 @@ def describe_left_out(study: Study) -> list[str]:
         for n, d, variant, residual in find_suspects(study.fit.laws[names[0]]):
             where = f"N={format_count(n)}, D={format_count(d)}{f', {variant}' if variant else ''}"
             lines.append(
-                f"unusual: {where} is {residual:+.1f} robust standard deviations from the law; it stays, with the weight "
-                f"of Huber's estimator."
+                f"unusual: {where} is {residual:+.1f} robust standard deviations from the law; it stays, with a weight "
+                f"that falls with the distance (Huber)."
             )
     return lines
 
@@ -95,8 +95,8 @@ def describe_floor(floor: Floor, law: Law) -> str:
         why = f"the profile has no upper end below the lowest loss, {floor.least_loss:.3f}"
     bound = f", below {floor.high:.3f}" if floor.high is not None else ""
     return (
-        f"{form}: floor not determined by these rungs ({why}); the best fit has E {floor.value:.3f}{bound}. Predictions "
-        f"and speed-ups have this uncertainty in them."
+        f"{form}: floor not determined by these rungs ({why}); the best fit has E {floor.value:.3f}{bound}. "
+        f"Predictions and speed-ups have this uncertainty in them."
     )
 
 
