@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -167,6 +167,8 @@ def fit_law(table: Table, replicates: int = REPLICATES, seed: int = 0, share: bo
     Raises:
         ConfigError: where the runs can't determine a law.
     """
+    if not len(table):
+        raise ConfigError("there is no run to fit; give a table or directories with finished runs.")
     if len(table.corpora) > 1:
         raise ConfigError(
             f"the runs are of {len(table.corpora)} corpora ({', '.join(table.corpora[:4])}), whose losses have other "
@@ -174,7 +176,7 @@ def fit_law(table: Table, replicates: int = REPLICATES, seed: int = 0, share: bo
         )
     variants, left_out = _choose_variants(table)
     table = table.select(name in variants for name in table.variant)
-    test = _test_sharing(table, variants) if share is None and len(variants) > 1 else None
+    test = compare_sharing(table, variants) if share is None and len(variants) > 1 else None
     is_shared = (test is None or test.shares) if share is None else share
     groups = [tuple(variants)] if is_shared else [(name,) for name in variants]
     laws: dict[str, Law] = {}
@@ -234,8 +236,13 @@ def _check_cells(cells: Cells, names: tuple[str, ...]) -> None:
         )
 
 
-def _test_sharing(table: Table, variants: list[str]) -> SharingTest | None:
-    """Return the F test of shared E, a and b; None where a variant has too few rungs for a law."""
+def compare_sharing(table: Table, variants: Sequence[str]) -> SharingTest | None:
+    """Return the F test of shared E, a and b; None where a variant has too few rungs for a law.
+
+    Args:
+        table: the runs.
+        variants: their names.
+    """
     cells = group_cells(table, variants)
     points = cells.build_points(len(variants))
     parts = [points.select(cells.variant == k) for k in range(len(variants))]

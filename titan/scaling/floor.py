@@ -12,7 +12,8 @@ from titan.scaling.law import BEND, FLOOR, SHARED, Numbers
 from titan.scaling.replicates import Law
 from titan.scaling.solve import fit_rows
 
-GRID = 81
+GRID, FINE = 61, 41
+"""Values of E over the whole range, and around its best value."""
 HIGHEST = 0.995
 """The largest E of the profile, relative to the least loss."""
 NOTHING = 0.02
@@ -63,7 +64,7 @@ def profile_floor(law: Law, level: float = LEVEL) -> Floor:
     """
     points, free = law.points, law.points.list_free()
     least = float(np.exp(points.y.min()))
-    grid = np.linspace(0.0, HIGHEST * least, GRID)
+    grid = _choose_grid(law, HIGHEST * least)
     weight = law.bend_weight if free[BEND] else 0.0
     fixed = free & (np.arange(points.columns) != FLOOR)
     costs = _fit_each(law, grid, fixed, weight)
@@ -78,6 +79,14 @@ def profile_floor(law: Law, level: float = LEVEL) -> Floor:
     if high is not None:
         high = max(high, float(drawn_high)) if drawn_high < HIGHEST * least else None
     return Floor(float(law.plain[FLOOR]), low, high, grid, rise, limit, least)
+
+
+def _choose_grid(law: Law, highest: float) -> Numbers:
+    """Return values of E from 0 to the highest, closer to each other where the replicates have theirs."""
+    drawn = law.replicates[:, FLOOR]
+    middle, reach = float(law.wide[FLOOR]), 4 * float(drawn.std()) + 1e-6 * highest
+    fine = np.linspace(middle - reach, middle + reach, FINE)
+    return np.unique(np.concatenate([np.linspace(0.0, highest, GRID), fine.clip(0.0, highest)]))
 
 
 def _fit_each(law: Law, grid: Numbers, fixed: NDArray[np.bool_], weight: float) -> Numbers:

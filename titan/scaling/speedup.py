@@ -178,7 +178,9 @@ def _solve_law(fit: Fit, name: str | None, baseline: Measured, measured: tuple[N
     count = len(fit.laws[known].replicates)
     gap = np.resize(measured[1] - measured[0], count)
     start = _draw_each(fit, known, baseline.n, np.full(count, baseline.d))
-    return _bisect(lambda ratio: _draw_each(fit, known, baseline.n, baseline.d * ratio) - start + gap, count)
+    shifted = _bisect(lambda ratio: _draw_each(fit, known, baseline.n, baseline.d * ratio) - start + gap, count)
+    scaled = _bisect(lambda ratio: start + gap - _draw_each(fit, known, baseline.n, baseline.d / ratio), count)
+    return _mix(shifted, scaled, np.random.default_rng(count))
 
 
 def _solve_two_lengths(share: float, losses: list[Numbers], generator: np.random.Generator) -> Numbers:
@@ -192,10 +194,22 @@ def _solve_two_lengths(share: float, losses: list[Numbers], generator: np.random
     short, long, variant = losses
     exponent = generator.uniform(FLATTEST, STEEPEST, len(long)) + 1e-9
     with np.errstate(invalid="ignore", divide="ignore"):
-        term = (short - long) / (share**-exponent - 1)
-        ratio = (1 + (long - variant) / term) ** (-1 / exponent)
-    ratio = np.where((short > long) & np.isfinite(ratio), ratio, np.inf)
-    return np.where(short > long, ratio, np.nan).clip(np.exp(-WIDEST), np.exp(WIDEST))
+        gain = (long - variant) * (share**-exponent - 1) / (short - long)
+        shifted = np.where(gain > -1, (1 + gain) ** (-1 / exponent), np.inf)
+        scaled = np.where(gain < 1, (1 - gain) ** (1 / exponent), 0.0)
+    ends = np.exp(-WIDEST), np.exp(WIDEST)
+    mixed = _mix(shifted.clip(*ends), scaled.clip(*ends), generator)
+    return np.where(short > long, mixed, np.nan)
+
+
+def _mix(shifted: Numbers, scaled: Numbers, generator: np.random.Generator) -> Numbers:
+    """Return ratios between those of a curve that is the baseline's shifted in loss, and scaled in tokens; [draws].
+
+    A law whose variants share exponents has the first where A differs, the second where B does; one pair of losses does
+    not show which, so that the share of each is drawn evenly.
+    """
+    share = generator.uniform(size=len(shifted))
+    return np.asarray(np.exp(share * np.log(shifted) + (1 - share) * np.log(scaled)))
 
 
 def _bisect(excess: Callable[[Numbers], Numbers], count: int) -> Numbers:

@@ -232,7 +232,7 @@ def find_optimum(law: Law, variant: str, compute: float) -> Optimum:
     if law.points.is_line:
         return Optimum(compute, None, None)
     x, z, index = law.locate(sizes, compute / (6 * sizes), variant)
-    best = compute_log_losses(law.replicates, x, z, index).argmin(1)
+    best = (compute_log_losses(law.replicates, x, z, index) + law.draws.evaluate(x, z, index)).argmin(1)
     if np.isin(best, (0, SPLITS - 1)).mean() > EDGES:
         return Optimum(compute, None, None)
     return Optimum(compute, summarise(sizes[best], LEVEL), summarise(compute / (6 * sizes[best]), LEVEL))

@@ -1,0 +1,95 @@
+"""Effective speed-up: by laws, by a law's slope, and by two lengths of a baseline."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.made_tables import chinchilla, make_table, thrifty
+from titan.errors import ConfigError
+from titan.scaling.fit import Fit, fit_law
+from titan.scaling.speedup import Measured, Speedup, compare_laws, effective_speedup, find_ratio
+
+N, D = 1.6e8, 3.2e9
+
+
+def at(share: float, d: float = D, error: float = 0.0005) -> Measured:
+    return Measured(N, d, float(thrifty(share)(np.array(N), np.array(d))), error)
+
+
+@pytest.fixture(scope="module")
+def fit() -> Fit:
+    return fit_law(make_table((chinchilla, thrifty(0.8)), seed_sd=0.002), 200)
+
+
+def assert_share(speedup: Speedup, share: float, within: float = 0.1) -> None:
+    assert speedup.tokens is not None and not speedup.missing
+    assert speedup.tokens.low - 0.005 <= share <= speedup.tokens.high + 0.005
+    assert speedup.tokens.high < speedup.tokens.low + within
+
+
+def test_laws_of_two_variants(fit: Fit) -> None:
+    assert_share(compare_laws(fit, "a", "b", N, D), 0.8)
+    assert_share(compare_laws(fit, "b", "a", N, D), 1.25)
+    words = compare_laws(fit, "a", "b", N, D, 1.1, 1.2).describe("b", "a")
+    assert words.startswith("b reaches a's loss with 0.8") and "of its FLOPs (in tokens 0.8" in words
+    assert "in device-hours 0.9" in words
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9, 1.0, 1.3])
+def test_one_pair_of_losses_with_a_law_or_a_shorter_run(share: float, fit: Fit) -> None:
+    assert_share(effective_speedup(at(1), at(share), fit, "a"), share)
+    assert_share(effective_speedup(at(1), at(share), at(1, D / 2)), share)
+
+
+def test_currencies(fit: Fit) -> None:
+    speedup = effective_speedup(at(1), at(0.8), fit, "a", flops_ratio=1.25, hours_ratio=2.0)
+    assert speedup.tokens and speedup.flops and speedup.hours
+    assert speedup.flops.value == pytest.approx(1.25 * speedup.tokens.value)
+    assert speedup.hours.high == pytest.approx(2 * speedup.tokens.high)
+    assert effective_speedup(at(1), at(0.8), fit, "a").hours is None
+
+
+def test_more_noise_gives_a_wider_interval(fit: Fit) -> None:
+    sharp, blurred = (effective_speedup(at(1, error=e), at(0.8, error=e), fit, "a").tokens for e in (0.0005, 0.005))
+    assert sharp and blurred and blurred.high - blurred.low > 3 * (sharp.high - sharp.low)
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [None, Measured(N, D / 2, at(1).loss, 0.0005), Measured(N, D / 2, at(1).loss - 0.01, 0.0005)],
+    ids=["unknown", "flat", "rising"],
+)
+def test_what_is_not_determined_says_which_run_would(curve: Measured | None) -> None:
+    speedup = effective_speedup(at(1), at(0.8), curve)
+    assert speedup.tokens is None and "a run of the baseline with N=160M on about 1.6B tokens" in speedup.missing
+    assert speedup.describe("b", "a").startswith("b against a: not determined; ")
+
+
+@pytest.mark.parametrize(
+    ("variant", "curve", "sentence"),
+    [
+        pytest.param(at(1, 2 * D), None, "give losses after equally many", id="unequal"),
+        pytest.param(at(1), at(1, 0.95 * D), "give one with at most 90 % of them", id="not-shorter"),
+    ],
+)
+def test_bad_pairs_are_rejected(variant: Measured, curve: Measured | None, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        effective_speedup(at(1), variant, curve)
+
+
+@given(st.floats(0.6, 1.6), st.floats(0.25, 0.6))
+def test_two_lengths_enclose_power_laws(share: float, shorter: float) -> None:
+    exact = [at(1, error=0.0), at(share, error=0.0), at(1, shorter * D, 0.0)]
+    tokens = effective_speedup(*exact).tokens
+    assert tokens is not None and tokens.low - 0.02 <= share <= tokens.high + 0.02
+    assert (tokens.value < 1) == (share < 1) or abs(share - 1) < 1e-6
+
+
+def test_costs_of_common_rungs() -> None:
+    table = make_table((chinchilla, thrifty(0.8)))
+    cost = table.n * table.d * np.where(np.array(table.variant) == "b", 1.5, 1.0)
+    assert find_ratio(table, "a", "b", cost) == pytest.approx(1.5)
+    assert find_ratio(table, "a", "b", np.empty(0)) is None is find_ratio(table, "a", "b", np.full(len(table), np.nan))
