@@ -14,7 +14,21 @@ import pytest
 
 from tests.support.composing import compose_test_run
 from tests.support.runs import begin_run
-from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, prove, replay, status, train
+from titan import (
+    calibrate,
+    compare,
+    convert,
+    data,
+    evaluate,
+    generate,
+    law,
+    plan,
+    prepare,
+    prove,
+    replay,
+    status,
+    train,
+)
 from titan.bench import command as bench
 from titan.bench import fit_costs, predicted
 from titan.config.command import Command
@@ -55,6 +69,7 @@ CASES = [
     Case("titan.status", status.main, ("runs/x",), "watch=perhaps", "DIRECTORY"),
     Case("titan.profile", profile.main, ("runs/x",), "rank=-1", "RUN"),
     Case("titan.compare", compare.main, (".",), "margin=0", "DIR"),
+    Case("titan.law", law.main, (".",), "replicates=10", "RUNS"),
     Case("titan.convert", convert.main, ("runs/x", "to=y"), "format=onnx", "SOURCE"),
     Case("titan.plan", plan.main, ("model=debug",), "plan.keep=0"),
     Case("titan.prove", prove.main, ("model=debug",), "training.steps=few"),
@@ -234,7 +249,7 @@ def test_a_run_and_a_file_in_place_of_a_setting_are_named(capsys: pytest.Capture
 
 FILE_WRITERS = {
     "titan.generate", "titan.evaluate", "titan.replay", "titan.compare", "titan.plan", "titan.prove", "titan.calibrate",
-    "titan.bench",
+    "titan.bench", "titan.law",
     "titan.bench.predicted", "titan.bench.fit_costs", "titan.dataset.tokenizers.train",
 }  # fmt: skip
 """Commands that write a file where `to=` says."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from titan.console.numbers import UNITS, format_count
+from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.untrusted import read_regular_file, truncate_text
 from titan.scaling.law import Indices, Numbers
@@ -138,8 +139,8 @@ def read_csv(path: Path | str, count_all: bool = False) -> Table:
     def read(key: str) -> Numbers:
         return np.array([_parse(row, columns, key, f"{path}, line {k}") for row, k in zip(body, lines, strict=True)])
 
-    def texts(key: str, default: str = "") -> tuple[str, ...]:
-        return tuple(row[columns[key]].strip() if key in columns else default for row in body)
+    def texts(key: str) -> tuple[str, ...]:
+        return tuple(_read_text(row, columns, key) for row in body)
 
     table = Table(
         read(size_key), read("d"), read("loss"), texts("seed"), texts("variant"),
@@ -212,6 +213,11 @@ def parse_number(text: str) -> float | None:
     """Return a number, which may have a unit, as 1.5B; None for other text."""
     match = NUMBER.fullmatch(text)
     return float(match[1].replace(",", "").replace("_", "")) * FACTORS[match[2].upper()] if match else None
+
+
+def _read_text(row: Sequence[str], columns: dict[str, int], key: str) -> str:
+    """Return a text, fit to be shown; empty where the row or the table has none."""
+    return sanitize_line(row[columns[key]].strip()) if key in columns and columns[key] < len(row) else ""
 
 
 def _join_corpora(corpora: Sequence[str], tokenizers: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,125 @@
+"""`python -m titan.law`: what it prints and writes, of tables and of runs, and what it rejects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.made_runs import Story, StoryAttempt, make_run
+from tests.support.made_tables import chinchilla, make_table, thrifty
+from titan import law
+from titan.report.law_runs import read_runs
+
+FEW = "replicates=100"
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a table of two variants, of which b needs 0.8 of a's tokens."""
+    runs = make_table((chinchilla, thrifty(0.8)), seed_sd=0.003)
+    rows = zip(runs.variant, runs.n, runs.d, runs.loss, strict=True)
+    (tmp_path / "runs.csv").write_text(
+        "variant,N,D,loss\n" + "".join(f"{v},{n:.0f},{d:.0f},{loss:.4f}\n" for v, n, d, loss in rows)
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_table_gives_a_law_a_prediction_and_a_page(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert law.main(["runs.csv", "target=160M,3.2B", FEW]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = "\n".join(lines)
+    assert "columns: N from 'N', D from 'D', loss from 'loss', variant from 'variant'." in lines
+    assert "38 runs on 38 rungs: N 10M to 160M, D 50M to 51.2B; 2 runs held out" in lines
+    assert "variants share E, a and b: not rejected at 0.05 by the likelihood-ratio test (F(3, 28)" in shown
+    assert "L = E + A N^-a + B D^-b: floor E 1.7" in shown and "2 of 2 held-out rungs inside" in shown
+    assert "b reaches a's loss with 0.8" in shown or "b reaches a's loss with 0.7" in shown
+    assert lines[-1] == "written: law.html"
+    page = (table / "law.html").read_text()
+    assert "<script" not in page and page.count('class="band') == 2 * 2 * 5 and "default-src 'none'" in page
+    assert page.count('class="true"') == 2 * 2 and "Profile of the floor" in page and "law.html" not in page
+
+
+def test_names_in_a_table_are_escaped(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (table / "runs.csv").read_text().replace("b,", "<script>\x1b[31m,")
+    (table / "runs.csv").write_text(text)
+    assert law.main(["runs.csv", FEW]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    page = (table / "law.html").read_text()
+    assert "<script" not in page and "\x1b" not in page and "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["none.csv"], "none.csv: there is no such file or directory"),
+        (["runs.csv", "."], "runs.csv: is a file; give one CSV file alone"),
+        (["."], "contains no run"),
+        (["runs.csv", "target=1B"], "target=1B: give parameters and tokens, as in target=1.4B,28B"),
+        (["runs.csv", "target=1,2"], "target=1,2: is no number of parameters or tokens"),
+        (["runs.csv", "target=40B,800B"], "times the compute of the largest rung"),
+        (["runs.csv", "holdout=few"], "holdout=few: is no number"),
+        (["runs.csv", "holdout=1M"], "holdout=1e+06: no run has fewer parameters"),
+        (["runs.csv", "baseline=c"], "baseline=c: there is no such variant; there are a, b"),
+        (["runs.csv", "to=x.pdf"], "unknown file format"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_rejected(words: list[str], sentence: str, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert law.main([*words, FEW]) == 2
+    screen = capsys.readouterr()
+    assert sentence in screen.err and screen.err.count("\n") == 1 and "L =" not in screen.out
+
+
+def test_corpora_have_laws_of_their_own(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (table / "runs.csv").read_text().splitlines()
+    rows = [f"{row},{'c4' if row.startswith('a') else 'pile'}" for row in lines[1:]]
+    (table / "runs.csv").write_text("\n".join([f"{lines[0]},corpus", *rows]))
+    assert law.main(["runs.csv", FEW, "to=[]"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 corpora, each with a law of its own" in shown and "corpus c4\n" in shown and "reaches" not in shown
+
+
+SIZES = ((32, 1), (64, 1), (64, 2), (96, 2))
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made runs: sizes, lengths, a learning rate by a rule, one unfinished run and one on other data."""
+    folder = tmp_path_factory.mktemp("ladder")
+    for k, (dim, layers) in enumerate(SIZES):
+        for steps in (20, 40, 80):
+            level = float(chinchilla(np.array(2e7 * 2**k), np.array(2e9 * steps * 2**k)))
+            overrides = (f"model.dim={dim}", f"model.layers={layers}", f"optimizer.lr={0.01 / dim}")
+            make_run(folder / f"run-{k}-{steps}", Story(steps=steps, level=level, spread=0.0), *overrides)
+    make_run(folder / "open", Story(attempts=(StoryAttempt(0, 10),)), "model.dim=32")
+    return folder
+
+
+def test_runs_are_a_table(ladder: Path) -> None:
+    table = read_runs([str(ladder)])
+    assert len(table) == 12 and len(set(table.n)) == 4 and table.corpora == ("",) and table.variants == ("",)
+    assert (table.n < table.other_n).all() and table.counted == "without embeddings"
+    assert len(table.flops) == len(table.hours) == 12 and (table.flops > 0).all()
+    assert any(note.startswith("left out: open: stopped") for note in table.notes)
+    assert any("optimizer.lr: a function of size and length" in note for note in table.notes)
+    assert any("final evaluation, in nats" in note for note in table.notes)
+    final = json.loads((ladder / "run-0-20" / "result.json").read_text())["validation_loss"]
+    assert table.loss[table.name.index("run-0-20")] == pytest.approx(final)
+
+
+def test_runs_of_other_data_and_settings_are_apart(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", Story(), "optimizer.lr=0.001")
+    make_run(tmp_path / "b", Story(seed=1), "optimizer.lr=0.003")
+    make_run(tmp_path / "c", Story(seed=1, digest="f" * 16), "optimizer.lr=0.003")
+    table = read_runs([str(tmp_path)])
+    assert table.variants == ("lr=0.001", "lr=0.003") and len(table.corpora) == 2
+
+
+def test_a_law_of_runs(ladder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert law.main([str(ladder), FEW]) == 0
+    shown = capsys.readouterr().out
+    assert "12 runs on 12 rungs" in shown and f"written: {ladder}/law.html" in shown
