@@ -72,7 +72,7 @@ def _run_law(command_line: CommandLine[Settings]) -> int:
     from titan.report.render import law_text
     from titan.scaling.study import Question, study_table
 
-    holdout = None if settings.holdout is None else _parse_count("holdout", settings.holdout)
+    holdout = None if settings.holdout is None else _parse_count(f"holdout={settings.holdout}", settings.holdout)
     table = _read_table(settings)
     question = Question(target, holdout, settings.baseline, settings.extrapolate, settings.replicates, settings.seed)
     studies = study_table(table, question)
@@ -106,16 +106,16 @@ def _parse_target(text: str) -> Target:
     parts = text.split(",")
     if len(parts) != 2:
         raise ConfigError(f"target={text}: give parameters and tokens, as in target=1.4B,28B.")
-    return Target(_parse_count("target", parts[0]), _parse_count("target", parts[1]))
+    return Target(*(_parse_count(f"target={text}", part) for part in parts))
 
 
-def _parse_count(name: str, text: str) -> float:
-    """Return a count, as 1.4B or 1.4e9."""
+def _parse_count(typed: str, text: str) -> float:
+    """Return a count, as 1.4B or 1.4e9; `typed` is the whole word, for messages."""
     from titan.scaling.table import LEAST_COUNT, parse_number
 
     value = parse_number(text.strip())
     if value is None or not value >= LEAST_COUNT:
-        raise ConfigError(f"{name}={text}: is no number of parameters or tokens; write it as 1.4B or 1.4e9.")
+        raise ConfigError(f"{typed}: is no number of parameters or tokens; write it as 1.4B or 1.4e9.")
     return value
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from titan.console.numbers import format_count, format_plural
+from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.report.align import group_runs, identify_evaluation_set
 from titan.report.collect import RawRun, collect_runs
@@ -138,7 +139,10 @@ def _name_variants(rungs: Sequence[_Rung]) -> tuple[tuple[str, ...], list[str]]:
     names = [name for name in names if len(set(values[name])) > 1]
     dropped = [name for name in names if _is_determined(values[name], [rung.place for rung in rungs])]
     kept = [name for name in names if name not in dropped]
-    labels = tuple(" ".join(f"{name.rpartition('.')[2]}={values[name][k]}" for name in kept) for k in range(len(rungs)))
+    labels = tuple(
+        sanitize_line(" ".join(f"{name.rpartition('.')[2]}={values[name][k]}" for name in kept))
+        for k in range(len(rungs))
+    )
     return labels, dropped
 
 
@@ -163,7 +167,7 @@ def _name_corpora(rungs: Sequence[_Rung]) -> tuple[str, ...]:
 def _describe_data(raw: RawRun) -> str:
     choice = (raw.last_document.get("choices") or {}).get("dataset", "data")
     length = raw.config["training"]["seq_len"]
-    return f"{choice} {str(raw.last_document['science'].get('data'))[:8]}, rows of {length}"
+    return f"{sanitize_line(str(choice))} {str(raw.last_document['science'].get('data'))[:8]}, rows of {length}"
 
 
 def describe_table(table: Table) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titan.console.numbers import format_count
 from titan.errors import ConfigError
 from titan.scaling.fit import LEVEL, Fit, Interval, fit_law, summarise
 from titan.scaling.floor import Floor, profile_floor
@@ -133,7 +134,9 @@ def _study_corpus(table: Table, corpus: str, question: Question) -> Study:
     is_held = _find_held(table, question)
     held, fitted = table.select(is_held), table.select(~is_held)
     if not len(fitted):
-        raise ConfigError(f"holdout={question.holdout:g}: no run has fewer parameters; give a larger number.")
+        raise ConfigError(
+            f"holdout={format_count(question.holdout or 0)}: no run has fewer parameters; give a larger number."
+        )
     fit = fit_law(_put_first(fitted, question.baseline), question.replicates, question.seed)
     laws = {law.variants: law for law in fit.laws.values()}
     floors = {names: profile_floor(law) for names, law in laws.items()}
