@@ -85,7 +85,8 @@ def _check_sources(sources: Sequence[str]) -> None:
     """Raise ConfigError for a source that does not exist, and for a file beside others."""
     for name in sources:
         if not os.path.exists(name):
-            raise ConfigError(f"{name}: there is no such file or directory; correct the path.")
+            kind = "file" if name.endswith(".csv") else "directory"
+            raise ConfigError(f"{name}: there is no such {kind}; correct the path.")
         if not os.path.isdir(name) and len(sources) > 1:
             raise ConfigError(f"{name}: is a file; give one CSV file alone, or directories of runs.")
 

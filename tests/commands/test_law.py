@@ -55,7 +55,7 @@ def test_names_in_a_table_are_escaped(table: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["none.csv"], "none.csv: there is no such file or directory"),
+        (["none.csv"], "none.csv: there is no such file; correct"),
         (["runs.csv", "."], "runs.csv: is a file; give one CSV file alone"),
         (["."], "contains no run"),
         (["runs.csv", "target=1B"], "target=1B: give parameters and tokens, as in target=1.4B,28B"),
