@@ -37,6 +37,7 @@ from titan.run.run import Run
 from titan.sweep import ledger, objective
 from titan.sweep.labels import clean_override
 from titan.sweep.ledger import SweepSpec
+from titan.sweep.margin import parse_margin
 from titan.sweep.schema import GRID, LAUNCHER_MODULE, LocalLaunch, SlurmLaunch, Sweep
 
 SINGLE_TRIAL_ID = "run"
@@ -227,6 +228,7 @@ def build_sweep(cfg: DictConfig) -> Sweep:
 def build_spec(cfg: DictConfig) -> SweepSpec:
     """Return what a composed configuration asks of its sweep."""
     sweep = build_sweep(cfg)
+    parse_margin(sweep.margin)
     return SweepSpec(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target, sweep.budget)
 
 

@@ -390,7 +390,7 @@ def compare(
     directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     baseline: str | None = None,
-    margin: float | None = None,
+    margin: float | str | None = None,
     target: float | None = None,
 ) -> NotebookComparison:
     """Compare all runs in and below some directories and return the findings as data.
@@ -398,7 +398,8 @@ def compare(
     Args:
         directories: those of runs and sweeps, or folders that hold some; the first run is the baseline.
         baseline: settings, such as "parallelism=ddp,lr=0.001", or a run's directory.
-        margin: validation loss, nats, that counts as no difference; None: as the sweep says, else 0.02.
+        margin: validation loss, nats, that counts as no difference, or a share of the baseline's compute such as "2%";
+            None: as the sweep says, else 0.02.
         target: validation loss to reach; None: as the sweep says.
 
     Raises:

@@ -36,8 +36,10 @@ class Settings:
         None,
         "variant that the others are compared with: its settings, as in parallelism=ddp,lr=0.001, or a run's directory",
     )
-    margin: float | None = setting(
-        None, "equivalence margin, in nats of validation loss; null: that of the sweep, else 0.02", above=0
+    margin: float | str | None = setting(
+        None,
+        "equivalence margin, in nats of validation loss, or a share of the baseline's compute, as in 2%; null: that of "
+        "the sweep, else 0.02",
     )
     target: float | None = setting(None, "validation loss to reach; null: that of the sweep", above=0)
     to: str | tuple[str, ...] | None = setting(

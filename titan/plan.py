@@ -6,10 +6,12 @@ import importlib.util
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from launchers.command import plan_command
@@ -32,6 +34,8 @@ from titan.report.render.plan_data import PlanOutcome
 from titan.run.open_layout import list_typed_settings
 from titan.run.resolve import resolve
 from titan.run.small_work import warn_of_small_work
+from titan.sweep import budget
+from titan.sweep.margin import parse_margin
 
 if TYPE_CHECKING:
     from launchers.trials import Trial
@@ -53,6 +57,10 @@ class PlanSettings:
     trace: bool = setting(False, "trace a real step of a rank of each pipeline rank on tensors without values")
     whole: bool = setting(False, "with plan.trace: trace all blocks, instead of a few that are repeated")
     fit: str | None = setting(None, "a run, or a folder of runs, whose measured speed and memory refine the prediction")
+    effect: str = setting("2%", "of a sweep: the effect, as a share of compute, that its seeds should show")
+    noise: str | None = setting(
+        None, "of a sweep: a folder of finished runs whose spread over seeds says how many seeds show the effect"
+    )
 
 
 @dataclass(frozen=True)
@@ -220,11 +228,14 @@ def _plan_trials(trials: Sequence[Trial], settings: PlanSettings, files: Sequenc
         raise ConfigError(f"plan.{'search' if settings.search else 'trace'}=true: takes one run; leave out -m.")
     for trial in trials:
         warn_of_small_work(trial.run, planned=True)
+    effect = _parse_effect(settings.effect)
     plans = [estimate.build_plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
     if settings.fit is not None:
         plans = _refine_plans(trials, plans, settings.fit)
     labels = [t.label for t in trials]
     print(plan_text.format_grid(labels, plans), end="")
+    for line in _describe_power(trials, plans, effect, settings.noise):
+        print(line)
     _write_files(
         files,
         {
@@ -233,6 +244,37 @@ def _plan_trials(trials: Sequence[Trial], settings: PlanSettings, files: Sequenc
         },
     )
     return [0] * len(trials)
+
+
+def _parse_effect(text: str) -> float:
+    """Return a share of compute.
+
+    Raises:
+        ConfigError: for another text.
+    """
+    effect = parse_margin(text, "plan.effect").share
+    if effect is None:
+        raise ConfigError(f"plan.effect={text}: must be a share of compute, such as 2%.")
+    return effect
+
+
+def _describe_power(
+    trials: Sequence[Trial], plans: Sequence[estimate.Plan], effect: float, folder: str | None
+) -> list[str]:
+    """Return how many seeds show the effect, for a sweep with several variants of one length.
+
+    Raises:
+        ConfigError: for a folder without runs.
+    """
+    seeds = Counter(budget.label_variant(trial.varied) for trial in trials)
+    tokens = {trial.run.training.total_tokens for trial in trials}
+    if len(seeds) < 2 or len(tokens) > 1 or len(set(seeds.values())) > 1:
+        return []
+    from titan.report import power  # only now: a plan without it need not wait for numpy
+
+    noise = power.PUBLISHED if folder is None else power.read_noise(Path(folder))
+    hours = fmean(plan.device_hours.value for plan in plans)
+    return power.describe_power(effect, noise, float(tokens.pop()), len(seeds), next(iter(seeds.values())), hours)
 
 
 def _refine_plans(trials: Sequence[Trial], plans: Sequence[estimate.Plan], source: str) -> list[estimate.Plan]:

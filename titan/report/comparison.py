@@ -7,8 +7,9 @@ Each stage is a module of the same name, but for the tests, of which there are t
 3. estimate: results of each run, then means, speeds and outcomes over the seeds of a variant.
 4. rank: the best of several learning rates stands for its recipe, and one variant is the baseline.
 5. test each variant against the baseline: equivalence where both have the same hyperparameters, else superiority.
-6. rank: order the variants by their results.
-7. render: table, sentences, page, CSV and JSON, in `titan.report.render`.
+6. effort: what share of the baseline's compute each variant needs for its loss.
+7. rank: order the variants by their results.
+8. render: table, sentences, page, CSV and JSON, in `titan.report.render`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.console.text import sanitize_nested
-from titan.report import align, equivalence, estimate, notes, rank, superiority
+from titan.report import align, effort, equivalence, estimate, notes, rank, superiority
 from titan.report.collect import CollectedRuns, collect_runs
 from titan.report.estimate import VariantEstimates
-from titan.report.findings import Comparison, FailedRun, Learning, Quality, Variant
+from titan.report.findings import Comparison, Effort, FailedRun, Learning, Quality, Variant
 from titan.report.rank import VariantCandidate
 from titan.sweep.labels import count_distinguishing_digits, format_label
 from titan.sweep.ledger import SweepSpec
+from titan.sweep.margin import DEFAULT, parse_margin
 
 FAILED_STATES = ("failed", "stopped")
 
@@ -37,12 +39,13 @@ class Options:
     Attributes:
         baseline: the variant that the others are compared with: its settings, as in "parallelism=single,lr=0.001",
             or a run's directory; None: that of the sweep, else the first one found.
-        margin: equivalence margin, in nats of validation loss; None: that of the sweep, else 0.02.
+        margin: equivalence margin, in nats of validation loss, or a share of the baseline's compute such as "2%"; None:
+            that of the sweep, else 0.02.
         target: the validation loss to reach; None: that of the sweep.
     """
 
     baseline: str | None = None
-    margin: float | None = None
+    margin: float | str | None = None
     target: float | None = None
 
 
@@ -60,9 +63,12 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     collected = collect_runs([Path(directory) for directory in directories])
     spec = _resolve_spec(collected, options)
     groups = align.group_runs(collected.list_started_runs(), collected.failed)
-    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), spec.margin)
+    margin = parse_margin(spec.margin, "margin")
+    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), margin.nats or DEFAULT)
     candidates = rank.list_candidates(groups, members, options.baseline, spec.baseline)
-    variants, groups = _build_variants(candidates, spec), [candidate.group for candidate in candidates]
+    resolved = effort.resolve_margin(margin, candidates)
+    variants = _build_variants(candidates, spec, resolved.nats)
+    groups = [candidate.group for candidate in candidates]
     comparison = Comparison(
         title=_build_title(collected, directories),
         question=spec.question,
@@ -71,9 +77,15 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
         variants=rank.order_variants(variants),
         failed=_list_failed_runs(collected, candidates),
         target=spec.target,
-        margin=spec.margin,
+        margin=resolved.nats,
+        margin_share=resolved.share,
         budget=spec.budget,
-        notes=notes.list_comparison_notes(candidates, collected, spec, options.baseline, options.margin),
+        notes=(
+            *resolved.notes,
+            *notes.list_comparison_notes(
+                candidates, collected, spec, resolved.nats, options.baseline, options.margin is not None
+            ),
+        ),
     )
     sanitized: Comparison = sanitize_nested(comparison)  # its texts are of runs' files, whoever wrote these
     return sanitized
@@ -93,19 +105,16 @@ def _build_title(collected: CollectedRuns, directories: Sequence[str | os.PathLi
     return ", ".join(os.fspath(directory).rstrip("/") for directory in directories)
 
 
-def _build_variants(candidates: Sequence[VariantCandidate], spec: SweepSpec) -> list[Variant]:
+def _build_variants(candidates: Sequence[VariantCandidate], spec: SweepSpec, margin: float) -> list[Variant]:
     """Return all variants with their estimates and tests, the baseline first."""
     estimates = [
         estimate.estimate_variant(v.members, v.group.missing, candidates[0].members, spec.target) for v in candidates
     ]
-    learnings = equivalence.judge_candidates(candidates, spec.margin)
-    qualities = superiority.judge_candidates(candidates, spec.target, spec.margin, spec.budget)
-    return [
-        _build_variant(candidate, candidates[0], variant_estimates, learning, variant_qualities)
-        for candidate, variant_estimates, learning, variant_qualities in zip(
-            candidates, estimates, learnings, qualities, strict=True
-        )
-    ]
+    learnings = equivalence.judge_candidates(candidates, margin)
+    qualities = superiority.judge_candidates(candidates, spec.target, margin, spec.budget)
+    efforts = effort.judge_candidates(candidates)
+    parts = zip(candidates, estimates, learnings, qualities, efforts, strict=True)
+    return [_build_variant(part[0], candidates[0], *part[1:]) for part in parts]
 
 
 def _build_variant(
@@ -114,6 +123,7 @@ def _build_variant(
     estimates: VariantEstimates,
     learning: Learning | None,
     qualities: tuple[Quality, ...],
+    variant_effort: Effort | None,
 ) -> Variant:
     return Variant(
         label=candidate.group.label,
@@ -127,6 +137,7 @@ def _build_variant(
         tried=candidate.tuning.rate_count,
         untuned=not candidate.tuning.is_best,
         against_best=candidate.tuning.against_best,
+        effort=variant_effort,
         **vars(estimates),
     )
 

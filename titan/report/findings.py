@@ -315,6 +315,23 @@ class Quality:
 
 
 @dataclass(frozen=True)
+class Effort:
+    """What share of the baseline's compute a variant needs for the baseline's loss; below 1 is better.
+
+    Attributes:
+        text: as a sentence, which says what would determine it where it is not known.
+        tokens: of its tokens; None where it is not known. Without bounds where there is one pair of seeds.
+        flops: of its FLOPs.
+        hours: of its device-hours, without start-up.
+    """
+
+    text: str
+    tokens: Interval | None = None
+    flops: Interval | None = None
+    hours: Interval | None = None
+
+
+@dataclass(frozen=True)
 class Outcomes:
     """How many of a variant's seeds have which outcome.
 
@@ -379,6 +396,7 @@ class Variant:
         tried: number of learning rates that it is the best of; 0 or 1: only this one.
         untuned: whether another of its learning rates is better.
         against_best: how it compares with that one where runs diverged, such as "better on 4 of 6 seeds, 2 diverged".
+        effort: for variants with other hyperparameters: their share of the baseline's compute.
     """
 
     label: str
@@ -400,6 +418,7 @@ class Variant:
     tried: int = 0
     untuned: bool = False
     against_best: str = ""
+    effort: Effort | None = None
 
 
 @dataclass(frozen=True)
@@ -426,6 +445,7 @@ class Comparison:
         failed: what failed, with reasons.
         target: the loss of `Variant.reached`.
         margin: of `Learning`, in nats.
+        margin_share: what share of the baseline's compute the margin is worth; None where that is not known.
         budget: what the variants had as much of as the baseline: "steps", "tokens", "flops" or "time".
         notes: on the whole: several code ids, different hardware, different validation sets.
     """
@@ -439,4 +459,5 @@ class Comparison:
     target: float | None
     margin: float
     budget: str = "steps"
+    margin_share: float | None = None
     notes: tuple[str, ...] = field(default=())

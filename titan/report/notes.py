@@ -163,8 +163,9 @@ def list_comparison_notes(
     candidates: Sequence[VariantCandidate],
     collected: CollectedRuns,
     spec: SweepSpec,
+    margin: float,
     named_baseline: str | None,
-    margin: float | None,
+    margin_typed: bool,
 ) -> tuple[str, ...]:
     """Return the notes on the whole comparison.
 
@@ -172,8 +173,9 @@ def list_comparison_notes(
         candidates: the variants, the baseline first.
         collected: the files.
         spec: the question, baseline, margin and target in effect.
+        margin: in nats.
         named_baseline: the baseline that the user named.
-        margin: the margin that the user gave.
+        margin_typed: whether the user gave one.
     """
     groups, all_members = [v.group for v in candidates], [m for v in candidates for m in v.members]
     notes = [
@@ -184,16 +186,16 @@ def list_comparison_notes(
         notes.append(f"the runs use {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
     if len(hardware := {m.run.hardware for m in all_members}) > 1:
         notes.append(f"different hardware: {', '.join(sorted(hardware))}; speeds and device-hours depend on it")
-    if len(collected.sweeps) > 1 and margin is None:
+    if len(collected.sweeps) > 1 and not margin_typed:
         notes.append("several sweeps are given: their questions, margins and targets are ignored")
-    if not collected.sweeps and margin is None:
+    if not collected.sweeps and not margin_typed:
         notes.append("no equivalence margin was fixed in advance: the default of 0.02 nats is used")
     notes += _note_baseline_choice(candidates, named_baseline, spec) if candidates else []
     emulated = [m for m in all_members if _is_emulated(m)]
     notes += [
         "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
     ] * bool(emulated)
-    return (*notes, *(_note_seeds_needed(candidates, spec.margin) if groups else []))
+    return (*notes, *(_note_seeds_needed(candidates, margin) if groups else []))
 
 
 def _note_baseline_choice(
@@ -240,7 +242,7 @@ def _note_seeds_needed(candidates: Sequence[VariantCandidate], margin: float) ->
     if notes:
         further = f", and {len(notes) - NAMED_VARIANTS} further variants" if len(notes) > NAMED_VARIANTS else ""
         return [
-            f"to show a difference of {margin:g} nats from the baseline, by the spread of pairs of seeds: "
+            f"to show a difference of {margin:.3g} nats from the baseline, by the spread of pairs of seeds: "
             f"{', '.join(notes[:NAMED_VARIANTS])}{further}"
         ]
     return _note_unpaired_seeds(list(baseline.values()), margin)
@@ -260,6 +262,6 @@ def _note_unpaired_seeds(losses: Sequence[float], margin: float) -> list[str]:
     number = f"more than {statistics.MOST:,}" if count is None else f"{count:,}"
     return [
         f"the baseline's final validation loss has a standard deviation of {spread:.4f} nats over {len(losses)} seeds: "
-        f"to show a difference of {margin:g} takes {number} seeds per variant, fewer where the losses of paired seeds "
-        "are correlated"
+        f"to show a difference of {margin:.3g} takes {number} seeds per variant, fewer where the losses of paired "
+        "seeds are correlated"
     ]

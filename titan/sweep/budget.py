@@ -80,12 +80,12 @@ def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
     lines: dict[str, None] = {}
     for run, trial, time in zip(runs, varied, _find_times(runs, varied), strict=True):
         steps = f"{run.training.steps:,} steps of {format_rounded(time.seconds)} s, {time.origin}"
-        lines[f"sweep.budget=time: {_label_variant(trial) or 'all trials'}: {steps}"] = None
+        lines[f"sweep.budget=time: {label_variant(trial) or 'all trials'}: {steps}"] = None
     return list(lines)
 
 
-def _label_variant(trial: Sequence[str]) -> str:
-    """Return the overrides that the runs of a variant share."""
+def label_variant(trial: Sequence[str]) -> str:
+    """Return the overrides that the runs of a variant share, of those that a trial varies."""
     return " ".join(o for o in trial if not o.lstrip("+").startswith(REPEATED))
 
 
@@ -95,7 +95,7 @@ def _find_times(runs: Sequence[Run], varied: Sequence[Sequence[str]]) -> list[St
     Raises:
         ConfigError: where it is not known.
     """
-    labels, times = [_label_variant(trial) for trial in varied], dict[str, StepTime]()
+    labels, times = [label_variant(trial) for trial in varied], dict[str, StepTime]()
     for run, label in zip(runs, labels, strict=True):
         if label not in times:
             times[label] = _require_time(run)

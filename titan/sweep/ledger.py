@@ -30,6 +30,7 @@ from titan.files import locks, untrusted
 from titan.files.atomic import write_atomic
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_result
 from titan.sweep import job_exit
+from titan.sweep.margin import parse_margin
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
 
@@ -47,7 +48,7 @@ class SweepSpec:
         question: that it answers; None for a sweep without a name.
         axes: the settings that vary, with their values as typed.
         baseline: of these settings, the values of the variant that the others are compared with; may be empty.
-        margin: difference in validation loss, nats, that counts as none.
+        margin: difference in validation loss that counts as none, in nats, or a share of compute such as "2%".
         target: the validation loss to reach; None: there is none.
         budget: what the variants had as much of as the baseline; see `titan.sweep.schema.Sweep`.
     """
@@ -55,7 +56,7 @@ class SweepSpec:
     question: str | None = None
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     baseline: Mapping[str, str] = field(default_factory=dict)
-    margin: float = 0.02
+    margin: float | str = 0.02
     target: float | None = None
     budget: str = "steps"
 
@@ -155,17 +156,26 @@ def _parse_spec(directory: Path) -> SweepSpec:
         content.get("question"),
         axes,
         baseline,
-        0.02 if margin is None else margin,
+        0.02 if margin is None else _check_margin(margin),
         content.get("target"),
         content.get("budget") or "steps",
     )
+
+
+def _check_margin(margin: float | str) -> float | str:
+    """Return a margin that `parse_margin` can read; raises ValueError for another."""
+    try:
+        parse_margin(margin)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return margin
 
 
 _SPEC_TYPES: dict[str, Any] = {
     "question": str | None,
     "axes": dict[str, list[Any]] | None,
     "baseline": dict[str, Any] | None,
-    "margin": float | None,
+    "margin": float | str | None,
     "target": float | None,
     "budget": str | None,
 }

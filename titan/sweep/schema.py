@@ -29,8 +29,10 @@ class Sweep:
         "what all variants get as much of as the baseline: steps; or tokens, FLOPs or device time, by steps of each "
         "variant's own",
     )
-    margin: float = setting(
-        0.02, "equivalence margin: difference in validation loss, in nats, that counts as none", above=0, cap=1e6
+    margin: float | str = setting(
+        0.02,
+        "equivalence margin: difference in validation loss that counts as none, in nats; or a share of the baseline's "
+        "compute, as in 2%",
     )
     target: float | None = setting(None, "validation loss to reach; null: none", above=0)
     objective: str = setting(

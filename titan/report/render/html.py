@@ -19,6 +19,7 @@ from titan.report.render.charts import Chart, draw_memory_bars, draw_speed, form
 from titan.report.render.curves import draw_differences, draw_training_loss, draw_validation_loss
 from titan.report.render.pareto import draw_pareto
 from titan.report.render.sentences import (
+    describe_margin,
     format_answers,
     format_lead,
     format_missing_heading,
@@ -152,7 +153,7 @@ def _build_predictions(comparison: Comparison) -> list[VariantRow]:
 def _list_settings(comparison: Comparison) -> list[tuple[str, str]]:
     pairs = [(name, f"differs: {', '.join(values)}") for name, values in comparison.differs.items()]
     pairs += comparison.common.items()
-    return [*pairs, ("equivalence margin", f"{comparison.margin:g} nats")] if comparison.variants or pairs else []
+    return [*pairs, ("equivalence margin", describe_margin(comparison))] if comparison.variants or pairs else []
 
 
 def _format_run(run: RunResult) -> list[str]:

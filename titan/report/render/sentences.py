@@ -87,9 +87,17 @@ def _describe_variant(variant: Variant, target: float | None) -> list[str]:
     return [
         *learned,
         *_describe_qualities(variant.quality),
+        *([_format_sentence(variant.effort.text)] if variant.effort else []),
         *speed,
         *([] if variant.reached is None else [_describe_reached(variant.reached, target)]),
     ]
+
+
+def describe_margin(comparison: Comparison) -> str:
+    """Return the equivalence margin in nats, with the share of the baseline's compute that it is worth where known."""
+    if comparison.margin_share is None:
+        return f"{comparison.margin:.3g} nats"
+    return f"{comparison.margin:.3g} nats, {comparison.margin_share:.2g} of the baseline's compute"
 
 
 def _describe_qualities(qualities: Sequence[Quality]) -> list[str]:
@@ -270,7 +278,7 @@ def _describe_test(variant: Variant, comparison: Comparison) -> str:
     if quality.answer == "yes":
         return f"significant with {seeds} ({p})"
     if quality.answer == "no":
-        return f"shown to be smaller than the equivalence margin of {comparison.margin:g} with {seeds}"
+        return f"shown to be smaller than the equivalence margin of {comparison.margin:.3g} with {seeds}"
     return f"not significant with {seeds} ({p}; {_format_needed(quality)})"
 
 
