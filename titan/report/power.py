@@ -62,8 +62,10 @@ def read_noise(directory: Path) -> Noise:
     members = estimate.build_members(groups, align.find_shared_runs(collected.runs), DEFAULT)
     spec = collected.sweeps[0][1] if len(collected.sweeps) == 1 else SweepSpec()
     candidates = rank.list_candidates(groups, members, None, spec.baseline)
-    short, measured = effort.find_shorter_run(candidates), _measure_spread(candidates)
-    slope = short.slope if short and short.slope else None
+    measured = _measure_spread(candidates)
+    orders = [[candidate, *(other for other in candidates if other is not candidate)] for candidate in candidates]
+    slopes = [short.slope for order in orders if (short := effort.find_shorter_run(order)) and short.slope]
+    slope = slopes[0] if slopes else None
     if measured is None:
         return Noise(PUBLISHED.spread, slope, f"{PUBLISHED.source}: {directory} has no variant with two seeds")
     spread, freedom = measured
@@ -107,7 +109,8 @@ def describe_power(
     needed = f"more than {statistics.MOST:,}" if count is None else f"{count:,}"
     lines = [
         f"an effect of {effect:.3g} of the compute is {format_rounded(nats)} nats after these tokens (by {by}); the "
-        f"difference of a pair of seeds has a standard deviation of {format_rounded(noise.spread)} nats ({noise.source})"
+        "difference of a pair of seeds has a standard deviation of "
+        f"{format_rounded(noise.spread)} nats ({noise.source})"
     ]
     if count is None:
         return [

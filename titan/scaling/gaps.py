@@ -39,7 +39,8 @@ class Gap:
 def estimate_token_share(short: Gap, variant: Gap, share: float, length: float = 1.0) -> Interval | None:
     """Return the share of the baseline's tokens with which a variant has the baseline's loss.
 
-    Losses fall with tokens as c + t D^-b, with one t for both recipes; b is drawn evenly from `FLATTEST` to `STEEPEST`.
+    The baseline's loss falls with tokens as c + t D^-b, where b is drawn evenly from `FLATTEST` to `STEEPEST`. The
+    variant has, in half of the draws each, that curve at a lower level, or that curve with tokens that count for more.
 
     Args:
         short: of the shorter run of the baseline.
@@ -55,7 +56,9 @@ def estimate_token_share(short: Gap, variant: Gap, share: float, length: float =
     gap, difference = short.draw(generator), variant.draw(generator)
     with np.errstate(invalid="ignore", divide="ignore"):
         term = gap / (share**-exponent - 1)
-        ratios = (length**-exponent - difference / term) ** (-1 / exponent)
+        lower = (length**-exponent - difference / term) ** (-1 / exponent)
+        counting_more = length * (1 + difference / term) ** (1 / exponent)
+    ratios = np.where(generator.random(DRAWS) < 0.5, lower, counting_more)
     ratios = np.where(np.isnan(ratios), np.inf, ratios)  # the variant never has the loss
     edges = np.exp([-WIDEST, WIDEST])
     outside = (gap <= 0) | (ratios < edges[0]) | (ratios > edges[1])
