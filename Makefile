@@ -11,7 +11,7 @@ GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
 PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help train test test-rest test-all planted chaos hangs rehearse rehearse-faults cuda-names lint bench modes gpu gpu-speeds clean
+.PHONY: help train test test-rest test-all tables planted chaos hangs rehearse rehearse-faults cuda-names lint bench modes gpu gpu-speeds clean
 
 help:                    ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 18
@@ -30,6 +30,9 @@ test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many
 
 planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: twenty minutes
 	$(VENV)/bin/python -m tests.support.planted $(ARGS)
+
+tables: $(VENV)/.test    ## figures of published studies, and titan's: laws, learning rates, mixtures, early stopping
+	$(VENV)/bin/python -m tests.support.tables
 
 chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves too, and compared: ten to twenty minutes
 	$(VENV)/bin/python -m tests.support.chaos $(ARGS)

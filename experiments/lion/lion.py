@@ -25,7 +25,7 @@ class Lion(Optimizer):
         """Return the torch optimizer for `parameters`."""
         from experiments.lion.update import SignedMomentum
 
-        return SignedMomentum(self.param_groups(parameters), self.lr, self.betas)
+        return SignedMomentum(self.param_groups(parameters), self.peak_lr, self.betas)
 
     def state_bytes(self, matrices: int, others: int, weight_bytes: int = 4) -> int:
         """Return the bytes of the momentum, in the weights' type; see `Optimizer.state_bytes`."""

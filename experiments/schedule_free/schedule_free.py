@@ -29,7 +29,7 @@ class ScheduleFree(Optimizer):
         """Return the torch optimizer for `parameters`."""
         from experiments.schedule_free.update import Averaging
 
-        return Averaging(self.param_groups(parameters), self.lr, self.betas, self.eps)
+        return Averaging(self.param_groups(parameters), self.peak_lr, self.betas, self.eps)
 
     def state_bytes(self, matrices: int, others: int, weight_bytes: int = 4) -> int:
         """Return the bytes of the base sequence and of the second moment; see `Optimizer.state_bytes`."""

@@ -63,7 +63,12 @@ class Group:
 class Optimizer:
     """Settings common to all optimizers."""
 
-    lr: float = setting(1e-3, "peak learning rate", above=0)
+    lr: float | str = setting(
+        1e-3,
+        "peak learning rate; auto: of AdamW, by parameters and tokens (Step Law, arXiv:2503.04715)",
+        words=("auto",),
+        above=0,
+    )
     weight_decay: float = setting(0.1, "weight decay", at_least=0, cap=1e4)
     decay: Literal["all", "matrices"] = setting(
         "all", "parameters with weight decay; matrices: no norms, biases or embedding"
@@ -72,6 +77,11 @@ class Optimizer:
         None,
         "parameters with another weight decay or lr, {NAME: {match: [PATTERN,...],...}}; the first match applies",
     )
+
+    @property
+    def peak_lr(self) -> float:
+        """The peak learning rate of a run, in which "auto" has become a number."""
+        return float(self.lr)
 
     @abstractmethod
     def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
@@ -148,7 +158,7 @@ class Optimizer:
         for name, parameter in parameters:
             groups.setdefault(self.choose_settings(name, parameter.dim()), []).append(parameter)
         return [
-            {"params": members, "lr": self.lr * settings.factor, **settings._asdict()}
+            {"params": members, "lr": self.peak_lr * settings.factor, **settings._asdict()}
             for settings, members in groups.items()
         ]
 
@@ -228,7 +238,9 @@ class SGD(Optimizer):
         kernels = (
             {"fused": False} if lacks_fused and self.implementation == "fused" else select_kernels(self.implementation)
         )
-        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, **kernels)
+        return torch.optim.SGD(
+            groups, lr=self.peak_lr, momentum=self.momentum, weight_decay=self.weight_decay, **kernels
+        )
 
     def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
         """Return the bytes of the momentum, in the weights' type; see `Optimizer.state_bytes`."""

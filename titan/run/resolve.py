@@ -20,6 +20,7 @@ from titan.run import checks
 from titan.run.branch import apply_decay
 from titan.run.budget import apply_hours, apply_tokens
 from titan.run.compile_scope import choose_scope
+from titan.run.learning_rate import apply_learning_rate
 from titan.run.paths import check_length, check_name
 from titan.run.run import Run
 from titan.run.schema import Recipe
@@ -77,7 +78,7 @@ def resolve(
         options=options,
         is_layout_open=is_layout_open,
     )
-    run = _choose_scope(apply_hours(_choose_scope(run, remote), run), remote)
+    run = apply_learning_rate(_choose_scope(apply_hours(_choose_scope(run, remote), run), remote))
     checks.check(run, started=ranks is not None or remote, remote=remote)
     return run
 

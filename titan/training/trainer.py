@@ -94,7 +94,7 @@ class Trainer:
         init_optimizer_state(train_step.optimizer)
         decay, factors = run.evaluation.ema, run.schedule.build(run.training.steps)
         self.average = None if decay is None else MovingAverage(train_step, decay)
-        self.optimizer_schedule = OptimizerSchedule(train_step.optimizer, run.optimizer.lr, factors)
+        self.optimizer_schedule = OptimizerSchedule(train_step.optimizer, run.optimizer.peak_lr, factors)
         self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
         self.masks_targets = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
         self.hooks = Hooks(run, world, lambda: layer_norms.iterate_parameters(train_step))

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan.scaling import early
+from titan.scaling.early import Trajectory, examine_step, find_margin, find_stop, replay
+
+LENGTH, DECAYED, EARLY = 100, 80, 20
+"""The steps of a run; one after and one before the learning rate has decayed."""
+
+
+def make(name: str, early_loss: float, late_loss: float, end: float) -> Trajectory:
+    losses = {EARLY: early_loss, DECAYED: late_loss, LENGTH: end}
+    return Trajectory(name, losses, {EARLY: 1.0, DECAYED: 0.3, LENGTH: 0.0}, LENGTH, end)
+
+
+def make_field(spread: float = 0.0) -> list[Trajectory]:
+    """Return ten variants that end in the order of their losses after the decay, but for neighbours."""
+    ends = [3.0 + 0.1 * k for k in range(10)]
+    return [make(f"v{k}", 5.0, end + 0.1 + spread * (k % 2), end) for k, end in enumerate(ends)]
+
+
+def test_a_variant_that_is_too_far_behind_stops() -> None:
+    evidence = find_stop(make("new", 5.0, 3.2, 3.1), make_field())
+    assert evidence is not None and evidence.step == DECAYED
+    assert evidence.margin == 0 and evidence.correlation == pytest.approx(1)
+
+
+def test_a_deficit_that_was_made_up_before_is_no_reason() -> None:
+    field = make_field(spread=0.15)
+    assert examine_step(field, DECAYED).margin == pytest.approx(0.05)
+    assert find_stop(make("new", 5.0, 3.14, 3.0), field) is None
+    assert find_stop(make("new", 5.0, 3.16, 3.0), field) is not None
+
+
+def test_nothing_stops_before_its_rate_has_decayed_but_where_curves_have_one_shape() -> None:
+    field, behind = make_field(), make("new", 9.0, 3.05, 3.0)
+    assert find_stop(behind, field) is None
+    evidence = find_stop(behind, field, same_shape=True)
+    assert evidence is not None and evidence.step == EARLY
+
+
+def test_few_earlier_variants_give_no_margin() -> None:
+    behind = make("new", 5.0, 9.0, 9.0)
+    assert find_stop(behind, make_field()) is not None
+    assert find_stop(behind, make_field()[: early.FEWEST_EARLIER - 1]) is None
+    assert find_stop(behind, []) is None
+
+
+def test_a_replay_counts_what_is_saved_and_lost() -> None:
+    result = replay([*make_field(), make("tail", 5.0, 9.0, 9.0)])
+    assert result.stopped == (*(f"v{k}" for k in range(1, 10)), "tail") and not result.lost
+    assert result.saved == pytest.approx(10 * (LENGTH - DECAYED) / (11 * LENGTH))
+    fooled = [*(dataclasses.replace(v, end=v.end + 1) for v in make_field()), make("late", 5.0, 9.0, 2.0)]
+    assert replay(fooled).lost == ("late",)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12))
+def test_no_larger_deficit_than_the_margin_was_made_up(pairs: list[tuple[int, int]]) -> None:
+    losses, ends = np.array(pairs, dtype=float).T
+    margin = find_margin(losses, ends)
+    made_up = [a - b for a, x in pairs for b, y in pairs if x < y]
+    assert margin == max([0, *made_up])

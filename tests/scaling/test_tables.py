@@ -1,0 +1,28 @@
+"""Figures of published studies, and what titan makes of them: `make tables` prints the same table."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import published_tables, tables
+from tests.support.published_tables import MissingTableError
+from tests.support.tables import STUDIES
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_titan_keeps_published_figures(study: str) -> None:
+    try:
+        checks = list(STUDIES[study]())
+    except MissingTableError as error:
+        pytest.skip(str(error))
+    assert checks and [check for check in checks if not check.passed] == []
+
+
+def test_a_missing_table_is_a_row_and_a_failed_check_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(published_tables, "FOLDER", tmp_path)
+    failed = published_tables.Check("mine", "a figure", "1", "2", False)
+    monkeypatch.setattr(tables, "STUDIES", {"RegMix": STUDIES["RegMix"], "mine": lambda: iter([failed])})
+    assert tables.main() == 1
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == ["DATA", "FAILED"]
