@@ -7,9 +7,14 @@ import pytest
 from tests.support import published_tables, tables
 from tests.support.published_tables import MissingTableError
 from tests.support.tables import STUDIES
+from tests.support.tiers import full
 
 
-@pytest.mark.parametrize("study", STUDIES)
+SLOW = ("Gadre",)
+"""Studies whose check takes more than a second."""
+
+
+@pytest.mark.parametrize("study", [full(name, id=name) if name in SLOW else name for name in STUDIES])
 def test_titan_keeps_published_figures(study: str) -> None:
     try:
         checks = list(STUDIES[study]())

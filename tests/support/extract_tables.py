@@ -77,7 +77,7 @@ def extract_gadre(clone: str) -> None:
         rows.append(
             [model["dataset_name"].removesuffix("_original"), *sizes, *(losses[k] for k in GADRE_LOSSES.values())]
         )
-    write("gadre.csv", ["corpus", "N", "N_without_embedding", "D", *GADRE_LOSSES.values()], rows)
+    write("gadre.csv", ["corpus", "N", "N_without_embeddings", "D", *GADRE_LOSSES.values()], rows)
 
 
 def extract_steplaw(clone: str) -> None:

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 
 from tests.support.published_tables import Check, MissingTableError
+from tests.support.table_gadre import check_gadre
 from tests.support.table_regmix import check_regmix
 from tests.support.table_steplaw import check_steplaw
 from tests.support.table_track3 import check_track3
 
 STUDIES: dict[str, Callable[[], Iterator[Check]]] = {
+    "Gadre": check_gadre,
     "StepLaw": check_steplaw,
     "RegMix": check_regmix,
     "track 3": check_track3,
