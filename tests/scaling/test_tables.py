@@ -9,7 +9,6 @@ from tests.support.published_tables import MissingTableError
 from tests.support.tables import STUDIES
 from tests.support.tiers import full
 
-
 SLOW = ("Gadre",)
 """Studies whose check takes more than a second."""
 

@@ -51,7 +51,10 @@ def check_regmix() -> Iterator[Check]:
     """Yield rank correlations with all proxies, and the mean of those with each quarter of them."""
     quarters = [compute_correlations(slice(k, k + 128)) for k in range(0, 512, 128)]
     means = {size: float(np.mean([quarter[size] for quarter in quarters])) for size in BOUNDS}
-    for words, correlations in (("512 runs", compute_correlations(slice(512))), ("128 runs, mean of 4 sets", means)):
+    for words, correlations in (
+        ("512 runs of 1M", compute_correlations(slice(512))),
+        ("128 runs of 1M, mean of 4 sets", means),
+    ):
         for size, correlation in correlations.items():
-            what = f"rank correlation of 13 losses at {size}, {words} of 1M"
+            what = f"rank correlation of 13 losses at {size}, {words}"
             yield Check("RegMix", what, f">= {BOUNDS[size]:.2f}", f"{correlation:.3f}", correlation >= BOUNDS[size])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from tests.support.published_tables import Check, MissingTableError
 from tests.support.table_gadre import check_gadre
+from tests.support.table_marin import check_marin
 from tests.support.table_regmix import check_regmix
 from tests.support.table_steplaw import check_steplaw
 from tests.support.table_track3 import check_track3
@@ -19,6 +20,7 @@ STUDIES: dict[str, Callable[[], Iterator[Check]]] = {
     "StepLaw": check_steplaw,
     "RegMix": check_regmix,
     "track 3": check_track3,
+    "marin": check_marin,
 }
 HEADER = ("study", "what is checked", "published or bound", "titan", "result")
 
