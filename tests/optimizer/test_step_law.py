@@ -37,17 +37,18 @@ def test_the_rule_is_the_published_one() -> None:
     assert step_law.compute_batch(1e11) == pytest.approx(1.10771e6, rel=1e-4)
 
 
-def test_parameters_are_counted_as_published() -> None:
+def test_parameters_are_counted_as_published(numbered: Run) -> None:
     shapes = {(960, 9368, 15, 7): 214_663_680, (1280, 9472, 10, 10): 429_260_800, (2048, 8192, 16, 16): 1_073_741_824}
     for (dim, ffn, heads, layers), published in shapes.items():
         model = Llama(dim=dim, ffn=ffn, heads=heads, kv_heads=heads, layers=layers, vocab=65536)
-        assert model.sum_over_blocks(model.block_matmul_parameters) == published
+        assert learning_rate.count_parameters(dataclasses.replace(numbered, model=model)) == published
 
 
 def test_auto_is_a_number_in_the_record_and_in_ids(numbered: Run) -> None:
     run = compose_run([*SIZE, "optimizer.lr=auto"])
     assert run.optimizer.lr == run.optimizer.peak_lr == 0.001787
     assert as_config(run)["optimizer"]["lr"] == 0.001787
+    assert run.overrides == (*SIZE, "optimizer.lr=0.001787")  # so that resume=DIR has it, also with more steps
     ids, expected = (compute_ids(r, collect_science(r, "data", None)) for r in (run, numbered))
     assert ids.science == expected.science
 

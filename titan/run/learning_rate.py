@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
 
 from titan.config.settings import format_value
 from titan.config.warning import warn_once
@@ -11,29 +10,31 @@ from titan.console.numbers import format_count
 from titan.errors import ConfigError
 from titan.optimizer import step_law
 from titan.optimizer.schema import AdamW
+from titan.run.run import Run
 from titan.run.schema import Recipe
 
-AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
-
+SETTING = "optimizer.lr"
 DIGITS = 4
 """Significant digits of the number: the rule's own precision is far less."""
 
 
-def apply_learning_rate(recipe: AnyRecipe) -> AnyRecipe:
-    """Return the recipe with a number as `optimizer.lr`; the number of steps must be known.
+def apply_learning_rate(run: Run) -> Run:
+    """Return the run with a number as `optimizer.lr`, also among its overrides, which repeat it at other lengths.
 
     Raises:
         ConfigError: where no published run resembles this one.
     """
-    if recipe.optimizer.lr != "auto":
-        return recipe
-    _check_kind(recipe)
-    parameters, tokens = count_parameters(recipe), recipe.training.total_tokens
+    if run.optimizer.lr != "auto":
+        return run
+    _check_kind(run)
+    parameters, tokens = count_parameters(run), run.training.total_tokens
     rate = float(f"{step_law.compute_learning_rate(parameters, tokens):.{DIGITS}g}")
     _check_range("parameters without embedding and head", step_law.PARAMETERS, parameters, rate)
     _check_range("tokens", step_law.TOKENS, tokens, rate)
-    _check_batch(recipe, tokens)
-    return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, lr=rate))
+    _check_batch(run, tokens)
+    others = tuple(o for o in run.overrides if o.lstrip("+").partition("=")[0] != SETTING)
+    optimizer = dataclasses.replace(run.optimizer, lr=rate)
+    return dataclasses.replace(run, optimizer=optimizer, overrides=(*others, f"{SETTING}={rate}"))
 
 
 def count_parameters(recipe: Recipe) -> int:

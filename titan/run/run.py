@@ -36,7 +36,7 @@ class Run(Recipe):
         is_layout_open: whether the layout is still to be searched; `layout` then shards over all devices.
         directory: where results go, absolute.
         choices: the option chosen in each config group.
-        overrides: the command line, as typed.
+        overrides: the command line, as typed, with a number for optimizer.lr=auto.
         hydra: what Hydra's own files say, by path in the run's directory: `titan.run.hydra_node.build_files`.
         options: options of the command line that say where choices come from, such as --config-dir.
     """
