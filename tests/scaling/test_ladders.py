@@ -42,7 +42,7 @@ def test_the_factor_turns_with_the_ladders() -> None:
 @pytest.mark.parametrize("loss", [2.8, 2.4])
 def test_intervals_hold_as_often_as_they_say(loss: float) -> None:
     found = [compare_ladders(*make(noise=0.005, seed=seed), loss) for seed in range(200)]
-    held = sum(speedup.low <= FACTOR <= speedup.high for speedup in found)
+    held = sum(factor.low <= FACTOR <= factor.high for factor in found)
     assert 0.85 * 200 <= held < 0.97 * 200  # 90 %, and three standard errors
 
 

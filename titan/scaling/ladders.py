@@ -29,7 +29,7 @@ NARROW = 0.1
 
 
 @dataclass(frozen=True)
-class Speedup:
+class ComputeFactor:
     """By what factor of compute the second ladder is ahead at a loss.
 
     Attributes:
@@ -71,7 +71,7 @@ class Ladder:
     losses: ArrayLike
 
 
-def compare_ladders(first: Ladder, second: Ladder, loss: float, level: float = 0.9) -> Speedup:
+def compare_ladders(first: Ladder, second: Ladder, loss: float, level: float = 0.9) -> ComputeFactor:
     """Return by what factor of compute the second ladder is ahead at a loss.
 
     Args:
@@ -101,7 +101,7 @@ def compare_ladders(first: Ladder, second: Ladder, loss: float, level: float = 0
     ends = float(floors[kept[0]]), float(floors[kept[-1]])
     determined = ends[1] - ends[0] <= NARROW * least and kept[0] > 0 and kept[-1] < FLOORS - 1
     value = float(np.exp(factors[best]))
-    return Speedup(loss, value, float(low), float(high), float(floors[best]), ends, bool(determined))
+    return ComputeFactor(loss, value, float(low), float(high), float(floors[best]), ends, bool(determined))
 
 
 def _check_ladder(ladder: Ladder) -> tuple[Numbers, Numbers]:
