@@ -169,6 +169,8 @@ STUDIES: dict[str, Callable[[str], None]] = {
 
 
 if __name__ == "__main__":
+    if any(argument.partition("=")[0] not in STUDIES for argument in sys.argv[1:]) or len(sys.argv) == 1:
+        sys.exit(f"give clones as STUDY=CLONE; studies are {', '.join(STUDIES)}.")
     for argument in sys.argv[1:]:
         study, _, folder = argument.partition("=")
         STUDIES[study](str(Path(folder)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.support.published_tables import Check, read_table
-from titan.scaling.ladders import Ladder, ComputeFactor, compare_ladders
+from titan.scaling.ladders import ComputeFactor, Ladder, compare_ladders
 
 PUBLISHED = 4.2
 """The factor of compute that the study states, with its floor set to 1.2."""
