@@ -75,6 +75,31 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
         return job(run)
 
 
+def launch_trials(argv: Sequence[str], trials: Sequence[Sequence[str]]) -> list[tuple[Run, int]]:
+    """Launch a sweep of given trials, as `titan.train -m` launches a grid.
+
+    Args:
+        argv: what a command line would say of the sweep: its directory and its launcher.
+        trials: all overrides of each, no two the same.
+
+    Returns:
+        The run of each trial and its exit code, in order.
+
+    Raises:
+        ConfigError: when a trial can't work, or has a setting that the user must have typed once and has not
+            (`titan.run.trust`); none was started then.
+        KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    session = SweepSession(given_overrides=trials)
+    recorded = dict.fromkeys(override for trial in trials for override in trial)
+    trusted = trust.select_recorded(list(recorded), ())
+    with _parse_arguments(["-m", *argv]) as args:
+        args.typed = [*args.typed, *trusted]
+        _hand_to_hydra(args, session)
+    return list(zip(session.runs, session.codes, strict=True))
+
+
 @contextlib.contextmanager
 def _parse_arguments(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
     """Yield the parsed and checked arguments of a command line; what Hydra raises meanwhile becomes ConfigError."""
@@ -103,6 +128,25 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
         cfg = _compose_run(args)
         _check_single(cfg)
         run = freeze_run(cfg, trusted=modules.list_trusted_packages(args.typed))
+    trust.remember_typed(_list_typed(run))
+    return run
+
+
+def compose_trial(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Run:
+    """Return the checked run of a trial, on this machine or on those that its launcher reaches.
+
+    Args:
+        arguments: the command line.
+        recorded: see `compose_single`.
+
+    Raises:
+        ConfigError: when the run can't work, or the command line asks for anything else.
+    """
+    with _parse_arguments(arguments, recorded) as args:
+        command_line.reject_shown(args)
+        cfg = _compose_run(args)
+        is_remote = plugin.find_scheduler_launcher(cfg) is not None
+        run = freeze_run(cfg, remote=is_remote, trusted=modules.list_trusted_packages(args.typed))
     trust.remember_typed(_list_typed(run))
     return run
 

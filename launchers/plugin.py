@@ -84,6 +84,7 @@ class SweepLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Check every trial, then launch the sweep; return one result per trial."""
+        job_overrides = self.session.given_overrides or job_overrides
         if not job_overrides:
             return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
@@ -99,6 +100,7 @@ class SweepLauncher(Launcher):
         codes = planner(unique_trials) if planner else self._launch(root, unique_trials)
         self.session.root = root if self.has_learning_sweeper else None
         self.session.codes += codes
+        self.session.runs += [trial.run for trial in unique_trials]
         codes_by_id = dict(zip([trial.id for trial in unique_trials], codes, strict=True))
         return [
             self._build_return(trial, trial_overrides, codes_by_id[trial.id], worst)

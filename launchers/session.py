@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from launchers.trials import Trial
 from titan.errors import ConfigError
+from titan.run.run import Run
 from titan.sweep import ledger
 
 
@@ -49,6 +50,8 @@ class SweepSession:
         codes: the exit codes of the trials; the launcher adds them.
         new_folders: folders that the sweep creates, innermost first; the launcher sets them.
         root: the sweep's directory, where trials ran; the launcher sets it.
+        given_overrides: of each trial, in place of those of a grid; empty: a grid's.
+        runs: those of the trials, in the order of their exit codes; the launcher adds them.
     """
 
     trusted: tuple[str, ...] = ()
@@ -58,6 +61,8 @@ class SweepSession:
     codes: list[int] = field(default_factory=list)
     new_folders: list[Path] = field(default_factory=list)
     root: Path | None = None
+    given_overrides: Sequence[Sequence[str]] = ()
+    runs: list[Run] = field(default_factory=list)
 
     def __call__(self, cfg: DictConfig) -> None:
         """Be Hydra's task function, which only a launcher that is not titan's calls."""

@@ -143,6 +143,15 @@ def compute_portable_trial_id(run: Run) -> str:
     return _compute_settings_digest(_select_trial_settings(run))
 
 
+def compute_variant_id(run: Run) -> str:
+    """Return the id of what a run learns, whatever its seed and its machines; see `compute_trial_id` about the data.
+
+    The content of a user's own packages is part of it.
+    """
+    science = {k: v for k, v in select_settings(run, science=True).items() if k != "training.seed"}
+    return _compute_settings_digest(science | {"own": own_code.compute_digests(run)})
+
+
 def _select_trial_settings(run: Run) -> dict[str, Any]:
     execution = {k: v for k, v in select_settings(run, science=False).items() if not k.startswith("cluster.")}
     if run.compile_why:  # the setting is "auto", whatever follows from it on this machine

@@ -1,0 +1,1 @@
+"""Evidence for and against many small changes: e-values of paired differences, an error budget, and the book of both."""

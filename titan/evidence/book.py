@@ -1,0 +1,134 @@
+"""A campaign's book: an append-only file of events, one JSON object a line, which processes may write at once.
+
+Each event has the number of the schema and the time. It is written whole, under a lock of the file, and flushed to the
+disk. A kill in the middle of a write leaves a line without an end: readers leave it out and say so; the next writer
+ends it, and what it held is done again by the command that is repeated. Nothing is ever changed or removed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from titan.errors import ConfigError
+from titan.files import locks, untrusted
+
+SCHEMA = 1
+"""Increased when an event changes its meaning."""
+FILE = "campaign.jsonl"
+
+
+class Book:
+    """The book in a campaign's folder.
+
+    Attributes:
+        file: its path; it need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / FILE
+
+    def read(self) -> tuple[list[dict[str, Any]], int]:
+        """Return the events in order, and the number of lines that are torn or damaged.
+
+        Raises:
+            ConfigError: when the file can't be read, or a later titan wrote it.
+        """
+        if not self.file.exists():
+            return [], 0
+        try:
+            lines = untrusted.read_regular_file(self.file).decode(errors="replace").split("\n")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.file}: can't be read ({error}); repair it, or choose another name.") from None
+        parsed = [self._parse_line(line) for line in lines if line.strip()]
+        events = [event for event in parsed if event is not None]
+        return events, len(parsed) - len(events)
+
+    def _parse_line(self, line: str) -> dict[str, Any] | None:
+        """Return the event of a line; None where it is torn or damaged."""
+        try:
+            event = untrusted.parse_object(line)
+            check_event(event)
+        except ValueError:
+            return None
+        if event["schema"] > SCHEMA:
+            raise ConfigError(
+                f"{self.file}: a later titan wrote it (schema {event['schema']}, not {SCHEMA}); update titan."
+            )
+        return event
+
+    @contextmanager
+    def locked(self) -> Iterator[Writer]:
+        """Lock the book for a reader that decides what to append; other processes wait.
+
+        Raises:
+            ConfigError: when the folder can't be written or locked.
+        """
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = locks.open_lock(self.file)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.file}: can't be written ({error.strerror}); choose another name or repair it."
+            ) from None
+        try:
+            locks.acquire(descriptor, str(self.file.parent))
+            yield Writer(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class Writer:
+    """Appends to a locked book."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def append(self, event: str, **values: Any) -> None:
+        """Append an event in one write, and flush it; a line that a kill has torn ends before it.
+
+        Args:
+            event: its kind: see `titan.evidence.campaign`.
+            values: plain data; numbers are finite.
+        """
+        line = {"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **values}
+        text = json.dumps(line, allow_nan=False) + "\n"
+        size = os.lseek(self._descriptor, 0, os.SEEK_END)
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            text = "\n" + text
+        content = text.encode()
+        while content:  # a signal or a full disk may cut a write short
+            content = content[os.write(self._descriptor, content) :]
+        os.fsync(self._descriptor)
+
+
+def check_event(event: Mapping[str, Any]) -> None:
+    """Raise ValueError for an object that is no event."""
+    untrusted.check_type(event.get("schema"), int, "schema")
+    kind = event.get("event")
+    untrusted.check_type(kind, str, "event")
+    for name, value_type in _TYPES.get(str(kind), {}).items():
+        untrusted.check_type(event.get(name), value_type, name)
+    if not all(math.isfinite(value) for value in event.values() if isinstance(value, (int, float))):
+        raise ValueError("a number is not finite")
+
+
+_TYPES: Mapping[str, Mapping[str, Any]] = {
+    "opened": {
+        "baseline": str | list[str], "baseline_id": str, "metric": str, "budget": float, "margin": float, "pairs": int,
+        "slope": float | None,
+    },
+    "idea": {"idea": str, "changes": str | list[str], "hypothesis": str | None, "baseline": int, "result_id": str},
+    "extended": {"idea": str, "pairs": int},
+    "seeds": {"idea": str, "stage": str, "seeds": list[int], "baseline": int},
+    "pair": {
+        "idea": str, "stage": str, "seed": int, "baseline_loss": float | None, "loss": float | None, "baseline": int,
+    },
+}  # fmt: skip
+"""The values of events by kind."""

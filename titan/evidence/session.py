@@ -1,0 +1,415 @@
+"""What a campaign does when it is asked: open, train pairs, take results, answer. Runs are trained by a `Trainer`.
+
+Between reading a book and appending to it the book is locked; it is not locked while runs are trained. A process takes
+its seeds in the book first, so that no other trains them; those that it leaves behind when it is killed are trained by
+the next one with the same idea. Only one process at a time trains an idea.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from titan.errors import ConfigError
+from titan.evidence import answers
+from titan.evidence.book import Book, Writer
+from titan.evidence.campaign import CHAIN, NOISE, Campaign, Idea, Rules, read_campaign
+from titan.files import locks
+
+Changes = str | tuple[str, ...]
+Loss = float | None
+"""The final metric of a run; None where it diverged."""
+MAX_SEED = 2**63
+
+
+class Trainer(Protocol):
+    """Trains runs of titan."""
+
+    def identify(self, overrides: Sequence[str], recorded: Sequence[str], metric: str) -> str:
+        """Return the id of what a recipe learns, whatever its seed.
+
+        Args:
+            overrides: what was typed for this request.
+            recorded: overrides from the book, before them.
+            metric: number of the result that will be compared.
+
+        Raises:
+            ConfigError: when it can't be trained, or has no such result.
+        """
+
+    def train(self, folder: Path, runs: Sequence[tuple[Sequence[str], int]], metric: str) -> list[Loss]:
+        """Train runs, each of overrides and a seed, in a folder that may have some already; return their metrics.
+
+        Raises:
+            ConfigError: when one is rejected.
+            RunError: when one failed.
+        """
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Changes to the present baseline, identified.
+
+    Attributes:
+        changes: see `Idea.changes`.
+        id: of the hypothesis.
+        result_id: of what the changed recipe learns.
+        baseline: the number of the baseline.
+    """
+
+    changes: Changes
+    id: str
+    result_id: str
+    baseline: int
+
+
+class Session:
+    """Answers requests about one campaign.
+
+    Attributes:
+        folder: of the campaign: its book, and its runs.
+        trainer: trains runs.
+    """
+
+    def __init__(self, folder: Path, trainer: Trainer) -> None:
+        self.folder, self.trainer = folder, trainer
+        self.book = Book(folder)
+
+    def read(self) -> Campaign:
+        """Return the campaign's state.
+
+        Raises:
+            ConfigError: when none was opened.
+        """
+        campaign = read_campaign(*self.book.read())
+        if campaign is None:
+            raise ConfigError(
+                f"{self.folder}: no campaign was opened there; open one with python -m titan.campaign NAME open."
+            )
+        return campaign
+
+    def open(self, baseline: Changes | None, **rules: Any) -> Campaign:
+        """Open a campaign; one that is open with the same rules stays as it is.
+
+        Args:
+            baseline: see `Rules.baseline`.
+            rules: other attributes of `Rules`.
+
+        Raises:
+            ConfigError: when the baseline can't be trained, or the campaign was opened with other rules.
+        """
+        if not baseline:
+            raise ConfigError("open: there is no baseline; give overrides of titan.train, or baseline=TEXT.")
+        metric = rules.get("metric", Rules.metric)
+        id = hash_texts(baseline) if isinstance(baseline, str) else self.trainer.identify(baseline, (), metric)
+        wanted = Rules(baseline, id, **rules)
+        with self.book.locked() as writer:
+            campaign = read_campaign(*self.book.read())
+            if campaign is None:
+                writer.append("opened", **vars(wanted))
+            elif different := find_difference(campaign.rules, wanted):
+                raise ConfigError(
+                    f"{self.folder}: this campaign was opened with {different[0]}={different[1]}, not {different[2]}; "
+                    "give the same, or choose another name."
+                )
+        return self.read()
+
+    def identify(self, campaign: Campaign, changes: Changes) -> Variant:
+        """Return what changes to the present baseline are; other spellings of the same have the same id.
+
+        Raises:
+            ConfigError: when they change nothing that is learned, or what they make can't be trained.
+        """
+        is_text = isinstance(campaign.rules.baseline, str)
+        if is_text != isinstance(changes, str):
+            kind = "a text, since another program trains" if is_text else "overrides of titan.train"
+            raise ConfigError(f"idea={changes}: the ideas of this campaign are {kind}; give that.")
+        if isinstance(changes, str):
+            changes = " ".join(changes.split())
+            result_id = hash_texts(campaign.baseline_id, changes)
+        else:
+            result_id = self.trainer.identify(changes, list_overrides(campaign), campaign.rules.metric)
+        if result_id == campaign.baseline_id or not changes:
+            raise ConfigError(
+                f"{changes if isinstance(changes, str) else ' '.join(changes)}: changes nothing that is learned from "
+                f"baseline {len(campaign.kept)}; give a setting another value."
+            )
+        return Variant(changes, hash_texts(campaign.baseline_id, result_id), result_id, len(campaign.kept))
+
+    def try_idea(
+        self, changes: Changes | None, hypothesis: str | None = None, pairs: int | None = None, batch: int = 2
+    ) -> dict[str, Any]:
+        """Train pairs of the baseline and an idea until the evidence decides; answer from the book where it has.
+
+        Args:
+            changes: overrides.
+            hypothesis: why it should help.
+            pairs: the most of the screen; None: the campaign's. More than before go on where the screen ended.
+            batch: pairs that are trained together.
+
+        Raises:
+            ConfigError: when the idea can't be tried, or another process is trying it.
+            RunError: when a run failed.
+        """
+        campaign = self.read()
+        if isinstance(campaign.rules.baseline, str):
+            raise ConfigError("try: another program trains this campaign's runs; enter their results with the verb result.")
+        if changes is None:
+            raise ConfigError("try: there is no idea; give overrides of titan.train.")
+        variant = self.identify(campaign, changes)
+        trained = 0
+        with self._lock_idea(variant.id):
+            while seeds := self._take_seeds(variant, hypothesis, pairs, batch):
+                self._train_idea(variant, seeds)
+                trained += len(seeds)
+        campaign = self.read()
+        return describe_tried(campaign, variant, from_book=not trained)
+
+    def _take_seeds(self, variant: Variant, hypothesis: str | None, pairs: int | None, batch: int) -> list[int]:
+        """Return the next seeds of an idea, and record them; none where it is decided."""
+        with self.book.locked() as writer:
+            idea = self._record_idea(writer, variant, hypothesis, pairs)
+            if idea.state not in ("screening", "confirming"):
+                return []
+            if seeds := idea.untrained[:batch]:
+                return seeds
+            campaign = self.read()
+            count = min(batch, idea.most_pairs - len(idea.stages[idea.stage]))
+            seeds = campaign.take_seeds(count)
+            writer.append("seeds", idea=idea.id, stage=idea.stage, seeds=seeds, baseline=idea.baseline)
+            return seeds
+
+    def _record_idea(self, writer: Writer, variant: Variant, hypothesis: str | None, pairs: int | None = None) -> Idea:
+        """Return an idea of the locked book; add it, or more pairs of it, where the book has them not."""
+        campaign = self.read()
+        if variant.id not in campaign.ideas:
+            writer.append(
+                "idea",
+                idea=variant.id,
+                changes=variant.changes,
+                hypothesis=hypothesis,
+                baseline=variant.baseline,
+                result_id=variant.result_id,
+            )
+            campaign = self.read()
+        if pairs is not None and pairs > campaign.ideas[variant.id].pairs:
+            writer.append("extended", idea=variant.id, pairs=pairs)
+            campaign = self.read()
+        return campaign.ideas[variant.id]
+
+    def _train_idea(self, variant: Variant, seeds: Sequence[int]) -> None:
+        """Train an idea and its baseline on seeds, and record the losses under the stage that took the seeds."""
+        campaign = self.read()
+        idea = campaign.ideas[variant.id]
+        baseline = list_overrides(campaign, idea.baseline)
+        recipes = (baseline, merge_overrides(baseline, idea.changes))
+        runs = [(recipe, seed) for seed in seeds for recipe in recipes]
+        losses = self.trainer.train(self.folder / "ideas" / idea.id, runs, campaign.rules.metric)
+        stage = "screen" if seeds[0] in idea.taken["screen"] else "confirm"
+        with self.book.locked() as writer:
+            for number, seed in enumerate(seeds):
+                before, after = losses[2 * number : 2 * number + 2]
+                writer.append(
+                    "pair",
+                    idea=idea.id,
+                    stage=stage,
+                    seed=seed,
+                    baseline_loss=before,
+                    loss=after,
+                    baseline=idea.baseline,
+                )
+
+    @contextlib.contextmanager
+    def _lock_idea(self, name: str) -> Iterator[None]:
+        """Let one process at a time train an idea.
+
+        Raises:
+            ConfigError: while another one does.
+        """
+        folder = self.folder / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = locks.open_lock(folder / name)
+        try:
+            locks.acquire(descriptor, str(folder), patience=0)
+            yield
+        except BlockingIOError:
+            raise ConfigError(f"{name}: another process is training it; wait for that one, or try another idea.") from None
+        finally:
+            os.close(descriptor)
+
+    def add_result(
+        self, changes: Changes, seed: int, baseline_loss: Loss, loss: Loss, hypothesis: str | None = None
+    ) -> dict[str, Any]:
+        """Record the losses of a pair that another program trained.
+
+        Raises:
+            ConfigError: when the idea has used the seed, or in a confirmation any idea has.
+        """
+        if not 0 <= seed < MAX_SEED:
+            raise ConfigError(f"seed={seed}: must be at least 0 and below 2**63.")
+        campaign = self.read()
+        known = campaign.ideas.get(changes) if isinstance(changes, str) else None
+        variant = (
+            self.identify(campaign, changes)
+            if known is None
+            else Variant(known.changes, known.id, known.result_id, known.baseline)
+        )
+        with self.book.locked() as writer:
+            idea = self._record_idea(writer, variant, hypothesis)
+            if is_open := idea.state in ("screening", "confirming"):
+                check_seed(self.read(), idea, seed)
+                writer.append(
+                    "pair",
+                    idea=idea.id,
+                    stage=idea.stage,
+                    seed=seed,
+                    baseline_loss=baseline_loss,
+                    loss=loss,
+                    baseline=idea.baseline,
+                )
+        return describe_tried(self.read(), variant, from_book=not is_open)
+
+    def measure_noise(self, pairs: int, batch: int = 2) -> dict[str, Any]:
+        """Train pairs of the present baseline, each on two seeds, until there are so many.
+
+        Raises:
+            ConfigError: when another process is doing that.
+            RunError: when a run failed.
+        """
+        return self._train_beside(NOISE, pairs, batch, self._pair_noise, lambda c: c.noise)
+
+    def add_noise(self, losses: Sequence[float]) -> dict[str, Any]:
+        """Record final metrics of runs of the baseline that another program trained, paired in their order.
+
+        Raises:
+            ConfigError: for an odd number.
+        """
+        if len(losses) % 2 or not losses:
+            raise ConfigError(f"losses: {len(losses)} were given; give an even number, two for a pair.")
+        with self.book.locked() as writer:
+            baseline = len(self.read().kept)
+            for first, second in zip(losses[::2], losses[1::2], strict=True):
+                writer.append(
+                    "pair", idea=NOISE, stage=NOISE, seed=-1, baseline_loss=first, loss=second, baseline=baseline
+                )
+        return answers.describe_campaign(self.read())
+
+    def _pair_noise(self, campaign: Campaign, seeds: Sequence[int]) -> list[tuple[Sequence[str], int]]:
+        return [(list_overrides(campaign), seed) for seed in seeds]
+
+    def measure_chain(self, pairs: int, batch: int = 2) -> dict[str, Any]:
+        """Train the first and the present baseline on fresh seeds until there are so many pairs.
+
+        Raises:
+            ConfigError: when nothing was kept yet, or another process is doing that.
+            RunError: when a run failed.
+        """
+        campaign = self.read()
+        if not campaign.kept:
+            raise ConfigError("chain: no idea was kept yet, so the present baseline is the first one; try ideas first.")
+        present = len(campaign.kept)
+        return self._train_beside(CHAIN, pairs, batch, self._pair_chain, lambda c: c.chain.get(present, []))
+
+    def _pair_chain(self, campaign: Campaign, seeds: Sequence[int]) -> list[tuple[Sequence[str], int]]:
+        recipes = (list_overrides(campaign, 0), list_overrides(campaign))
+        return [(recipe, seed) for seed in seeds for recipe in recipes]
+
+    def _train_beside(
+        self,
+        name: str,
+        pairs: int,
+        batch: int,
+        list_runs: Callable[[Campaign, Sequence[int]], list[tuple[Sequence[str], int]]],
+        list_done: Callable[[Campaign], Sequence[Any]],
+    ) -> dict[str, Any]:
+        """Train pairs that are no idea's: of the noise, which take two seeds each, or of the chain."""
+        if isinstance(self.read().rules.baseline, str):
+            raise ConfigError(f"{name}: another program trains this campaign's runs; titan can't.")
+        number = len(self.read().kept)
+        seeds_per_pair = 2 if name == NOISE else 1
+        with self._lock_idea(f"{name}-{number}"):
+            while (missing := pairs - len(list_done(self.read()))) > 0:
+                seeds = self._take_beside(name, number, min(batch, missing) * seeds_per_pair)
+                campaign = self.read()
+                runs = list_runs(campaign, seeds)
+                losses = self.trainer.train(self.folder / f"{name}-{number}", runs, campaign.rules.metric)
+                self._record_beside(name, number, seeds[::seeds_per_pair], losses)
+        return answers.describe_campaign(self.read())
+
+    def _take_beside(self, name: str, number: int, count: int) -> list[int]:
+        """Return seeds that were taken and not trained, else new ones, and record these."""
+        with self.book.locked() as writer:
+            campaign = self.read()
+            taken = campaign.taken.get(f"{name} {number}", [])
+            done = {pair.seed for pair in (campaign.noise if name == NOISE else campaign.chain.get(number, []))}
+            step = 2 if name == NOISE else 1
+            left = [seed for i in range(0, len(taken), step) if taken[i] not in done for seed in taken[i : i + step]]
+            if left:
+                return left[:count]
+            seeds = campaign.take_seeds(count)
+            writer.append("seeds", idea=name, stage=name, seeds=seeds, baseline=number)
+            return seeds
+
+    def _record_beside(self, name: str, number: int, seeds: Sequence[int], losses: Sequence[Loss]) -> None:
+        with self.book.locked() as writer:
+            for seed, first, second in zip(seeds, losses[::2], losses[1::2], strict=True):
+                writer.append(
+                    "pair", idea=name, stage=name, seed=seed, baseline_loss=first, loss=second, baseline=number
+                )
+
+
+def describe_tried(campaign: Campaign, variant: Variant, from_book: bool) -> dict[str, Any]:
+    """Return the answer about an idea, with what was found about the same changes of older baselines."""
+    earlier = campaign.find_stale(variant.changes, variant.id)
+    return answers.describe_idea(campaign, campaign.ideas[variant.id], from_book) | {
+        "on_older_baselines": [{"idea": i.id, "baseline": i.baseline, "state": i.state} for i in earlier]
+    }
+
+
+def check_seed(campaign: Campaign, idea: Idea, seed: int) -> None:
+    """Raise ConfigError for a seed that an idea's present stage may not use."""
+    users = campaign.seeds.get(seed, set())
+    if idea.id in users:
+        raise ConfigError(f"seed={seed}: this idea has used it; use another, such as {campaign.take_seeds(1)[0]}.")
+    if users and idea.stage == "confirm":
+        raise ConfigError(
+            f"seed={seed}: something in this campaign has used it, and a confirmation needs fresh ones; use another, "
+            f"such as {campaign.take_seeds(1)[0]}."
+        )
+
+
+def find_difference(old: Rules, new: Rules) -> tuple[str, Any, Any] | None:
+    """Return the first rule that differs, with both values; None where the rules are the same."""
+    names = [name for name in vars(old) if name not in ("baseline", "baseline_id")]
+    if old.baseline_id != new.baseline_id:
+        names.insert(0, "baseline")
+    return next(((n, getattr(old, n), getattr(new, n)) for n in names if getattr(old, n) != getattr(new, n)), None)
+
+
+def list_overrides(campaign: Campaign, number: int | None = None) -> tuple[str, ...]:
+    """Return the overrides of a baseline; None: the present one."""
+    overrides = tuple(campaign.rules.baseline)
+    for id in campaign.kept[:number]:
+        overrides = merge_overrides(overrides, campaign.ideas[id].changes)
+    return overrides
+
+
+def merge_overrides(overrides: Sequence[str], changes: Sequence[str]) -> tuple[str, ...]:
+    """Return overrides with changes: a setting that both have takes the changed value, in its old place."""
+    merged = {_get_key(word): word for word in overrides}
+    return tuple((merged | {_get_key(word): word for word in changes}).values())
+
+
+def _get_key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
+def hash_texts(*parts: Changes) -> str:
+    """Return 12 hex digits of a hash of texts."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
