@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan.cluster.environment import prepare_environment
 from titan.config import settings as typed_settings
@@ -16,9 +18,12 @@ from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting, suggest_nearest
 from titan.console import output
-from titan.errors import ConfigError, describe_user_error
+from titan.errors import ConfigError, RunError, describe_user_error
 from titan.files import untrusted
 from titan.files.output_files import check_output_file, write_output_file
+
+if TYPE_CHECKING:
+    from titan.evidence.session import Session
 
 DIVERGED = "diverged"
 PAGE = "campaign.html"
@@ -77,7 +82,7 @@ COMMAND = Command(
         "study noise": "runs of the baseline against itself: the noise floor",
         'study try optimizer.lr=2e-3 hypothesis="a higher rate"': "train pairs until the evidence decides",
         "study list": "all ideas, with their evidence",
-        "study chain": "what all kept changes are worth together, on seeds that nothing has used",
+        "study chain": "what all kept changes are worth on fresh seeds",
         "study page": "the same as a page",
         """study '{"verb": "try", "idea": ["optimizer.lr=2e-3"]}'""": "a request as JSON; requests=FILE: one a line",
     },
@@ -96,9 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_requests(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     folder = find_folder(settings.words[0])
+    if settings.requests is None and settings.words[-1].startswith("{"):
+        _check_only_json(command_line)
+        return _answer_line(folder, settings.words[-1], settings.words[1] if len(settings.words) == 3 else None)
     if settings.requests is None:
-        verb, request = _read_words(settings, command_line.overrides)
-        return _print_answer(_answer(folder, verb, request))
+        verb = _read_verb(settings.words[1:])
+        return _print_answer(_answer(folder, verb, _add_overrides(settings, verb, command_line.overrides)))
     if command_line.overrides or len(settings.words) > 2:
         raise ConfigError(f"requests={settings.requests}: the requests are in the file; leave the other words out.")
     verb = settings.words[1] if len(settings.words) == 2 else None
@@ -118,19 +126,19 @@ def find_folder(name: str) -> Path:
     return folder
 
 
-def _read_words(settings: Settings, overrides: Sequence[str]) -> tuple[str, Settings]:
-    """Return the verb and the request of a command line."""
-    words = settings.words[1:]
-    if words and words[-1].startswith("{"):
-        given = [name for name in vars(settings) if getattr(settings, name) != getattr(Settings, name, None)]
-        if overrides or len(words) > 2 or given != ["words"]:
-            raise ConfigError("a request as JSON holds everything; leave the other words out.")
-        return parse_request(words[-1], words[0] if len(words) == 2 else None)
+def _check_only_json(command_line: CommandLine[Settings]) -> None:
+    """Raise ConfigError for other words beside a request as JSON, which holds everything."""
+    given = vars(command_line.settings) != vars(Settings(command_line.settings.words))
+    if command_line.overrides or given or len(command_line.settings.words) not in (2, 3):
+        raise ConfigError("a request as JSON holds everything; leave the other words out.")
+
+
+def _read_verb(words: Sequence[str]) -> str:
+    """Return the verb of a command line's words behind the name."""
     if len(words) != 1:
         wrong = f"{' '.join(words)}: one verb is expected" if words else "the verb is missing"
         raise ConfigError(f"{wrong}; give one of {', '.join(VERBS)} behind the campaign's name.")
-    verb = check_verb(words[0])
-    return verb, _add_overrides(settings, verb, overrides)
+    return check_verb(words[0])
 
 
 def _add_overrides(settings: Settings, verb: str, overrides: Sequence[str]) -> Settings:
@@ -226,6 +234,218 @@ def _answer(folder: Path, verb: str, request: Settings) -> dict[str, Any]:
         ConfigError: when it can't work.
         RunError: when a run failed.
     """
-    from launchers import campaigns  # only now: --help and wrong command lines need not wait for numpy
+    from titan.evidence.session import Session  # only now: --help and wrong words need not wait for numpy
 
-    return {"verb": verb, **campaigns.ANSWERS[verb](folder, request)}
+    check_keys(verb, request)
+    session = Session(folder, TitanTrainer())
+    with contextlib.redirect_stdout(sys.stderr), redirect_descriptor():
+        answer = ANSWERS[verb](session, request)
+    return {"verb": verb, **answer}
+
+
+def check_keys(verb: str, request: Settings) -> None:
+    """Raise ConfigError for a key that a verb does not take: it would have no effect."""
+    for name, value in vars(request).items():
+        is_given = value is not None and name not in ("words", "requests") and not (name == "batch" and value == 2)
+        if is_given and name not in KEYS[verb]:
+            takes = f"takes {', '.join(KEYS[verb])}" if KEYS[verb] else "takes no settings"
+            raise ConfigError(f"{name}={typed_settings.format_value(value)}: {verb} {takes}; leave it out.")
+
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "open": ("baseline", "metric", "budget", "margin", "pairs", "slope"),
+    "noise": ("pairs", "batch", "losses"),
+    "try": ("idea", "hypothesis", "pairs", "batch"),
+    "result": ("idea", "hypothesis", "seed", "baseline_loss", "loss"),
+    "list": (),
+    "show": ("idea",),
+    "chain": ("pairs", "batch"),
+    "page": ("to",),
+}
+"""The settings that each verb takes."""
+
+
+def _open(session: Session, request: Settings) -> dict[str, Any]:
+    from titan.evidence import answers
+
+    if isinstance(request.baseline, tuple):
+        check_overrides(request.baseline)
+    rules = {n: getattr(request, n) for n in KEYS["open"][1:] if getattr(request, n) is not None}
+    return answers.describe_campaign(session.open(request.baseline, **rules))
+
+
+def _measure_noise(session: Session, request: Settings) -> dict[str, Any]:
+    if request.losses is not None:
+        return session.add_noise(request.losses)
+    return session.measure_noise(request.pairs or DEFAULT_PAIRS, request.batch)
+
+
+DEFAULT_PAIRS = 6
+"""Pairs of the noise and of the chain: the fewest that have an interval."""
+
+
+def _try_idea(session: Session, request: Settings) -> dict[str, Any]:
+    if isinstance(request.idea, str):
+        raise ConfigError(f"idea={request.idea}: give overrides of titan.train, as a list in JSON.")
+    check_overrides(request.idea or ())
+    return session.try_idea(request.idea, request.hypothesis, request.pairs, request.batch)
+
+
+def _add_result(session: Session, request: Settings) -> dict[str, Any]:
+    if request.idea is None or request.seed is None:
+        missing = "idea" if request.idea is None else "seed"
+        raise ConfigError(f"result: {missing} is missing; give idea, seed, baseline_loss and loss.")
+    if isinstance(request.idea, tuple):
+        check_overrides(request.idea)
+    losses = [parse_loss(name, getattr(request, name)) for name in ("baseline_loss", "loss")]
+    return session.add_result(request.idea, request.seed, *losses, request.hypothesis)
+
+
+def parse_loss(name: str, value: float | str | None) -> float | None:
+    """Return a loss; None for a run that diverged.
+
+    Raises:
+        ConfigError: when it is missing or no number.
+    """
+    if value is None or (isinstance(value, str) and value != DIVERGED):
+        raise ConfigError(
+            f"{name}={'' if value is None else value}: is no finite number; give the run's final metric, or {DIVERGED}."
+        )
+    return None if isinstance(value, str) else float(value)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for words that are no overrides, and for settings that the campaign sets itself."""
+    for word in overrides:
+        key = word.partition("=")[0].lstrip("+~")
+        if word.startswith("-") or key in SET_BY_CAMPAIGN or key.startswith(("hydra.run", "hydra.sweep", "sweep")):
+            raise ConfigError(f"{word}: the campaign sets seeds and folders and takes no options; leave it out.")
+
+
+SET_BY_CAMPAIGN = ("name", "resume", "training.seed", "training.repeat", "hydra.mode")
+
+
+def _list_ideas(session: Session, request: Settings) -> dict[str, Any]:
+    from titan.evidence import answers
+
+    campaign = session.read()
+    ideas = [answers.describe_idea(campaign, idea, from_book=True) for idea in campaign.ideas.values()]
+    return {**answers.describe_campaign(campaign), "list": ideas}
+
+
+def _show_idea(session: Session, request: Settings) -> dict[str, Any]:
+    from titan.evidence import answers
+
+    campaign = session.read()
+    if request.idea is None:
+        return answers.describe_campaign(campaign)
+    if (idea := campaign.ideas.get(str(request.idea))) is None:
+        raise ConfigError(f"idea={request.idea}: this campaign has no such idea; the verb list names them.")
+    return answers.describe_idea(campaign, idea, from_book=True)
+
+
+def _measure_chain(session: Session, request: Settings) -> dict[str, Any]:
+    return session.measure_chain(request.pairs or DEFAULT_PAIRS, request.batch)
+
+
+def _write_page(session: Session, request: Settings) -> dict[str, Any]:
+    from titan.config.optional import import_optional
+
+    file = check_output_file(request.to or str(session.folder / PAGE), (".html",))
+    campaign = session.read()
+    import_optional("jinja2", "page")
+    from titan.report.render.campaign_html import render_page
+
+    made = f"{datetime.now():%Y-%m-%d %H:%M}: python -m titan.campaign {session.folder} page"
+    write_output_file(file, render_page(campaign, session.folder.name, made))
+    return {"written": str(file)}
+
+
+ANSWERS: Mapping[str, Callable[[Session, Settings], dict[str, Any]]] = {
+    "open": _open,
+    "noise": _measure_noise,
+    "try": _try_idea,
+    "result": _add_result,
+    "list": _list_ideas,
+    "show": _show_idea,
+    "chain": _measure_chain,
+    "page": _write_page,
+}
+
+
+@contextlib.contextmanager
+def redirect_descriptor() -> Iterator[None]:
+    """Let the processes that are started meanwhile print on stderr: stdout has answers only."""
+    sys.stdout.flush()
+    original = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(original, 1)
+        os.close(original)
+
+
+class TitanTrainer:
+    """Trains runs with titan's launchers; see `titan.evidence.session.Trainer`."""
+
+    def identify(self, overrides: Sequence[str], recorded: Sequence[str], metric: str) -> str:
+        """Compose a recipe and return the id of what it learns; see `Trainer.identify`."""
+        from launchers.command import compose_trial
+        from titan.run import identity
+
+        run = compose_trial(overrides, recorded)
+        if metric.partition("/")[0] in ("validation_loss", "bits_per_byte") and run.evaluation.tokens == 0:
+            raise ConfigError(
+                f"metric={metric}: evaluation.tokens=0 asks for no evaluation; give some tokens, or metric=last_loss."
+            )
+        return identity.compute_variant_id(run)
+
+    def train(self, folder: Path, runs: Sequence[tuple[Sequence[str], int]], metric: str) -> list[float | None]:
+        """Train runs, those that are not finished yet, and return their metrics; see `Trainer.train`."""
+        from launchers.command import launch_trials
+        from titan.run.command_line import quote_value
+
+        launcher = list(dict.fromkeys(word for recipe, _ in runs for word in recipe if is_launcher(word)))
+        trials = [[*(w for w in recipe if not is_launcher(w)), f"training.seed={seed}"] for recipe, seed in runs]
+        launched = launch_trials([f"hydra.sweep.dir={quote_value(str(folder.absolute()))}", *launcher], trials)
+        return [read_metric(Path(run.directory), code, metric) for run, code in launched]
+
+
+def is_launcher(word: str) -> bool:
+    """Return whether an override chooses how runs are launched, which is the same for both recipes."""
+    return word.lstrip("+~").startswith(("hydra/launcher", "hydra.launcher"))
+
+
+def read_metric(directory: Path, code: int, metric: str) -> float | None:
+    """Return the final metric of a run; None where it diverged.
+
+    Raises:
+        ConfigError: when its result has no such number.
+        RunError: when it failed for another reason.
+    """
+    from titan.report.collect import collect_runs
+
+    collected = collect_runs([directory])
+    run = collected.runs[0] if collected.runs else None
+    if run is None or run.state != "finished":
+        if run is not None and run.gave_up:
+            return None
+        reason = f": {run.reason}" if run is not None and run.reason else ""
+        raise RunError(f"{directory}: the run ended with exit code {code}{reason}; the same command tries it again.")
+    value = run.result.get(metric, "")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        numbers = [k for k, v in run.result.items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
+        raise ConfigError(f"metric={metric}: {directory}/result.json has no such number; it has {', '.join(numbers)}.")
+    return float(value)
+
+
+def cli() -> None:
+    """The console script `titan-campaign`."""
+    output.run(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -24,6 +24,8 @@ from typing import Any, Literal
 from titan.evidence.budget import SCREEN, find_threshold, is_futile
 from titan.evidence.paired import compute_log_e_values, find_interval
 
+Changes = str | tuple[str, ...]
+"""Overrides of titan.train, or a text of a program that trains by itself."""
 NOISE, CHAIN = "noise", "chain"
 State = Literal["screening", "confirming", "kept", "rejected", "older baseline"]
 CONFIRM_FACTOR = 2
@@ -44,7 +46,7 @@ class Rules:
         slope: by how much the metric falls where the compute is multiplied by e; None: not known.
     """
 
-    baseline: str | tuple[str, ...]
+    baseline: Changes
     baseline_id: str
     metric: str = "validation_loss"
     budget: float = 0.05
@@ -85,7 +87,7 @@ class Idea:
 
     Attributes:
         id: of the hypothesis: this change of this baseline.
-        changes: overrides, or a text of a program that trains by itself.
+        changes: see `Changes`.
         hypothesis: why it should help, in the user's words.
         baseline: number of the baseline that it changes, 0 for the first.
         result_id: identifies what the changed recipe learns.
@@ -98,7 +100,7 @@ class Idea:
     """
 
     id: str
-    changes: str | tuple[str, ...]
+    changes: Changes
     hypothesis: str | None
     baseline: int
     result_id: str
@@ -111,8 +113,8 @@ class Idea:
 
     @property
     def stage(self) -> str:
-        """The stage that its next pair belongs to."""
-        return "confirm" if self.state == "confirming" else "screen"
+        """The stage that its next pair belongs to, or its last one did."""
+        return "confirm" if self.state == "confirming" or self.confirmation is not None else "screen"
 
     @property
     def most_pairs(self) -> int:
@@ -198,7 +200,7 @@ class Campaign:
             candidate += 1
         return seeds
 
-    def find_stale(self, changes: str | tuple[str, ...], id: str) -> list[Idea]:
+    def find_stale(self, changes: Changes, id: str) -> list[Idea]:
         """Return the ideas with the same changes of older baselines."""
         return [idea for idea in self.ideas.values() if idea.changes == changes and idea.id != id]
 
@@ -226,7 +228,7 @@ def _open(event: Mapping[str, Any]) -> Campaign:
 
 def _add_idea(campaign: Campaign, event: Mapping[str, Any]) -> None:
     changes = event["changes"] if isinstance(event["changes"], str) else tuple(event["changes"])
-    idea = Idea(event["idea"], changes, event["hypothesis"], event["baseline"], event["result_id"], campaign.rules.pairs)
+    idea = Idea(event["idea"], changes, event["hypothesis"], event["baseline"], event["result_id"], event["pairs"])
     campaign.ideas.setdefault(idea.id, idea)
 
 

@@ -11,21 +11,22 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from titan.errors import ConfigError
 from titan.evidence import answers
+from titan.evidence.budget import SCREEN, is_futile
 from titan.evidence.book import Book, Writer
-from titan.evidence.campaign import CHAIN, NOISE, Campaign, Idea, Rules, read_campaign
+from titan.evidence.campaign import CHAIN, NOISE, Campaign, Changes, Idea, Pair, Rules, read_campaign
 from titan.files import locks
 
-Changes = str | tuple[str, ...]
 Loss = float | None
 """The final metric of a run; None where it diverged."""
 MAX_SEED = 2**63
+SEEDS_PER_PAIR = {NOISE: 2, CHAIN: 1}
 
 
 class Trainer(Protocol):
@@ -104,6 +105,7 @@ class Session:
         Raises:
             ConfigError: when the baseline can't be trained, or the campaign was opened with other rules.
         """
+        check_pairs(rules.get("pairs"))
         if not baseline:
             raise ConfigError("open: there is no baseline; give overrides of titan.train, or baseline=TEXT.")
         metric = rules.get("metric", Rules.metric)
@@ -115,8 +117,7 @@ class Session:
                 writer.append("opened", **vars(wanted))
             elif different := find_difference(campaign.rules, wanted):
                 raise ConfigError(
-                    f"{self.folder}: this campaign was opened with {different[0]}={different[1]}, not {different[2]}; "
-                    "give the same, or choose another name."
+                    f"{self.folder}: this campaign was opened with {different}; give the same, or choose another name."
                 )
         return self.read()
 
@@ -162,6 +163,7 @@ class Session:
             raise ConfigError("try: another program trains this campaign's runs; enter their results with the verb result.")
         if changes is None:
             raise ConfigError("try: there is no idea; give overrides of titan.train.")
+        check_pairs(pairs)
         variant = self.identify(campaign, changes)
         trained = 0
         with self._lock_idea(variant.id):
@@ -192,6 +194,7 @@ class Session:
             writer.append(
                 "idea",
                 idea=variant.id,
+                pairs=pairs or campaign.rules.pairs,
                 changes=variant.changes,
                 hypothesis=hypothesis,
                 baseline=variant.baseline,
@@ -236,10 +239,8 @@ class Session:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = locks.open_lock(folder / name)
         try:
-            locks.acquire(descriptor, str(folder), patience=0)
+            _acquire(descriptor, name, folder)
             yield
-        except BlockingIOError:
-            raise ConfigError(f"{name}: another process is training it; wait for that one, or try another idea.") from None
         finally:
             os.close(descriptor)
 
@@ -282,7 +283,7 @@ class Session:
             ConfigError: when another process is doing that.
             RunError: when a run failed.
         """
-        return self._train_beside(NOISE, pairs, batch, self._pair_noise, lambda c: c.noise)
+        return self._train_beside(NOISE, len(self.read().kept), pairs, batch)
 
     def add_noise(self, losses: Sequence[float]) -> dict[str, Any]:
         """Record final metrics of runs of the baseline that another program trained, paired in their order.
@@ -300,9 +301,6 @@ class Session:
                 )
         return answers.describe_campaign(self.read())
 
-    def _pair_noise(self, campaign: Campaign, seeds: Sequence[int]) -> list[tuple[Sequence[str], int]]:
-        return [(list_overrides(campaign), seed) for seed in seeds]
-
     def measure_chain(self, pairs: int, batch: int = 2) -> dict[str, Any]:
         """Train the first and the present baseline on fresh seeds until there are so many pairs.
 
@@ -310,58 +308,67 @@ class Session:
             ConfigError: when nothing was kept yet, or another process is doing that.
             RunError: when a run failed.
         """
-        campaign = self.read()
-        if not campaign.kept:
+        present = len(self.read().kept)
+        if present == 0:
             raise ConfigError("chain: no idea was kept yet, so the present baseline is the first one; try ideas first.")
-        present = len(campaign.kept)
-        return self._train_beside(CHAIN, pairs, batch, self._pair_chain, lambda c: c.chain.get(present, []))
+        return self._train_beside(CHAIN, present, pairs, batch)
 
-    def _pair_chain(self, campaign: Campaign, seeds: Sequence[int]) -> list[tuple[Sequence[str], int]]:
-        recipes = (list_overrides(campaign, 0), list_overrides(campaign))
-        return [(recipe, seed) for seed in seeds for recipe in recipes]
+    def _train_beside(self, name: str, number: int, pairs: int, batch: int) -> dict[str, Any]:
+        """Train pairs that are no idea's until there are so many: of the noise or of the chain.
 
-    def _train_beside(
-        self,
-        name: str,
-        pairs: int,
-        batch: int,
-        list_runs: Callable[[Campaign, Sequence[int]], list[tuple[Sequence[str], int]]],
-        list_done: Callable[[Campaign], Sequence[Any]],
-    ) -> dict[str, Any]:
-        """Train pairs that are no idea's: of the noise, which take two seeds each, or of the chain."""
+        Args:
+            name: `NOISE`, whose pairs take two seeds each, or `CHAIN`.
+            number: of the baseline.
+            pairs: see `measure_noise`.
+            batch: see `try_idea`.
+        """
         if isinstance(self.read().rules.baseline, str):
-            raise ConfigError(f"{name}: another program trains this campaign's runs; titan can't.")
-        number = len(self.read().kept)
-        seeds_per_pair = 2 if name == NOISE else 1
+            raise ConfigError(f"{name}: another program trains this campaign's runs, which titan can't.")
         with self._lock_idea(f"{name}-{number}"):
-            while (missing := pairs - len(list_done(self.read()))) > 0:
-                seeds = self._take_beside(name, number, min(batch, missing) * seeds_per_pair)
+            while (missing := pairs - len(list_pairs(self.read(), name, number))) > 0:
+                seeds = self._take_beside(name, number, min(batch, missing))
                 campaign = self.read()
-                runs = list_runs(campaign, seeds)
+                present = list_overrides(campaign, number)
+                recipes = [present] if name == NOISE else [list_overrides(campaign, 0), present]
+                runs = [(recipe, seed) for seed in seeds for recipe in recipes]
                 losses = self.trainer.train(self.folder / f"{name}-{number}", runs, campaign.rules.metric)
-                self._record_beside(name, number, seeds[::seeds_per_pair], losses)
+                self._record_beside(name, number, seeds, losses)
         return answers.describe_campaign(self.read())
 
-    def _take_beside(self, name: str, number: int, count: int) -> list[int]:
+    def _take_beside(self, name: str, number: int, pairs: int) -> list[int]:
         """Return seeds that were taken and not trained, else new ones, and record these."""
         with self.book.locked() as writer:
             campaign = self.read()
-            taken = campaign.taken.get(f"{name} {number}", [])
-            done = {pair.seed for pair in (campaign.noise if name == NOISE else campaign.chain.get(number, []))}
-            step = 2 if name == NOISE else 1
+            taken, step = campaign.taken.get(f"{name} {number}", []), SEEDS_PER_PAIR[name]
+            done = {pair.seed for pair in list_pairs(campaign, name, number)}
             left = [seed for i in range(0, len(taken), step) if taken[i] not in done for seed in taken[i : i + step]]
             if left:
-                return left[:count]
-            seeds = campaign.take_seeds(count)
+                return left[: pairs * step]
+            seeds = campaign.take_seeds(pairs * step)
             writer.append("seeds", idea=name, stage=name, seeds=seeds, baseline=number)
             return seeds
 
     def _record_beside(self, name: str, number: int, seeds: Sequence[int], losses: Sequence[Loss]) -> None:
         with self.book.locked() as writer:
-            for seed, first, second in zip(seeds, losses[::2], losses[1::2], strict=True):
+            for seed, first, second in zip(seeds[:: SEEDS_PER_PAIR[name]], losses[::2], losses[1::2], strict=True):
                 writer.append(
                     "pair", idea=name, stage=name, seed=seed, baseline_loss=first, loss=second, baseline=number
                 )
+
+
+def list_pairs(campaign: Campaign, name: str, number: int) -> list[Pair]:
+    """Return the pairs of the noise, of whatever baseline, or those of the chain up to a baseline."""
+    return campaign.noise if name == NOISE else campaign.chain.get(number, [])
+
+
+def _acquire(descriptor: int, name: str, folder: Path) -> None:
+    """Lock an idea; raise ConfigError while another process has it."""
+    try:
+        locks.acquire(descriptor, str(folder), patience=0)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{name}: another process is training it; wait for that one, or try another idea."
+        ) from None
 
 
 def describe_tried(campaign: Campaign, variant: Variant, from_book: bool) -> dict[str, Any]:
@@ -370,6 +377,13 @@ def describe_tried(campaign: Campaign, variant: Variant, from_book: bool) -> dic
     return answers.describe_idea(campaign, campaign.ideas[variant.id], from_book) | {
         "on_older_baselines": [{"idea": i.id, "baseline": i.baseline, "state": i.state} for i in earlier]
     }
+
+
+def check_pairs(pairs: int | None) -> None:
+    """Raise ConfigError for a screen that no evidence can pass."""
+    if pairs is not None and is_futile(0.0, pairs, SCREEN):
+        fewest = next(n for n in range(1, 99) if not is_futile(0.0, n, SCREEN))
+        raise ConfigError(f"pairs={pairs}: can't reach an e-value of {SCREEN:g}; give at least {fewest}.")
 
 
 def check_seed(campaign: Campaign, idea: Idea, seed: int) -> None:
@@ -384,12 +398,13 @@ def check_seed(campaign: Campaign, idea: Idea, seed: int) -> None:
         )
 
 
-def find_difference(old: Rules, new: Rules) -> tuple[str, Any, Any] | None:
+def find_difference(old: Rules, new: Rules) -> str | None:
     """Return the first rule that differs, with both values; None where the rules are the same."""
-    names = [name for name in vars(old) if name not in ("baseline", "baseline_id")]
     if old.baseline_id != new.baseline_id:
-        names.insert(0, "baseline")
-    return next(((n, getattr(old, n), getattr(new, n)) for n in names if getattr(old, n) != getattr(new, n)), None)
+        texts = [r.baseline if isinstance(r.baseline, str) else " ".join(r.baseline) for r in (old, new)]
+        return f"the baseline {texts[0]}, not {texts[1]}"
+    names = [name for name in vars(old) if name not in ("baseline", "baseline_id")]
+    return next((f"{n}={getattr(old, n)}, not {getattr(new, n)}" for n in names if getattr(old, n) != getattr(new, n)), None)
 
 
 def list_overrides(campaign: Campaign, number: int | None = None) -> tuple[str, ...]:

@@ -1,0 +1,171 @@
+"""A campaign as one HTML file that loads nothing. Needs jinja2 (the extra `compare`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from titan.console.numbers import format_plural
+from titan.console.text import sanitize_line
+from titan.evidence import answers
+from titan.evidence.campaign import Campaign, Changes, Idea, Pair
+from titan.report.render.charts import Bar, Chart, draw_bar_chart
+from titan.report.render.template import POLICY, content, load_template
+
+GROUPS = (
+    ("confirming", "Being confirmed", "They passed the screen; seeds that nothing has used decide."),
+    ("screening", "Being screened", "Nothing is decided about these."),
+    ("rejected", "Rejected", "Not shown to be better with the pairs that were allowed; this does not show that they are useless."),
+    ("older baseline", "Not decided, of an older baseline", "Their baseline is no longer the baseline; try them again."),
+)  # fmt: skip
+"""States of ideas that were not kept, with a heading and a note."""
+NONE = ""
+UNKNOWN = "not known"
+
+
+def render_page(campaign: Campaign, name: str, made: str) -> str:
+    """Return the whole page.
+
+    Args:
+        campaign: its state.
+        name: of the campaign.
+        made: date and command, for the last line.
+    """
+    kept = [campaign.ideas[id] for id in campaign.kept]
+    chart = draw_sizes(campaign, kept)
+    return load_template("campaign.html.jinja").render(
+        policy=Markup(POLICY),
+        css=Markup(content("page.css") + content("plan.css")),
+        title=sanitize_line(f"Campaign {name}"),
+        lead=format_lead(campaign),
+        sentences=list_sentences(campaign),
+        kept=[_tabulate_kept(campaign, idea) for idea in kept],
+        charts=[] if chart is None else [chart],
+        groups=_list_groups(campaign),
+        baseline=format_changes(campaign.rules.baseline),
+        made=sanitize_line(made),
+    )
+
+
+def format_lead(campaign: Campaign) -> str:
+    """Return the first sentence: how many ideas were kept, and what they are worth together."""
+    counts = f"{len(campaign.kept)} of {format_plural(len(campaign.ideas), 'idea')} became the baseline"
+    if not campaign.kept:
+        return f"{counts}."
+    pairs = campaign.chain.get(len(campaign.kept), [])
+    if not pairs:
+        return f"{counts}. What they are worth together was not measured; the verb chain does it, on fresh seeds."
+    size = answers.format_size(campaign, pairs)
+    return f"{counts}. On {format_plural(len(pairs), 'fresh seed')} baseline {len(campaign.kept)} is, against the first, {size}."
+
+
+def list_sentences(campaign: Campaign) -> list[str]:
+    """Return the rules in words: metric, budget, noise floor, speed-up, damage."""
+    rules, noise = campaign.rules, answers.describe_noise(campaign)
+    sentences = [
+        f"Metric: {sanitize_line(rules.metric)}, lower is better; an idea is useless unless better by more than {rules.margin:g}.",
+        f"The chance that any useless idea is ever kept is at most {rules.budget:.3g}, however often anybody looks.",
+        _format_noise(noise),
+    ]
+    if rules.slope is None:
+        sentences.append("Effective speed-ups are not known: the campaign was opened without slope=.")
+    else:
+        sentences.append(f"Effective speed-up: exp(better by / {rules.slope:g}), a factor of compute; the slope was given.")
+    if campaign.damaged_lines:
+        sentences.append(f"{format_plural(campaign.damaged_lines, 'line')} of the book is damaged or torn and left out.")
+    return sentences
+
+
+def _format_noise(noise: dict[str, Any]) -> str:
+    if noise["pairs"] == 0:
+        return "Noise floor: not measured; the verb noise does it."
+    ends = noise["interval"]
+    interval = "too few for an interval" if ends is None else f"95% interval {ends[0]:.3g} to {ends[1]:.3g}"
+    return (
+        f"Noise floor: one seed has a standard deviation of {noise['seed_deviation']:.3g} ({interval}), from "
+        f"{format_plural(noise['pairs'], 'pair')} of the baseline against itself."
+    )
+
+
+def _tabulate_kept(campaign: Campaign, idea: Idea) -> list[str]:
+    answer = answers.describe_idea(campaign, idea)
+    speed_up = UNKNOWN if answer["speed_up"] is None else f"{answer['speed_up']:.3g}"
+    return [
+        f"{idea.kept_as}",
+        format_changes(idea.changes),
+        sanitize_line(idea.hypothesis or NONE),
+        *_format_size(campaign, idea.stages["confirm"]),
+        speed_up,
+        _format_e_value(answer["confirm"]["highest"]),
+        f"{answer['needed']:g}",
+        _count_pairs(idea),
+    ]
+
+
+def _list_groups(campaign: Campaign) -> list[tuple[str, str, list[list[str]]]]:
+    groups = []
+    for state, heading, note in GROUPS:
+        rows = [_tabulate_other(campaign, idea) for idea in campaign.ideas.values() if idea.state == state]
+        groups += [(heading, note, rows)] if rows else []
+    return groups
+
+
+def _tabulate_other(campaign: Campaign, idea: Idea) -> list[str]:
+    answer = answers.describe_idea(campaign, idea)
+    return [
+        format_changes(idea.changes),
+        sanitize_line(idea.hypothesis or NONE),
+        f"{idea.baseline}",
+        *_format_size(campaign, idea.stages["confirm"] or idea.stages["screen"]),
+        _format_e_value(answer["screen"]["highest"]),
+        _format_e_value(answer["confirm"]["highest"]) if idea.stages["confirm"] else NONE,
+        f"{answer['needed']:g}",
+        _count_pairs(idea),
+    ]
+
+
+def format_changes(changes: Changes) -> str:
+    """Return changes as one line."""
+    return sanitize_line(changes if isinstance(changes, str) else " ".join(changes))
+
+
+def _format_size(campaign: Campaign, pairs: Sequence[Pair]) -> tuple[str, str]:
+    mean, interval = campaign.find_size(pairs)
+    diverged = sum(pair.loss is None for pair in pairs)
+    note = f", {diverged} diverged" if diverged else ""
+    return (
+        f"{UNKNOWN if mean is None else f'{mean:.4g}'}{note}",
+        "too few pairs" if interval is None else f"{interval[0]:.3g} to {interval[1]:.3g}",
+    )
+
+
+def _format_e_value(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _count_pairs(idea: Idea) -> str:
+    return f"{len(idea.stages['screen'])} + {len(idea.stages['confirm'])}"
+
+
+def draw_sizes(campaign: Campaign, kept: Sequence[Idea]) -> Chart | None:
+    """Return bars of the sizes of the kept changes, and of all together; None where nothing was kept."""
+    rows = [(f"{idea.kept_as}: {format_changes(idea.changes)}", idea.stages["confirm"]) for idea in kept]
+    if chain := campaign.chain.get(len(campaign.kept), []):
+        rows.append(("all together", chain))
+    bars = [bar for label, pairs in rows if (bar := _build_bar(campaign, label, pairs)) is not None]
+    caption = (
+        "Mean difference of paired runs on seeds that the idea had not used, with its 95% interval where there is one. "
+        "A confirmation ends when the evidence suffices, so its mean is a little too large; that of all together is not."
+    )
+    return draw_bar_chart(bars, "Size of accepted changes", caption) if kept else None
+
+
+def _build_bar(campaign: Campaign, label: str, pairs: Sequence[Pair]) -> Bar | None:
+    """Return a bar; None where no pair has finite losses, or the mean is below 0, which the text states."""
+    mean, interval = campaign.find_size(pairs)
+    if mean is None or mean < 0:
+        return None
+    whisker = None if interval is None else (max(interval[0], 0.0), interval[1])
+    return Bar(label, 'class="c1"', mean, f"{mean:.4g}", whisker=whisker)
