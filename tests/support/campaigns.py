@@ -74,12 +74,12 @@ def simulate(
     known = np.broadcast_to(squares[:, np.newaxis], (campaigns, effects.size))
     shape = (campaigns, effects.size, pairs)
     logs = compute_log_e_values(_draw(rng, noise, shape) + effects[:, np.newaxis], known, np.full(shape[:2], noise_pairs))
-    screened, used = _decide(logs, np.full(shape[:2], SCREEN))
+    screened, used = decide(logs, np.full(shape[:2], SCREEN))
     number = np.cumsum(screened, axis=1)[screened]
     differences = _draw(rng, noise, (number.size, CONFIRM_FACTOR * pairs))
     differences += np.broadcast_to(effects, shape[:2])[screened][:, np.newaxis]
     logs = compute_log_e_values(differences, known[screened], np.full(number.size, noise_pairs))
-    confirmed, more = _decide(logs, np.vectorize(find_threshold)(budget, number) if number.size else np.ones(0))
+    confirmed, more = decide(logs, np.vectorize(find_threshold)(budget, number) if number.size else np.ones(0))
     kept = np.zeros(shape[:2], bool)
     kept[screened] = confirmed
     used[screened] += more
@@ -91,7 +91,7 @@ def _draw(rng: np.random.Generator, noise: Noise, shape: tuple[int, ...]) -> Flo
     return noise(rng, shape) - noise(rng, shape)
 
 
-def _decide(logs: Floats, thresholds: Floats) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+def decide(logs: Floats, thresholds: Floats) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Return which tests reach their threshold before they can't any more, and after how many pairs each ends."""
     remaining = logs.shape[-1] - 1 - np.arange(logs.shape[-1])
     needed = np.log(thresholds)[..., np.newaxis]

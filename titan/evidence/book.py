@@ -38,7 +38,7 @@ class Book:
         """Return the events in order, and the number of lines that are torn or damaged.
 
         Raises:
-            ConfigError: when the file can't be read, or a later titan wrote it.
+            ConfigError: when the file can't be read, or another titan wrote it.
         """
         if not self.file.exists():
             return [], 0
@@ -54,12 +54,15 @@ class Book:
         """Return the event of a line; None where it is torn or damaged."""
         try:
             event = untrusted.parse_object(line)
-            check_event(event)
+            untrusted.check_type(event.get("schema"), int, "schema")
+            if event["schema"] == SCHEMA:
+                check_event(event)
         except ValueError:
             return None
-        if event["schema"] > SCHEMA:
+        if event["schema"] != SCHEMA:
             raise ConfigError(
-                f"{self.file}: a later titan wrote it (schema {event['schema']}, not {SCHEMA}); update titan."
+                f"{self.file}: another titan wrote it (schema {event['schema']}, not {SCHEMA}); use that one, or "
+                "choose another name."
             )
         return event
 
@@ -110,7 +113,6 @@ class Writer:
 
 def check_event(event: Mapping[str, Any]) -> None:
     """Raise ValueError for an object that is no event."""
-    untrusted.check_type(event.get("schema"), int, "schema")
     kind = event.get("event")
     untrusted.check_type(kind, str, "event")
     for name, value_type in _TYPES.get(str(kind), {}).items():
