@@ -75,12 +75,15 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
         return job(run)
 
 
-def launch_trials(argv: Sequence[str], trials: Sequence[Sequence[str]]) -> list[tuple[Run, int]]:
+def launch_trials(
+    argv: Sequence[str], trials: Sequence[Sequence[str]], typed: Sequence[str] = ()
+) -> list[tuple[Run, int]]:
     """Launch a sweep of given trials, as `titan.train -m` launches a grid.
 
     Args:
         argv: what a command line would say of the sweep: its directory and its launcher.
         trials: all overrides of each, no two the same.
+        typed: those that the user has typed now; others come from a file, and let no package be imported.
 
     Returns:
         The run of each trial and its exit code, in order.
@@ -92,10 +95,9 @@ def launch_trials(argv: Sequence[str], trials: Sequence[Sequence[str]]) -> list[
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"
     session = SweepSession(given_overrides=trials)
-    recorded = dict.fromkeys(override for trial in trials for override in trial)
-    trusted = trust.select_recorded(list(recorded), ())
+    trust.select_recorded(list(dict.fromkeys(o for trial in trials for o in trial)), typed)
     with _parse_arguments(["-m", *argv]) as args:
-        args.typed = [*args.typed, *trusted]
+        args.typed = [*args.typed, *typed]
         _hand_to_hydra(args, session)
     return list(zip(session.runs, session.codes, strict=True))
 
@@ -147,7 +149,7 @@ def compose_trial(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Run
         cfg = _compose_run(args)
         is_remote = plugin.find_scheduler_launcher(cfg) is not None
         run = freeze_run(cfg, remote=is_remote, trusted=modules.list_trusted_packages(args.typed))
-    trust.remember_typed(_list_typed(run))
+    trust.remember_typed([*_list_typed(run), *arguments])  # a launcher is not among the run's overrides
     return run
 
 

@@ -20,6 +20,7 @@ from titan.config.settings import setting, suggest_nearest
 from titan.console import output
 from titan.errors import ConfigError, RunError, describe_user_error
 from titan.files import untrusted
+from titan.files.run_directory import RUN
 from titan.files.output_files import check_output_file, write_output_file
 
 if TYPE_CHECKING:
@@ -387,13 +388,21 @@ def redirect_descriptor() -> Iterator[None]:
 
 
 class TitanTrainer:
-    """Trains runs with titan's launchers; see `titan.evidence.session.Trainer`."""
+    """Trains runs with titan's launchers; see `titan.evidence.session.Trainer`.
+
+    Attributes:
+        typed: overrides of the request, as against those of the book.
+    """
+
+    def __init__(self) -> None:
+        self.typed: tuple[str, ...] = ()
 
     def identify(self, overrides: Sequence[str], recorded: Sequence[str], metric: str) -> str:
         """Compose a recipe and return the id of what it learns; see `Trainer.identify`."""
         from launchers.command import compose_trial
         from titan.run import identity
 
+        self.typed = tuple(overrides)
         run = compose_trial(overrides, recorded)
         if metric.partition("/")[0] in ("validation_loss", "bits_per_byte") and run.evaluation.tokens == 0:
             raise ConfigError(
@@ -408,7 +417,8 @@ class TitanTrainer:
 
         launcher = list(dict.fromkeys(word for recipe, _ in runs for word in recipe if is_launcher(word)))
         trials = [[*(w for w in recipe if not is_launcher(w)), f"training.seed={seed}"] for recipe, seed in runs]
-        launched = launch_trials([f"hydra.sweep.dir={quote_value(str(folder.absolute()))}", *launcher], trials)
+        words = [f"hydra.sweep.dir={quote_value(str(folder.absolute()))}", *launcher]
+        launched = launch_trials(words, trials, self.typed)
         return [read_metric(Path(run.directory), code, metric) for run, code in launched]
 
 
@@ -426,8 +436,8 @@ def read_metric(directory: Path, code: int, metric: str) -> float | None:
     """
     from titan.report.collect import collect_runs
 
-    collected = collect_runs([directory])
-    run = collected.runs[0] if collected.runs else None
+    collected = collect_runs([directory]).runs if (directory / RUN).exists() else ()
+    run = collected[0] if collected else None
     if run is None or run.state != "finished":
         if run is not None and run.gave_up:
             return None

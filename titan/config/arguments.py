@@ -130,9 +130,9 @@ def parse_arguments(cls: type[T], argv: Sequence[str]) -> T:
 def split_operands(cls: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the first words of a command line, and the rest.
 
-    A directory may have an equals sign in its name, as that of a trial: a word whose key is not declared is a first
-    word if it exists as a path, or if a slash stands before its equals sign and it is no override of a group, such as
-    +mine/group=x.
+    A directory may have an equals sign in its name, as that of a trial, and so may a JSON object: a word whose key is
+    not declared is a first word if it exists as a path, if it begins with a brace, or if a slash stands before its
+    equals sign and it is no override of a group, such as +mine/group=x.
     """
     first = find_operand(cls)
     if first is None:
@@ -160,6 +160,8 @@ def _is_assignment(word: str, keys: dict[str, Key]) -> bool:
     key, equals, _ = word.partition("=")
     if word.startswith("-") or (equals and key in keys):
         return True
+    if word.startswith("{"):
+        return False
     is_path = "/" in key and not re.match(r"\+|~[^/]|hydra/", key)
     return bool(equals) and not is_path and not os.path.exists(word)  # Path.exists raises for a long value
 
