@@ -82,7 +82,7 @@ def launch_trials(
 
     Args:
         argv: what a command line would say of the sweep: its directory and its launcher.
-        trials: all overrides of each, no two the same.
+        trials: all overrides of each.
         typed: those that the user has typed now; others come from a file, and let no package be imported.
 
     Returns:
@@ -94,12 +94,14 @@ def launch_trials(
         KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    session = SweepSession(given_overrides=trials)
+    shared = set(trials[0]).intersection(*trials)
+    fixed_settings = {override.partition("=")[0].lstrip("+~") for override in shared} - {"training.seed"}
+    session = SweepSession(given_overrides=trials, fixed_settings=frozenset(fixed_settings))
     trust.select_recorded(list(dict.fromkeys(o for trial in trials for o in trial)), typed)
     with _parse_arguments(["-m", *argv]) as args:
         args.typed = [*args.typed, *typed]
         _hand_to_hydra(args, session)
-    return list(zip(session.runs, session.codes, strict=True))
+    return session.outcomes
 
 
 @contextlib.contextmanager

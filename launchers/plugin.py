@@ -100,8 +100,8 @@ class SweepLauncher(Launcher):
         codes = planner(unique_trials) if planner else self._launch(root, unique_trials)
         self.session.root = root if self.has_learning_sweeper else None
         self.session.codes += codes
-        self.session.runs += [trial.run for trial in unique_trials]
         codes_by_id = dict(zip([trial.id for trial in unique_trials], codes, strict=True))
+        self.session.outcomes += [(trial.run, codes_by_id[trial.id]) for trial in batch]
         return [
             self._build_return(trial, trial_overrides, codes_by_id[trial.id], worst)
             for trial, trial_overrides in zip(batch, job_overrides, strict=True)
@@ -113,7 +113,9 @@ class SweepLauncher(Launcher):
         return str(self.config.hydra.sweeper.get("_target_")) != GRID
 
     def _find_fixed_settings(self) -> frozenset[str] | None:
-        """Return the settings that the command line fixes for all trials; None for a grid, which shows what varies."""
+        """Return the settings that are fixed for all trials; None for a grid, which shows what varies."""
+        if self.session.given_overrides:
+            return self.session.fixed_settings
         if not self.has_learning_sweeper:
             return None
         typed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))

@@ -51,7 +51,8 @@ class SweepSession:
         new_folders: folders that the sweep creates, innermost first; the launcher sets them.
         root: the sweep's directory, where trials ran; the launcher sets it.
         given_overrides: of each trial, in place of those of a grid; empty: a grid's.
-        runs: those of the trials, in the order of their exit codes; the launcher adds them.
+        fixed_settings: those that are no part of the trials' names then.
+        outcomes: the run of each trial and its exit code, in order; the launcher adds them.
     """
 
     trusted: tuple[str, ...] = ()
@@ -62,7 +63,8 @@ class SweepSession:
     new_folders: list[Path] = field(default_factory=list)
     root: Path | None = None
     given_overrides: Sequence[Sequence[str]] = ()
-    runs: list[Run] = field(default_factory=list)
+    fixed_settings: frozenset[str] = frozenset()
+    outcomes: list[tuple[Run, int]] = field(default_factory=list)
 
     def __call__(self, cfg: DictConfig) -> None:
         """Be Hydra's task function, which only a launcher that is not titan's calls."""

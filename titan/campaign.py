@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from titan.config.settings import setting, suggest_nearest
 from titan.console import output
 from titan.errors import ConfigError, RunError, describe_user_error
 from titan.files import untrusted
-from titan.files.run_directory import RUN
 from titan.files.output_files import check_output_file, write_output_file
 
 if TYPE_CHECKING:
@@ -123,7 +123,9 @@ def find_folder(name: str) -> Path:
     typed_settings.check_text(name, f"NAME={name}")
     folder = Path(name) if "/" in name else Path("runs") / name
     if name in (".", "..") or folder.is_file():
-        raise ConfigError(f"{name}: is no name of a campaign; give a name such as study, which is the folder runs/study.")
+        raise ConfigError(
+            f"{name}: is no name of a campaign; give a name such as study, which is the folder runs/study."
+        )
     return folder
 
 
@@ -161,7 +163,9 @@ def check_verb(verb: object) -> str:
         ConfigError: when there is no such verb.
     """
     if verb not in VERBS:
-        raise ConfigError(f"{verb}: there is no such verb{suggest_nearest(str(verb), VERBS)} There are {', '.join(VERBS)}.")
+        raise ConfigError(
+            f"{verb}: there is no such verb{suggest_nearest(str(verb), VERBS)} There are {', '.join(VERBS)}."
+        )
     return str(verb)
 
 
@@ -320,10 +324,14 @@ def check_overrides(overrides: Sequence[str]) -> None:
     for word in overrides:
         key = word.partition("=")[0].lstrip("+~")
         if word.startswith("-") or key in SET_BY_CAMPAIGN or key.startswith(("hydra.run", "hydra.sweep", "sweep")):
-            raise ConfigError(f"{word}: the campaign sets seeds and folders and takes no options; leave it out.")
+            raise ConfigError(
+                f"{word}: the campaign sets seeds and folders, waits for its runs, and takes no options; leave it out."
+            )
 
 
-SET_BY_CAMPAIGN = ("name", "resume", "training.seed", "training.repeat", "hydra.mode")
+SET_BY_CAMPAIGN = (
+    "name", "resume", "training.seed", "training.repeat", "hydra.mode", "hydra.launcher.wait", "hydra.launcher.dry_run",
+)  # fmt: skip
 
 
 def _list_ideas(session: Session, request: Settings) -> dict[str, Any]:
@@ -428,28 +436,40 @@ def is_launcher(word: str) -> bool:
 
 
 def read_metric(directory: Path, code: int, metric: str) -> float | None:
-    """Return the final metric of a run; None where it diverged.
+    """Return the final metric of a trial; None where it diverged.
 
     Raises:
         ConfigError: when its result has no such number.
         RunError: when it failed for another reason.
     """
-    from titan.report.collect import collect_runs
+    from titan.run.directory import is_finished, read_result
 
-    collected = collect_runs([directory]).runs if (directory / RUN).exists() else ()
-    run = collected[0] if collected else None
-    if run is None or run.state != "finished":
-        if run is not None and run.gave_up:
-            return None
-        reason = f": {run.reason}" if run is not None and run.reason else ""
-        raise RunError(f"{directory}: the run ended with exit code {code}{reason}; the same command tries it again.")
-    value = run.result.get(metric, "")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        numbers = [k for k, v in run.result.items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
-        raise ConfigError(f"metric={metric}: {directory}/result.json has no such number; it has {', '.join(numbers)}.")
-    return float(value)
+    result = read_result(directory)[0]
+    if not is_finished(directory):
+        return _explain_unfinished(directory, code)
+    value = result.get(metric, "")
+    if value is None or isinstance(value, (int, float)):
+        return value if value is None or math.isfinite(value) else None
+    numbers = [k for k, v in result.items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    raise ConfigError(f"metric={metric}: {directory}/result.json has no such number; it has {', '.join(numbers)}.")
+
+
+def _explain_unfinished(directory: Path, code: int) -> None:
+    """Return None where a run diverged.
+
+    Raises:
+        RunError: with the reason that the sweep's ledger has, where it did not.
+    """
+    from titan.report.collect import GAVE_UP
+    from titan.sweep import ledger
+
+    sweep = ledger.read(directory.parent)
+    trials = sweep.trials if sweep is not None else ()
+    reason = next((trial.reason for trial in trials if Path(trial.directory) == directory), None) or ""
+    if any(words in reason for words in GAVE_UP):
+        return
+    details = f": {reason.rstrip('.')}" if reason else ""
+    raise RunError(f"{directory}: the run ended with exit code {code}{details}; the same command tries it again.")
 
 
 def cli() -> None:

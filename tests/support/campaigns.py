@@ -73,7 +73,9 @@ def simulate(
     squares = (_draw(rng, noise, (campaigns, noise_pairs)) ** 2).sum(axis=1)
     known = np.broadcast_to(squares[:, np.newaxis], (campaigns, effects.size))
     shape = (campaigns, effects.size, pairs)
-    logs = compute_log_e_values(_draw(rng, noise, shape) + effects[:, np.newaxis], known, np.full(shape[:2], noise_pairs))
+    logs = compute_log_e_values(
+        _draw(rng, noise, shape) + effects[:, np.newaxis], known, np.full(shape[:2], noise_pairs)
+    )
     screened, used = decide(logs, np.full(shape[:2], SCREEN))
     number = np.cumsum(screened, axis=1)[screened]
     differences = _draw(rng, noise, (number.size, CONFIRM_FACTOR * pairs))

@@ -9,6 +9,7 @@ from typing import Any
 
 from titan.evidence.campaign import Campaign, Idea, Pair
 
+
 def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> dict[str, Any]:
     """Return an idea with its evidence.
 
@@ -39,7 +40,11 @@ def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> di
 
 def _describe_stage(campaign: Campaign, pairs: Sequence[Pair]) -> dict[str, Any]:
     logs = campaign.compute_evidence(pairs) if pairs else [0.0]
-    return {"pairs": len(pairs), "e_value": round_figures(math.exp(logs[-1])), "highest": round_figures(math.exp(max(logs)))}
+    return {
+        "pairs": len(pairs),
+        "e_value": round_figures(math.exp(logs[-1])),
+        "highest": round_figures(math.exp(max(logs))),
+    }
 
 
 def describe_size(campaign: Campaign, pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -80,7 +85,9 @@ def format_size(campaign: Campaign, pairs: Sequence[Pair]) -> str:
     note = f", {diverged} diverged" if diverged else ""
     if mean is None:
         return f"no pair of finite losses{note}"
-    ends = "too few pairs for an interval" if interval is None else f"95% interval {interval[0]:.4g} to {interval[1]:.4g}"
+    ends = (
+        "too few pairs for an interval" if interval is None else f"95% interval {interval[0]:.4g} to {interval[1]:.4g}"
+    )
     return f"better by {mean:.4g} ({ends}){note}" if mean >= 0 else f"worse by {-mean:.4g} ({ends}){note}"
 
 

@@ -248,9 +248,7 @@ def _take_seeds(campaign: Campaign, event: Mapping[str, Any]) -> None:
 
 
 def _add_pair(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    pair = Pair(
-        event["seed"], event["baseline_loss"], event["loss"], campaign.noise_squares, campaign.noise_pairs
-    )
+    pair = Pair(event["seed"], event["baseline_loss"], event["loss"], campaign.noise_squares, campaign.noise_pairs)
     campaign.seeds.setdefault(pair.seed, set()).add(event["idea"])
     if event["idea"] == NOISE:
         campaign.noise.append(pair)

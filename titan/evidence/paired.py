@@ -32,7 +32,9 @@ SHARES = (0.5, 1.0, 2.0)
 """Sizes of effects, in standard deviations of a pair's difference, over which the e-value is averaged."""
 
 
-def compute_log_e_values(differences: ArrayLike, noise_squares: ArrayLike = 0.0, noise_pairs: ArrayLike = 0.0) -> Floats:
+def compute_log_e_values(
+    differences: ArrayLike, noise_squares: ArrayLike = 0.0, noise_pairs: ArrayLike = 0.0
+) -> Floats:
     """Return the natural logarithm of the e-value after each pair, against "the idea is useless or worse".
 
     Args:

@@ -160,7 +160,9 @@ class Session:
         """
         campaign = self.read()
         if isinstance(campaign.rules.baseline, str):
-            raise ConfigError("try: another program trains this campaign's runs; enter their results with the verb result.")
+            raise ConfigError(
+                "try: another program trains this campaign's runs; enter their results with the verb result."
+            )
         if changes is None:
             raise ConfigError("try: there is no idea; give overrides of titan.train.")
         check_pairs(pairs)
@@ -366,9 +368,7 @@ def _acquire(descriptor: int, name: str, folder: Path) -> None:
     try:
         locks.acquire(descriptor, str(folder), patience=0)
     except BlockingIOError:
-        raise ConfigError(
-            f"{name}: another process is training it; wait for that one, or try another idea."
-        ) from None
+        raise ConfigError(f"{name}: another process is training it; wait for that one, or try another idea.") from None
 
 
 def describe_tried(campaign: Campaign, variant: Variant, from_book: bool) -> dict[str, Any]:
@@ -404,7 +404,9 @@ def find_difference(old: Rules, new: Rules) -> str | None:
         texts = [r.baseline if isinstance(r.baseline, str) else " ".join(r.baseline) for r in (old, new)]
         return f"the baseline {texts[0]}, not {texts[1]}"
     names = [name for name in vars(old) if name not in ("baseline", "baseline_id")]
-    return next((f"{n}={getattr(old, n)}, not {getattr(new, n)}" for n in names if getattr(old, n) != getattr(new, n)), None)
+    return next(
+        (f"{n}={getattr(old, n)}, not {getattr(new, n)}" for n in names if getattr(old, n) != getattr(new, n)), None
+    )
 
 
 def list_overrides(campaign: Campaign, number: int | None = None) -> tuple[str, ...]:

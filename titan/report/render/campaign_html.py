@@ -72,9 +72,13 @@ def list_sentences(campaign: Campaign) -> list[str]:
     if rules.slope is None:
         sentences.append("Effective speed-ups are not known: the campaign was opened without slope=.")
     else:
-        sentences.append(f"Effective speed-up: exp(better by / {rules.slope:g}), a factor of compute; the slope was given.")
+        sentences.append(
+            f"Effective speed-up: exp(better by / {rules.slope:g}), a factor of compute; the slope was given."
+        )
     if campaign.damaged_lines:
-        sentences.append(f"{format_plural(campaign.damaged_lines, 'line')} of the book is damaged or torn and left out.")
+        sentences.append(
+            f"{format_plural(campaign.damaged_lines, 'line')} of the book is damaged or torn and left out."
+        )
     return sentences
 
 
