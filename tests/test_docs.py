@@ -20,7 +20,21 @@ from launchers import start
 from launchers.command import run_command as launch
 from tests.support import made_weights, task_files, tiers
 from tests.support.runs import begin_run
-from titan import calibrate, compare, convert, data, evaluate, generate, law, plan, prepare, prove, replay, status
+from titan import (
+    calibrate,
+    campaign,
+    compare,
+    convert,
+    data,
+    evaluate,
+    generate,
+    law,
+    plan,
+    prepare,
+    prove,
+    replay,
+    status,
+)
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers import train
 from titan.model.schema import Llama
@@ -207,6 +221,11 @@ def test_command(
         assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere
     elif "titan.profile" in words:
         assert profile.COMMAND.parse(words[words.index("titan.profile") + 1 :])
+    elif "titan.campaign" in words:
+        monkeypatch.setattr(campaign.TitanTrainer, "train", draw_losses)  # trained in tests/commands/test_campaign.py
+        opening = next(c.words for c in commands(ROOT / "docs" / "campaigns.md") if "open" in c.words)
+        assert campaign.main(list(opening[opening.index("titan.campaign") + 1 :])) == 0
+        assert campaign.main(words[words.index("titan.campaign") + 1 :]) == 2 * command.refused
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
         # grids are other commands', which may run elsewhere
@@ -237,6 +256,11 @@ def test_command(
         overrides = [given if override == measured else override for override in overrides]
         overrides += ["hydra.launcher.dry_run=true"] if "hydra/launcher=slurm" in words else []
         assert launch(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
+
+
+def draw_losses(trainer: Any, folder: Path, runs: Any, metric: str) -> list[float | None]:
+    """Return a loss for each run of a campaign, which depends on its seed and its overrides."""
+    return [3.0 + 0.01 * (seed * (7 + len(recipe)) % 11) for recipe, seed in runs]
 
 
 def train_small(run: Run, **_: Any) -> int:

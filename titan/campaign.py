@@ -106,8 +106,8 @@ def _run_requests(command_line: CommandLine[Settings]) -> int:
         _check_only_json(command_line)
         return _answer_line(folder, settings.words[-1], settings.words[1] if len(settings.words) == 3 else None)
     if settings.requests is None:
-        verb = _read_verb(settings.words[1:])
-        return _print_answer(_answer(folder, verb, _add_overrides(settings, verb, command_line.overrides)))
+        named = _read_verb(settings.words[1:])
+        return _print_answer(_answer(folder, named, _add_overrides(settings, named, command_line.overrides)))
     if command_line.overrides or len(settings.words) > 2:
         raise ConfigError(f"requests={settings.requests}: the requests are in the file; leave the other words out.")
     verb = settings.words[1] if len(settings.words) == 2 else None
@@ -302,8 +302,8 @@ def _add_result(session: Session, request: Settings) -> dict[str, Any]:
         raise ConfigError(f"result: {missing} is missing; give idea, seed, baseline_loss and loss.")
     if isinstance(request.idea, tuple):
         check_overrides(request.idea)
-    losses = [parse_loss(name, getattr(request, name)) for name in ("baseline_loss", "loss")]
-    return session.add_result(request.idea, request.seed, *losses, request.hypothesis)
+    before, after = (parse_loss(name, getattr(request, name)) for name in ("baseline_loss", "loss"))
+    return session.add_result(request.idea, request.seed, before, after, request.hypothesis)
 
 
 def parse_loss(name: str, value: float | str | None) -> float | None:
@@ -446,7 +446,8 @@ def read_metric(directory: Path, code: int, metric: str) -> float | None:
 
     result = read_result(directory)[0]
     if not is_finished(directory):
-        return _explain_unfinished(directory, code)
+        check_diverged(directory, code)
+        return None
     value = result.get(metric, "")
     if value is None or isinstance(value, (int, float)):
         return value if value is None or math.isfinite(value) else None
@@ -454,12 +455,8 @@ def read_metric(directory: Path, code: int, metric: str) -> float | None:
     raise ConfigError(f"metric={metric}: {directory}/result.json has no such number; it has {', '.join(numbers)}.")
 
 
-def _explain_unfinished(directory: Path, code: int) -> None:
-    """Return None where a run diverged.
-
-    Raises:
-        RunError: with the reason that the sweep's ledger has, where it did not.
-    """
+def check_diverged(directory: Path, code: int) -> None:
+    """Raise RunError for a trial that ended for another reason, with the one that the sweep's ledger has."""
     from titan.report.collect import GAVE_UP
     from titan.sweep import ledger
 

@@ -149,7 +149,7 @@ WORDS: dict[str, tuple[list[str], str]] = {
     "two verbs": (["list", "show"], "list show: one verb is expected"),
     "nan": (["result", "idea=x", "seed=1", "loss=nan", "baseline_loss=1"], "loss=nan: "),
     "infinite": (["result", "idea=x", "seed=1", "loss=1", "baseline_loss=inf"], "baseline_loss=inf: "),
-    "a word for a loss": (["result", "idea=x", "seed=1", "loss=1", "baseline_loss=low"], "baseline_loss=low: is no finite"),
+    "a word for a loss": (["result", "idea=x", "seed=1", "loss=1", "baseline_loss=low"], "baseline_loss=low: is no"),
     "no loss": (["result", "idea=x", "seed=1", "loss=1"], "baseline_loss=: is no finite number"),
     "no seed": (["result", "idea=x", "loss=1", "baseline_loss=1"], "seed is missing"),
     "a key of another verb": (["list", "seed=1"], "seed=1: list takes no settings; leave it out"),

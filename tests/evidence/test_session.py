@@ -189,15 +189,15 @@ def test_another_programs_results_decide_by_the_same_rules(tmp_path: Path, train
 
 
 REJECTED: dict[str, tuple[Any, str]] = {
-    "nothing changes": (lambda s: s.try_idea(("nothing=0",)), "nothing=0: changes nothing that is learned from baseline 0"),
+    "nothing changes": (lambda s: s.try_idea(("nothing=0",)), "nothing=0: changes nothing that is learned"),
     "no idea": (lambda s: s.try_idea(None), "there is no idea; give overrides"),
     "composes to an error": (lambda s: s.try_idea(("wrong=1",)), "wrong=1: can't be trained"),
-    "too few pairs": (lambda s: s.try_idea(("good=1",), pairs=3), "pairs=3: can't reach an e-value of 10; give at least 4"),
-    "another margin": (lambda s: s.open(("model=debug",), margin=0.1), "opened with margin=0.0, not 0.1; give the same"),
+    "too few pairs": (lambda s: s.try_idea(("good=1",), pairs=3), "pairs=3: can't reach an e-value of 10; give at"),
+    "another margin": (lambda s: s.open(("model=debug",), margin=0.1), "opened with margin=0.0, not 0.1; give"),
     "another baseline": (lambda s: s.open(("model=x",)), "opened with the baseline model=debug, not model=x"),
     "no baseline": (lambda s: s.open(None), "there is no baseline"),
     "a repeated seed": (lambda s: enter(s, 1, 1), "seed=1: this idea has used it; use another, such as 2"),
-    "a seed of another idea": (lambda s: confirm_on_seed_of_another(s), "seed=1: something in this campaign has used it"),
+    "a seed of another idea": (lambda s: confirm_on_seed_of_another(s), "seed=1: something in this campaign has used"),
     "a text": (lambda s: s.add_result("words", 1, 1.0, 1.0), "the ideas of this campaign are overrides"),
     "a large seed": (lambda s: s.add_result(("good=1",), 2**63, 1.0, 1.0), "must be at least 0 and below"),
     "an odd number": (lambda s: s.add_noise([1.0]), "1 were given; give an even number"),

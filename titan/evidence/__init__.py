@@ -1,1 +1,1 @@
-"""Evidence for and against many small changes: e-values of paired differences, an error budget, and the book of both."""
+"""Evidence about many small changes: e-values of paired differences, an error budget, and the book of both."""

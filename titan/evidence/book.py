@@ -126,7 +126,10 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
         "baseline": str | list[str], "baseline_id": str, "metric": str, "budget": float, "margin": float, "pairs": int,
         "slope": float | None,
     },
-    "idea": {"idea": str, "changes": str | list[str], "hypothesis": str | None, "baseline": int, "result_id": str, "pairs": int},
+    "idea": {
+        "idea": str, "changes": str | list[str], "hypothesis": str | None, "baseline": int, "result_id": str,
+        "pairs": int,
+    },
     "extended": {"idea": str, "pairs": int},
     "seeds": {"idea": str, "stage": str, "seeds": list[int], "baseline": int},
     "pair": {

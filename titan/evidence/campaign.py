@@ -138,7 +138,8 @@ class Campaign:
         kept: the ids of those that became the baseline, in order.
         noise: pairs of the baseline against itself.
         chain: pairs of the first baseline and the present one, by the present one's number.
-        seeds: all that were ever taken or used, by what they were for.
+        seeds: what each seed that was ever taken or used was for.
+        taken: the seeds taken for the noise and the chain, by name and number of the baseline.
         confirmations: how many have begun.
         damaged_lines: of the book.
     """
@@ -176,11 +177,12 @@ class Campaign:
 
     def compute_evidence(self, pairs: Sequence[Pair]) -> list[float]:
         """Return the logarithm of the e-value after each pair."""
-        return compute_log_e_values(
+        logs: list[float] = compute_log_e_values(
             [pair.difference - self.rules.margin for pair in pairs],
             [pair.noise_squares for pair in pairs],
             [pair.noise_pairs for pair in pairs],
         ).tolist()
+        return logs
 
     def find_size(self, pairs: Sequence[Pair]) -> tuple[float | None, tuple[float, float] | None]:
         """Return the mean difference, without diverged runs, and its 95% interval; None where there is none."""
@@ -212,7 +214,8 @@ def read_campaign(events: Iterable[Mapping[str, Any]], damaged_lines: int = 0) -
         if campaign is None:
             campaign = _open(event) if event["event"] == "opened" else None
         else:
-            _APPLIED.get(event["event"], lambda *_: None)(campaign, event)
+            if (apply := _APPLIED.get(event["event"])) is not None:
+                apply(campaign, event)
     if campaign is not None:
         campaign.damaged_lines = damaged_lines
         for idea in campaign.ideas.values():

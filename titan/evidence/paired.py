@@ -22,7 +22,6 @@ present one included, together with the pairs of the baseline against itself, wh
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -60,9 +59,13 @@ def _compute_scale(d: Floats, noise_squares: Floats, noise_pairs: Floats) -> Flo
     is_finite = np.isfinite(d)
     squares = np.cumsum(np.where(is_finite, d, 0.0) ** 2, axis=-1)
     counts = np.cumsum(is_finite, axis=-1)
-    per_pair = lambda values: values if values.ndim == d.ndim else values[..., np.newaxis]  # noqa: E731
-    total = np.maximum(counts + per_pair(noise_pairs), 1)
-    return np.asarray(np.sqrt((squares + per_pair(noise_squares)) / total))
+    total = np.maximum(counts + _spread(noise_pairs, d), 1)
+    return np.asarray(np.sqrt((squares + _spread(noise_squares, d)) / total))
+
+
+def _spread(noise: Floats, d: Floats) -> Floats:
+    """Return what was known before each pair; [..., pairs], or of one value each."""
+    return noise if noise.ndim == d.ndim else noise[..., np.newaxis]
 
 
 def _average_logs(logs: Floats) -> Floats:

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from titan.errors import ConfigError
 from titan.evidence import answers
-from titan.evidence.budget import SCREEN, is_futile
 from titan.evidence.book import Book, Writer
+from titan.evidence.budget import SCREEN, is_futile
 from titan.evidence.campaign import CHAIN, NOISE, Campaign, Changes, Idea, Pair, Rules, read_campaign
 from titan.files import locks
 

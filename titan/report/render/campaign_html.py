@@ -17,8 +17,10 @@ from titan.report.render.template import POLICY, content, load_template
 GROUPS = (
     ("confirming", "Being confirmed", "They passed the screen; seeds that nothing has used decide."),
     ("screening", "Being screened", "Nothing is decided about these."),
-    ("rejected", "Rejected", "Not shown to be better with the pairs that were allowed; this does not show that they are useless."),
-    ("older baseline", "Not decided, of an older baseline", "Their baseline is no longer the baseline; try them again."),
+    ("rejected", "Rejected",
+     "Not shown to be better with the pairs that were allowed, which does not show that they are useless."),
+    ("older baseline", "Not decided, of an older baseline",
+     "Their baseline is no longer the baseline; try them again."),
 )  # fmt: skip
 """States of ideas that were not kept, with a heading and a note."""
 NONE = ""
@@ -58,14 +60,15 @@ def format_lead(campaign: Campaign) -> str:
     if not pairs:
         return f"{counts}. What they are worth together was not measured; the verb chain does it, on fresh seeds."
     size = answers.format_size(campaign, pairs)
-    return f"{counts}. On {format_plural(len(pairs), 'fresh seed')} baseline {len(campaign.kept)} is, against the first, {size}."
+    seeds = format_plural(len(pairs), "fresh seed")
+    return f"{counts}. On {seeds} baseline {len(campaign.kept)} is, against the first, {size}."
 
 
 def list_sentences(campaign: Campaign) -> list[str]:
     """Return the rules in words: metric, budget, noise floor, speed-up, damage."""
     rules, noise = campaign.rules, answers.describe_noise(campaign)
     sentences = [
-        f"Metric: {sanitize_line(rules.metric)}, lower is better; an idea is useless unless better by more than {rules.margin:g}.",
+        f"Metric: {sanitize_line(rules.metric)}, lower is better. An idea must be better by more than {rules.margin:g}.",
         f"The chance that any useless idea is ever kept is at most {rules.budget:.3g}, however often anybody looks.",
         _format_noise(noise),
     ]
@@ -161,7 +164,7 @@ def draw_sizes(campaign: Campaign, kept: Sequence[Idea]) -> Chart | None:
     bars = [bar for label, pairs in rows if (bar := _build_bar(campaign, label, pairs)) is not None]
     caption = (
         "Mean difference of paired runs on seeds that the idea had not used, with its 95% interval where there is one. "
-        "A confirmation ends when the evidence suffices, so its mean is a little too large; that of all together is not."
+        "A confirmation ends when the evidence suffices, so its mean is a little large; that of all together is not."
     )
     return draw_bar_chart(bars, "Size of accepted changes", caption) if kept else None
 
