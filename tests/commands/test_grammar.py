@@ -69,7 +69,7 @@ CASES = [
     Case("titan.replay", replay.main, ("runs/x", "step=3"), "tokens=0", "RUN"),
     Case("titan.status", status.main, ("runs/x",), "watch=perhaps", "DIRECTORY"),
     Case("titan.profile", profile.main, ("runs/x",), "rank=-1", "RUN"),
-    Case("titan.campaign", campaign.main, ("study", "list"), "budget=0", "NAME"),
+    Case("titan.campaign", campaign.main, ("study", "list"), "budget=0"),
     Case("titan.compare", compare.main, (".",), "margin=0", "DIR"),
     Case("titan.law", law.main, (".",), "replicates=10", "RUNS"),
     Case("titan.convert", convert.main, ("runs/x", "to=y"), "format=onnx", "SOURCE"),

@@ -73,15 +73,16 @@ def test_a_good_idea_is_kept_on_fresh_seeds_and_the_next_one_is_compared_with_it
     assert trainer.runs[-1][0] == ("model=debug", "good=1", "useless=1")
 
 
-@pytest.mark.parametrize("change", ["useless=1", "bad=1", "diverges=1"])
+@pytest.mark.parametrize(("change", "pairs"), [("useless=1", 12), ("bad=1", 6), ("diverges=1", 2)], ids=str)
 def test_other_ideas_are_rejected_with_their_evidence_and_answered_from_the_book(
-    session: Session, trainer: Trainer, change: str
+    session: Session, trainer: Trainer, change: str, pairs: int
 ) -> None:
     answer = session.try_idea((change,))
-    assert answer["state"] == "rejected" and not answer["from_book"] and answer["screen"]["pairs"] <= 12
-    trained = len(trainer.runs)
+    assert answer["state"] == "rejected" and not answer["from_book"] and 2 <= answer["screen"]["pairs"] <= pairs
+    assert (answer["screen"]["e_value"] == 0) == (answer["diverged"] > 0) == (change == "diverges=1")
+    events = session.book.read()
     again = session.try_idea((change.replace("=1", "=1.0"),))
-    assert again == answer | {"from_book": True} and len(trainer.runs) == trained
+    assert again == answer | {"from_book": True} and session.book.read() == events
 
 
 def test_a_rejected_idea_goes_on_with_more_pairs(session: Session, trainer: Trainer) -> None:

@@ -68,7 +68,7 @@ def list_sentences(campaign: Campaign) -> list[str]:
     """Return the rules in words: metric, budget, noise floor, speed-up, damage."""
     rules, noise = campaign.rules, answers.describe_noise(campaign)
     sentences = [
-        f"Metric: {sanitize_line(rules.metric)}, lower is better. An idea must be better by more than {rules.margin:g}.",
+        f"Metric: {sanitize_line(rules.metric)}, lower is better; an idea must be better by over {rules.margin:g}.",
         f"The chance that any useless idea is ever kept is at most {rules.budget:.3g}, however often anybody looks.",
         _format_noise(noise),
     ]
