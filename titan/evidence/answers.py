@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
-from titan.evidence.campaign import Campaign, Idea, Pair
+from titan.evidence.campaign import Campaign, Idea, Pair, find_size
 
 
 def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _describe_stage(campaign: Campaign, pairs: Sequence[Pair]) -> dict[str, Any]
 
 def describe_size(campaign: Campaign, pairs: Sequence[Pair]) -> dict[str, Any]:
     """Return by how much the second of two recipes is better on some pairs: mean, interval, diverged runs, speed-up."""
-    mean, interval = campaign.find_size(pairs)
+    mean, interval = find_size(tuple(pairs))
     slope = campaign.rules.slope
     return {
         "better_by": None if mean is None else round_figures(mean),
@@ -67,7 +67,7 @@ def round_figures(value: float) -> float:
 
 def format_idea(campaign: Campaign, idea: Idea) -> str:
     """Return the sentence about an idea."""
-    size = format_size(campaign, idea.stages["confirm"] or idea.stages["screen"])
+    size = format_size(idea.stages["confirm"] or idea.stages["screen"])
     counts = f"{len(idea.stages['screen'])} pairs of the screen, {len(idea.stages['confirm'])} of the confirmation"
     if idea.state == "kept":
         return f"kept, as baseline {idea.kept_as}: {size}; {counts}"
@@ -78,9 +78,9 @@ def format_idea(campaign: Campaign, idea: Idea) -> str:
     return f"not decided yet ({idea.state}): {size}; {counts}"
 
 
-def format_size(campaign: Campaign, pairs: Sequence[Pair]) -> str:
+def format_size(pairs: Sequence[Pair]) -> str:
     """Return by how much an idea is better, with the 95% interval or why there is none."""
-    mean, interval = campaign.find_size(pairs)
+    mean, interval = find_size(tuple(pairs))
     diverged = sum(pair.loss is None for pair in pairs)
     note = f", {diverged} diverged" if diverged else ""
     if mean is None:
@@ -88,7 +88,7 @@ def format_size(campaign: Campaign, pairs: Sequence[Pair]) -> str:
     ends = (
         "too few pairs for an interval" if interval is None else f"95% interval {interval[0]:.4g} to {interval[1]:.4g}"
     )
-    return f"better by {mean:.4g} ({ends}){note}" if mean >= 0 else f"worse by {-mean:.4g} ({ends}){note}"
+    return f"better by {mean:.4g} ({ends}){note}"
 
 
 def describe_noise(campaign: Campaign) -> dict[str, Any]:

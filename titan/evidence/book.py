@@ -33,6 +33,7 @@ class Book:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
+        self._offset, self._events, self._damaged = 0, list[dict[str, Any]](), 0  # of the complete lines so far
 
     def read(self) -> tuple[list[dict[str, Any]], int]:
         """Return the events in order, and the number of lines that are torn or damaged.
@@ -43,9 +44,20 @@ class Book:
         if not self.file.exists():
             return [], 0
         try:
-            lines = untrusted.read_regular_file(self.file).decode(errors="replace").split("\n")
+            with untrusted.open_regular_file(self.file) as file:
+                file.seek(self._offset)
+                complete, end, torn = file.read().rpartition(b"\n")
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.file}: can't be read ({error}); repair it, or choose another name.") from None
+        events, damaged = self._parse_lines(complete)
+        self._offset += len(complete + end)
+        self._events, self._damaged = self._events + events, self._damaged + damaged
+        events, damaged = self._parse_lines(torn)
+        return self._events + events, self._damaged + damaged
+
+    def _parse_lines(self, text: bytes) -> tuple[list[dict[str, Any]], int]:
+        """Return the events of some lines, and how many lines hold none."""
+        lines = text.decode(errors="replace").split("\n")
         parsed = [self._parse_line(line) for line in lines if line.strip()]
         events = [event for event in parsed if event is not None]
         return events, len(parsed) - len(events)

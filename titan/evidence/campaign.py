@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from titan.evidence.budget import SCREEN, find_threshold, is_futile
@@ -184,14 +185,6 @@ class Campaign:
         ).tolist()
         return logs
 
-    def find_size(self, pairs: Sequence[Pair]) -> tuple[float | None, tuple[float, float] | None]:
-        """Return the mean difference, without diverged runs, and its 95% interval; None where there is none."""
-        d = [pair.difference for pair in pairs if math.isfinite(pair.difference)]
-        if not d:
-            return None, None
-        noise_squares, noise_pairs = pairs[0].noise_squares, pairs[0].noise_pairs
-        return sum(d) / len(d), find_interval(d, noise_squares, noise_pairs) if len(d) == len(pairs) else None
-
     def take_seeds(self, count: int) -> list[int]:
         """Return the lowest seeds from 1 that nothing has used."""
         seeds: list[int] = []
@@ -205,6 +198,16 @@ class Campaign:
     def find_stale(self, changes: Changes, id: str) -> list[Idea]:
         """Return the ideas with the same changes of older baselines."""
         return [idea for idea in self.ideas.values() if idea.changes == changes and idea.id != id]
+
+
+@cache
+def find_size(pairs: tuple[Pair, ...]) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the mean difference of pairs, without diverged runs, and its 95% interval; None where there is none."""
+    d = [pair.difference for pair in pairs if math.isfinite(pair.difference)]
+    if not d:
+        return None, None
+    noise_squares, noise_pairs = pairs[0].noise_squares, pairs[0].noise_pairs
+    return sum(d) / len(d), find_interval(d, noise_squares, noise_pairs) if len(d) == len(pairs) else None
 
 
 def read_campaign(events: Iterable[Mapping[str, Any]], damaged_lines: int = 0) -> Campaign | None:

@@ -108,5 +108,5 @@ def find_interval(
     return float(centres[inside[0] - 1]), float(centres[inside[-1] + 1])
 
 
-POINTS = 801
+POINTS = 401
 """Centres that `find_interval` tries."""

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
 from titan.evidence import answers
-from titan.evidence.campaign import Campaign, Changes, Idea, Pair
+from titan.evidence.campaign import Campaign, Changes, Idea, Pair, find_size
 from titan.report.render.charts import Bar, Chart, draw_bar_chart
 from titan.report.render.template import POLICY, content, load_template
 
@@ -59,7 +59,7 @@ def format_lead(campaign: Campaign) -> str:
     pairs = campaign.chain.get(len(campaign.kept), [])
     if not pairs:
         return f"{counts}. What they are worth together was not measured; the verb chain does it, on fresh seeds."
-    size = answers.format_size(campaign, pairs)
+    size = answers.format_size(pairs)
     seeds = format_plural(len(pairs), "fresh seed")
     return f"{counts}. On {seeds} baseline {len(campaign.kept)} is, against the first, {size}."
 
@@ -103,7 +103,7 @@ def _tabulate_kept(campaign: Campaign, idea: Idea) -> list[str]:
         f"{idea.kept_as}",
         format_changes(idea.changes),
         sanitize_line(idea.hypothesis or NONE),
-        *_format_size(campaign, idea.stages["confirm"]),
+        *_format_size(idea.stages["confirm"]),
         speed_up,
         _format_e_value(answer["confirm"]["highest"]),
         f"{answer['needed']:g}",
@@ -125,7 +125,7 @@ def _tabulate_other(campaign: Campaign, idea: Idea) -> list[str]:
         format_changes(idea.changes),
         sanitize_line(idea.hypothesis or NONE),
         f"{idea.baseline}",
-        *_format_size(campaign, idea.stages["confirm"] or idea.stages["screen"]),
+        *_format_size(idea.stages["confirm"] or idea.stages["screen"]),
         _format_e_value(answer["screen"]["highest"]),
         _format_e_value(answer["confirm"]["highest"]) if idea.stages["confirm"] else NONE,
         f"{answer['needed']:g}",
@@ -138,8 +138,8 @@ def format_changes(changes: Changes) -> str:
     return sanitize_line(changes if isinstance(changes, str) else " ".join(changes))
 
 
-def _format_size(campaign: Campaign, pairs: Sequence[Pair]) -> tuple[str, str]:
-    mean, interval = campaign.find_size(pairs)
+def _format_size(pairs: Sequence[Pair]) -> tuple[str, str]:
+    mean, interval = find_size(tuple(pairs))
     diverged = sum(pair.loss is None for pair in pairs)
     note = f", {diverged} diverged" if diverged else ""
     return (
@@ -161,7 +161,7 @@ def draw_sizes(campaign: Campaign, kept: Sequence[Idea]) -> Chart | None:
     rows = [(f"{idea.kept_as}: {format_changes(idea.changes)}", idea.stages["confirm"]) for idea in kept]
     if chain := campaign.chain.get(len(campaign.kept), []):
         rows.append(("all together", chain))
-    bars = [bar for label, pairs in rows if (bar := _build_bar(campaign, label, pairs)) is not None]
+    bars = [bar for label, pairs in rows if (bar := _build_bar(label, pairs)) is not None]
     caption = (
         "Mean difference of paired runs on seeds that the idea had not used, with its 95% interval where there is one. "
         "A confirmation ends when the evidence suffices, so its mean is a little large; that of all together is not."
@@ -169,9 +169,9 @@ def draw_sizes(campaign: Campaign, kept: Sequence[Idea]) -> Chart | None:
     return draw_bar_chart(bars, "Size of accepted changes", caption) if kept else None
 
 
-def _build_bar(campaign: Campaign, label: str, pairs: Sequence[Pair]) -> Bar | None:
+def _build_bar(label: str, pairs: Sequence[Pair]) -> Bar | None:
     """Return a bar; None where no pair has finite losses, or the mean is below 0, which the text states."""
-    mean, interval = campaign.find_size(pairs)
+    mean, interval = find_size(tuple(pairs))
     if mean is None or mean < 0:
         return None
     whisker = None if interval is None else (max(interval[0], 0.0), interval[1])
