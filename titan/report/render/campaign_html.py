@@ -61,7 +61,9 @@ def format_lead(campaign: Campaign) -> str:
         return f"{counts}. What they are worth together was not measured; the verb chain does it, on fresh seeds."
     size = answers.format_size(pairs)
     seeds = format_plural(len(pairs), "fresh seed")
-    return f"{counts}. On {seeds} baseline {len(campaign.kept)} is, against the first, {size}."
+    speed_up = answers.describe_chain(campaign)["speed_up"]
+    worth = "" if speed_up is None else f"; an effective speed-up of {speed_up:.3g}"
+    return f"{counts}. On {seeds} baseline {len(campaign.kept)} is, against the first, {size}{worth}."
 
 
 def list_sentences(campaign: Campaign) -> list[str]:
