@@ -199,6 +199,7 @@ def test_a_wrong_request_is_answered_with_an_error(ask: Ask, case: str) -> None:
     assert sentence in ask(line, code=2)["error"]
 
 
+@pytest.mark.full
 def test_a_failed_run_is_an_error_and_its_seeds_are_tried_again(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     ask("open", *TINY)
     monkeypatch.setattr(start, "run_local", lambda run, **_: 1)
@@ -301,3 +302,10 @@ def test_metrics_of_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         trainer.train(tmp_path / "sweep", runs[:1], "nothing")
     with pytest.raises(RunError, match="exit code 3; the same command tries it again"):
         campaign.read_metric(tmp_path, 3, "last_loss")
+
+
+def test_other_spellings_machines_and_names_are_the_same_idea() -> None:
+    identify = campaign.TitanTrainer().identify
+    words = [(), ("optimizer.lr=1e-3",), ("parallelism=ddp", "metrics.console_every=3"), ("optimizer.lr=2e-3",)]
+    ids = [identify(overrides, TINY, "last_loss") for overrides in words]
+    assert ids[0] == ids[1] == ids[2] != ids[3]

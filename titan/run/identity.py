@@ -124,7 +124,7 @@ def collect_science(run: Run, data_digest: str, parent: str | None) -> dict[str,
 
 def compute_ids(run: Run, science: Mapping[str, Any]) -> Ids:
     """Return the ids of a run whose `collect_science` is `science`."""
-    group = {k: v for k, v in science.items() if k != "training.seed"}
+    group = _drop_seed(science)
     execution = select_settings(run, science=False) | run.layout.degrees()
     science_id, group_id, execution_id = map(_compute_settings_digest, (science, group, execution))
     return Ids(science_id, group_id, execution_id, compute_digest(describe_code(run)))
@@ -148,8 +148,12 @@ def compute_variant_id(run: Run) -> str:
 
     The content of a user's own packages is part of it.
     """
-    science = {k: v for k, v in select_settings(run, science=True).items() if k != "training.seed"}
-    return _compute_settings_digest(science | {"own": own_code.compute_digests(run)})
+    group = _drop_seed(select_settings(run, science=True))
+    return _compute_settings_digest(group | {"own": own_code.compute_digests(run)})
+
+
+def _drop_seed(science: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in science.items() if k != "training.seed"}
 
 
 def _select_trial_settings(run: Run) -> dict[str, Any]:
