@@ -202,12 +202,18 @@ REJECTED: dict[str, tuple[Any, str]] = {
     "a text": (lambda s: s.add_result("words", 1, 1.0, 1.0), "the ideas of this campaign are overrides"),
     "a large seed": (lambda s: s.add_result(("good=1",), 2**63, 1.0, 1.0), "must be at least 0 and below"),
     "an odd number": (lambda s: s.add_noise([1.0]), "1 were given; give an even number"),
+    "no folder for locks": (lambda s: try_without_locks(s), "locks: can't be written (File exists); make it writable"),
     "not opened": (lambda s: Session(s.folder / "other", s.trainer).read(), "no campaign was opened there"),
 }  # fmt: skip
 
 
 def enter(session: Session, *seeds: int, change: str = "good=1") -> dict[str, Any]:
     return [session.add_result((change,), seed, 5.0, 2.0 + seed / 100) for seed in seeds][-1]
+
+
+def try_without_locks(session: Session) -> None:
+    (session.folder / "locks").touch()
+    session.try_idea(("good=1",))
 
 
 def confirm_on_seed_of_another(session: Session) -> None:

@@ -238,8 +238,11 @@ class Session:
             ConfigError: while another one does.
         """
         folder = self.folder / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = locks.open_lock(folder / name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = locks.open_lock(folder / name)
+        except OSError as error:
+            raise ConfigError(f"{folder}: can't be written ({error.strerror}); make it writable.") from None
         try:
             _acquire(descriptor, name, folder)
             yield
