@@ -32,6 +32,9 @@ def test_intervals_grow_with_the_distance_and_with_noise() -> None:
     fit, noisy = fit_law(make_table(seed_sd=0.003), FEW), fit_law(make_table(seed_sd=0.012), FEW)
     widths = [i.high - i.low for i in (fit.predict(1.6e8, 3e9), fit.predict(3e9, 6e10), noisy.predict(1.6e8, 3e9))]
     assert widths[1] > 1.5 * widths[0] and 2 * widths[0] < widths[2]
+    inside = np.array([4e7]), np.array([8e8])
+    one, mean = (noisy.laws[""].draw_losses(*inside, "", noise=noise).std() for noise in (True, False))
+    assert np.sqrt(one**2 - mean**2) == pytest.approx(0.012, rel=0.5)
 
 
 def test_seeds_of_a_rung_count_once_and_separate_their_noise() -> None:

@@ -93,3 +93,18 @@ def test_costs_of_common_rungs() -> None:
     cost = table.n * table.d * np.where(np.array(table.variant) == "b", 1.5, 1.0)
     assert find_ratio(table, "a", "b", cost) == pytest.approx(1.5)
     assert find_ratio(table, "a", "b", np.empty(0)) is None is find_ratio(table, "a", "b", np.full(len(table), np.nan))
+
+
+def test_a_variant_that_never_gets_there_has_no_ratio() -> None:
+    laws = (chinchilla, lambda n, d: chinchilla(n, d) + 1.5)
+    speedup = compare_laws(fit_law(make_table(laws, seed_sd=0.002), 200), "a", "b", N, D)
+    assert speedup.flops is None and "equal beyond 100 times the tokens only, at N=160M, D=3.2B" in speedup.missing
+
+
+def test_rungs_in_one_proportion_compare_along_it() -> None:
+    """Both laws are functions of compute there: of B, 0.5 of it does for both terms."""
+    ladder = np.geomspace(1e8, 1.5e9, 8), (20.0,)
+    table = make_table((chinchilla, lambda n, d: chinchilla(n * np.sqrt(2), d * np.sqrt(2))), ladder, seed_sd=0.002)
+    speedup = compare_laws(fit_law(table, 200), "a", "b", 1e9, 2e10)
+    assert_share(speedup, 0.5**0.5, 0.2)
+    assert speedup.flops is not None and speedup.flops.low <= 0.5 <= speedup.flops.high

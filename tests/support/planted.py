@@ -22,11 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.support import faults_debug, faults_experts, faults_runs, faults_techniques, faults_training, tiers
+from tests.support import (
+    faults_debug,
+    faults_experts,
+    faults_laws,
+    faults_runs,
+    faults_techniques,
+    faults_training,
+    tiers,
+)
 from tests.support.fault import Fault
 
-EXPERTS, TECHNIQUES = faults_experts.FAULTS, faults_techniques.FAULTS
-FAULTS = (*faults_training.FAULTS, *faults_runs.FAULTS, *faults_debug.FAULTS, *TECHNIQUES, *EXPERTS)
+EXPERTS, TECHNIQUES, LAWS = faults_experts.FAULTS, faults_techniques.FAULTS, faults_laws.FAULTS
+FAULTS = (*faults_training.FAULTS, *faults_runs.FAULTS, *faults_debug.FAULTS, *TECHNIQUES, *EXPERTS, *LAWS)
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1800.0
 """Seconds after which tests that have not ended count as failed: a fault may make them wait for each other."""

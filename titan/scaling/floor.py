@@ -92,8 +92,9 @@ def _choose_grid(law: Law, highest: float) -> Numbers:
 def _fit_each(law: Law, grid: Numbers, fixed: NDArray[np.bool_], weight: float) -> Numbers:
     """Return the least cost with each E; from the law with its terms scaled to what E leaves of a typical loss."""
     typical = float(np.exp(law.points.y.mean()))
+    least = 1e-3 * typical
     theta = np.repeat(law.wide[None], len(grid), axis=0)
-    theta[:, SHARED:] += np.log((typical - grid) / (typical - law.wide[FLOOR]))[:, None]
+    theta[:, SHARED:] += np.log(np.maximum(typical - grid, least) / max(typical - law.wide[FLOOR], least))[:, None]
     theta[:, FLOOR] = grid
     for _ in range(2):
         theta, costs = fit_rows(law.points, theta, law.points.y, law.scale, fixed, 0.0, weight)

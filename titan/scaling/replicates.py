@@ -88,16 +88,21 @@ class Law:
             logs += (self.draws.noise * self.normals)[:, None] * np.exp(np.maximum(0.0, typical - logs))
         return np.asarray(np.exp(logs))
 
-    def draw_own(self, n: float, d: Numbers, variant: str) -> Numbers:
-        """Return the mean loss by each replicate after a number of tokens for each; [replicates].
+    @property
+    def slope(self) -> float:
+        """Return the slope of ln D over ln N, of rungs on a line."""
+        return float(self.points.x @ self.points.z) / float(self.points.x @ self.points.x)
+
+    def draw_own(self, n: Numbers, d: Numbers, variant: str) -> Numbers:
+        """Return the mean loss by each replicate at a size and length for each; [replicates].
 
         Args:
-            n: parameters.
+            n: parameters; [replicates].
             d: tokens; [replicates].
             variant: its name.
         """
-        x, _, index = self.locate(np.array([n]), np.array([1.0]), variant)
-        z = np.log(d)[:, None] - self.points.center[1]
+        x, z, index = self.locate(n, d, variant)
+        x, z, index = x[:, None], z[:, None], index[:1]
         logs = compute_log_losses(self.replicates, x, z, index) + self.draws.evaluate(x, z, index)
         return np.asarray(np.exp(logs[:, 0]))
 

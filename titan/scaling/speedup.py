@@ -7,7 +7,7 @@ known, r follows from how steeply loss falls with tokens there: by a law, or by 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from titan.scaling.law import Numbers
 from titan.scaling.table import Table
 
 DRAWS = 4000
-WIDEST = 3.0
-"""Ratios are looked for from e^-3 to e^3, 1/20 to 20."""
+WIDEST = np.log(100.0)
+"""Ratios are looked for from 1/100 to 100."""
 STEPS = 50
 FLATTEST, STEEPEST = 0.0, 0.6
 """Exponents of D of curves through two losses: 0 is a logarithm; published laws have 0.2 to 0.5."""
@@ -155,20 +155,22 @@ def compare_laws(
         flops_ratio: see `effective_speedup`.
         hours_ratio: see `effective_speedup`.
     """
-    size = np.array([n])
-    goal = _draw(fit, baseline, size, np.array([d]))
-    ratios = _bisect(lambda ratio: _draw_each(fit, variant, n, d * ratio) - goal, len(goal))
+    law = fit.laws[variant]
+    goal = fit.laws[baseline].draw_losses(np.array([n]), np.array([d]), baseline, noise=False)[:, 0]
+    share = law.slope / (1 + law.slope) if law.points.is_line else 1.0
+    ratios = _bisect(lambda r: law.draw_own(n * r ** (1 - share), d * r**share, variant) - goal, len(goal))
     where = f"at N={format_count(n)}, D={format_count(d)}, by the law"
-    return _summarise(ratios, flops_ratio, hours_ratio, where, Measured(n, d, 0.0))
-
-
-def _draw(fit: Fit, name: str, n: Numbers, d: Numbers) -> Numbers:
-    return fit.laws[name].draw_losses(n, d, name, noise=False)[:, 0]
+    if not law.points.is_line:
+        return _summarise(ratios, flops_ratio, hours_ratio, where, Measured(n, d, 0.0))
+    found = _summarise(
+        ratios, flops_ratio, hours_ratio, f"{where}; sizes in the rungs' proportion", Measured(n, d, 0.0)
+    )
+    return replace(found, tokens=found.tokens and summarise(ratios**share))
 
 
 def _draw_each(fit: Fit, name: str, n: float, d: Numbers) -> Numbers:
     """Return the loss of each replicate at its own number of tokens; [replicates]."""
-    return fit.laws[name].draw_own(n, d, name)
+    return fit.laws[name].draw_own(np.full(len(d), n), d, name)
 
 
 def _solve_law(fit: Fit, name: str | None, baseline: Measured, measured: tuple[Numbers, Numbers]) -> Numbers:
@@ -225,10 +227,16 @@ def _bisect(excess: Callable[[Numbers], Numbers], count: int) -> Numbers:
 def _summarise(
     ratios: Numbers, flops_ratio: float, hours_ratio: float | None, source: str, baseline: Measured
 ) -> Speedup:
-    outside = ~np.isfinite(ratios) | (np.abs(np.log(ratios)) > 0.999 * WIDEST)
-    if outside.mean() > HALVES:
+    if (~np.isfinite(ratios)).mean() > HALVES:
         return _report_missing(baseline)
     ratios = np.where(np.isfinite(ratios), ratios, np.exp(WIDEST))
+    if (np.abs(np.log(ratios)) > 0.999 * WIDEST).mean() > HALVES:
+        factor = (
+            f"{np.exp(WIDEST):.0f} times the tokens" if np.median(ratios) > 1 else f"1/{np.exp(WIDEST):.0f} of them"
+        )
+        where = f"N={format_count(baseline.n)}, D={format_count(baseline.d)}"
+        sentence = f"its loss would be equal beyond {factor} only, at {where}; compare them where losses are closer."
+        return Speedup(None, None, None, sentence, source)
     tokens = summarise(ratios)
     hours = None if hours_ratio is None else scale_interval(tokens, hours_ratio)
     return Speedup(tokens, scale_interval(tokens, flops_ratio), hours, "", source)
