@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.made_tables import LADDER, SMALL_LADDER, Law, chinchilla, kaplan, make_table, thrifty
 from titan.errors import ConfigError
+from titan.scaling.cells import group_cells
 from titan.scaling.fit import compare_sharing, find_suspects, fit_law
 from titan.scaling.floor import profile_floor
 from titan.scaling.study import Question, Target, find_optimum, study_table
@@ -42,6 +43,8 @@ def test_seeds_of_a_rung_count_once_and_separate_their_noise() -> None:
     assert len(law.cells.n) == 20 and law.cells.seed_freedom == 60
     assert law.cells.seed_sd == pytest.approx(0.02 / 3.2, rel=0.3) and (law.cell_sd or 0) < law.cells.seed_sd
     assert fit_law(make_table(seed_sd=0.02), FEW).laws[""].cells.seed_sd is None
+    twice = make_table(seeds=2, seed_sd=0.02).reorder([*range(20), *range(20)])
+    assert group_cells(twice, ("",)).seed_freedom == 0  # each run is listed twice
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,11 @@ def test_a_bad_rung_is_named() -> None:
         pytest.param(lambda t: t.select(t.n == t.n[0]), "all rungs have one size, N=10M", id="one-size"),
         pytest.param(lambda t: replace(t, d=np.full(len(t), 1e9)), "all rungs have one length, D=1B", id="one-length"),
         pytest.param(lambda t: t.select(np.arange(len(t)) < 6), "6 rungs for 5 parameters", id="few"),
+        pytest.param(
+            lambda t: replace(t.reorder([0] * 2001), n=np.linspace(1e7, 1e8, 2001), d=np.geomspace(1e9, 2e9, 2001)),
+            "2,001 rungs; give a table with at most 2,000",
+            id="many",
+        ),
         pytest.param(
             lambda t: replace(t, corpus=("c4",) * 10 + ("pile",) * 10),
             "the runs are of 2 corpora (c4, pile)",

@@ -68,8 +68,13 @@ def is_line(log_n: Numbers, log_d: Numbers) -> bool:
 def group_cells(table: Table, variants: Sequence[str]) -> Cells:
     """Return the cells of the named variants."""
     groups: dict[tuple[int, float, float], list[float]] = {}
-    for name, n, d, loss in zip(table.variant, table.n, table.d, table.loss, strict=True):
-        if name in variants:
+    rows = zip(table.variant, table.n, table.d, table.loss, table.seed, strict=True)
+    seen: set[tuple[str, float, float, float, str]] = set()
+    for row in rows:
+        name, n, d, loss, seed = row
+        is_copy = bool(seed) and row in seen  # a run that is listed twice is no repeat
+        seen.add(row)
+        if name in variants and not is_copy:
             groups.setdefault((variants.index(name), float(n), float(d)), []).append(float(np.log(loss)))
     keys, values = list(groups), list(groups.values())
     squares = sum(float(((np.array(v) - np.mean(v)) ** 2).sum()) for v in values)

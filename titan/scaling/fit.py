@@ -20,6 +20,8 @@ REPLICATES = 1000
 LEVEL = 0.9
 REACH = 30.0
 """Largest ratio of a target's compute to that of the largest rung, without `extrapolate`."""
+MOST_RUNGS = 2000
+"""A fit takes the eigenvalues of a matrix of this size."""
 ALPHA = 0.05
 """Level of the test that variants share E and exponents."""
 SPARE = 2
@@ -227,6 +229,8 @@ def _check_cells(cells: Cells, names: tuple[str, ...]) -> None:
         raise ConfigError(
             f"{prefix}all rungs have one length, D={format_count(cells.d[0])}; add runs of other lengths."
         )
+    if len(cells.n) > MOST_RUNGS:
+        raise ConfigError(f"{prefix}{len(cells.n):,} rungs; give a table with at most {MOST_RUNGS:,}.")
     points = cells.build_points(len(names))
     needed = int(points.list_free(wide=False).sum()) + SPARE
     if len(cells.n) < needed:

@@ -242,8 +242,19 @@ def find_optimum(law: Law, variant: str, compute: float) -> Optimum:
 
 
 def draw_band(fit: Fit, variant: str, n: float, d: Numbers, level: float = LEVEL) -> tuple[Numbers, Numbers, Numbers]:
-    """Return low, median and high losses of new runs of one size over lengths; [lengths] each."""
-    losses = fit.laws[variant].draw_losses(np.full(len(d), n), d, variant)
+    """Return low, median and high losses of new runs over lengths; [lengths] each.
+
+    Args:
+        fit: the laws.
+        variant: its name.
+        n: parameters; where rungs have one proportion, those that belong to each length count instead.
+        d: tokens; [lengths].
+        level: of the band.
+    """
+    law, sizes = fit.laws[variant], np.full(len(d), n)
+    if law.points.is_line:
+        sizes = np.exp(law.points.center[0] + (np.log(d) - law.points.center[1]) / law.slope)
+    losses = law.draw_losses(sizes, d, variant)
     low, value, high = np.quantile(losses, [(1 - level) / 2, 0.5, (1 + level) / 2], axis=0)
     return low, value, high
 

@@ -38,7 +38,9 @@ def draw_rungs(fit: Fit, variant: str, predictions: Sequence[Prediction], key: s
     sizes = _choose_sizes(sorted({rung[1] for rung in rungs} | {p.n for p in predictions}))
     ends = _find_ends([rung[2] for rung in rungs] + [p.d for p in predictions])
     lengths = np.geomspace(*ends, STEPS)
-    bands = [] if fit.laws[variant].points.is_line else [draw_band(fit, variant, n, lengths) for n in sizes]
+    lines = sizes[:1] if fit.laws[variant].points.is_line else sizes
+    bands = [draw_band(fit, variant, n, lengths) for n in lines]
+    words = ["law"] if len(lines) < len(sizes) else [f"N={format_count(n)}" for n in sizes]
     title = f"Loss over tokens{f': {variant}' if variant else ''}"
     caption = (
         "Dots are rungs (means over seeds), one colour a size; lines are the law's median, bands hold 90% of new runs. "
@@ -54,10 +56,10 @@ def draw_rungs(fit: Fit, variant: str, predictions: Sequence[Prediction], key: s
         shapes = "".join(_draw_band(frame, lengths, band, k) for k, band in enumerate(bands))
         shapes += "".join(_draw_rung(frame, rung, sizes) for rung in rungs)
         shapes += "".join(_draw_prediction(frame, prediction, sizes) for prediction in predictions)
-        labels = [_label_size(frame, sizes[k], band, k) for k, band in enumerate(bands)]
+        labels = [_label_line(frame, words[k], band, k) for k, band in enumerate(bands)]
         clip = f"law-{key}{'-narrow' if size.is_narrow else ''}"
         legend = [LegendEntry(f"N={format_count(n)}", (_find_colour(n, sizes),)) for n in sizes]
-        top = format_legend(legend) if size.is_narrow or not bands else ""
+        top = format_legend(legend) if size.is_narrow or len(bands) < len(sizes) else ""
         return top + svg.draw_picture(
             frame,
             title,
@@ -92,9 +94,9 @@ def _draw_band(frame: Frame, lengths: Numbers, band: tuple[Numbers, Numbers, Num
     return f'<path class="band {colour}" d="M{path}z"/>{line}'
 
 
-def _label_size(frame: Frame, n: float, band: tuple[Numbers, Numbers, Numbers], k: int) -> Label:
+def _label_line(frame: Frame, words: str, band: tuple[Numbers, Numbers, Numbers], k: int) -> Label:
     y = float(np.clip(frame.y.at(float(band[1][-1])), frame.y.end, frame.y.start))
-    return Label(y, f"N={format_count(n)}", f'class="c{1 + k % COLOURS}"')
+    return Label(y, words, f'class="c{1 + k % COLOURS}"')
 
 
 def _draw_rung(frame: Frame, rung: tuple[str, float, float, float, int], sizes: Sequence[float]) -> str:

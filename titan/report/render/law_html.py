@@ -65,7 +65,8 @@ def summarise_studies(studies: Sequence[Study]) -> str:
 def _build_section(study: Study, number: int) -> dict[str, Any]:
     predictions = {p.variant: [q for q in study.predictions if q.variant == p.variant] for p in study.predictions}
     lines = [line.strip() for line in law_text.format_study(study) if line.strip()]
-    sentences = [line for line in lines if not line.startswith(("N=", "loss of a new run"))]
+    tabled = {law_text.describe_prediction(p) for p in study.predictions}
+    sentences = [line for line in lines if line not in tabled and not line.startswith("loss of a new run")]
     names = study.fit.variants[:MOST_CHARTS]
     charts = [draw_rungs(study.fit, name, predictions.get(name, []), f"{number}-{k}") for k, name in enumerate(names)]
     charts += [draw_floor(floor, variants, f"{number}-{k}") for k, (variants, floor) in enumerate(study.floors.items())]
