@@ -445,8 +445,8 @@ class Comparison:
         failed: what failed, with reasons.
         target: the loss of `Variant.reached`.
         margin: of `Learning`, in nats.
-        margin_share: what share of the baseline's compute the margin is worth; None where that is not known.
         budget: what the variants had as much of as the baseline: "steps", "tokens", "flops" or "time".
+        margin_share: what share of the baseline's compute the margin is worth; None where that is not known.
         notes: on the whole: several code ids, different hardware, different validation sets.
     """
 
