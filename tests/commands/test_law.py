@@ -63,6 +63,7 @@ def test_names_in_a_table_are_escaped(table: Path, capsys: pytest.CaptureFixture
         (["runs.csv", "target=40B,800B"], "times the compute of the largest rung"),
         (["runs.csv", "holdout=few"], "holdout=few: is no number"),
         (["runs.csv", "holdout=1M"], "holdout=1M: no run has fewer parameters"),
+        (["runs.csv", "holdout=1B"], "holdout=1B: no run has more parameters"),
         (["runs.csv", "baseline=c"], "baseline=c: there is no such variant; there are a, b"),
         (["runs.csv", "to=x.pdf"], "unknown file format"),
     ],

@@ -121,6 +121,11 @@ def study_table(table: Table, question: Question) -> list[Study]:
     Raises:
         ConfigError: where runs can't determine a law, or a target is out of reach.
     """
+    if question.holdout is not None and not (table.n > question.holdout).any():
+        raise ConfigError(
+            f"holdout={format_count(question.holdout)}: no run has more parameters, so nothing is held out; give a "
+            f"smaller number."
+        )
     studies = []
     for corpus in table.corpora:
         try:
