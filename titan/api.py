@@ -47,6 +47,7 @@ from titan.report.render.sentences import format_answers, format_lead
 from titan.run import certificate
 from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
+from titan.sweep.margin import parse_margin
 
 __all__ = [
     "AttemptRecord",
@@ -408,6 +409,8 @@ def compare(
     folders = [directories] if isinstance(directories, (str, os.PathLike)) else directories
     values = {"baseline": baseline, "margin": margin, "target": target}
     options = settings.build(CompareSettings, {"directories": [str(folder) for folder in folders], **values})
+    if options.margin is not None:
+        parse_margin(options.margin, "margin")
     found = comparison.compare(folders, comparison.Options(options.baseline, options.margin, options.target))
     return NotebookComparison(**{f.name: getattr(found, f.name) for f in fields(Comparison)})
 

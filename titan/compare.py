@@ -18,6 +18,7 @@ from titan.config.settings import setting
 from titan.console import output
 from titan.errors import ConfigError, RunError
 from titan.files.output_files import check_output_files, write_output_file
+from titan.sweep.margin import parse_margin
 
 if TYPE_CHECKING:
     from titan.report.findings import Comparison
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_comparison(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     directories = settings.directories
+    if settings.margin is not None:
+        parse_margin(settings.margin, "margin")
     _check_directories(directories)
     files = None if settings.to is None else check_output_files(settings.to, tuple(_WRITERS))
 

@@ -101,7 +101,7 @@ REFUSED = [
     pytest.param(["runs/grid", "margn=1"], "there is no such setting; did you mean 'margin'?", id="setting"),
     pytest.param(["runs/grid", "--fast"], "--fast: not understood", id="flag"),
     pytest.param(["runs/grid", "margin=-1"], "margin=-1: must be above 0", id="margin"),
-    pytest.param(["runs/grid", "margin=small"], "margin=small: expected a number", id="no-number"),
+    pytest.param(["runs/grid", "margin=small"], "margin=small: must be a number", id="no-number"),
     pytest.param(["runs/grid", "to=a.pdf"], "to=a.pdf: unknown file format; use one of .html", id="ending"),
     pytest.param(["runs/grid", "to=[out/a.md,report]"], "to=report: unknown file format", id="no-ending"),
     pytest.param(["runs/grid", "to=no/a.md"], "to=no/a.md: there is no directory no; give another", id="no-folder"),

@@ -180,7 +180,7 @@ def test_a_ledgers_line_of_other_types_is_left_out_and_told(
     assert status.main([str(tmp_path), "watch=false"]) == 0
     said = capsys.readouterr().out
     assert "ledger.jsonl: 1 line is damaged or cut short, and not used" in said
-    assert "sweep.yaml can't be read, and is not used: margin is 'wide', where a number is due" in said
+    assert "sweep.yaml can't be read, and is not used: sweep.margin=wide: must be a number" in said
     assert re.search(r"x=1 +planned +2/3 +3\.0000", said)
 
 

@@ -40,9 +40,12 @@ def parse_margin(value: float | str, name: str = "sweep.margin") -> Margin:
     share = float(match.group(1)) / 100 if match else None
     nats = None if share is not None else _read_number(value)
     number, largest = (share, LARGEST_SHARE) if share is not None else (nats, LARGEST_NATS)
-    if number is None or not 0 < number <= largest:
+    typed = f"{name}={value if isinstance(value, str) else f'{value:g}'}"
+    if number is not None and number <= 0:
+        raise ConfigError(f"{typed}: must be above 0.")
+    if number is None or number > largest:
         raise ConfigError(
-            f"{name}={value}: must be a number of nats above 0, such as 0.02, or a share of the baseline's compute, "
+            f"{typed}: must be a number of nats above 0, such as 0.02, or a share of the baseline's compute, "
             "such as 2%."
         )
     return Margin(nats, share)
