@@ -20,7 +20,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from launchers import trials
+from launchers import ladder, trials
 from launchers.local import sweep as local_sweep
 from launchers.session import Describe, SweepSession
 from launchers.slurm import sweep as slurm_sweep
@@ -75,6 +75,7 @@ class SweepLauncher(Launcher):
         if not isinstance(task_function, SweepSession):
             raise TypeError(f"titan's launchers take a SweepSession as Hydra's task function, not {task_function!r}")
         self.context, self.config, self.session = hydra_context, config, task_function
+        self.session.is_dry_run = task_function.planner is not None or getattr(self.settings, "dry_run", False)
         _check_sweep_folder(config)
         uses_processes = self.remote or getattr(self.settings, "at_once", 1) != 1
         self.callbacks = hydra_node.HydraCallbacks(config, remote=uses_processes, instances=hydra_context.callbacks)
@@ -87,18 +88,11 @@ class SweepLauncher(Launcher):
         job_overrides = self.session.given_overrides or job_overrides
         if not job_overrides:
             return []
-        root = Path(os.path.abspath(self.config.hydra.sweep.dir))
-        loader = self.context.config_loader
-        overrides = [[clean_override(override) for override in trial_overrides] for trial_overrides in job_overrides]
-        planner, remote = self.session.planner, self.remote or self.session.planner is not None
-        self.session.is_dry_run = planner is not None or getattr(self.settings, "dry_run", False)
-        batch = trials.expand_trials(
-            loader, self.config, overrides, initial_job_idx, remote, self.session.trusted, self._find_fixed_settings()
-        )
+        batch = self.expand(job_overrides, initial_job_idx, self._find_fixed_settings())
         unique_trials = list({trial.id: trial for trial in batch}.values())
         worst = self._check_feedback(unique_trials) if self.has_learning_sweeper else None
-        codes = planner(unique_trials) if planner else self._launch(root, unique_trials)
-        self.session.root = root if self.has_learning_sweeper else None
+        codes = self.start(unique_trials)
+        self.session.root = self.root if self.has_learning_sweeper else None
         self.session.codes += codes
         codes_by_id = dict(zip([trial.id for trial in unique_trials], codes, strict=True))
         self.session.outcomes += [(trial.run, codes_by_id[trial.id]) for trial in batch]
@@ -106,6 +100,28 @@ class SweepLauncher(Launcher):
             self._build_return(trial, trial_overrides, codes_by_id[trial.id], worst)
             for trial, trial_overrides in zip(batch, job_overrides, strict=True)
         ]
+
+    @property
+    def root(self) -> Path:
+        """The sweep's directory."""
+        return Path(os.path.abspath(self.config.hydra.sweep.dir))
+
+    def expand(self, overrides: Sequence[Sequence[str]], first: int, fixed: frozenset[str] | None) -> list[Trial]:
+        """Return the trials of some overrides, composed and checked; see `launchers.trials.expand_trials`."""
+        cleaned = [[clean_override(override) for override in trial_overrides] for trial_overrides in overrides]
+        loader, remote = self.context.config_loader, self.remote or self.session.planner is not None
+        return trials.expand_trials(loader, self.config, cleaned, first, remote, self.session.trusted, fixed)
+
+    def start(self, batch: Sequence[Trial]) -> list[int]:
+        """Plan or launch checked trials; return their exit codes."""
+        planner = self.session.planner
+        return planner(batch) if planner else self._launch(self.root, batch)
+
+    def check_inputs(self, batch: Sequence[Trial]) -> None:
+        """Raise ConfigError where a trial lacks a certificate, or on this machine a file."""
+        if self.remote:
+            return
+        _check_inputs(batch)
 
     @property
     def has_learning_sweeper(self) -> bool:
@@ -128,6 +144,8 @@ class SweepLauncher(Launcher):
             ConfigError: when there will be no results, or the settings contradict each other.
         """
         sweeper = self.config.hydra.runtime.choices.get("hydra/sweeper")
+        if build_sweep(self.config).sizes is not None:
+            raise ConfigError(f"hydra/sweeper={sweeper}: a ladder has its own order of runs; leave it or sweep.sizes out.")
         if self.session.is_dry_run:
             raise ConfigError(f"hydra/sweeper={sweeper}: chooses trials by the results of others; plan a grid instead.")
         if not getattr(self.settings, "wait", True):
@@ -216,6 +234,16 @@ def _build_sweeper_class() -> Any:
 
         def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
             return
+
+        def sweep(self, arguments: list[str]) -> Any:
+            sweep = build_sweep(self.config)
+            if sweep.sizes is None:
+                return super().sweep(arguments)
+            parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+            parsed = parser.parse_overrides([*self._parse_config(), *arguments])
+            Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
+            OmegaConf.save(self.config, Path(self.config.hydra.sweep.dir) / "multirun.yaml")
+            return ladder.climb(self.launcher, ladder.list_fixed_overrides(parsed), sweep)
 
     return GridSweeper
 

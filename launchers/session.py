@@ -46,7 +46,7 @@ class SweepSession:
         trusted: packages that trials may import.
         planner: takes the trials in place of a launch, if any.
         describe: returns what a dry run prints about trials.
-        is_dry_run: whether no trial is to start; the launcher sets it.
+        is_dry_run: whether no trial is to start; the launcher sets it when it is set up.
         codes: the exit codes of the trials; the launcher adds them.
         new_folders: folders that the sweep creates, innermost first; the launcher sets them.
         root: the sweep's directory, where trials ran; the launcher sets it.

@@ -137,21 +137,22 @@ class TestRetention:
         steps=st.lists(st.integers(1, 60), min_size=1, unique=True).map(sorted),
         keep=st.integers(1, 5),
         keep_tokens=st.sampled_from([0, 1, 7, 100, 250]),
+        at=st.sets(st.integers(1, 60), max_size=3),
     )
     def test_the_last_ones_stay_and_the_first_of_each_stretch(
-        self, steps: list[int], keep: int, keep_tokens: int
+        self, steps: list[int], keep: int, keep_tokens: int, at: set[int]
     ) -> None:
         there: list[tuple[int, int]] = []
         for step in steps:  # as they are saved, one after the other
             there.append((step, step * 10))
-            stay = retention.select_kept(there, keep, keep_tokens)
+            stay = retention.select_kept(there, keep, keep_tokens, at)
             there = [pair for pair in there if pair[0] in stay]
         last = set(steps[-keep:])
         firsts = {}
         for step in steps if keep_tokens else ():
             firsts.setdefault(step * 10 // keep_tokens, step)
         firsts.pop(0, None)
-        assert {step for step, _ in there} == last | set(firsts.values())
+        assert {step for step, _ in there} == last | set(firsts.values()) | (at & set(steps))
 
     def test_what_goes_ceases_to_count_first_and_its_files_go_after_the_grace(self, tmp_path: Path) -> None:
         folders = [write_checkpoint(tmp_path, step) for step in (1, 2, 3)]

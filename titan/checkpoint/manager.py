@@ -274,7 +274,7 @@ class CheckpointManager:
 
     def _prune_checkpoints(self, run_id: str) -> None:
         settings = self.settings
-        retention.prune(self.directory, settings.keep, settings.keep_tokens, settings.grace, run_id)
+        retention.prune(self.directory, settings.keep, settings.keep_tokens, settings.grace, run_id, settings.at)
 
 
 def _join_errors(errors: list[list[str]]) -> str | None:

@@ -154,6 +154,7 @@ class Remote:
             sorted(pair for pair in step_tokens.items() if pair[0] <= checkpoint_manifest.step),
             settings.keep,
             settings.keep_tokens,
+            settings.at,
         )
         retired = {int(step): since for step, since in index["retired"].items() if int(step) not in kept_steps}
         retired |= dict.fromkeys(step_tokens.keys() - kept_steps, current_time)

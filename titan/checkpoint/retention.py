@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from titan.checkpoint import manifest
@@ -24,15 +24,18 @@ _SAVED = re.compile(r"__\d+_\d+\.distcp|\.metadata|\..+\.tmp|tokenizer[\w.]*|(ma
 """The names of the files of a checkpoint."""
 
 
-def select_kept(checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: int) -> set[int]:
-    """Return the steps to keep: the last `keep`, and the first in each interval of `keep_tokens` tokens.
+def select_kept(
+    checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: int, at: Collection[int] = ()
+) -> set[int]:
+    """Return the steps to keep: the last `keep`, the first in each interval of `keep_tokens` tokens, and those of `at`.
 
     Args:
         checkpoints: (step, tokens read) of each complete checkpoint, by step.
         keep: at least 1.
         keep_tokens: 0: none.
+        at: see `titan.checkpoint.schema.Checkpoint`.
     """
-    kept_steps = {step for step, _ in checkpoints[-keep:]}
+    kept_steps = {step for step, _ in checkpoints[-keep:]} | {step for step, _ in checkpoints if step in at}
     last = 0
     for step, tokens in checkpoints if keep_tokens else ():
         if tokens // keep_tokens > last:
@@ -41,7 +44,9 @@ def select_kept(checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: 
     return kept_steps
 
 
-def prune(directory: Path, keep: int, keep_tokens: int, grace: float, run_id: str | None = None) -> None:
+def prune(
+    directory: Path, keep: int, keep_tokens: int, grace: float, run_id: str | None = None, at: Collection[int] = ()
+) -> None:
     """Retire and delete checkpoints that are not kept; call it when a new checkpoint is complete.
 
     Damaged ones are deleted if they are older than all kept ones.
@@ -52,10 +57,11 @@ def prune(directory: Path, keep: int, keep_tokens: int, grace: float, run_id: st
         keep_tokens: see `Checkpoint`.
         grace: see `Checkpoint`.
         run_id: of the run; None: behind a symbolic link nothing is deleted.
+        at: see `Checkpoint`.
     """
     own_folders = [f for f in manifest.list_folders(directory) if not _is_foreign(f, run_id)]
     manifests = {int(f.name[5:]): manifest.read(f) for f in own_folders}
-    kept_steps = select_kept([(step, m.tokens) for step, m in manifests.items() if m], keep, keep_tokens)
+    kept_steps = select_kept([(step, m.tokens) for step, m in manifests.items() if m], keep, keep_tokens, at)
     damaged = {
         step for step, m in manifests.items() if m is None and step > min(kept_steps, default=-1)
     }  # for inspection

@@ -189,7 +189,7 @@ def _shrink_recipe(run: Run, layout: Layout) -> Recipe:
         checkpoint=replace(
             run.checkpoint,
             mode="sync" if run.checkpoint.mode == "off" else run.checkpoint.mode,
-            every=SAVED_STEP, minutes=0, keep=2, keep_tokens=0, fingerprints=False, path=None, resume=None,
+            every=SAVED_STEP, minutes=0, keep=2, keep_tokens=0, at=(), fingerprints=False, path=None, resume=None,
             decay_steps=None, weights=None, export=None,
         ),
         metrics=Metrics(sample_tokens=0, plot=False, spike_window=0),

@@ -41,6 +41,28 @@ class Sweep:
     direction: Literal["auto", "minimize", "maximize"] = setting(
         "auto", "what the sweeper does with the objective; auto: hydra.sweeper.direction, else minimize"
     )
+    sizes: tuple[int, ...] | None = setting(
+        None,
+        "widths of a ladder, in place of a grid: the largest is predicted from the others before it runs; null: a grid",
+        at_least=1,
+        later=True,
+    )
+    lengths: tuple[float, ...] = setting(
+        (5.0, 10.0, 20.0),
+        "of a ladder: the lengths of each size, in tokens per parameter without embeddings",
+        above=0,
+        cap=1e6,
+        later=True,
+    )
+    seeds: int = setting(
+        2, "of a ladder: seeds of the smallest size, for the noise of seeds; the others have one", at_least=1, cap=100,
+        later=True,
+    )
+    lr_rule: Literal["width", "fixed"] = setting(
+        "width",
+        "of a ladder: width: optimizer.lr times the recipe's width over that of the size; fixed: the same for all",
+        later=True,
+    )
     worst: float | None = setting(None, "objective of a trial that failed; null: infinity, negative to maximize")
 
 

@@ -334,7 +334,7 @@ class Trainer:
 
     def _is_save_due(self) -> bool:
         settings = self.run.checkpoint
-        is_regular = settings.every > 0 and self.step % settings.every == 0
+        is_regular = self.step in settings.at or (settings.every > 0 and self.step % settings.every == 0)
         return settings.mode != "off" and (self.requests.save or is_regular)
 
     def validate(self) -> None:

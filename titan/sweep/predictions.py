@@ -1,0 +1,205 @@
+"""What a ladder predicted of its largest size before it ran, what came of it, and the user's record of such predictions.
+
+`prediction.json` in the sweep's directory is written once, and never changed. The record is a file in the user's state
+directory, one line of JSON for each prediction that was scored; nothing is ever removed from it. Free of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from titan.errors import ConfigError
+from titan.files import locks, untrusted
+
+PREDICTION, SCORE = "prediction.json", "score.json"
+"""Names in a ladder's directory."""
+RECORD = "predictions.jsonl"
+"""Name of the record in the user's state directory."""
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PredictedLoss:
+    """A predicted validation loss of one run.
+
+    Attributes:
+        dim: width of its model.
+        n: parameters without embeddings.
+        n_all: all parameters.
+        d: tokens.
+        value: median of the prediction.
+        low: lower end of its interval.
+        high: upper end.
+        level: of the interval.
+    """
+
+    dim: int
+    n: int
+    n_all: int
+    d: int
+    value: float
+    low: float
+    high: float
+    level: float
+
+    def holds(self, loss: float) -> bool:
+        """Return whether a loss lies inside the interval."""
+        return self.low <= loss <= self.high
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The content of `prediction.json`.
+
+    Attributes:
+        key: digest of the ladder's settings: which ladder it is for.
+        time: when it was written, as ISO 8601.
+        losses: of the largest size, the shortest length first.
+        digest: of all the content but the time: a ladder that is repeated predicts the same.
+    """
+
+    key: str
+    time: str
+    losses: tuple[PredictedLoss, ...]
+    digest: str
+
+
+def write_once(folder: Path, key: str, time: str, losses: Sequence[PredictedLoss], details: dict[str, Any]) -> None:
+    """Write the prediction; where one is there already, it stays as it is.
+
+    Args:
+        folder: the ladder's directory.
+        key: see `Prediction`.
+        time: see `Prediction`.
+        losses: see `Prediction`.
+        details: what else is kept: the runs that were fitted, and the law.
+    """
+    content = {"key": key, "losses": [asdict(loss) for loss in losses], **details}
+    text = json.dumps({"format": FORMAT, "time": time, "digest": _compute_digest(content), **content}, indent=1) + "\n"
+    temporary = folder / f".{PREDICTION}.{os.getpid()}.tmp"
+    temporary.unlink(missing_ok=True)
+    try:
+        with temporary.open("x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, folder / PREDICTION)  # unlike a rename it fails where the file exists
+    except FileExistsError:
+        return
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _compute_digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read(folder: Path) -> Prediction | None:
+    """Return the prediction in a ladder's directory; None where there is none.
+
+    Raises:
+        ConfigError: when it is damaged or was changed.
+    """
+    file = folder / PREDICTION
+    try:
+        content = untrusted.parse_object(untrusted.read_regular_file(file))
+        if content.pop("format") != FORMAT:
+            raise ValueError("it has another format")
+        time, digest = content.pop("time"), content.pop("digest")
+        if digest != _compute_digest(content):
+            raise ValueError("it was changed")
+        return Prediction(content["key"], time, tuple(PredictedLoss(**loss) for loss in content["losses"]), digest)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file}: can't be used as a prediction ({error}); restore it, or start the ladder anew under another name."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Record:
+    """What became of the user's predictions.
+
+    Attributes:
+        inside: how many losses were inside the interval.
+        scored: how many predictions were scored.
+        damaged: lines of the file that can't be read, and are not counted.
+        level: of the intervals.
+    """
+
+    inside: int
+    scored: int
+    damaged: int
+    level: float
+
+    def describe(self) -> str:
+        """Return the record in a sentence."""
+        damaged = f"; {self.damaged} damaged lines are not counted" if self.damaged else ""
+        return (
+            f"your predictions so far: {self.inside} of {self.scored} inside {100 * self.level:g} % "
+            f"({find_record()}{damaged})"
+        )
+
+
+def find_record() -> Path:
+    """Return the file of the user's record."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(home) / "titan" / RECORD
+
+
+def add_score(folder: Path, prediction: Prediction, loss: float, time: str) -> None:
+    """Add the outcome of a ladder's longest run to the user's record, once.
+
+    Args:
+        folder: the ladder's directory.
+        prediction: of the ladder.
+        loss: the validation loss of the largest size at the longest length.
+        time: when it was scored, as ISO 8601.
+
+    Raises:
+        OSError: when the record can't be written.
+    """
+    predicted = prediction.losses[-1]
+    line = {
+        "time": time, "predicted_at": prediction.time, "digest": prediction.digest, "folder": str(folder),
+        **asdict(predicted), "loss": loss, "inside": predicted.holds(loss),
+    }  # fmt: skip
+    file = find_record()
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with file.open("a+b", buffering=0) as record:
+        locks.acquire(record.fileno(), str(file))
+        record.seek(0)
+        lines = record.read()
+        if any(other and other["digest"] == prediction.digest for other in map(_parse_line, lines.splitlines())):
+            return
+        start = b"" if not lines or lines.endswith(b"\n") else b"\n"  # after a line that a kill cut short
+        record.write(start + json.dumps(line).encode() + b"\n")
+
+
+def read_record(level: float) -> Record:
+    """Return the record of predictions with intervals of a level."""
+    try:
+        lines = untrusted.read_regular_file(find_record()).splitlines()
+    except OSError:
+        lines = []
+    parsed = [_parse_line(line) for line in lines if line.strip()]
+    scores = [score for score in parsed if score is not None and score["level"] == level]
+    return Record(sum(score["inside"] for score in scores), len(scores), parsed.count(None), level)
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return a line of the record; None where it is damaged."""
+    try:
+        score = untrusted.parse_object(line)
+        for name, kind in {"digest": str, "level": float, "inside": bool}.items():
+            untrusted.check_type(score[name], kind, name)
+    except (ValueError, KeyError):
+        return None
+    return score
