@@ -74,7 +74,7 @@ def climb(launcher: Launcher, overrides: Sequence[str], sweep: Sweep) -> None:
     """
     from titan.sweep import ladder_law  # only now: --help need not wait for numpy
 
-    base = launcher.expand([overrides], 0, frozenset())[0].run
+    base = _expand(launcher, overrides, [[]], 0, ())[0].run
     ladder = ladders.build_ladder(base, overrides, sweep)
     ladder_law.rehearse(ladder)
     planned = _expand_planned(launcher, ladder, overrides)

@@ -19,6 +19,7 @@ from titan.console.numbers import format_count, format_rounded
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
 from titan.run.budget import count_steps
+from titan.run.command_line import quote_value
 from titan.run.run import Run
 from titan.schedule.schema import WSD
 from titan.sweep.schema import Sweep
@@ -37,11 +38,11 @@ class Size:
 
     Attributes:
         model: its shape.
-        lr: its learning rate; None where `optimizer.lr` is no number, and has its own rule.
+        lr: its learning rate.
     """
 
     model: Decoder
-    lr: float | None
+    lr: float
 
     @property
     def parameters(self) -> int:
@@ -57,7 +58,7 @@ class Size:
         """Return the overrides that make a recipe of this size."""
         names = ("dim", "layers", "heads", "kv_heads", "ffn")
         shape = [f"model.{name}={getattr(self.model, name)}" for name in names]
-        return [*shape, *([] if self.lr is None else [f"optimizer.lr={format_value(self.lr)}"])]
+        return [*shape, f"optimizer.lr={format_value(self.lr)}"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Rung:
     @property
     def label(self) -> str:
         """Its name in messages."""
-        return f"{self.size.label}, {format_rounded(self.length)} tokens per parameter"
+        return f"{self.size.label}, {format_rounded(self.length)} tokens/parameter"
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Trunk:
         """Return the overrides of a branch, once the trunk has trained in its directory."""
         checkpoint = directory / "checkpoints" / f"step-{rung.branch_step}"
         return [
-            *self._list_common(), f"checkpoint.resume={format_value(str(checkpoint))}",
+            *self._list_common(), f"checkpoint.resume={quote_value(str(checkpoint))}",
             f"checkpoint.decay_steps={rung.decay_steps}",
         ]  # fmt: skip
 
@@ -192,6 +193,11 @@ def _check_settings(base: Run, overrides: Sequence[str], sweep: Sweep) -> None:
     for override in overrides:
         if override.partition("=")[0].lstrip("+") in LENGTH_SETTINGS:
             raise ConfigError(f"{override}: a ladder decides it by sweep.lengths; leave it out.")
+        if override == "optimizer.lr=auto":
+            raise ConfigError(
+                f"{override}: a ladder scales the learning rate of the recipe by sweep.lr_rule={sweep.lr_rule}; give the "
+                "number for the recipe's width."
+            )
     if sweep.budget != "steps":
         raise ConfigError(f"sweep.budget={sweep.budget}: a ladder decides the steps by sweep.lengths; leave it out.")
     if not base.schedule.decay:
@@ -228,10 +234,8 @@ def scale_model(base: Decoder, width: int) -> Decoder:
     return dataclasses.replace(base, dim=width, layers=layers, heads=heads, kv_heads=heads // group, ffn=ffn)
 
 
-def _scale_lr(base: Run, width: int, sweep: Sweep) -> float | None:
+def _scale_lr(base: Run, width: int, sweep: Sweep) -> float:
     """Return the learning rate of a width by `sweep.lr_rule`."""
-    if not isinstance(base.optimizer.lr, (int, float)):
-        return None
     factor = base.model.dim / width if sweep.lr_rule == "width" else 1.0
     return float(f"{base.optimizer.lr * factor:.{LR_DIGITS}g}")
 
@@ -244,7 +248,7 @@ def _build_trunk(base: Run, size: Size, seed: int, sweep: Sweep) -> Trunk:
             raise ConfigError(
                 f"sweep.lengths: {format_rounded(rung.length)} tokens per parameter are {rung.steps} steps of "
                 f"{base.training.global_batch:,} tokens for width {size.model.dim}, too few for a warm-up of "
-                f"{warmup} and a decay; give longer ones, or a smaller training.global_batch."
+                f"{warmup} and a decay; give longer ones, schedule.warmup=auto, or a smaller training.global_batch."
             )
     if len({rung.branch_step for rung in rungs}) < len(rungs):
         raise ConfigError(
@@ -284,8 +288,7 @@ def format_ladder(ladder: Ladder, base: Run, hours: Sequence[float | None]) -> s
 
 
 def _name_rule(ladder: Ladder) -> str:
-    rates = {size.lr for size in ladder.sizes}
-    return "by optimizer.lr" if None in rates else "fixed" if len(rates) == 1 else "in proportion to 1 / width"
+    return "fixed" if len({size.lr for size in ladder.sizes}) == 1 else "in proportion to 1 / width"
 
 
 def list_costs(ladder: Ladder, base: Run) -> Iterator[tuple[Trunk, int, float]]:
@@ -309,7 +312,7 @@ def _format_row(
         str(size.model.layers),
         format_count(size.parameters),
         f"+{share / (1 - share):.0%}",
-        "auto" if size.lr is None else format_rounded(size.lr),
+        format_rounded(size.lr),
         *_sum_costs(rows),
     )
 

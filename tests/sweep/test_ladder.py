@@ -1,0 +1,285 @@
+"""Ladders: sizes and lengths by rule, batches, a prediction that is written before the largest size runs, its score."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launchers import start
+from launchers.command import plan_command, run_command
+from launchers.start import run_local
+from tests.support.composing import compose_test_run
+from tests.support.made_weights import write_checkpoint
+from tests.support.runs import TINY
+from tests.support.tiers import full
+from titan.errors import RunError
+from titan.model.schema import Llama
+from titan.run.run import Run
+from titan.sweep import ladder, predictions
+from titan.sweep.predictions import PredictedLoss
+from titan.sweep.schema import Sweep
+
+TINY_LADDER = [
+    *(o for o in TINY if not o.startswith(("model.", "training.steps", "evaluation.tokens", "cluster="))), "cluster=cpu",
+    "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.ffn=48", "model.vocab=64",
+    "evaluation.tokens=64", "compile=off", "sweep=ladder", "sweep.sizes=[8,16,24]", "sweep.lengths=[0.5,1,2,4]",
+    "sweep.seeds=1",
+]  # fmt: skip
+FLOOR, SCATTER = 1.5, 0.002
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+class Trainer:
+    """Stands for training: writes checkpoints and losses by a law, and keeps the order of runs."""
+
+    def __init__(self, changes: Callable[[Run], float] = lambda run: 0.0) -> None:
+        self.runs: list[Run] = []
+        self.changes = changes
+        self.fails: Callable[[int], bool] = lambda number: False
+
+    def __call__(self, run: Run, **_: Any) -> int:
+        self.runs.append(run)
+        if self.fails(len(self.runs)):
+            raise RunError("killed")
+        directory = Path(run.directory)
+        for step in run.checkpoint.at:
+            write_checkpoint(directory, step)
+        body = ladder.count_body(run.model)
+        loss = FLOOR + 40 * body**-0.4 + 60 * run.training.total_tokens**-0.35 + SCATTER * math.sin(7 * len(self.runs))
+        content = {"finished": True, "step": run.training.steps, "validation_loss": loss + self.changes(run)}
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "result.json").write_text(json.dumps(content))
+        return 0
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    made = Trainer()
+    monkeypatch.setattr(start, "run_local", made)
+    return made
+
+
+def climb(*overrides: str) -> int:
+    return run_command(["-m", *TINY_LADDER, "name=s", *overrides], run_local)
+
+
+def read(name: str) -> Any:
+    return json.loads((Path("runs/s") / name).read_text())
+
+
+def read_record() -> list[Any]:
+    return [json.loads(line) for line in predictions.find_record().read_text().splitlines()]
+
+
+BASE = Llama(dim=256, layers=6, heads=4, kv_heads=2, ffn=640, vocab=4096)
+
+
+@given(
+    st.builds(lambda heads, group: (heads * group, heads), st.integers(1, 8), st.integers(1, 4)),
+    st.sampled_from([8, 16, 64]),
+    st.integers(1, 40),
+    st.integers(1, 12),
+)
+def test_a_size_has_heads_of_the_same_width_and_the_rest_in_proportion(
+    heads: tuple[int, int], head: int, layers: int, times: int
+) -> None:
+    base = replace(BASE, dim=heads[0] * head, heads=heads[0], kv_heads=heads[1], layers=layers, ffn=8 * heads[0] * head)
+    scaled = ladder.scale_model(base, times * head)
+    assert (scaled.dim, scaled.heads, scaled.head_size) == (times * head, times, head)
+    assert scaled.heads % scaled.kv_heads == 0 and scaled.heads // scaled.kv_heads <= base.heads // base.kv_heads
+    assert abs(scaled.layers - base.layers * scaled.dim / base.dim) <= max(0.5, scaled.layers * (scaled.layers == 1))
+    assert scaled.ffn == 8 * scaled.dim and scaled.vocab == base.vocab
+    assert ladder.scale_model(base, base.dim) == base
+
+
+def test_the_vocabulary_is_no_part_of_the_parameters() -> None:
+    for tied in (False, True):
+        small, large = (ladder.count_body(replace(BASE, vocab=vocab, tied=tied)) for vocab in (64, 4096))
+        assert small == large == sum(BASE.block_parameters(k) for k in range(BASE.layers)) + BASE.dim
+
+
+def test_branches_end_at_their_lengths_and_read_the_same_batches() -> None:
+    base = compose_test_run([*TINY, "model.dim=32", "model.heads=4", "evaluation.tokens=64"])
+    found = ladder.build_ladder(base, [], Sweep(sizes=(16, 24, 8), lengths=(30.0, 60.0), seeds=3))
+    assert [(trunk.size.model.dim, trunk.seed) for trunk in found.trunks] == [(8, 0), (8, 1), (8, 2), (16, 0), (24, 0)]
+    for trunk in found.trunks:
+        assert trunk.size.lr == pytest.approx(base.optimizer.lr * 32 / trunk.size.model.dim, rel=1e-5)
+        assert trunk.steps == trunk.rungs[-1].branch_step > trunk.rungs[0].branch_step > trunk.warmup
+        for rung in trunk.rungs:
+            asked = rung.length * trunk.size.parameters
+            assert asked <= rung.tokens == rung.steps * 128 < asked + 128
+            assert rung.decay_steps == round(0.2 * rung.steps)
+    costs = list(ladder.list_costs(found, base))
+    trunk = found.trunks[0]
+    assert sum(tokens for other, tokens, _ in costs if other == trunk) == 128 * (
+        trunk.steps + sum(rung.decay_steps for rung in trunk.rungs)
+    )
+
+
+def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
+    trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert climb("sweep.seeds=2") == 0
+    dims = [run.model.dim for run in trainer.runs]
+    assert dims == [8, 8, 16, *[8] * 8, *[16] * 4, 24, *[24] * 4]
+    assert [run.checkpoint.decay_steps is None for run in trainer.runs] == [True] * 3 + [False] * 12 + [True] + [False] * 4
+    assert {run.training.global_batch for run in trainer.runs} == {128}
+    content, (line,) = read("prediction.json"), read_record()
+    assert [run["dim"] for run in content["runs"]] == [8] * 8 + [16] * 4 and len(content["losses"]) == 4
+    largest = content["losses"][-1]
+    assert (largest["n"], largest["n_all"]) == (ladder.count_body(trainer.runs[-1].model), trainer.runs[-1].model.parameters())
+    assert line["d"] == trainer.runs[-1].training.total_tokens and line["loss"] == read("score.json")["scores"][-1]["loss"]
+    assert largest["low"] < line["loss"] < largest["high"] and line["inside"] is True
+    shown = capsys.readouterr().out
+    assert "your predictions so far: 1 of 1 inside 90 %" in shown and "dim 24 (predicted)" in shown
+
+
+def test_a_miss_is_recorded_as_a_miss(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer.changes = lambda run: 1.0 if run.model.dim == 24 else 0.0
+    assert climb() == 0
+    assert [line["inside"] for line in read_record()] == [False]
+    assert "0 of 1 inside 90 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [2, 6, full(11), 12, 15])
+def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: Trainer, number: int) -> None:
+    """The prediction stays as it was written, and no run that has finished begins again."""
+    trainer.fails = lambda count: count == number
+    assert climb() == 1
+    has_prediction = Path("runs/s/prediction.json").exists()
+    assert has_prediction == (number > 10)
+    before = Path("runs/s/prediction.json").read_bytes() if has_prediction else b""
+    trainer.fails = lambda count: False
+    assert climb() == 0 and climb() == 0
+    finished = [run.directory for run in trainer.runs]
+    failed = finished.pop(number - 1)
+    assert len(set(finished)) == len(finished) == 15 and failed in finished
+    assert len(read_record()) == 1
+    if has_prediction:
+        assert Path("runs/s/prediction.json").read_bytes() == before
+
+
+def test_no_prediction_is_made_once_the_largest_has_begun(
+    trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert climb() == 0
+    Path("runs/s/prediction.json").unlink()
+    assert climb() == 2
+    assert "a prediction would come too late" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(lambda text: text.replace('"value": ', '"value": 1'), "it was changed", id="changed"),
+        full(lambda text: text[:100], "can't be used", id="cut"),
+    ],
+)
+def test_a_changed_prediction_is_rejected(
+    change: Callable[[str], str], words: str, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert climb() == 0
+    file = Path("runs/s/prediction.json")
+    file.write_text(change(file.read_text()))
+    assert climb() == 2
+    assert words in capsys.readouterr().err
+
+
+def test_another_ladder_does_not_get_the_prediction(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert climb() == 0
+    runs = len(trainer.runs)
+    assert climb("optimizer.lr=5e-3") == 2
+    assert "a ladder with other settings" in capsys.readouterr().err and len(trainer.runs) == runs
+
+
+def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+    planned: list[Any] = []
+    command = ["-m", *TINY_LADDER, "name=s", "cluster=h100", "cluster.nodes=1"]
+    assert plan_command(command, lambda run: 1, lambda trials: planned.extend(trials) or [0] * len(trials)) == 0
+    assert len(planned) == 15 and not trainer.runs and not Path("runs").exists()
+    (total,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("all "))
+    assert total[1] == "15" and total[-1] != "unknown"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(["sweep.sizes=[8]"], "a ladder has several sizes", id="one-size"),
+        pytest.param(["sweep.sizes=[8,16]"], "a law needs", id="too-few-for-a-law"),
+        pytest.param(["sweep.sizes=[8,16,128]"], "times the compute of the largest rung", id="too-far"),
+        pytest.param(["sweep.sizes=[8,12,24]"], "12 has no whole number of heads", id="heads"),
+        pytest.param(["sweep.lengths=[0.01,1]"], "too few for a warm-up", id="short"),
+        full(["sweep.lengths=[1,1.001,2,4]"], "branch after the same step of width 8", id="close"),
+        pytest.param(["model.dim=32,64"], "varies sizes and lengths only", id="varied-size"),
+        full(["training.seed=1,2"], "varies sizes and lengths only", id="varied-seed"),
+        pytest.param(["schedule=cosine"], "give schedule=wsd", id="cosine"),
+        full(["schedule.decay=0"], "schedule.decay=0: the branches", id="no-decay"),
+        full(["training.steps=10"], "training.steps=10: a ladder decides it", id="steps"),
+        full(["training.tokens=1e4"], "training.tokens=1e4: a ladder decides it", id="tokens"),
+        full(["sweep.budget=flops"], "sweep.budget=flops: a ladder decides", id="budget"),
+        full(["checkpoint=off"], "checkpoint.mode=off: a ladder", id="no-checkpoints"),
+        full(["evaluation.tokens=0"], "evaluation.tokens=0: a ladder", id="no-evaluation"),
+        full(["optimizer.lr=auto"], "optimizer.lr=", id="lr-auto"),
+        full(["model=qwen3_moe_debug"], "there is no rule for model.", id="experts"),
+        full(["hydra/launcher=slurm", "hydra.launcher.wait=false"], "hydra.launcher.wait=false: a ladder", id="no-wait"),
+    ],
+)
+def test_what_can_not_work(
+    overrides: list[str], message: str, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert climb(*overrides) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not trainer.runs and not Path("runs").exists()
+
+
+class TestPredictions:
+    LOSS = PredictedLoss(24, 1000, 2000, 5000, 3.0, 2.9, 3.1, 0.9)
+
+    def test_the_first_one_stays(self, tmp_path: Path) -> None:
+        predictions.write_once(tmp_path, "a", "t1", [self.LOSS], {"runs": []})
+        predictions.write_once(tmp_path, "b", "t2", [self.LOSS], {"runs": []})
+        found = predictions.read(tmp_path)
+        assert found is not None and (found.key, found.time, found.losses) == ("a", "t1", (self.LOSS,))
+        assert os.listdir(tmp_path) == ["prediction.json"]
+
+    def test_a_line_that_a_kill_cut_short_is_stated_and_lost_alone(self, tmp_path: Path) -> None:
+        for number in range(3):
+            (own := tmp_path / str(number)).mkdir()
+            predictions.write_once(own, str(number), "t", [self.LOSS], {})
+            found = predictions.read(own)
+            assert found is not None
+            predictions.add_score(tmp_path, found, 3.0 + number, "now")
+            predictions.add_score(tmp_path, found, 3.0 + number, "now")
+            if number == 0:
+                with predictions.find_record().open("a") as file:
+                    file.write('{"digest": "x", "lev')
+        record = predictions.read_record(0.9)
+        assert (record.inside, record.scored, record.damaged) == (1, 3, 1)
+        assert "1 of 3 inside 90 %" in record.describe() and "1 damaged" in record.describe()
+
+
+@pytest.mark.full
+def test_a_ladder_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one of three sizes and four lengths: its branches begin where their trunks were."""
+    monkeypatch.setattr(start, "run_local", lambda run, **_: run_local(run))  # in this process, which is faster
+    assert climb("sweep.sizes=[8,16,24]", "metrics.sample_tokens=0") == 0
+    content = read("prediction.json")
+    assert [run["loss"] > 0 for run in content["runs"]] == [True] * 8 and len(read_record()) == 1
+    for run in content["runs"]:
+        attempt = Path(run["directory"], "run.yaml").read_text()
+        assert f"model.dim={run['dim']}" in attempt and "checkpoints/step-" in attempt
