@@ -74,6 +74,7 @@ def climb(launcher: Launcher, overrides: Sequence[str], sweep: Sweep) -> None:
     """
     from titan.sweep import ladder_law  # only now: --help need not wait for numpy
 
+    ladders.check_sweep(sweep)
     base = _expand(launcher, overrides, [[]], 0, ())[0].run
     ladder = ladders.build_ladder(base, overrides, sweep)
     ladder_law.rehearse(ladder)

@@ -28,6 +28,8 @@ SHOWN = ("model.dim", "training.seed", "checkpoint.decay_steps")
 """The settings that name a trial of a ladder; the others follow from them."""
 LENGTH_SETTINGS = ("training.steps", "training.tokens", "training.hours", "checkpoint.resume", "checkpoint.decay_steps")
 """Settings that a ladder decides."""
+LEAST_SIZES = 4
+"""Sizes of a ladder, the largest included."""
 LR_DIGITS = 6
 """Significant digits of a learning rate by rule."""
 
@@ -168,17 +170,27 @@ def build_ladder(base: Run, overrides: Sequence[str], sweep: Sweep) -> Ladder:
     """
     _check_settings(base, overrides, sweep)
     widths = sorted(set(sweep.sizes or ()))
-    if len(widths) < 2:
-        raise ConfigError(
-            f"sweep.sizes={format_value(list(sweep.sizes or ()))}: a ladder has several sizes, of which the largest is "
-            "predicted; give some widths, such as [256,384,512,768]."
-        )
     trunks: list[Trunk] = []
     for width in widths:
         size = Size(scale_model(base.model, width), _scale_lr(base, width, sweep))
         seeds = sweep.seeds if width == widths[0] else 1
         trunks += [_build_trunk(base, size, base.training.seed + k, sweep) for k in range(seeds)]
     return Ladder(tuple(trunks))
+
+
+def check_sweep(sweep: Sweep) -> None:
+    """Raise ConfigError for settings of a sweep that can't be those of a ladder.
+
+    Two sizes can't separate the exponent of the law from its floor: another size could have any loss.
+    """
+    widths = sorted(set(sweep.sizes or ()))
+    if len(widths) < LEAST_SIZES:
+        raise ConfigError(
+            f"sweep.sizes={format_value(widths)}: a law with a floor needs {LEAST_SIZES - 1} sizes below the largest, "
+            "which it predicts; give four or more widths, such as [256,384,512,768]."
+        )
+    if sweep.budget != "steps":
+        raise ConfigError(f"sweep.budget={sweep.budget}: a ladder decides the steps by sweep.lengths; leave it out.")
 
 
 def _check_settings(base: Run, overrides: Sequence[str], sweep: Sweep) -> None:
@@ -198,8 +210,6 @@ def _check_settings(base: Run, overrides: Sequence[str], sweep: Sweep) -> None:
                 f"{override}: a ladder scales the learning rate of the recipe by sweep.lr_rule={sweep.lr_rule}; give the "
                 "number for the recipe's width."
             )
-    if sweep.budget != "steps":
-        raise ConfigError(f"sweep.budget={sweep.budget}: a ladder decides the steps by sweep.lengths; leave it out.")
     if not base.schedule.decay:
         raise ConfigError("schedule.decay=0: the branches of a ladder decay over this share of their steps; give 0.2.")
     if base.evaluation.tokens == 0:
