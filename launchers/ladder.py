@@ -59,8 +59,8 @@ def list_fixed_overrides(parsed: Sequence[Override]) -> list[str]:
     for override in parsed:
         if override.is_sweep_override():
             raise ConfigError(
-                f"{override.input_line}: a ladder varies sizes and lengths only, by sweep.sizes and sweep.lengths; give "
-                "one value, and start a ladder for each."
+                f"{override.input_line}: a ladder varies sizes and lengths only, by sweep.sizes and sweep.lengths; "
+                "give one value, and start a ladder for each."
             )
     return [f"{override.get_key_element()}={override.get_value_element_as_str()}" for override in parsed]
 
@@ -140,8 +140,8 @@ class Climb:
         prediction = predictions.read(self.root)
         if prediction is not None and prediction.key != key:
             raise ConfigError(
-                f"{self.root / predictions.PREDICTION}: is the prediction of a ladder with other settings, and is never "
-                "changed; choose another name for this one."
+                f"{self.root / predictions.PREDICTION}: is the prediction of a ladder with other settings, and is "
+                "never changed; choose another name for this one."
             )
 
     def run(self) -> None:
@@ -240,7 +240,9 @@ def _read_loss(directory: Path) -> float:
     """
     loss = read_result(directory)[0].get("validation_loss")
     if not isinstance(loss, float) or not math.isfinite(loss):
-        raise RunError(f"{directory}: has no finite validation loss, so the ladder has no law; see python -m titan.status.")
+        raise RunError(
+            f"{directory}: has no finite validation loss, so the ladder has no law; see python -m titan.status."
+        )
     return loss
 
 

@@ -145,7 +145,9 @@ class SweepLauncher(Launcher):
         """
         sweeper = self.config.hydra.runtime.choices.get("hydra/sweeper")
         if build_sweep(self.config).sizes is not None:
-            raise ConfigError(f"hydra/sweeper={sweeper}: a ladder has its own order of runs; leave it or sweep.sizes out.")
+            raise ConfigError(
+                f"hydra/sweeper={sweeper}: a ladder has its own order of runs; leave it or sweep.sizes out."
+            )
         if self.session.is_dry_run:
             raise ConfigError(f"hydra/sweeper={sweeper}: chooses trials by the results of others; plan a grid instead.")
         if not getattr(self.settings, "wait", True):

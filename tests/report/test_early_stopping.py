@@ -66,7 +66,9 @@ RATES = [f"optimizer.lr={k}e-3" for k in range(1, 1 + LEAST_VARIANTS)]
 @pytest.mark.parametrize(
     ("settings", "levels", "words"),
     [
-        pytest.param(WINDOWS, LEVELS, "do: 1.00 (rank correlation); stopping the worst half there would have saved 30 %"),
+        pytest.param(
+            WINDOWS, LEVELS, "do: 1.00 (rank correlation); stopping the worst half there would have saved 30 %"
+        ),
         pytest.param(RATES, LEVELS, "differ in optimizer.lr, which changes the shape of the curve, so stopping before"),
         pytest.param(WINDOWS[:-1], LEVELS[:-1], "", marks=pytest.mark.full),
     ],
@@ -81,7 +83,7 @@ def test_the_sentence(settings: list[str], levels: list[float], words: str, tmp_
 def test_early_losses_that_mislead_offer_nothing(tmp_path: Path) -> None:
     """Variants that cross after the point: the best end is the worst early."""
     for number, (setting, level) in enumerate(zip(WINDOWS, LEVELS, strict=True)):
-        rises = {step: 1.0 - 0.1 * number for step in range(1, 17)}
+        rises = dict.fromkeys(range(1, 17), 1.0 - 0.1 * number)
         make_run(tmp_path / f"r{number}", Story(level=level, noise=0.0, seed=5, every=0, rises=rises), setting)
     (note,) = (note for note in compare([tmp_path], Options()).notes if "early losses" in note)
     assert "do: -1.00" in note and note.endswith("the best is in the worse half there: stopping early is not offered")

@@ -29,8 +29,8 @@ from titan.sweep.predictions import PredictedLoss
 from titan.sweep.schema import Sweep
 
 TINY_LADDER = [
-    *(o for o in TINY if not o.startswith(("model.", "training.steps", "evaluation.tokens", "cluster="))), "cluster=cpu",
-    "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.ffn=48", "model.vocab=64",
+    *(o for o in TINY if not o.startswith(("model.", "training.steps", "evaluation.tokens", "cluster="))),
+    "cluster=cpu", "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.ffn=48", "model.vocab=64",
     "evaluation.tokens=64", "compile=off", "sweep=ladder", "sweep.sizes=[8,16,24,32]", "sweep.lengths=[0.5,1,2]",
     "sweep.seeds=1",
 ]  # fmt: skip
@@ -143,8 +143,13 @@ def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
     content, (line,) = read("prediction.json"), read_record()
     assert [run["dim"] for run in content["runs"]] == [8] * 6 + [16] * 3 + [24] * 3 and len(content["losses"]) == 3
     largest = content["losses"][-1]
-    assert (largest["n"], largest["n_all"]) == (ladder.count_body(trainer.runs[-1].model), trainer.runs[-1].model.parameters())
-    assert line["d"] == trainer.runs[-1].training.total_tokens and line["loss"] == read("score.json")["scores"][-1]["loss"]
+    assert (largest["n"], largest["n_all"]) == (
+        ladder.count_body(trainer.runs[-1].model),
+        trainer.runs[-1].model.parameters(),
+    )
+    assert (
+        line["d"] == trainer.runs[-1].training.total_tokens and line["loss"] == read("score.json")["scores"][-1]["loss"]
+    )
     assert largest["low"] < line["loss"] < largest["high"] and line["inside"] is True
     shown = capsys.readouterr().out
     assert "your predictions so far: 1 of 1 inside 90 %" in shown and "dim 32 (predicted)" in shown
@@ -177,9 +182,7 @@ def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: Trainer, numbe
 
 
 @pytest.mark.full
-def test_no_prediction_is_made_once_the_largest_has_begun(
-    trainer: Trainer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_prediction_is_made_once_the_largest_has_begun(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     assert climb() == 0
     Path("runs/s/prediction.json").unlink()
     assert climb() == 2
@@ -241,7 +244,9 @@ def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.Ca
         full(["evaluation.tokens=0"], "evaluation.tokens=0: a ladder", id="no-evaluation"),
         full(["optimizer.lr=auto"], "optimizer.lr=", id="lr-auto"),
         full(["model=qwen3_moe_debug"], "there is no rule for model.", id="experts"),
-        full(["hydra/launcher=slurm", "hydra.launcher.wait=false"], "hydra.launcher.wait=false: a ladder", id="no-wait"),
+        full(
+            ["hydra/launcher=slurm", "hydra.launcher.wait=false"], "hydra.launcher.wait=false: a ladder", id="no-wait"
+        ),
     ],
 )
 def test_what_can_not_work(

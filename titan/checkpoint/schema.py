@@ -20,7 +20,11 @@ class Checkpoint:
     keep: int = setting(2, "number of latest checkpoints to keep", at_least=1)
     keep_tokens: int = setting(0, "also keep one checkpoint per this many tokens permanently; 0: none", at_least=0)
     at: tuple[int, ...] = setting(
-        (), "steps after which to save too, and whose checkpoints are kept permanently", at_least=1, in_ids=False, later=True
+        (),
+        "steps after which to save too, and whose checkpoints are kept permanently",
+        at_least=1,
+        in_ids=False,
+        later=True,
     )
     grace: float = setting(60.0, "seconds between retiring a checkpoint and deleting its files", at_least=0, cap=1e9)
     on_stop: bool = setting(True, "save when a signal ends the run early")

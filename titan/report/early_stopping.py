@@ -1,8 +1,8 @@
 """Early losses and the ends of variants: how well they rank alike on these runs, and what stopping early would save.
 
 A variant whose learning rate falls later loses most of its loss later, so early losses mislead where variants differ in
-anything that changes the shape of the curve: schedule, learning rate, batch, length, optimizer, model. There stopping is
-not offered before the learning rate has decayed. Another mixture of data, or another seed, leaves the shape as it is.
+anything that changes the shape of the curve: schedule, learning rate, batch, length, optimizer, model. There stopping
+is not offered before the learning rate has decayed. Another mixture of data, or another seed, leaves the shape as it is.
 """
 
 from __future__ import annotations
@@ -101,15 +101,15 @@ def _describe(ranking: EarlyRanking, shapes: Sequence[str]) -> str:
     ).replace("%", " %")
     if shapes:
         return (
-            f"{found}; the variants differ in {', '.join(shapes[:4])}, which changes the shape of the curve, so stopping "
-            "before the learning rate has decayed is not offered"
+            f"{found}; the variants differ in {', '.join(shapes[:4])}, which changes the shape of the curve, so "
+            "stopping before the learning rate has decayed is not offered"
         )
     if ranking.correlation < LOWEST or not ranking.keeps_best:
         lost = "" if ranking.keeps_best else ", and the best is in the worse half there"
         return f"{found}{lost}: stopping early is not offered"
     return (
-        f"{found}; stopping the worst half there would have saved {100 * ranking.saved:.0f} % and kept the best, on these "
-        "runs"
+        f"{found}; stopping the worst half there would have saved {100 * ranking.saved:.0f} % and kept the best, on "
+        "these runs"
     )
 
 

@@ -207,8 +207,8 @@ def _check_settings(base: Run, overrides: Sequence[str], sweep: Sweep) -> None:
             raise ConfigError(f"{override}: a ladder decides it by sweep.lengths; leave it out.")
         if override == "optimizer.lr=auto":
             raise ConfigError(
-                f"{override}: a ladder scales the learning rate of the recipe by sweep.lr_rule={sweep.lr_rule}; give the "
-                "number for the recipe's width."
+                f"{override}: a ladder scales the recipe's learning rate by sweep.lr_rule={sweep.lr_rule}; give the number "
+                "for the recipe's width."
             )
     if not base.schedule.decay:
         raise ConfigError("schedule.decay=0: the branches of a ladder decay over this share of their steps; give 0.2.")
@@ -228,8 +228,8 @@ def scale_model(base: Decoder, width: int) -> Decoder:
     own = {field.name for field in dataclasses.fields(base)} - {field.name for field in dataclasses.fields(Decoder)}
     if own:
         raise ConfigError(
-            f"sweep.sizes: there is no rule for model.{min(own)} of {type(base).__name__}; choose a dense model, such as "
-            "model=qwen3_debug, or a grid of shapes of yours."
+            f"sweep.sizes: there is no rule for model.{min(own)} of {type(base).__name__}; choose a dense model, such "
+            "as model=qwen3_debug, or a grid of your own shapes."
         )
     heads, remainder = divmod(base.heads * width, base.dim)
     if remainder or not heads:
@@ -293,7 +293,9 @@ def format_ladder(ladder: Ladder, base: Run, hours: Sequence[float | None]) -> s
     table = [header, *lines, total]
     widths = [max(len(line[k]) for line in table) for k in range(len(header))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    rule = f"rule of sizes: width; blocks, heads and feed-forward width in proportion; learning rate: {_name_rule(ladder)}"
+    rule = (
+        f"rule of sizes: width; blocks, heads and feed-forward width in proportion; learning rate: {_name_rule(ladder)}"
+    )
     return "\n".join([*text, rule]) + "\n"
 
 

@@ -40,13 +40,13 @@ def rehearse(ladder: Ladder) -> None:
 
 def _make_losses(trunks: Sequence[Trunk]) -> list[MeasuredRung]:
     return [
-        MeasuredRung(r, t.seed, 2.0 + 40 * r.size.parameters**-0.3 + 80 * r.tokens**-0.3) for t in trunks for r in t.rungs
+        MeasuredRung(r, t.seed, 2.0 + 40 * r.size.parameters**-0.3 + 80 * r.tokens**-0.3)
+        for t in trunks
+        for r in t.rungs
     ]
 
 
-def predict_largest(
-    ladder: Ladder, measured: Sequence[MeasuredRung]
-) -> tuple[list[PredictedLoss], dict[str, Any]]:
+def predict_largest(ladder: Ladder, measured: Sequence[MeasuredRung]) -> tuple[list[PredictedLoss], dict[str, Any]]:
     """Return the predicted losses of the largest size, and what the prediction rests on.
 
     Args:

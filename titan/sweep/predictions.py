@@ -1,4 +1,4 @@
-"""What a ladder predicted of its largest size before it ran, what came of it, and the user's record of such predictions.
+"""What a ladder predicted of its largest size before it ran, what came of it, and the user's record of predictions.
 
 `prediction.json` in the sweep's directory is written once, and never changed. The record is a file in the user's state
 directory, one line of JSON for each prediction that was scored; nothing is ever removed from it. Free of torch.

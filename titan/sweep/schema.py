@@ -55,7 +55,10 @@ class Sweep:
         later=True,
     )
     seeds: int = setting(
-        2, "of a ladder: seeds of the smallest size, for the noise of seeds; the others have one", at_least=1, cap=100,
+        2,
+        "of a ladder: seeds of the smallest size, for the noise of seeds; the others have one",
+        at_least=1,
+        cap=100,
         later=True,
     )
     lr_rule: Literal["width", "fixed"] = setting(
