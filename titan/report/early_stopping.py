@@ -2,7 +2,7 @@
 
 A variant whose learning rate falls later loses most of its loss later, so early losses mislead where variants differ in
 anything that changes the shape of the curve: schedule, learning rate, batch, length, optimizer, model. There stopping
-is not offered before the learning rate has decayed. Another mixture of data, or another seed, leaves the shape as it is.
+is not offered before the learning rate has decayed. Another mixture of data or another seed leaves the shape as it is.
 """
 
 from __future__ import annotations

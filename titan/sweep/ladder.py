@@ -207,8 +207,8 @@ def _check_settings(base: Run, overrides: Sequence[str], sweep: Sweep) -> None:
             raise ConfigError(f"{override}: a ladder decides it by sweep.lengths; leave it out.")
         if override == "optimizer.lr=auto":
             raise ConfigError(
-                f"{override}: a ladder scales the recipe's learning rate by sweep.lr_rule={sweep.lr_rule}; give the number "
-                "for the recipe's width."
+                f"{override}: a ladder scales the recipe's learning rate by sweep.lr_rule={sweep.lr_rule}; give the "
+                "number for the recipe's width."
             )
     if not base.schedule.decay:
         raise ConfigError("schedule.decay=0: the branches of a ladder decay over this share of their steps; give 0.2.")
