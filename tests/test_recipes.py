@@ -233,11 +233,13 @@ GRIDS = {
     "experts": ("model", ["qwen3_debug", "qwen3_moe_debug"]),
     "branches": ("checkpoint.resume", [f"runs/trunk/checkpoints/step-{step}" for step in (200, 300)]),
 }
-"""What is varied in each sweep, and how."""
+"""What is varied in each grid, and how."""
+LADDERS = ["ladder"]
+"""Sweeps that are no grids: tests/sweep/test_ladder.py."""
 
 
 @pytest.mark.parametrize(
-    "name", select_cases([name for name in FILES["sweep"] if name != "branches"], ("learning_rate",))
+    "name", select_cases([name for name in FILES["sweep"] if name not in ("branches", *LADDERS)], ("learning_rate",))
 )
 def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
@@ -268,7 +270,7 @@ def test_every_branch_of_the_sweep_decays(tmp_path: Path, monkeypatch: pytest.Mo
     assert [run.training.steps for run in runs] == [4, 5]
 
 
-@pytest.mark.parametrize("name", FILES["sweep"])
+@pytest.mark.parametrize("name", [name for name in FILES["sweep"] if name not in LADDERS])
 def test_a_sweep_says_what_it_asks_and_its_baseline_is_one_of_its_arms(name: str) -> None:
     content = yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text())
     assert content["sweep"]["question"].endswith("?")
@@ -297,4 +299,4 @@ def test_the_dense_twin_of_experts_differs_by_the_routers_only() -> None:
 
 
 def test_no_sweep_is_left_out() -> None:
-    assert sorted(GRIDS) == FILES["sweep"]
+    assert sorted([*GRIDS, *LADDERS]) == FILES["sweep"]

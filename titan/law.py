@@ -70,13 +70,17 @@ def _run_law(command_line: CommandLine[Settings]) -> int:
     target = None if settings.target is None else _parse_target(settings.target)
 
     from titan.report.render import law_text
+    from titan.scaling.fit import LEVEL
     from titan.scaling.study import Question, study_table
+    from titan.sweep import predictions
 
     holdout = None if settings.holdout is None else _parse_count(f"holdout={settings.holdout}", settings.holdout)
     table = _read_table(settings)
     question = Question(target, holdout, settings.baseline, settings.extrapolate, settings.replicates, settings.seed)
     studies = study_table(table, question)
     print(law_text.format_studies(table, studies), end="")
+    if (record := predictions.read_record(LEVEL)).scored:
+        print(f"\n{record.describe()}")
     _write_pages(table, studies, settings.sources[0], files, command_line.words)
     return 0
 

@@ -97,6 +97,7 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             overrides = (f"model.dim={dim}", f"model.layers={layers}", f"optimizer.lr={0.01 / dim}")
             make_run(folder / f"run-{k}-{steps}", Story(steps=steps, level=level, spread=0.0), *overrides)
     make_run(folder / "open", Story(attempts=(StoryAttempt(0, 10),)), "model.dim=32")
+    make_run(folder / "trunk", Story(steps=16), "model.dim=32", "schedule.decay=0")
     return folder
 
 
@@ -106,6 +107,7 @@ def test_runs_are_a_table(ladder: Path) -> None:
     assert (table.n < table.other_n).all() and table.counted == "without embeddings"
     assert len(table.flops) == len(table.hours) == 12 and (table.flops > 0).all()
     assert any(note.startswith("left out: open: stopped") for note in table.notes)
+    assert "left out: trunk: its learning rate stays constant, and others decay" in table.notes
     assert any("optimizer.lr: a function of size and length" in note for note in table.notes)
     assert any("final evaluation, in nats" in note for note in table.notes)
     final = json.loads((ladder / "run-0-20" / "result.json").read_text())["validation_loss"]

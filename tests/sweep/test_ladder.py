@@ -30,8 +30,9 @@ from titan.sweep.schema import Sweep
 
 TINY_LADDER = [
     *(o for o in TINY if not o.startswith(("model.", "training.steps", "evaluation.tokens", "cluster="))),
-    "cluster=cpu", "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.ffn=48",
-    "model.vocab=64", "evaluation.tokens=64", "compile=off", "sweep=ladder", "sweep.sizes=[8,16,24,32]", "sweep.lengths=[0.5,1,2]",
+    "cluster=cpu", "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2",
+    "model.ffn=48", "model.vocab=64", "evaluation.tokens=64", "compile=off", "sweep=ladder",
+    "sweep.sizes=[8,16,24,32]", "sweep.lengths=[0.5,1,2]",
     "sweep.seeds=1",
 ]  # fmt: skip
 FLOOR, SCATTER = 1.5, 0.002

@@ -53,7 +53,7 @@ def read_runs(directories: Sequence[str], count_all: bool = False) -> Table:
     """
     collected = collect_runs([Path(name) for name in directories])
     left_out = [f"{run.label}: {run.reason}" for run in collected.failed]
-    rungs: list[_Rung] = []
+    rungs, trunks = list[_Rung](), list[_Rung]()
     for group in group_runs(collected.list_started_runs(), collected.failed):
         for raw in group.runs:
             result = build_member(raw, raw.directory.name).run
@@ -61,10 +61,20 @@ def read_runs(directories: Sequence[str], count_all: bool = False) -> Table:
             if reason := _find_reason(result, counts):
                 left_out.append(f"{raw.directory.name}: {reason}")
             elif counts is not None:
-                rungs.append(_Rung(raw, result, group.settings, counts))
+                (trunks if _is_trunk(raw) else rungs).append(_Rung(raw, result, group.settings, counts))
+    if rungs:
+        left_out += [
+            f"{rung.raw.directory.name}: its learning rate stays constant, and others decay" for rung in trunks
+        ]
+    rungs = rungs or trunks
     if not rungs:
         raise ConfigError(f"{directories[0]}: has no finished run with a loss; a law needs final losses.")
     return _build_table(*_choose_losses(rungs), left_out, count_all)
+
+
+def _is_trunk(raw: RawRun) -> bool:
+    """Return whether a run of the schedule wsd never decays, as those from which decayed branches begin."""
+    return (raw.config.get("schedule") or {}).get("decay") == 0
 
 
 def _find_reason(result: RunResult, counts: tuple[float, float] | None) -> str:
