@@ -162,6 +162,7 @@ class Climb:
 
         Raises:
             ConfigError: where the largest size has begun.
+            RunError: where the file is gone.
         """
         from titan.sweep import ladder_law
 

@@ -500,4 +500,83 @@ LAUNCHERS = (
         "weights/test_loading.py",
     ),
 )
-FAULTS = (*CHECKPOINTS, *RUNS, *ESTIMATES, *LAUNCHERS)
+LADDERS = (
+    define_fault(
+        "ladders: a prediction replaces the one that is there",
+        "titan/sweep/predictions.py",
+        "os.link(temporary, folder / PREDICTION)",
+        "temporary.replace(folder / PREDICTION)",
+        "sweep/test_ladder.py::TestPredictions::test_the_first_one_stays",
+    ),
+    define_fault(
+        "ladders: every outcome is inside",
+        "titan/sweep/predictions.py",
+        "return self.low <= loss <= self.high",
+        "return True",
+        "sweep/test_ladder.py::TestPredictions::test_a_line_that_a_kill_cut_short_is_stated_and_lost_alone",
+    ),
+    define_fault(
+        "ladders: a prediction counts twice",
+        "titan/sweep/predictions.py",
+        'other["digest"] == prediction.digest',
+        "False",
+        "sweep/test_ladder.py::TestPredictions::test_a_line_that_a_kill_cut_short_is_stated_and_lost_alone",
+    ),
+    define_fault(
+        "ladders: embeddings are parameters",
+        "titan/sweep/ladder.py",
+        "model.embedding_parameters() * (1 if model.tied else 2)",
+        "0",
+        "sweep/test_ladder.py::test_the_vocabulary_is_no_part_of_the_parameters",
+    ),
+    define_fault(
+        "ladders: the largest size is fitted",
+        "titan/sweep/ladder.py",
+        "return self.trunks[:-1]",
+        "return self.trunks",
+        "sweep/test_ladder.py::test_a_ladder_predicts_before_the_largest_runs_and_scores_it",
+    ),
+    define_fault(
+        "ladders: a branch begins at the end of its length",
+        "titan/sweep/ladder.py",
+        "return self.steps - self.decay_steps",
+        "return self.steps",
+        "sweep/test_ladder.py::test_branches_end_at_their_lengths_and_read_the_same_batches",
+    ),
+    define_fault(
+        "ladders: heads are wider at larger sizes",
+        "titan/sweep/ladder.py",
+        "dim=width, layers=layers, heads=heads,",
+        "dim=width, layers=layers, heads=base.heads,",
+        "sweep/test_ladder.py::test_a_size_has_heads_of_the_same_width_and_the_rest_in_proportion",
+    ),
+    define_fault(
+        "ladders: checkpoints where branches begin go",
+        "titan/checkpoint/retention.py",
+        " | {step for step, _ in checkpoints if step in at}",
+        "",
+        "checkpoint/test_manifest.py::TestRetention::test_the_last_ones_stay_and_the_first_of_each_stretch",
+    ),
+    define_fault(
+        "ladders: trunks are rungs of a law",
+        "titan/report/law_runs.py",
+        "(trunks if _is_trunk(raw) else rungs).append",
+        "rungs.append",
+        "commands/test_law.py::test_runs_are_a_table",
+    ),
+    define_fault(
+        "early losses: stopping is offered where learning rates differ",
+        "titan/report/early_stopping.py",
+        'if name.partition(".")[0] not in SHAPELESS',
+        "if False",
+        "report/test_early_stopping.py",
+    ),
+    define_fault(
+        "early losses: the best half stops",
+        "titan/report/early_stopping.py",
+        'kind="stable")[count - count // 2 :]',
+        'kind="stable")[: count // 2]',
+        "report/test_early_stopping.py::test_the_worst_half_stops",
+    ),
+)
+FAULTS = (*CHECKPOINTS, *RUNS, *ESTIMATES, *LAUNCHERS, *LADDERS)

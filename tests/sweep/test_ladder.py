@@ -24,7 +24,7 @@ from tests.support.tiers import full
 from titan.errors import RunError
 from titan.model.schema import Llama
 from titan.run.run import Run
-from titan.sweep import ladder, predictions
+from titan.sweep import ladder, ledger, predictions
 from titan.sweep.predictions import PredictedLoss
 from titan.sweep.schema import Sweep
 
@@ -131,7 +131,6 @@ def test_branches_end_at_their_lengths_and_read_the_same_batches() -> None:
     )
 
 
-@pytest.mark.full
 def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
     trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +140,9 @@ def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
     is_trunk = [run.checkpoint.decay_steps is None for run in trainer.runs]
     assert is_trunk == [True] * 4 + [False] * 12 + [True] + [False] * 3
     assert {run.training.global_batch for run in trainer.runs} == {128}
+    begun = [event["time"] for event in ledger.read_events(Path("runs/s")) if event["event"] == "started"]
+    written = Path("runs/s/prediction.json").stat().st_mtime
+    assert sum(time <= written for time in begun) == 16, "before any run of the largest size"
     content, (line,) = read("prediction.json"), read_record()
     assert [run["dim"] for run in content["runs"]] == [8] * 6 + [16] * 3 + [24] * 3 and len(content["losses"]) == 3
     largest = content["losses"][-1]
@@ -164,7 +166,8 @@ def test_a_miss_is_recorded_as_a_miss(trainer: Trainer, capsys: pytest.CaptureFi
     assert "0 of 1 inside 90 %" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [full(2), full(8), full(13), 14, full(16)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [2, 8, 13, 14, 16])
 def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: Trainer, number: int) -> None:
     """The prediction stays as it was written, and no run that has finished begins again."""
     trainer.fails = lambda count: count == number
@@ -215,6 +218,7 @@ def test_another_ladder_does_not_get_the_prediction(trainer: Trainer, capsys: py
     assert "a ladder with other settings" in capsys.readouterr().err and len(trainer.runs) == runs
 
 
+@pytest.mark.full
 def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     planned: list[Any] = []
     command = ["-m", *TINY_LADDER, "name=s", "cluster=h100", "cluster.nodes=1", "sweep.lengths=[1,2,4]"]
@@ -230,7 +234,7 @@ def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.Ca
         full(["sweep.sizes=[8]"], "a law with a floor needs 3 sizes below", id="one-size"),
         pytest.param(["sweep.sizes=[8,16,8,32]"], "a law with a floor needs 3 sizes below", id="two-below"),
         full(["sweep.lengths=[1]"], "sweep.sizes, sweep.lengths: below the largest size, ", id="one-length"),
-        pytest.param(["sweep.sizes=[8,16,24,256]"], "times the compute of the largest rung", id="too-far"),
+        full(["sweep.sizes=[8,16,24,256]"], "times the compute of the largest rung", id="too-far"),
         pytest.param(["sweep.sizes=[8,12,24,32]"], "12 has no whole number of heads", id="heads"),
         full(["sweep.lengths=[0.01,1]"], "too few for a warm-up", id="short"),
         full(["sweep.lengths=[1,1.001,2,4]"], "branch after the same step of width 8", id="close"),
