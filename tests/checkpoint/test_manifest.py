@@ -137,7 +137,7 @@ class TestRetention:
         steps=st.lists(st.integers(1, 60), min_size=1, unique=True).map(sorted),
         keep=st.integers(1, 5),
         keep_tokens=st.sampled_from([0, 1, 7, 100, 250]),
-        at=st.sets(st.integers(1, 60), max_size=3),
+        at=st.sets(st.integers(1, 60), max_size=60),
     )
     def test_the_last_ones_stay_and_the_first_of_each_stretch(
         self, steps: list[int], keep: int, keep_tokens: int, at: set[int]
