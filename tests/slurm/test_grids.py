@@ -19,6 +19,7 @@ from launchers.slurm.state import read_state
 from tests.support.processes import ROOT, run_program, wait_for_end, wait_until
 from tests.support.runs import TINY, compose_tiny_run, read_learned_values, train_run
 from tests.support.slurm_cluster import Slurm
+from tests.sweep.test_ladder import TINY_LADDER
 from titan.metrics.reader import read_records
 from titan.sweep import ledger
 from titan.sweep.ledger import TrialState
@@ -412,3 +413,16 @@ def test_a_rejected_job_is_one_sentence(slurm: Slurm, tmp_path: Path) -> None:
             "titan: cluster.partition=nowhere: sbatch rejects the job (Batch job submission failed: Invalid partition "
             "name specified); correct it.\n"
         )
+
+
+@pytest.mark.full
+def test_a_ladder_waits_for_each_batch_and_predicts_before_the_largest(slurm: Slurm, tmp_path: Path) -> None:
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    code, out, err = titan(tmp_path, "-m", "name=ladder", *TINY_LADDER, *LAUNCH, env=env)
+    assert (code, err) == (0, "")
+    found = points(tmp_path, "ladder")
+    assert {p.state for p in found.values()} == {"finished"} and len(found) == 16
+    written = (tmp_path / "runs/ladder/prediction.json").stat().st_mtime
+    first = min(p.sent_at for name, p in found.items() if "model.dim=32" in name)
+    assert max(p.sent_at for name, p in found.items() if "model.dim=32" not in name) < written < first
+    assert "your predictions so far: " in out and (tmp_path / "state/titan/predictions.jsonl").exists()

@@ -32,7 +32,7 @@ TINY_LADDER = [
     *(o for o in TINY if not o.startswith(("model.", "training.steps", "evaluation.tokens", "cluster="))),
     "cluster=cpu", "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2",
     "model.ffn=48", "model.vocab=64", "evaluation.tokens=64", "compile=off", "sweep=ladder",
-    "sweep.sizes=[8,16,24,32]", "sweep.lengths=[0.5,1,2]",
+    "sweep.sizes=[8,16,24,32]", "sweep.lengths=[1,2,4]",
     "sweep.seeds=1",
 ]  # fmt: skip
 FLOOR, SCATTER = 1.5, 0.002
@@ -221,7 +221,7 @@ def test_another_ladder_does_not_get_the_prediction(trainer: Trainer, capsys: py
 @pytest.mark.full
 def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     planned: list[Any] = []
-    command = ["-m", *TINY_LADDER, "name=s", "cluster=h100", "cluster.nodes=1", "sweep.lengths=[1,2,4]"]
+    command = ["-m", *TINY_LADDER, "name=s", "cluster=h100", "cluster.nodes=1"]
     assert plan_command(command, lambda run: 1, lambda trials: planned.extend(trials) or [0] * len(trials)) == 0
     assert len(planned) == 16 and not trainer.runs and not Path("runs").exists()
     (total,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("all "))
@@ -237,7 +237,7 @@ def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.Ca
         full(["sweep.sizes=[8,16,24,256]"], "times the compute of the largest rung", id="too-far"),
         pytest.param(["sweep.sizes=[8,12,24,32]"], "12 has no whole number of heads", id="heads"),
         full(["sweep.lengths=[0.01,1]"], "too few for a warm-up", id="short"),
-        full(["sweep.lengths=[1,1.001,2,4]"], "branch after the same step of width 8", id="close"),
+        full(["sweep.lengths=[1,1.001,2,4]"], "two of them decay over as many steps at width 8", id="close"),
         full(["optimizer.lr=1e-3,2e-3"], "varies sizes and lengths only", id="varied-size"),
         full(["training.seed=1,2"], "varies sizes and lengths only", id="varied-seed"),
         full(["schedule=cosine"], "give schedule=wsd", id="cosine"),

@@ -260,10 +260,10 @@ def _build_trunk(base: Run, size: Size, seed: int, sweep: Sweep) -> Trunk:
                 f"{base.training.global_batch:,} tokens for width {size.model.dim}, too few for a warm-up of "
                 f"{warmup} and a decay; give longer ones, schedule.warmup=auto, or a smaller training.global_batch."
             )
-    if len({rung.branch_step for rung in rungs}) < len(rungs):
+    if len({rung.decay_steps for rung in rungs}) < len(rungs):
         raise ConfigError(
-            f"sweep.lengths={format_value(list(sweep.lengths))}: two of them branch after the same step of width "
-            f"{size.model.dim}; give lengths further apart."
+            f"sweep.lengths={format_value(list(sweep.lengths))}: two of them decay over as many steps at width "
+            f"{size.model.dim}; give longer ones, or lengths further apart."
         )
     return Trunk(size, seed, warmup, rungs)
 
