@@ -57,6 +57,9 @@ def list_fixed_overrides(parsed: Sequence[Override]) -> list[str]:
         ConfigError: where a setting has several values.
     """
     for override in parsed:
+        if override.is_sweep_override() and override.key_or_group in ("sweep.sizes", "sweep.lengths"):
+            key, _, values = str(override.input_line).partition("=")
+            raise ConfigError(f"{override.input_line}: is a list of a ladder's; write {key}=[{values}].")
         if override.is_sweep_override():
             raise ConfigError(
                 f"{override.input_line}: a ladder varies sizes and lengths only, by sweep.sizes and sweep.lengths; "
@@ -86,7 +89,8 @@ def climb(launcher: Launcher, overrides: Sequence[str], sweep: Sweep) -> None:
     if not getattr(launcher.settings, "wait", True):
         raise ConfigError("hydra.launcher.wait=false: a ladder goes on when runs have ended; leave it out.")
     launcher.check_inputs(planned)
-    Climb(launcher, overrides, ladder, identity.compute_digest(sorted(trial.id for trial in planned))).run()
+    ids = sorted(identity.compute_portable_trial_id(trial.run) for trial in planned)  # it may go on on other machines
+    Climb(launcher, overrides, ladder, identity.compute_digest(ids)).run()
 
 
 def _expand_planned(launcher: Launcher, ladder: Ladder, overrides: Sequence[str]) -> list[Trial]:

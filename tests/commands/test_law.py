@@ -122,7 +122,13 @@ def test_runs_of_other_data_and_settings_are_apart(tmp_path: Path) -> None:
     assert table.variants == ("lr=0.001", "lr=0.003") and len(table.corpora) == 2
 
 
-def test_a_law_of_runs(ladder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_law_of_runs(
+    ladder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "titan").mkdir()
+    (tmp_path / "titan/predictions.jsonl").write_text('{"digest": "a", "level": 0.9, "inside": true}\n')
     assert law.main([str(ladder), FEW]) == 0
     shown = capsys.readouterr().out
+    assert "your predictions so far: 1 of 1 inside 90 %" in shown
     assert "12 runs on 12 rungs" in shown and f"written: {ladder}/law.html" in shown

@@ -211,6 +211,15 @@ def test_a_changed_prediction_is_rejected(
 
 
 @pytest.mark.full
+def test_a_ladder_goes_on_on_other_machines(trainer: Trainer) -> None:
+    trainer.fails = lambda count: count == 15
+    assert climb() == 1
+    trainer.fails = lambda count: False
+    assert climb("cluster.time=1:00:00", "hydra.launcher.at_once=1") == 0
+    assert len(trainer.runs) == 17
+
+
+@pytest.mark.full
 def test_another_ladder_does_not_get_the_prediction(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     assert climb() == 0
     runs = len(trainer.runs)
@@ -238,7 +247,8 @@ def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.Ca
         pytest.param(["sweep.sizes=[8,12,24,32]"], "12 has no whole number of heads", id="heads"),
         full(["sweep.lengths=[0.01,1]"], "too few for a warm-up", id="short"),
         full(["sweep.lengths=[1,1.001,2,4]"], "two of them decay over as many steps at width 8", id="close"),
-        full(["optimizer.lr=1e-3,2e-3"], "varies sizes and lengths only", id="varied-size"),
+        full(["model.dim=32,64"], "varies sizes and lengths only", id="varied-size"),
+        full(["sweep.lengths=1,2,4"], "sweep.lengths=1,2,4: is a list", id="no-list"),
         full(["training.seed=1,2"], "varies sizes and lengths only", id="varied-seed"),
         full(["schedule=cosine"], "give schedule=wsd", id="cosine"),
         full(["schedule.decay=0"], "schedule.decay=0: the branches", id="no-decay"),
@@ -257,7 +267,9 @@ def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.Ca
 def test_what_can_not_work(
     overrides: list[str], message: str, trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert climb(*overrides) == 2
+    names = {override.partition("=")[0] for override in overrides}
+    given = [override for override in TINY_LADDER if override.partition("=")[0] not in names]
+    assert run_command(["-m", *given, "name=s", *overrides], run_local) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not trainer.runs and not Path("runs").exists()

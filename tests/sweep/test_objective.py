@@ -66,6 +66,7 @@ def test_a_failed_trial_is_worse_than_all_others(tmp_path: Path) -> None:
         pytest.param(["evaluation.tokens=0"], "sweep.objective=validation_loss: evaluation.tokens", id="no-evaluation"),
         full(["hydra/launcher=slurm", "hydra.launcher.wait=false"], "hydra.launcher.wait=false: ", id="no-wait"),
         full(["hydra/launcher=slurm", "hydra.launcher.dry_run=true"], "chooses trials by the results", id="dry"),
+        full(["sweep.sizes=[8,16,24,32]"], "a ladder has its own order of runs", id="ladder"),
         full(["sweep.objective=los", "training.steps=1"], "result.json has no such number", id="unknown"),
         full(
             ["+hydra.sweeper.direction=maximize", "sweep.direction=minimize"], "leave one of them out", id="direction"
