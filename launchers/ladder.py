@@ -20,7 +20,7 @@ from titan.console.numbers import format_fixed, format_interval
 from titan.errors import ConfigError, RunError
 from titan.estimate import plan as estimate
 from titan.files.atomic import write_json
-from titan.run import identity
+from titan.run import identity, summary
 from titan.run.directory import read_result
 from titan.run.run import Run
 from titan.sweep import ladder as ladders
@@ -223,7 +223,8 @@ class Climb:
             predictions.add_score(self.root, prediction, losses[-1], _read_clock())
         except OSError as error:
             print(f"{predictions.find_record()}: the record of predictions can't be written ({error.strerror}).")
-        print(predictions.read_record(prediction.losses[-1].level).describe(), flush=True)
+        print(predictions.read_record(prediction.losses[-1].level).describe())
+        print(f"python -m titan.law {summary.shorten_path(str(self.root))} shows the law of all sizes.", flush=True)
 
 
 def _pair_branches(trunks: Sequence[Trunk], trials: Sequence[Trial]) -> Iterator[tuple[Trunk, Rung, Path]]:
