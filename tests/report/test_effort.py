@@ -101,7 +101,7 @@ def test_a_margin_may_be_a_share_of_compute(lengths: tuple[int, ...], note: str,
 @pytest.mark.parametrize("margin", ["0%", "-1", "two", "nan", "2000%", "inf"])
 def test_a_margin_that_is_none_is_rejected(margin: str, tmp_path: Path) -> None:
     make_run(tmp_path / "a", S)
-    with pytest.raises(ConfigError, match="must be (a number of nats )?above 0"):
+    with pytest.raises(ConfigError, match=r"must be (a number of nats )?above 0"):
         compare([tmp_path], Options(margin=margin))
 
 

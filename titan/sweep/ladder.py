@@ -247,7 +247,7 @@ def scale_model(base: Decoder, width: int) -> Decoder:
 def _scale_lr(base: Run, width: int, sweep: Sweep) -> float:
     """Return the learning rate of a width by `sweep.lr_rule`."""
     factor = base.model.dim / width if sweep.lr_rule == "width" else 1.0
-    return float(f"{base.optimizer.lr * factor:.{LR_DIGITS}g}")
+    return float(f"{base.optimizer.peak_lr * factor:.{LR_DIGITS}g}")
 
 
 def _build_trunk(base: Run, size: Size, seed: int, sweep: Sweep) -> Trunk:
