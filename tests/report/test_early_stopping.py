@@ -69,7 +69,9 @@ RATES = [f"optimizer.lr={k}e-3" for k in range(1, 1 + LEAST_VARIANTS)]
         pytest.param(
             WINDOWS, LEVELS, "do: 1.00 (rank correlation); stopping the worst half there would have saved 30 %"
         ),
-        pytest.param(RATES, LEVELS, "differ in optimizer.lr, which changes the shape of the curve, so stopping before"),
+        pytest.param(
+            RATES, LEVELS, "differ in optimizer.lr, which changes the shape of the curve, so", marks=pytest.mark.full
+        ),
         pytest.param(WINDOWS[:-1], LEVELS[:-1], "", marks=pytest.mark.full),
     ],
     ids=["offered", "not-with-rates", "too-few"],
