@@ -194,3 +194,19 @@ def test_intervals_cover_in_a_few_tables() -> None:
 @pytest.mark.parametrize(("law", "ladder"), SCENARIOS, ids=["true", "true-small", "misfit", "misfit-small"])
 def test_intervals_cover_nine_in_ten(law: Law, ladder: tuple[np.ndarray, tuple[float, ...]]) -> None:
     assert 0.85 <= count_inside(law, ladder, 100, 200) <= 0.97
+
+
+def test_two_sizes_or_lengths_determine_no_other() -> None:
+    """E and the exponent trade off there; at these sizes the law is known."""
+    table = make_table()
+    sizes, lengths = np.unique(table.n), np.unique(table.d)
+    few_sizes = fit_law(table.select(np.isin(table.n, sizes[:2])), FEW)
+    with pytest.raises(ConfigError, match="the rungs have two sizes, which do not determine"):
+        few_sizes.predict(float(sizes[2]), float(lengths[-1]), extrapolate=True)
+    assert few_sizes.predict(float(sizes[1]), float(lengths[-1]), extrapolate=True).value > 0
+    assert find_optimum(few_sizes.laws[""], "", 1e18).n is None
+    length = np.where(np.arange(len(table)) % 2 == 0, 1e9, 4e9)
+    few_lengths = fit_law(replace(table, d=length), FEW)
+    with pytest.raises(ConfigError, match="the rungs have two lengths"):
+        few_lengths.predict(float(sizes[0]), 2e9, extrapolate=True)
+    assert few_lengths.predict(float(sizes[0]), 4e9, extrapolate=True).value > 0

@@ -13,6 +13,11 @@ from titan.scaling.table import Table
 LINE = 1e-4
 """Share of the variance of ln D beyond a linear function of ln N, below which N and D can't be separated."""
 
+SAME = 0.05
+"""Sizes, and lengths, that differ by less count as one."""
+FEWEST_LEVELS = 3
+"""Sizes, and lengths, from which on an exponent is determined beside E."""
+
 
 @dataclass(frozen=True)
 class Cells:
@@ -56,6 +61,15 @@ class Cells:
             return np.ones(len(self.n))
         seed_variance = self.seed_sd**2
         return np.asarray((cell_variance + seed_variance) / (cell_variance + seed_variance / self.counts))
+
+
+def list_levels(values: Numbers) -> list[float]:
+    """Return the distinct sizes, or lengths, of cells in rising order; those within a few percent count as one."""
+    levels: list[float] = []
+    for value in np.sort(values):
+        if not levels or value > levels[-1] * (1 + SAME):
+            levels.append(float(value))
+    return levels
 
 
 def is_line(log_n: Numbers, log_d: Numbers) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.errors import ConfigError
-from titan.scaling.cells import Cells, group_cells
+from titan.scaling.cells import FEWEST_LEVELS, SAME, Cells, group_cells, list_levels
 from titan.scaling.distributions import compute_f_tail
 from titan.scaling.law import Numbers, Points
 from titan.scaling.replicates import Law, build_law, fit_robust
@@ -129,7 +129,7 @@ class Fit:
 
         Raises:
             ConfigError: where its compute is more than `REACH` times that of the largest rung, or the rungs lie on a
-                line that does not lead to it.
+                line that does not lead to it, or have too few sizes or lengths.
         """
         target, largest = f"target={format_count(n)},{format_count(d)}", float((6 * self.table.n * self.table.d).max())
         if self.is_beyond(n, d) and not extrapolate:
@@ -142,6 +142,19 @@ class Fit:
             raise ConfigError(
                 f"{target}: all rungs have tokens in one proportion to parameters, so nothing is known beside it; "
                 f"add rungs of other lengths, or give a target in that proportion."
+            )
+        self._check_levels(target, law.cells.n, n, "sizes", "parameters")
+        if not law.points.is_line:
+            self._check_levels(target, law.cells.d, d, "lengths", "tokens")
+
+    @staticmethod
+    def _check_levels(target: str, known: Numbers, wanted: float, levels: str, unit: str) -> None:
+        """Raise ConfigError where rungs have too few sizes, or lengths, for a target that has none of them."""
+        found = list_levels(known)
+        if len(found) < FEWEST_LEVELS and not any(abs(wanted / level - 1) <= SAME for level in found):
+            raise ConfigError(
+                f"{target}: the rungs have two {levels}, which do not determine how the loss falls with {unit} beside "
+                f"E; add rungs of a third, or give a target at one of {' and '.join(map(format_count, found))}."
             )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from titan.console.numbers import format_count
 from titan.errors import ConfigError
+from titan.scaling.cells import FEWEST_LEVELS, list_levels
 from titan.scaling.fit import LEVEL, Fit, Interval, fit_law, summarise
 from titan.scaling.floor import Floor, profile_floor
 from titan.scaling.law import Numbers, compute_log_losses
@@ -237,7 +238,8 @@ def find_optimum(law: Law, variant: str, compute: float) -> Optimum:
     """
     reach = max(1.0, np.sqrt(compute / float((6 * law.cells.n * law.cells.d).max())))
     sizes = np.geomspace(float(law.cells.n.min()) / BEYOND, float(law.cells.n.max()) * BEYOND * reach, SPLITS)
-    if law.points.is_line:
+    levels = (list_levels(values) for values in (law.cells.n, law.cells.d))
+    if law.points.is_line or any(len(found) < FEWEST_LEVELS for found in levels):
         return Optimum(compute, None, None)
     x, z, index = law.locate(sizes, compute / (6 * sizes), variant)
     best = (compute_log_losses(law.replicates, x, z, index) + law.draws.evaluate(x, z, index)).argmin(1)
