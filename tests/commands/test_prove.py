@@ -149,6 +149,7 @@ def test_the_interface_for_notebooks_requires_it_too() -> None:
         api.train(compose_test_run([*PLAIN, "cluster.certificate=required"]))
 
 
+@pytest.mark.full
 def test_an_optimizer_without_state_is_proven() -> None:
     assert prove.main([*PLAIN, "parallelism=fsdp", "optimizer=sgd"]) == 0
 

@@ -185,6 +185,7 @@ def count_inside(law: Law, ladder: tuple[np.ndarray, tuple[float, ...]], repeats
     return inside / (3 * repeats)
 
 
+@pytest.mark.full
 def test_intervals_cover_in_a_few_tables() -> None:
     shares = [count_inside(law, ladder, 4, 100) for law, ladder in SCENARIOS]
     assert np.mean(shares) >= 0.7  # of 48; see the test below
