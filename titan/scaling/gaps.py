@@ -12,7 +12,7 @@ import numpy as np
 
 from titan.scaling.fit import Interval, summarise
 from titan.scaling.law import Numbers
-from titan.scaling.speedup import DRAWS, FLATTEST, HALVES, STEEPEST, WIDEST
+from titan.scaling.speedup import DRAWS, FLATTEST, HALVES, STEEPEST, WIDEST, solve_two_lengths
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Gap:
 def estimate_token_share(short: Gap, variant: Gap, share: float, length: float = 1.0) -> Interval | None:
     """Return the share of the baseline's tokens with which a variant has the baseline's loss.
 
-    The baseline's loss falls with tokens as c + t D^-b, where b is drawn evenly from `FLATTEST` to `STEEPEST`. The
-    variant has, in half of the draws each, that curve at a lower level, or that curve with tokens that count for more.
+    See `titan.scaling.speedup.solve_two_lengths`.
 
     Args:
         short: of the shorter run of the baseline.
@@ -52,17 +51,10 @@ def estimate_token_share(short: Gap, variant: Gap, share: float, length: float =
         The share with an interval; None where the shorter run is not shown to be worse, so that there is no slope.
     """
     generator = np.random.default_rng(0)
-    exponent = generator.uniform(FLATTEST, STEEPEST, DRAWS) + 1e-9
-    gap, difference = short.draw(generator), variant.draw(generator)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        term = gap / (share**-exponent - 1)
-        lower = (length**-exponent - difference / term) ** (-1 / exponent)
-        counting_more = length * (1 + difference / term) ** (1 / exponent)
-    ratios = np.where(generator.random(DRAWS) < 0.5, lower, counting_more)
-    ratios = np.where(np.isnan(ratios), np.inf, ratios)  # the variant never has the loss
-    edges = np.exp([-WIDEST, WIDEST])
-    outside = (gap <= 0) | (ratios < edges[0]) | (ratios > edges[1])
-    return None if outside.mean() > 1 - HALVES else summarise(np.where(gap > 0, ratios, edges[1]).clip(*edges))
+    losses = [short.draw(generator), np.zeros(DRAWS), variant.draw(generator)]
+    ratios = solve_two_lengths(share, losses, generator, length)
+    is_known = np.isfinite(ratios) & (np.abs(np.log(ratios)) < 0.999 * WIDEST)
+    return summarise(np.where(np.isnan(ratios), np.exp(WIDEST), ratios)) if is_known.mean() >= HALVES else None
 
 
 def estimate_slope(short: Gap, share: float) -> float:

@@ -130,7 +130,7 @@ def effective_speedup(
             f"give one with at most 90 % of them."
         )
     losses = [run.draw(generator) for run in (curve, baseline, variant)]
-    ratios = _solve_two_lengths(curve.d / baseline.d, losses, generator)
+    ratios = solve_two_lengths(curve.d / baseline.d, losses, generator)
     source = f"by the baseline at {format_count(curve.d)} and {format_count(baseline.d)} tokens"
     return _summarise(ratios, flops_ratio, hours_ratio, source, baseline)
 
@@ -185,20 +185,26 @@ def _solve_law(fit: Fit, name: str | None, baseline: Measured, measured: tuple[N
     return _mix(shifted, scaled, np.random.default_rng(count))
 
 
-def _solve_two_lengths(share: float, losses: list[Numbers], generator: np.random.Generator) -> Numbers:
+def solve_two_lengths(
+    share: float, losses: list[Numbers], generator: np.random.Generator, length: float = 1.0
+) -> Numbers:
     """Return ratios by curves L = c + t D^-b through two losses of the baseline, b drawn evenly; [draws].
+
+    They are NaN where the shorter run is not the worse one.
 
     Args:
         share: tokens of the shorter run, relative to the longer one.
         losses: of the shorter run, the longer one, and the variant; [draws] each.
         generator: of random numbers.
+        length: tokens of the variant's runs, relative to the longer run.
     """
     short, long, variant = losses
     exponent = generator.uniform(FLATTEST, STEEPEST, len(long)) + 1e-9
     with np.errstate(invalid="ignore", divide="ignore"):
         gain = (long - variant) * (share**-exponent - 1) / (short - long)
-        shifted = np.where(gain > -1, (1 + gain) ** (-1 / exponent), np.inf)
-        scaled = np.where(gain < 1, (1 - gain) ** (1 / exponent), 0.0)
+        start = length**-exponent
+        shifted = np.where(gain > -start, (start + gain) ** (-1 / exponent), np.inf)
+        scaled = np.where(gain < 1, length * (1 - gain) ** (1 / exponent), 0.0)
     ends = np.exp(-WIDEST), np.exp(WIDEST)
     mixed = _mix(shifted.clip(*ends), scaled.clip(*ends), generator)
     return np.where(short > long, mixed, np.nan)
