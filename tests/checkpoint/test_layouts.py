@@ -31,7 +31,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LayoutTab
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "loads", "rows"), list_further(lambda: CELLS, one_in=5))
+@pytest.mark.parametrize(("kind", "loads", "rows"), list_further(lambda: CELLS, one_in=6))
 def test_a_layout_loads_to_the_bit_what_others_saved_and_goes_on_like_one_device(
     kind: str, loads: str, rows: list[str], table: Callable[[str], LayoutTable]
 ) -> None:

@@ -86,8 +86,9 @@ import sys, time
 from pathlib import Path
 from titan.evidence.book import Book
 folder, own, other = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+book = Book(folder)
 for seed in range(200):
-    with Book(folder).locked() as writer:
+    with book.locked() as writer:
         writer.append("pair", idea=own, stage="screen", seed=seed, baseline_loss=2.0, loss=1.0, baseline=0)
     (folder / own).touch()
     while seed == 50 and not (folder / other).exists():
@@ -96,7 +97,7 @@ for seed in range(200):
 
 
 def test_two_processes_write_at_once(tmp_path: Path) -> None:
-    """Each waits after a quarter of its lines until the other has begun, so that neither writes all before the other."""
+    """Each waits after a quarter of its lines until the other has begun: neither writes all before the other."""
     commands = [[sys.executable, "-c", WRITER, str(tmp_path), *names] for names in ("ab", "ba")]
     writers = [subprocess.Popen(command, env=os.environ) for command in commands]
     assert [writer.wait(60) for writer in writers] == [0, 0]
