@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import RankInfo
+from titan.errors import RunError
 from titan.training.build import build_train_step
 from titan.training.prove.job import ProofJob
 from titan.training.side_jobs.ranks import fetch_verified, join_ranks
@@ -42,7 +43,11 @@ class _RecordingTrainer(Trainer):
     """Trains, and keeps whole tensors of each step: its gradients, and the state before its update and at the end."""
 
     def record(self, file: Path) -> int:
-        """Train to the end, and write the tensors; all ranks call it together."""
+        """Train to the end, and write the tensors; all ranks call it together.
+
+        Raises:
+            RunError: when the optimizer was not called in a step.
+        """
         recorded: dict[str, dict[str, Tensor]] = {}
 
         def record_step(*_: object) -> None:
@@ -54,6 +59,9 @@ class _RecordingTrainer(Trainer):
         hook = self.train_step.optimizer.register_step_pre_hook(record_step)
         code = self.train()
         hook.remove()
+        steps = self.run.training.steps - self.attempt.step
+        if code == 0 and len(recorded) < 2 * steps:
+            raise RunError(f"the optimizer updated the weights in {len(recorded) // 2} of {steps} steps.")
         recorded["end"] = _gather(train_state_dict(self.train_step))
         torch.save(recorded, file)
         return code
