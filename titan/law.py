@@ -32,7 +32,7 @@ class Settings:
         "RUNS", "directories of runs or sweeps, or one CSV file with columns N, D and loss"
     )
     target: str | None = setting(
-        None, "parameters and tokens to predict, as in 1.4B,28B; runs there are held out, and show the true loss"
+        None, "parameters and tokens to predict, as in 1.4B,28B; runs there are not fitted, and show the true loss"
     )
     holdout: str | None = setting(None, "runs with more parameters are predicted instead of fitted, as in 500M")
     baseline: str | None = setting(None, "variant that the others are compared with; null: the first")

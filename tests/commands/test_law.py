@@ -33,7 +33,7 @@ def test_a_table_gives_a_law_a_prediction_and_a_page(table: Path, capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     shown = "\n".join(lines)
     assert "columns: N from 'N', D from 'D', loss from 'loss', variant from 'variant'." in lines
-    assert "38 runs on 38 rungs: N 10M to 160M, D 50M to 51.2B; 2 runs held out" in lines
+    assert "38 runs on 38 rungs: N 10M to 160M, D 50M to 51.2B; 2 runs not fitted" in lines
     assert "variants share E, a and b: not rejected at 0.05 by the likelihood-ratio test (F(3, 28)" in shown
     assert "L = E + A N^-a + B D^-b: floor E 1.7" in shown and "2 of 2 held-out rungs inside" in shown
     assert "b reaches a's loss with 0.8" in shown or "b reaches a's loss with 0.7" in shown
@@ -81,7 +81,7 @@ def test_corpora_have_laws_of_their_own(table: Path, capsys: pytest.CaptureFixtu
     (table / "runs.csv").write_text("\n".join([f"{lines[0]},corpus", *rows]))
     assert law.main(["runs.csv", FEW, "to=[]"]) == 0
     shown = capsys.readouterr().out
-    assert "2 corpora, each with a law of its own" in shown and "corpus c4\n" in shown and "reaches" not in shown
+    assert "2 corpora, each with a separate law" in shown and "corpus c4\n" in shown and "reaches" not in shown
 
 
 SIZES = ((32, 1), (64, 1), (64, 2), (96, 2))

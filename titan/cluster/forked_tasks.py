@@ -1,4 +1,4 @@
-"""Calls of a function on many inputs, each in a process of its own that is forked from this one, a few at a time.
+"""Calls of a function on many inputs, each in a separate process that is forked from this one, a few at a time.
 
 A pool of `multiprocessing` with one task per process can't do this. Its handler thread forks the later processes; the
 kernel kills those when that thread ends (`die_with_parent` counts threads), and one killed while it holds the pool's

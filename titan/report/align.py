@@ -34,6 +34,8 @@ IGNORED = re.compile(
 PATHS = re.compile(r"dataset\.(.*\.)?path")
 """They distinguish variants only where the data differ."""
 AUTO = "auto"
+LENGTHS = ("training.steps", "schedule.decay", "schedule.warmup", "parent", "training.continued_from")
+"""Facts in which a shorter run of a recipe may differ from it; a branch has another parent and decay."""
 LEARNING_RATE = "optimizer.lr"
 RESERVED_NAMES = ("training.seed", "training.repeat")
 CONTINUED = "training.continued_from"
@@ -97,6 +99,12 @@ class RunGroup:
     def other_settings(self) -> str:
         """Return all settings but the learning rate as one text."""
         values = {name: format_value(value) for name, value in self.facts.values.items() if name != LEARNING_RATE}
+        return repr(sorted(values.items()))
+
+    @cached_property
+    def settings_but_length(self) -> str:
+        """Return all settings but those of the length as one text."""
+        values = {name: format_value(value) for name, value in self.facts.values.items() if name not in LENGTHS}
         return repr(sorted(values.items()))
 
     @property

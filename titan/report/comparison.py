@@ -22,6 +22,7 @@ from pathlib import Path
 from titan.console.text import sanitize_nested
 from titan.report import align, effort, equivalence, estimate, notes, rank, superiority
 from titan.report.collect import CollectedRuns, collect_runs
+from titan.report.effort import ShorterRun
 from titan.report.estimate import VariantEstimates
 from titan.report.findings import Comparison, Effort, FailedRun, Learning, Quality, Variant
 from titan.report.rank import VariantCandidate
@@ -66,8 +67,9 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     margin = parse_margin(spec.margin, "margin")
     members = estimate.build_members(groups, align.find_shared_runs(collected.runs), margin.nats or DEFAULT)
     candidates = rank.list_candidates(groups, members, options.baseline, spec.baseline)
-    resolved = effort.resolve_margin(margin, candidates)
-    variants = _build_variants(candidates, spec, resolved.nats)
+    short = effort.find_shorter_run(candidates)
+    resolved = effort.resolve_margin(margin, candidates, short)
+    variants = _build_variants(candidates, spec, resolved.nats, short)
     groups = [candidate.group for candidate in candidates]
     comparison = Comparison(
         title=_build_title(collected, directories),
@@ -105,14 +107,16 @@ def _build_title(collected: CollectedRuns, directories: Sequence[str | os.PathLi
     return ", ".join(os.fspath(directory).rstrip("/") for directory in directories)
 
 
-def _build_variants(candidates: Sequence[VariantCandidate], spec: SweepSpec, margin: float) -> list[Variant]:
+def _build_variants(
+    candidates: Sequence[VariantCandidate], spec: SweepSpec, margin: float, short: ShorterRun | None
+) -> list[Variant]:
     """Return all variants with their estimates and tests, the baseline first."""
     estimates = [
         estimate.estimate_variant(v.members, v.group.missing, candidates[0].members, spec.target) for v in candidates
     ]
     learnings = equivalence.judge_candidates(candidates, margin)
     qualities = superiority.judge_candidates(candidates, spec.target, margin, spec.budget)
-    efforts = effort.judge_candidates(candidates)
+    efforts = effort.judge_candidates(candidates, short)
     parts = zip(candidates, estimates, learnings, qualities, efforts, strict=True)
     return [_build_variant(part[0], candidates[0], *part[1:]) for part in parts]
 

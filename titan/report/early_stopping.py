@@ -14,8 +14,9 @@ import numpy as np
 
 from titan.report.align import collect_differing_settings, find_common_measure
 from titan.report.estimate import Member
-from titan.report.findings import Numbers, RunResult
+from titan.report.findings import RunResult
 from titan.report.rank import VariantCandidate
+from titan.scaling.ranks import correlate_ranks
 
 SHARE = 0.4
 """Share of the steps after which losses count as early: fixed, so that it is not chosen by the ends."""
@@ -61,21 +62,8 @@ def rank_early_losses(early: Sequence[float], ends: Sequence[float], share: floa
     """
     count = len(early)
     stopped = np.argsort(early, kind="stable")[count - count // 2 :]
-    correlation = _correlate(_compute_ranks(np.asarray(early)), _compute_ranks(np.asarray(ends)))
+    correlation = float(np.nan_to_num(correlate_ranks(early, ends)))  # equal losses rank nothing
     return EarlyRanking(count, correlation, (1 - share) * len(stopped) / count, int(np.argmin(ends)) not in stopped)
-
-
-def _compute_ranks(values: Numbers) -> Numbers:
-    """Return ranks; equal values share the mean of theirs."""
-    below = (values[:, None] > values).sum(1)
-    equal = (values[:, None] == values).sum(1)
-    return np.asarray(below + (equal - 1) / 2)
-
-
-def _correlate(a: Numbers, b: Numbers) -> float:
-    a, b = a - a.mean(), b - b.mean()
-    norm = float(np.sqrt((a @ a) * (b @ b)))
-    return float(a @ b) / norm if norm else 0.0
 
 
 def note_early_losses(candidates: Sequence[VariantCandidate]) -> list[str]:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from titan.config.settings import format_value
 from titan.console.numbers import format_count, format_rounded
-from titan.report.align import CONTINUED, find_common_measure
+from titan.report.align import find_common_measure
 from titan.report.estimate import Member, collect_outcomes
 from titan.report.findings import Effort, Interval
 from titan.report.rank import VariantCandidate
@@ -22,8 +21,6 @@ from titan.scaling import gaps
 from titan.scaling.gaps import Gap
 from titan.sweep.margin import DEFAULT, Margin
 
-LENGTHS = ("training.steps", "schedule.decay", "schedule.warmup", "parent", CONTINUED)
-"""Facts in which a shorter run of the baseline may differ from it; a branch has another parent and decay."""
 LONGEST = 0.9
 """Tokens of a shorter run, relative to the baseline's, at most."""
 LEVEL = 0.9
@@ -63,15 +60,10 @@ def find_shorter_run(candidates: Sequence[VariantCandidate]) -> ShorterRun | Non
 
 
 def _compare_lengths(candidate: VariantCandidate, baseline: VariantCandidate, tokens: float) -> ShorterRun | None:
-    if _describe_recipe(candidate) != _describe_recipe(baseline):
+    if candidate.group.settings_but_length != baseline.group.settings_but_length:
         return None
     own, gap = _find_tokens(candidate.members), _measure_gap(candidate.members, baseline.members)
     return None if own is None or gap is None or own > LONGEST * tokens else ShorterRun(own, own / tokens, gap)
-
-
-def _describe_recipe(candidate: VariantCandidate) -> dict[str, str]:
-    """Return what must be the same of a shorter run."""
-    return {name: format_value(value) for name, value in candidate.group.facts.values.items() if name not in LENGTHS}
 
 
 def _find_tokens(members: Sequence[Member]) -> float | None:
@@ -106,14 +98,14 @@ class ResolvedMargin:
     notes: tuple[str, ...] = ()
 
 
-def resolve_margin(margin: Margin, candidates: Sequence[VariantCandidate]) -> ResolvedMargin:
+def resolve_margin(margin: Margin, candidates: Sequence[VariantCandidate], short: ShorterRun | None) -> ResolvedMargin:
     """Return a margin in nats and as a share of the baseline's compute.
 
     Args:
         margin: as stated.
         candidates: the variants, the baseline first.
+        short: see `find_shorter_run`.
     """
-    short = find_shorter_run(candidates)
     slope = short.slope if short else 0.0
     if margin.nats is not None:
         return ResolvedMargin(margin.nats, gaps.convert_nats(margin.nats, slope) if slope else None)
@@ -121,26 +113,24 @@ def resolve_margin(margin: Margin, candidates: Sequence[VariantCandidate]) -> Re
         return ResolvedMargin(gaps.convert_share(margin.share, slope), margin.share)
     tokens = _find_tokens(candidates[0].members) if candidates else None
     advice = f"; {_name_missing_run(short, tokens)}" if tokens else ""
-    note = (
-        f"the margin of {margin.share:.3%} of the baseline's compute is not known in nats: {DEFAULT:g} are used{advice}"
-    )
+    note = f"the margin of {100 * margin.share:.3g}% of the baseline's compute is not known in nats: {DEFAULT:g} are used{advice}"
     return ResolvedMargin(DEFAULT, None, (note,))
 
 
-def judge_candidates(candidates: Sequence[VariantCandidate]) -> list[Effort | None]:
+def judge_candidates(candidates: Sequence[VariantCandidate], short: ShorterRun | None) -> list[Effort | None]:
     """Return the share of the baseline's compute of each variant with other hyperparameters.
 
     Args:
         candidates: the variants, the baseline first.
+        short: see `find_shorter_run`.
     """
-    short = find_shorter_run(candidates)
     return [_judge(candidate, candidates[0], short) for candidate in candidates]
 
 
 def _judge(candidate: VariantCandidate, baseline: VariantCandidate, short: ShorterRun | None) -> Effort | None:
     if candidate.group.group_id == baseline.group.group_id or not candidate.tuning.is_best:
         return None
-    if short is not None and _describe_recipe(candidate) == _describe_recipe(baseline):
+    if short is not None and candidate.group.settings_but_length == baseline.group.settings_but_length:
         return None  # it is the baseline at another length
     gap, tokens = _measure_gap(candidate.members, baseline.members), _find_tokens(baseline.members)
     own = _find_tokens(candidate.members)

@@ -45,7 +45,7 @@ class SharingTest:
     """The likelihood-ratio test that variants share E and exponents, in its F form for few residuals.
 
     Attributes:
-        f: ratio of the gain in squares by laws of their own, per parameter, to the mean square that remains.
+        f: ratio of the gain in squares by separate laws, per parameter, to the mean square that remains.
         p: its tail.
         numerator: parameters that are shared.
         denominator: degrees of freedom that remain.
@@ -69,7 +69,7 @@ class Fit:
     Attributes:
         table: the runs that were fitted.
         laws: by variant; variants that share E and exponents have the same law.
-        sharing: the test; None with one variant, or too few rungs for laws of their own.
+        sharing: the test; None with one variant, or too few rungs for separate laws.
         left_out: variants and runs that were not fitted, with the reason.
     """
 

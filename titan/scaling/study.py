@@ -1,4 +1,4 @@
-"""What a table of runs shows: laws, floors, predictions of targets and of runs that were held out, and speed-ups."""
+"""What a table of runs shows: laws, floors, predictions of targets and of runs that were not fitted, and speed-ups."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Prediction:
         d: tokens.
         loss: predicted for a single new run.
         plain: by the plain law.
-        observed: mean of the losses of runs there that were held out; None without any.
+        observed: mean of the losses of runs there that were not fitted; None without any.
         is_beyond: whether the target is beyond the range in which intervals hold.
     """
 
@@ -79,9 +79,9 @@ class Study:
     Attributes:
         corpus: its name; empty where there is one only.
         fit: the laws.
-        held: runs that were held out.
+        held: runs that were not fitted.
         floors: of each law, by its variants.
-        predictions: of targets and of runs that were held out.
+        predictions: of targets and of runs that were not fitted.
         speedups: of each variant over the first one.
         optima: by variant.
     """
@@ -100,7 +100,7 @@ class Question:
     """What is asked of a table.
 
     Attributes:
-        target: what to predict; None: nothing but runs that were held out.
+        target: what to predict; None: nothing but runs that were not fitted.
         holdout: runs with more parameters are predicted instead of fitted; None: all are fitted.
         baseline: the variant that others are compared with; None: the first.
         extrapolate: whether targets may be far beyond the rungs.
@@ -124,7 +124,7 @@ def study_table(table: Table, question: Question) -> list[Study]:
     """
     if question.holdout is not None and not (table.n > question.holdout).any():
         raise ConfigError(
-            f"holdout={format_count(question.holdout)}: no run has more parameters, so nothing is held out; give a "
+            f"holdout={format_count(question.holdout)}: no run has more parameters, so all are fitted; give a "
             f"smaller number."
         )
     studies = []

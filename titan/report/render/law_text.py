@@ -24,7 +24,7 @@ def format_studies(table: Table, studies: Sequence[Study]) -> str:
     """Return the text of a command."""
     lines = [*table.notes]
     if len(studies) > 1:
-        lines.append(f"{len(studies)} corpora, each with a law of its own: their losses have other floors.")
+        lines.append(f"{len(studies)} corpora, each with a separate law: their losses have other floors.")
     for study in studies:
         lines += ["", *format_study(study)]
     return "".join(f"{sanitize_line(line)}\n" for line in lines)
@@ -54,8 +54,8 @@ def name_variant(name: str) -> str:
 
 
 def describe_rungs(study: Study) -> str:
-    """Return which runs were fitted and held out."""
-    held = f"; {format_plural(len(study.held), 'run')} held out" if len(study.held) else ""
+    """Return which runs were fitted, and which were not."""
+    held = f"; {format_plural(len(study.held), 'run')} not fitted" if len(study.held) else ""
     return f"{describe_table(study.fit.table)}{held}"
 
 
@@ -82,7 +82,7 @@ def describe_sharing(fit: Fit) -> str:
     figure = f"F({test.numerator}, {test.denominator}) = {test.f:.2f}, p = {test.p:.2g}"
     if test.shares:
         return f"variants share E, a and b: not rejected at {ALPHA:g} by the likelihood-ratio test ({figure})."
-    return f"each variant has a law of its own: the likelihood-ratio test rejects shared E, a and b ({figure})."
+    return f"each variant has a separate law: the likelihood-ratio test rejects shared E, a and b ({figure})."
 
 
 def describe_floor(floor: Floor, law: Law) -> str:
