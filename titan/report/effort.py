@@ -113,7 +113,8 @@ def resolve_margin(margin: Margin, candidates: Sequence[VariantCandidate], short
         return ResolvedMargin(gaps.convert_share(margin.share, slope), margin.share)
     tokens = _find_tokens(candidates[0].members) if candidates else None
     advice = f"; {_name_missing_run(short, tokens)}" if tokens else ""
-    note = f"the margin of {100 * margin.share:.3g}% of the baseline's compute is not known in nats: {DEFAULT:g} are used{advice}"
+    stated = f"{100 * (margin.share or 0.0):.3g}% of the baseline's compute"
+    note = f"the margin of {stated} is not known in nats: {DEFAULT:g} are used{advice}"
     return ResolvedMargin(DEFAULT, None, (note,))
 
 
