@@ -31,6 +31,7 @@ from titan.estimate.overhead import CONTEXT_GIB
 from titan.estimate.plan import resolve_hardware
 from titan.estimate.step_time import estimate_step
 from titan.files.output_files import check_output_file, write_output_file
+from titan.model.activations import HeadActivations, RankBatch
 from titan.run.compose import compose_run
 from titan.run.run import Run
 
@@ -323,12 +324,31 @@ def compute_median_error(errors: Sequence[float]) -> float:
     return statistics.median(map(abs, errors))
 
 
+class _SeparateLoss:
+    """A model whose loss is as TorchTitan's when these runs were published: in float32, from logits in no graph."""
+
+    def head_activations(self, batch: RankBatch, **choices: Any) -> HeadActivations:
+        """See `titan.model.schema.Decoder`; a loss from split logits keeps them and their exponentials."""
+        head: HeadActivations = super().head_activations(dataclasses.replace(batch, compiled=False), **choices)  # type: ignore[misc]
+        logits = 4 * batch.tokens * self.vocab / batch.tensor if batch.tensor > 1 and choices["parts"] else 0.0  # type: ignore[attr-defined]
+        return head._replace(
+            saved=head.saved + logits, forward=head.forward + logits, backward=head.backward + 2 * logits
+        )
+
+
+def _separate_loss(model: Any) -> Any:
+    """Return a model as the published runs computed its loss."""
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    return type(f"Published{type(model).__name__}", (_SeparateLoss, type(model)), {})(**fields)
+
+
 def collect_memory_pairs(published: Sequence[Mapping[str, str]]) -> list[tuple[float, float]]:
     """Return live tensors and published peak in GiB of the runs of PyTorch that state it."""
     memory_pairs = []
     for row in published:
         if row["mem_GiB"] and choose_kernel(row) == "flash":
             run = _compose_run(tuple(build_overrides(row)))
+            run = dataclasses.replace(run, model=_separate_loss(run.model))
             memory_pairs.append((memory.estimate_peak(run, run.layout, run.microbatches).gib, float(row["mem_GiB"])))
     return memory_pairs
 

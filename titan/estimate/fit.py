@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
 from titan.estimate.accumulation import iterate_obstacles
-from titan.estimate.constants import load_constants
 from titan.estimate.memory import Usage
 from titan.estimate.rank_sizes import count_rank_rows
 from titan.parallelism.pipeline.stage_plan import find_default_stages, list_microbatch_counts, plan_stages
@@ -60,7 +59,7 @@ def compute_saved_gib(recipe: Recipe, layout: Layout, microbatches: int, device:
     if rounded == recipe or any(iterate_obstacles(recipe, layout, microbatches)):
         return 0.0
     present, less = (
-        estimate_memory(each, layout, microbatches, device, load_constants().fragments).gib
+        estimate_memory(each, layout, microbatches, device, overhead.load_fragments(layout)).gib
         for each in (recipe, rounded)
     )
     return present - less
@@ -83,7 +82,7 @@ def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str 
     rows = count_rank_rows(recipe, layout)
 
     def estimate_gib(count: int) -> float:
-        return estimate_memory(recipe, layout, count, device, load_constants().fragments).gib
+        return estimate_memory(recipe, layout, count, device, overhead.load_fragments(layout)).gib
 
     if layout.pipeline > 1:
         counts = _select_smaller_microbatches(list_microbatch_counts(recipe.parallelism, layout, rows), rows)

@@ -98,27 +98,32 @@ def list_step_phases(
     recipe: Recipe, layout: Layout, microbatches: int, rank: int, device: str
 ) -> list[tuple[Action | None, list[Usage]]]:
     """Return the phases of a pipeline rank in the order of a step, with a plan's overhead."""
-    fragments = load_constants().fragments
+    fragments = load_fragments(layout)
     return [
         (action, [add_overhead(recipe, layout, microbatches, usage, device, fragments) for usage in phases])
         for action, phases in iterate_step_phases(recipe, layout, microbatches, rank, device)
     ]
 
 
-def compute_live_limit(gib: float, device: str) -> float:
+def load_fragments(layout: Layout) -> float:
+    """Return what plans add for the allocator of a GPU: the least on one device, else as in published runs."""
+    return FRAGMENTS if layout.devices == 1 else load_constants().fragments
+
+
+def compute_live_limit(gib: float, layout: Layout, device: str) -> float:
     """Return the bytes of live tensors above which a rank needs more than `gib`, whatever else it needs."""
     if device == "cpu":
         return gib * GIB * (1 + ROUNDING)
-    return (gib - CONTEXT_GIB) * GIB / (1 + load_constants().fragments) * (1 + ROUNDING)
+    return (gib - CONTEXT_GIB) * GIB / (1 + load_fragments(layout)) * (1 + ROUNDING)
 
 
 def compute_fitting_gib(recipe: Recipe, layout: Layout, microbatches: int, device: str, gib: float) -> float | None:
     """Return the GiB of the fullest rank with a plan's overhead; None as soon as a rank needs more than `gib`."""
-    largest, limit = 0.0, compute_live_limit(gib, device)
+    largest, limit = 0.0, compute_live_limit(gib, layout, device)
     for usage in iterate_peaks(recipe, layout, microbatches, device, limit):
         if usage.bytes > limit:
             return None
-        usage = add_overhead(recipe, layout, microbatches, usage, device, load_constants().fragments)
+        usage = add_overhead(recipe, layout, microbatches, usage, device, load_fragments(layout))
         largest = max(largest, usage.gib)
         if largest > gib:
             return None

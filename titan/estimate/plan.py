@@ -181,11 +181,11 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
     speeds = derive_device_speeds(recipe, hardware, machine, layout)
     constants = load_constants()
     usages = [
-        overhead.add_overhead(recipe, layout, microbatches, usage, machine.device, constants.fragments)
+        overhead.add_overhead(recipe, layout, microbatches, usage, machine.device, overhead.load_fragments(layout))
         for usage in memory.estimate_peaks(recipe, layout, microbatches, machine.device)
     ]
     dtype, cpu = recipe.precision.compute, machine.device == "cpu"
-    experts = has_experts(recipe.model)
+    experts = takes_longer(recipe, layout)
     return Plan(
         memory=tuple(usages),
         step=estimate_step(recipe, layout, microbatches, speeds),
@@ -206,6 +206,11 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
 def has_experts(model: Decoder) -> bool:
     """Return whether a block of the model has experts."""
     return model.sum_over_blocks(model.expert_parameters) > 0
+
+
+def takes_longer(recipe: Recipe, layout: Layout) -> bool:
+    """Return whether a step takes longer than the fit on dense models predicts: one with experts, unless on one GPU."""
+    return has_experts(recipe.model) and layout.devices > 1
 
 
 def describe_experts(constants: Constants) -> str:
@@ -251,7 +256,7 @@ def derive_device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, l
         return _share_cpu(machine_speeds, min(per_node, layout.devices), hardware)
     kernel = choose_attention_kernel(recipe, machine)
     speeds = operations.derive_speeds(hardware, per_node, dtype=dtype, kernel=kernel)
-    return replace(speeds, slowdown=load_constants().experts) if has_experts(recipe.model) else speeds
+    return replace(speeds, slowdown=load_constants().experts) if takes_longer(recipe, layout) else speeds
 
 
 def count_ranks_per_node(cluster: Cluster, machine: Machine, devices: int) -> int:

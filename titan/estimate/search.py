@@ -215,7 +215,7 @@ class _Space:
 
     def _can_be_kept(self, number: int, option: LayoutOption, slowest_seconds: float, available_gib: float) -> bool:
         """Return whether neither a bound of memory nor one of time excludes a layout, the cheapest bound first."""
-        limit_gib = overhead.compute_live_limit(available_gib / self.factors.memory, self.device) / GIB
+        limit_gib = overhead.compute_live_limit(available_gib / self.factors.memory, option.layout, self.device) / GIB
         if _recall(self._first_gib, number, self.bounds.compute_first_gib, option) > limit_gib:
             return False
         least_seconds = _recall(self._least_seconds, number, self._compute_least_seconds, option)

@@ -383,26 +383,30 @@ def count_head_bytes(
         is_capped: whether logits are soft-capped.
     """
     c, n, s, t = batch.bytes, batch.tokens, batch.residual_tokens, batch.tensor
-    fused, cap_bytes = has_terms or is_capped, 4 if is_capped else 0  # as titan.model.loss_terms.Objective computes it
+    is_split = t > 1 and parts
+    fused, cap_bytes = has_terms or is_capped or is_split, 4 if is_capped else 0  # see titan.model.loss_terms.Objective
     norm, hidden = batch.count_norm_bytes(dim) * s, c * dim * n
     norm_bytes = norm + (batch.count_norm_backward_bytes(dim) + c * dim) * s
     if chunk is not None:
         gradients = hidden + c * vocab * dim / t
-        logits = min(chunk, n) * vocab / t * ((12 + cap_bytes if fused else 4) + c % 4)
+        logits = min(chunk, n) * vocab / t * ((12 + cap_bytes if has_terms or is_capped else 4) + c % 4)
         logits += _count_logit_term_bytes(min(chunk, n) * vocab, t) * reads_logits
         peak = norm + 2 * hidden + (4 + c) * vocab * dim / t + logits
         return HeadActivations(norm + gradients, peak, norm + 2 * gradients, norm_bytes)
+    terms = _count_logit_term_bytes(n * vocab, t) * reads_logits
+    saved_terms = 4 * LOGIT_TERM_SAVED * n * vocab * reads_logits
+    if batch.compiled:  # the gradient overwrites the logits, and exists beside that of the weight
+        logits = n * vocab * (1 / t if fused else 1 + (t > 1) / t)
+        forward = norm + hidden + (c + cap_bytes) * logits + terms
+        backward = forward + (c % 4 * logits if is_capped else 0.0) + c * vocab * dim / t
+        return HeadActivations(norm + hidden + c * logits + saved_terms, forward, backward, norm_bytes)
     if fused:
         logits = n * vocab / t
-        peak = norm + hidden + (8 + cap_bytes) * logits + _count_logit_term_bytes(n * vocab, t) * reads_logits
-        return HeadActivations(
-            norm + hidden + 4 * logits + 4 * LOGIT_TERM_SAVED * n * vocab * reads_logits, peak, peak, norm_bytes
-        )
-    is_split = t > 1 and parts
-    logits = n * vocab / (t if is_split else 1)
-    saved = norm + hidden + (8 if is_split else 4) * logits
-    forward = norm + hidden + ((12 if is_split else 8) + c % 4) * logits
-    return HeadActivations(saved, forward, norm + hidden + (16 if is_split else 12) * logits, norm_bytes)
+        peak = norm + hidden + (8 + cap_bytes) * logits + terms
+        return HeadActivations(norm + hidden + 4 * logits + saved_terms, peak, peak, norm_bytes)
+    logits = n * vocab
+    saved = norm + hidden + 4 * logits
+    return HeadActivations(saved, saved + (4 + c % 4) * logits, saved + 8 * logits, norm_bytes)
 
 
 def _count_logit_term_bytes(logits: float, tensor: int) -> float:

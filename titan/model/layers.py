@@ -39,6 +39,10 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """Multiplies activations [..., in] with a weight [out, in]."""
 
 
+FusedLoss = Callable[[Tensor, Tensor, Tensor, Product], Tensor]
+"""Returns the loss of hidden states, the head's weight, targets and the head's matmul."""
+
+
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight in another type; its gradient is cast back to the weight's type."""
     return weight.to(dtype)
@@ -174,7 +178,7 @@ class Head(Linear):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
-        self.fused: Callable[[Tensor, Tensor, Tensor, Product], Tensor] | None = None
+        self.fused: FusedLoss | None = None
         self.complete_logits: Callable[[Tensor], Tensor] = identity
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:

@@ -68,8 +68,12 @@ class _Sums(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (logits, largest, index, is_local) = ctx.saved_tensors
         (exponential_grad, target_grad, sum_grad) = grads[0].unbind()
+        target_grad = target_grad.where(is_local, 0)[:, None]
         out = (logits - largest[:, None]).exp_().mul_(exponential_grad[:, None])
-        out.scatter_add_(-1, index, target_grad.where(is_local, 0)[:, None])
+        if torch.compiler.is_compiling():  # it fuses no scatter, and would keep logits in float32
+            out = out + target_grad.where(torch.arange(logits.shape[-1], device=logits.device) == index, 0)
+        else:
+            out.scatter_add_(-1, index, target_grad)
         return out.add_(sum_grad[:, None]), None, None, None
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from titan.model.custom_op import register_operation
-from titan.model.layers import IGNORED, Product, cross_entropy, look_up
+from titan.model.layers import FusedLoss, Product, cross_entropy, look_up
 from titan.model.loss import Results, compute_loss_in_chunks, linear_cross_entropy, make_fake_results, measure_logits
 from titan.model.loss_terms import Objective, Vocabulary
 from titan.parallelism import collectives
@@ -67,11 +67,17 @@ def apply_tensor_plan(
     if model.head is not None:
         group = mesh.get_group()
         model.head.complete_logits = partial(_gather_logits, complete=model.head.complete_logits, group=group)
-        model.head.loss = partial(_compute_split_loss if loss_parallel else _compute_gathered_loss, group=group)
-        if isinstance(model.head.fused, Objective):
-            model.head.fused = replace(model.head.fused, vocabulary=_SplitVocabulary(group))
-        else:
-            model.head.fused = None if chunk is None else partial(_compute_chunked_loss, chunk=chunk, group=group)
+        model.head.loss = partial(_compute_gathered_loss, group=group)
+        model.head.fused = _split_loss(model.head.fused, group, loss_parallel, chunk)
+
+
+def _split_loss(fused: FusedLoss | None, group: dist.ProcessGroup, loss_parallel: bool, chunk: int | None) -> Any:
+    """Return how a head computes its loss from its part of the vocabulary; None: from whole logits."""
+    if isinstance(fused, Objective):
+        return replace(fused, vocabulary=_SplitVocabulary(group))
+    if chunk is not None:
+        return partial(_compute_chunked_loss, chunk=chunk, group=group)
+    return Objective(vocabulary=_SplitVocabulary(group)) if loss_parallel else None
 
 
 def enable_async_tensor(mesh: DeviceMesh) -> None:
@@ -240,20 +246,6 @@ class _SplitVocabulary(Vocabulary):
     def share_gradient(self, x: Tensor) -> Tensor:
         out: Tensor = _DivideGradient.apply(x, self.ranks)  # type: ignore[no-untyped-call]
         return out
-
-
-def _compute_split_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the summed cross-entropy from split logits [..., vocab / ranks]; ranks exchange 3 elements per token."""
-    logits, targets = logits.float().flatten(0, -2), targets.flatten()
-    largest = collectives.all_reduce(logits.detach().amax(-1), group, "max")
-    index = targets - group.rank() * logits.shape[-1]
-    is_outside = (index < 0) | (index >= logits.shape[-1])
-    shifted = logits - largest[:, None]
-    target_logits = shifted.gather(-1, index.masked_fill(is_outside, 0)[:, None])[:, 0].masked_fill(is_outside, 0)
-    sums, target_logits = collectives.reduce_from_region(
-        torch.stack([shifted.exp().sum(-1), target_logits]), group
-    ).unbind()
-    return (sums.log() - target_logits).masked_fill(targets == IGNORED, 0).sum()
 
 
 def _compute_gathered_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:

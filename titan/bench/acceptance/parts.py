@@ -62,9 +62,7 @@ def check_losses(lab: Lab) -> Findings:
     settings, start = ("precision=fp32", "compile=off"), 1
     on_cpu = ("cluster.device=cpu", "cluster=cpu", "checkpoint=sync", "checkpoint.every=0", f"checkpoint.at=[{start}]")
     cpu_run = lab.train("losses-cpu", *settings, *on_cpu)
-    device_run = lab.train(
-        "losses-device", *settings, f"checkpoint.resume={cpu_run.folder}/checkpoints/step-{start}"
-    )
+    device_run = lab.train("losses-device", *settings, f"checkpoint.resume={cpu_run.folder}/checkpoints/step-{start}")
     _require_success(findings, cpu_run, device_run)
     findings.figures["relative_difference"] = _compare_losses(findings, cpu_run.select_after(start), device_run)
     return findings
