@@ -393,20 +393,25 @@ def count_head_bytes(
         logits += _count_logit_term_bytes(min(chunk, n) * vocab, t) * reads_logits
         peak = norm + 2 * hidden + (4 + c) * vocab * dim / t + logits
         return HeadActivations(norm + gradients, peak, norm + 2 * gradients, norm_bytes)
-    terms = _count_logit_term_bytes(n * vocab, t) * reads_logits
-    saved_terms = 4 * LOGIT_TERM_SAVED * n * vocab * reads_logits
-    if batch.compiled:  # the gradient overwrites the logits, and exists beside that of the weight
-        logits = n * vocab * (1 / t if fused else 1 + (t > 1) / t)
-        forward = norm + hidden + (c + cap_bytes) * logits + terms
-        backward = forward + (c % 4 * logits if is_capped else 0.0) + c * vocab * dim / t
-        return HeadActivations(norm + hidden + c * logits + saved_terms, forward, backward, norm_bytes)
-    if fused:
-        logits = n * vocab / t
-        peak = norm + hidden + (8 + cap_bytes) * logits + terms
-        return HeadActivations(norm + hidden + 4 * logits + saved_terms, peak, peak, norm_bytes)
-    logits = n * vocab
-    saved = norm + hidden + 4 * logits
-    return HeadActivations(saved, saved + (4 + c % 4) * logits, saved + 8 * logits, norm_bytes)
+    logits = n * vocab * (1 / t if fused else 1 + (t > 1) / t if batch.compiled else 1)
+    kept, peak = _count_logit_bytes(batch, fused, is_capped)
+    terms, saved_terms = _count_logit_term_bytes(n * vocab, t), 4 * LOGIT_TERM_SAVED * n * vocab
+    forward = norm + hidden + peak * logits + terms * reads_logits
+    backward = forward + (c * vocab * dim / t if batch.compiled else 0 if fused else (4 - c % 4) * logits)
+    return HeadActivations(norm + hidden + kept * logits + saved_terms * reads_logits, forward, backward, norm_bytes)
+
+
+def _count_logit_bytes(batch: RankBatch, fused: bool, is_capped: bool) -> tuple[int, int]:
+    """Return the bytes of each logit that the loss saves, and those at the forward pass's peak.
+
+    A compiler keeps logits once in the compute type and overwrites them by their gradient, except that it keeps float32
+    logits across collectives. The gradient exists beside that of the weight.
+    """
+    c, cap = batch.bytes, 4 if is_capped else 0
+    if batch.compiled:
+        kept, spare = 4 if fused and batch.tensor > 1 else c, c % 4 if is_capped or batch.tensor > 1 else 0
+        return kept, kept + cap + spare
+    return 4, 8 + cap if fused else 8 + c % 4
 
 
 def _count_logit_term_bytes(logits: float, tensor: int) -> float:
