@@ -159,10 +159,17 @@ def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch
         compiled.clear()
         bare_loop(SpeedCase("", (), bare="model"))
         assert compiled == ["compute_loss"]
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(speed, "_run_process", lambda side, how, overrides: asked.update({side: overrides}) or {})
-    speed.measure_separately(run, SpeedCase("", ("compile=block",), bare="model"), [], 1, 1)
-    assert asked == {"bare": ["compile=block", "compile=model"], "titan": ["compile=block"]}
+    asked: list[tuple[str, list[str]]] = []
+
+    def run_side(side: str, how: list[str], overrides: list[str]) -> dict[str, Any]:
+        asked.append((side, overrides))
+        return {"seconds": [len(asked)], "memory_gib": 10.0 - len(asked)}
+
+    monkeypatch.setattr(speed, "_run_process", run_side)
+    measured = speed.measure_separately(run, SpeedCase("", ("compile=block",), bare="model"), [], 1, 1)
+    bare, titan = ("bare", ["compile=block", "compile=model"]), ("titan", ["compile=block"])
+    assert asked == [bare, titan, titan, bare]  # a device that becomes slower slows both sides
+    assert measured == {"bare": SideResult((1, 4), 9.0), "titan": SideResult((2, 3), 8.0)}
 
 
 def one_fails(run: Run, *rest: Any) -> dict[Any, SideResult]:

@@ -1,7 +1,8 @@
 """Measure the training speed of one case: titan against the bare loop; also profiles and host-device synchronisations.
 
 On a CPU both sides run in one process in alternating rounds, so that other work on the machine slows both. On a GPU
-they run one after the other in separate processes, because the two may not fit into its memory together.
+they run one after the other in separate processes, because the two may not fit into its memory together: first the bare
+loop, titan twice, then the bare loop, so that a device that becomes warmer, and slower, slows both.
 
 Modules that import torch are imported inside functions: `--help` and the parent of GPU measurements do without it.
 """
@@ -158,11 +159,18 @@ def measure_alternating(
 def measure_separately(
     run: Run, case: SpeedCase, overrides: Sequence[str], rounds: int, steps: int
 ) -> dict[Side, SideResult]:
-    """Measure each side in a separate process; arguments as for `measure_case`."""
-    options = [f"rounds={rounds}", f"steps={steps}", *(["autocast=true"] if case.autocast else [])]
+    """Measure each side in two separate processes of half the rounds; arguments as for `measure_case`."""
+    options = [f"rounds={-(-rounds // 2)}", f"steps={steps}", *(["autocast=true"] if case.autocast else [])]
     overrides, bare = [*overrides, *case.overrides], [f"compile={case.bare}"] if case.bare else []
-    extra = {"bare": bare, "titan": []}
-    return {side: SideResult(**_run_process(side, options, [*overrides, *extra[side]])) for side in SIDES}
+    results: dict[Side, list[SideResult]] = {side: [] for side in SIDES}
+    for side in (*SIDES, *reversed(SIDES)):
+        results[side].append(SideResult(**_run_process(side, options, [*overrides, *(bare if side == "bare" else [])])))
+    return {side: _join_results(*halves) for side, halves in results.items()}
+
+
+def _join_results(first: SideResult, second: SideResult) -> SideResult:
+    memory_gib = max(filter(None, (first.memory_gib, second.memory_gib)), default=None)
+    return SideResult((*first.seconds, *second.seconds), memory_gib, first.failure or second.failure)
 
 
 def _run_process(task: str, options: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
