@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -57,6 +58,9 @@ on one device, and the rank's shard of it is saved anyway."""
 
 
 SAVED = MATMULS | ATTENTION | COLLECTIVES
+
+# Compiling a checkpoint, torch warns of operations in place, whether there are any or not (docs/memory.md says it).
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn is" not in str(record.msg))
 
 
 def checkpoint_blocks(
