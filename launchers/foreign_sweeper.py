@@ -1,4 +1,4 @@
-"""What sweepers of other packages print: their lines of set-up are left out, and their best trial is one line."""
+"""What sweepers that learn print: set-up of other packages' is left out, and the best trial is one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan.sweep.labels import format_label
 from titan.sweep.schema import GRID
 
 RESULTS = "optimization_results.yaml"
-"""The file that Optuna's sweeper writes into a sweep's directory."""
+"""The file in a sweep's directory that names the best trial."""
 LOGGERS = ("alembic", "hydra_plugins")
 """Loggers of sweepers, and of the databases that they may use."""
 
@@ -27,10 +27,6 @@ def silence_sweeper(cfg: DictConfig) -> None:
         return
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
-    if "optuna" in sweeper:
-        import optuna  # its sweeper imports it anyway
-
-        optuna.logging.set_verbosity(logging.WARNING)
 
 
 def describe_best(root: Path, objective: str) -> str:

@@ -22,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from launchers import ladder, trials
 from launchers.local import sweep as local_sweep
-from launchers.session import Describe, SweepSession
+from launchers.search.sweeper import OptunaSweeper
+from launchers.session import Describe, SweepSession, TrialSource
 from launchers.slurm import sweep as slurm_sweep
 from launchers.trials import Trial
 from titan.config import launcher_hints, settings
@@ -38,7 +39,7 @@ from titan.sweep import ledger, objective
 from titan.sweep.labels import clean_override
 from titan.sweep.ledger import SweepSpec
 from titan.sweep.margin import parse_margin
-from titan.sweep.schema import GRID, LAUNCHER_MODULE, LocalLaunch, SlurmLaunch, Sweep
+from titan.sweep.schema import GRID, LAUNCHER_MODULE, OPTUNA, LocalLaunch, SlurmLaunch, Sweep
 
 SINGLE_TRIAL_ID = "run"
 """The id of the only trial in the ledger of a single run."""
@@ -77,7 +78,8 @@ class SweepLauncher(Launcher):
         self.context, self.config, self.session = hydra_context, config, task_function
         self.session.is_dry_run = task_function.planner is not None or getattr(self.settings, "dry_run", False)
         _check_sweep_folder(config)
-        uses_processes = self.remote or getattr(self.settings, "at_once", 1) != 1
+        searches = str(config.hydra.sweeper.get("_target_")) == OPTUNA
+        uses_processes = self.remote or searches or getattr(self.settings, "at_once", 1) != 1
         self.callbacks = hydra_node.HydraCallbacks(config, remote=uses_processes, instances=hydra_context.callbacks)
         folder = Path(config.hydra.sweep.dir)
         settings.check_text(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
@@ -90,7 +92,7 @@ class SweepLauncher(Launcher):
             return []
         batch = self.expand(job_overrides, initial_job_idx, self._find_fixed_settings())
         unique_trials = list({trial.id: trial for trial in batch}.values())
-        worst = self._check_feedback(unique_trials) if self.has_learning_sweeper else None
+        worst = self.check_feedback(unique_trials) if self.has_learning_sweeper else None
         codes = self.start(unique_trials)
         self.session.root = self.root if self.has_learning_sweeper else None
         self.session.codes += codes
@@ -137,7 +139,7 @@ class SweepLauncher(Launcher):
         typed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
         return frozenset(override.key_or_group for override in typed if not override.is_sweep_override())
 
-    def _check_feedback(self, batch: Sequence[Trial]) -> float:
+    def check_feedback(self, batch: Sequence[Trial]) -> float:
         """Return the objective of failed trials, for a sweeper that learns from results.
 
         Raises:
@@ -164,6 +166,10 @@ class SweepLauncher(Launcher):
             else objective.read_objective(build_sweep(self.config), Path(trial.run.directory), code, worst)
         )
         return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=return_value)
+
+    def launch_pool(self, source: TrialSource) -> None:
+        """Launch trials that a source chooses while others run."""
+        local_sweep.LocalSweep(self.root, [], self.settings, build_spec(self.config)).launch_pool(source)
 
     def _launch(self, root: Path, batch: Sequence[Trial]) -> list[int]:
         return self.launch_trials(root, batch, build_spec(self.config), self.session.describe)
@@ -222,6 +228,10 @@ class SlurmLauncher(SweepLauncher):
             if (missing := _find_missing_input(trial)) is not None:
                 warn_once(f"{missing}: is not on this machine; the job fails unless its nodes have it.")
         return slurm_sweep.SlurmSweep(root, batch, self.settings, spec, describe).launch()
+
+    def launch_pool(self, source: TrialSource) -> None:
+        """Launch trials that a source chooses while others run."""
+        slurm_sweep.SlurmSweep(self.root, [], self.settings, build_spec(self.config)).launch_pool(source)
 
 
 def _build_sweeper_class() -> Any:
@@ -305,14 +315,14 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig, describe: 
 
 
 def register_plugins() -> None:
-    """Register titan's launchers and sweeper as plugins of Hydra."""
+    """Register titan's launchers and sweepers as plugins of Hydra."""
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     module: Any = sys.modules.setdefault(LAUNCHER_MODULE, types.ModuleType(LAUNCHER_MODULE))
     sys.modules["hydra_plugins"].titan = module  # type: ignore[attr-defined]
     module.GridSweeper = _build_sweeper_class()
     module.GridSweeper.__module__, module.GridSweeper.__qualname__ = LAUNCHER_MODULE, "GridSweeper"
     Plugins.instance().register(module.GridSweeper)
-    for kind in LAUNCHER_CLASSES.values():
+    for kind in (OptunaSweeper, *LAUNCHER_CLASSES.values()):
         kind.__module__ = LAUNCHER_MODULE
         setattr(module, kind.__name__, kind)
         Plugins.instance().register(kind)

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from omegaconf import DictConfig
 
@@ -36,6 +36,16 @@ Planner = Callable[[Sequence[Trial]], list[int]]
 def describe_nothing(trials: Sequence[Trial]) -> TrialPlans:
     """Return no text: what a dry run prints beside scripts where the command has nothing to add."""
     return TrialPlans("", (None,) * len(trials))
+
+
+class TrialSource(Protocol):
+    """Chooses trials while others run; a launcher runs them until none is left."""
+
+    def ask(self) -> Sequence[Trial]:
+        """Return checked trials to start now; called again and again."""
+
+    def tell(self, trial: Trial, code: int) -> None:
+        """Take the exit code of a trial that has ended."""
 
 
 @dataclass

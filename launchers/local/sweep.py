@@ -14,11 +14,12 @@ from pathlib import Path
 
 from launchers import trials as sweep_trials
 from launchers.local import reason_file
+from launchers.session import TrialSource
 from launchers.slurm.state import read_state
 from launchers.supervisor import Supervisor
 from launchers.trials import Trial
 from titan.console.numbers import format_plural
-from titan.errors import exit_code
+from titan.errors import ConfigError, exit_code
 from titan.run import summary
 from titan.run.completion import is_done
 from titan.sweep import ledger
@@ -66,6 +67,41 @@ class LocalSweep:
         finally:
             self._print_next()
         return [codes[index] for index in range(len(self.trials))]
+
+    def launch_pool(self, source: TrialSource) -> None:
+        """Run the trials that a source asks for, each in its own process, until it has none left.
+
+        Raises:
+            KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
+        """
+        supervisor = self.supervisor
+        try:
+            with supervisor.forward_stop(lambda: True):
+                while self._start_asked(source) or self.processes:
+                    time.sleep(POLL_SECONDS)
+                    for index in [i for i, process in self.processes.items() if process.poll() is not None]:
+                        source.tell(self.trials[index], self._collect_trial(index))
+        finally:
+            supervisor.end_processes(0)
+            self._print_next()
+        if supervisor.signals:
+            raise KeyboardInterrupt
+
+    def _start_asked(self, source: TrialSource) -> bool:
+        """Start the trials that a source asks for now; return whether there were any."""
+        asked = [] if self.supervisor.signals else source.ask()
+        for trial in asked:
+            sweep_trials.register_trials(self.root, [trial], self.spec)
+            index = next((i for i, t in enumerate(self.trials) if t.id == trial.id), len(self.trials))
+            self.trials = [*self.trials[:index], trial, *self.trials[index + 1 :]]
+            state = next(t for t in read_state(self.root).trials if t.id == trial.id)  # type: ignore[union-attr]
+            if is_done(trial.run):
+                source.tell(trial, 0)
+            elif _is_finished_or_queued(state):
+                raise ConfigError(f"{trial.label}: is with Slurm; wait until its job has ended, or cancel it.")
+            else:
+                self._start_trial(index)
+        return bool(asked)
 
     def _select_todo(self) -> list[int]:
         """Return the indices of the trials that are neither finished nor with Slurm."""

@@ -13,13 +13,13 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launchers import trials as sweep_trials
-from launchers.session import Describe, describe_nothing
+from launchers.session import Describe, TrialSource, describe_nothing
 from launchers.slurm import queue, script, snapshot
 from launchers.slurm.lanes import Lanes
 from launchers.slurm.script import Submission
@@ -69,6 +69,8 @@ class SlurmSweep:
         printed_states: the last state of each trial that was printed.
         excluded_nodes: nodes that were printed as excluded.
         shapes: the resources of each trial, by its id.
+        source: chooses more trials while others run, if any.
+        finished_ids: the trials that it knows have ended.
     """
 
     root: Path
@@ -78,6 +80,8 @@ class SlurmSweep:
     describe: Describe = describe_nothing
     printed_states: dict[str, str] = field(default_factory=dict)
     excluded_nodes: list[str] = field(default_factory=list)
+    source: TrialSource | None = None
+    finished_ids: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
@@ -109,6 +113,33 @@ class SlurmSweep:
         except KeyboardInterrupt:
             print(f"\nThe jobs continue. {self._describe_next_commands()}", flush=True)
             raise
+
+    def launch_pool(self, source: TrialSource) -> None:
+        """Submit the trials that a source asks for, and wait, until it has none left; errors as in `launch`."""
+        self.trials = list(source.ask())
+        if not self.trials:
+            return
+        self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
+        self.source = source
+        self.launch()
+
+    def _ask_source(self, waiting: set[str], trial_states: Mapping[str, TrialState]) -> list[Trial]:
+        """Tell the source which trials have ended; return those that it asks for, which are to be submitted."""
+        if self.source is None:
+            return []
+        for trial in self.trials:
+            state = trial_states[trial.id].state
+            if trial.id not in waiting | self.finished_ids and state in EXIT_CODES:
+                self.finished_ids.add(trial.id)
+                self.source.tell(trial, 0 if is_done(trial.run) else EXIT_CODES[state])
+        asked = list(self.source.ask())
+        if asked:
+            ids = {trial.id for trial in asked}
+            self.trials = [*(trial for trial in self.trials if trial.id not in ids), *asked]
+            self.finished_ids -= ids
+            self.shapes |= {trial.id: derive_job_shape(trial.run) for trial in asked}
+            sweep_trials.register_trials(self.root, asked, self.spec)
+        return asked
 
     def _check_settings(self) -> None:
         """Raise ConfigError without submitit or Slurm, and with limits that no trial can keep."""
@@ -297,6 +328,9 @@ class SlurmSweep:
             for trial in self.trials:
                 if trial.id not in waiting:
                     self._print_state(trial, trial_states[trial.id].state, trial_states[trial.id].reason)
+            if asked := self._ask_source(waiting, trial_states):
+                unsubmitted += asked
+                continue
             if not unsubmitted and all(trial_states[trial.id].state in EXIT_CODES for trial in self.trials):
                 self._print_unsubmitted([])
                 return [0 if is_done(trial.run) else EXIT_CODES[trial_states[trial.id].state] for trial in self.trials]

@@ -106,23 +106,3 @@ def test_a_loss_that_is_not_finite_is_the_worst_and_a_trial_ended_by_a_hook_coun
     (tmp_path / "result.json").write_text(json.dumps(about | {"last_loss": 1.0}))
     with pytest.raises(ConfigError, match="did you mean 'last_loss'"):
         objective.read_objective(Sweep(objective="lost_loss"), tmp_path, 0, 9.0)
-
-
-@pytest.mark.full
-def test_optuna_minimizes_the_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    asked = [
-        "hydra/sweeper=optuna",
-        "hydra.sweeper.n_trials=3",
-        "hydra.sweeper.n_jobs=1",
-        "hydra.sweeper.sampler.seed=1",
-    ]
-    varied = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
-    assert run_command(["-m", *QUICK, *asked, "name=s", varied], run_local) == 0
-    trials = [folder for folder in (tmp_path / "runs/s").iterdir() if folder.name.startswith("lr-")]
-    losses = {folder.name: result(folder)["validation_loss"] for folder in trials}
-    best = yaml.safe_load((tmp_path / "runs/s/optimization_results.yaml").read_text())
-    assert best["best_value"] == min(losses.values()) and len(losses) == 3
-    screen = capfd.readouterr()
-    assert "HYDRA" not in screen.out + screen.err and "study" not in screen.err
-    assert screen.out.splitlines()[-1].startswith("best: optimizer.lr=")
-    assert losses[f"lr-{best['best_params']['optimizer.lr']}"] == best["best_value"]

@@ -28,7 +28,7 @@ HYDRA_PACKAGES: Mapping[str, tuple[str, ...]] = {
     "hydra_logging": LOGGING_PACKAGES,
     "job_logging": LOGGING_PACKAGES,
     "launcher": ("hydra_plugins.titan",),  # an installed one of another package may run programs of its settings
-    "sweeper": ("hydra_plugins", "optuna"),
+    "sweeper": ("hydra_plugins",),
 }
 """Packages whose classes a part of Hydra's own settings may name; others import or call what they are given."""
 

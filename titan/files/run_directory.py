@@ -8,6 +8,8 @@ from titan.errors import ConfigError
 
 RUN, SWEEP = "run.yaml", "multirun.yaml"
 """The files by which the directories of a run and of a sweep are recognised."""
+STOP_REQUEST = "stop_request.txt"
+"""The file in a run's directory that asks the run to end; it says why. `titan.hooks.stop_request` reads it."""
 
 
 def check_directory(name: str | Path) -> Path:

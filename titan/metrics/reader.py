@@ -51,6 +51,20 @@ def read_last_steps(file: Path) -> Iterator[Record]:
     return (record for record in _read_last_records(file) if "loss" in record and "step" in record)
 
 
+def read_new_records(file: Path, start: int) -> tuple[list[Record], int]:
+    """Return the records after a byte of metrics.jsonl, and the byte where the next call goes on.
+
+    A line without its end waits for the next call. A file that is missing has no records.
+    """
+    records: list[Record] = []
+    with contextlib.suppress(OSError, ValueError), open_regular_file(file) as content:
+        content.seek(start)
+        complete, newline, _ = content.read().rpartition(b"\n")
+        start += len(complete) + len(newline)
+        _parse_lines([line.decode(errors="replace") for line in complete.split(b"\n") if line.strip()], records.extend)
+    return records, start
+
+
 def ends_with_attempt(file: Path, attempt: int) -> bool:
     """Return whether the last record of metrics.jsonl is one of an attempt."""
     return next((record.get("attempt", 1) == attempt for record in _read_last_records(file)), False)

@@ -36,7 +36,7 @@ from titan.run.paths import check_name
 from titan.run.resolve import resolve
 from titan.run.run import Run
 from titan.run.schema import Recipe
-from titan.sweep.schema import GRID, LAUNCHER_MODULE, LAUNCHERS, Sweep
+from titan.sweep.schema import GRID, LAUNCHER_MODULE, LAUNCHERS, OPTUNA, OptunaSearch, Sweep
 from titan.training.schema import LossTerm
 
 
@@ -63,12 +63,14 @@ def _register_schemas(store: ConfigStore) -> None:
 
 
 def _register_launchers(store: ConfigStore) -> None:
-    """Register titan's launchers and sweeper, in place of those of Hydra and of plugins."""
+    """Register titan's launchers and sweepers, in place of those of Hydra and of plugins."""
     hydra_private.clear_group(store, "hydra", "launcher")
     for name, node in _build_launcher_nodes().items():
         store.store(group="hydra/launcher", name=name, node=node, provider="titan")
     sweeper = {"_target_": GRID, "max_batch_size": None, "params": None}
     store.store(group="hydra/sweeper", name="grid", node=sweeper, provider="titan")
+    search = {"_target_": OPTUNA, **settings.collect_defaults(OptunaSearch), "params": None}
+    store.store(group="hydra/sweeper", name="optuna", node=search, provider="titan")
 
 
 @cache

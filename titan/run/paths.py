@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from titan.errors import ConfigError
+from titan.files.run_directory import STOP_REQUEST
 
 LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
 """Bytes of a folder's name and of a run's path, and levels of that: file systems end at 255 and 4,096 bytes."""
@@ -15,7 +16,7 @@ LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
 FILES = {
     ".lock", ".hydra", "run.yaml", ".run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.svg",
     "log", "profile", "debug", "tensorboard", "wandb", "save", "sweep.yaml", "ledger.jsonl", ".ledger.jsonl.lock",
-    "slurm", "compare.html",
+    "slurm", "compare.html", STOP_REQUEST,
 }  # fmt: skip
 """Names in a run's directory."""
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")

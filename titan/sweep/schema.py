@@ -14,6 +14,8 @@ LAUNCHER_MODULE = "hydra_plugins.titan"
 
 GRID = f"{LAUNCHER_MODULE}.GridSweeper"
 """titan's own sweeper."""
+OPTUNA = f"{LAUNCHER_MODULE}.OptunaSweeper"
+"""titan's sweeper that chooses trials by the results of others."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Sweep:
     )
     target: float | None = setting(None, "validation loss to reach; null: none", above=0)
     objective: str = setting(
-        "validation_loss", "number of result.json that a sweeper such as Optuna's gets of each trial"
+        "validation_loss", "number of result.json that a sweeper which learns gets of each trial"
     )
     direction: Literal["auto", "minimize", "maximize"] = setting(
         "auto", "what the sweeper does with the objective; auto: hydra.sweeper.direction, else minimize"
@@ -66,7 +68,32 @@ class Sweep:
         "of a ladder: width: optimizer.lr times the recipe's width over that of the size; fixed: the same for all",
         later=True,
     )
-    worst: float | None = setting(None, "objective of a trial that failed; null: infinity, negative to maximize")
+    worst: float | None = setting(None, "objective of a trial that failed; null: hydra/sweeper=optuna counts none, others infinity, negative to maximize")
+
+
+@dataclass(frozen=True)
+class OptunaSearch:
+    """The settings of `hydra/sweeper=optuna`, beside `hydra.sweeper.params`."""
+
+    n_trials: int = setting(20, "trials of the study, with those of earlier commands", at_least=1, cap=10**6)
+    n_jobs: int = setting(1, "trials that run at the same time", at_least=1, cap=10_000)
+    direction: Literal["minimize", "maximize"] | None = setting(
+        None, "what to do with sweep.objective; null: sweep.direction, else minimize"
+    )
+    sampler: Literal["tpe", "random", "cmaes", "grid"] = setting(
+        "tpe", "how values are chosen; cmaes needs the package cmaes, grid takes all combinations in turn"
+    )
+    seed: int = setting(0, "seed of the sampler", at_least=0, cap=2**31)
+    startup_trials: int = setting(
+        10, "trials before tpe, cmaes and median use results: until then values are random", at_least=0, cap=10**6
+    )
+    pruner: Literal["none", "median", "successive_halving", "hyperband"] = setting(
+        "none", "ends trials early by their validation losses, see evaluation.every"
+    )
+    pruner_warmup: int = setting(0, "evaluations of a trial before median may end it", at_least=0, cap=10**6)
+    max_failures: int = setting(5, "failed trials in a row after which no more start", at_least=1, cap=10**6)
+    storage: str | None = setting(None, "file of the study; null: study.journal in the sweep's directory")
+    study_name: str | None = setting(None, "the study's name in its file; null: the name of the sweep's directory")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Sweeps whose trials are chosen by the results of earlier ones, with Optuna."""

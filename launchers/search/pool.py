@@ -1,0 +1,233 @@
+"""The trials of a search: which to start next, what to tell Optuna of those that ended, and which to end early.
+
+A launcher asks the pool for trials as long as it has room, and hands it the exit code of each that has ended. Optuna's
+study has a trial from the moment it is asked for: after a kill those that were running come first, in their folders,
+where finished ones are not started again and others resume.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launchers.search.space import Space, format_values
+from launchers.trials import Trial
+from titan.errors import ConfigError
+from titan.files.atomic import write_atomic
+from titan.hooks import stop_request
+from titan.metrics.reader import METRICS, read_new_records
+from titan.run.completion import is_done
+from titan.run.directory import read_result
+from titan.sweep.objective import read_objective
+from titan.sweep.schema import OptunaSearch, Sweep
+
+if TYPE_CHECKING:
+    import optuna
+
+HOOK = "pruning"
+"""The name of the hook by which trials are ended early."""
+HOOK_OVERRIDE = f"+hooks.{HOOK}={{_target_:titan.hooks.stop_request.StopOnRequest}}"
+POLL_SECONDS = 1.0
+"""How often the validation losses of running trials are read."""
+
+
+@dataclass
+class ActiveTrial:
+    """A trial that runs.
+
+    Attributes:
+        trial: what the launcher has.
+        asked: Optuna's trials with its values: several where they were drawn again.
+        offset: the byte of metrics.jsonl up to which it was read.
+        reported: the evaluations that Optuna has.
+        is_pruned: whether it was asked to end.
+    """
+
+    trial: Trial
+    asked: list[optuna.trial.Trial]
+    offset: int = 0
+    reported: set[int] = field(default_factory=set)
+    is_pruned: bool = False
+
+
+class TrialPool:
+    """Trials by ask and tell.
+
+    Attributes:
+        active: the trials that run, by their ids.
+        codes: the exit code of each that has ended.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        space: Space,
+        settings: OptunaSearch,
+        sweep: Sweep,
+        worst: float,
+        expand: Callable[[Sequence[str], int], Trial],
+    ) -> None:
+        """Take an open study.
+
+        Args:
+            study: whose trials these are.
+            space: what varies.
+            settings: of the sweeper.
+            sweep: has the objective.
+            worst: the objective of a trial that has none that is finite.
+            expand: returns the checked trial of drawn values and a number; raises ConfigError.
+        """
+        self.study, self.space, self.settings = study, space, settings
+        self.sweep, self.worst, self.expand = sweep, worst, expand
+        self.active: dict[str, ActiveTrial] = {}
+        self.codes: list[int] = []
+        self._interrupted = self._find_interrupted()
+        self._is_blocked, self._failures, self._next_poll = False, 0, 0.0
+
+    def ask(self) -> list[Trial]:
+        """Return trials to start now, and ask running ones to end that are not worth their time."""
+        if self.settings.pruner != "none" and time.monotonic() >= self._next_poll:
+            self._next_poll = time.monotonic() + POLL_SECONDS
+            self.prune()
+        trials: list[Trial] = []
+        while len(self.active) < self.settings.n_jobs and not self._is_blocked:
+            if (asked := self._ask_study()) is None:
+                break
+            trial = self._expand(asked)
+            if trial is not None and self._add(trial, asked):
+                trials.append(trial)
+        return trials
+
+    def tell(self, trial: Trial, code: int) -> None:
+        """Take the exit code of a trial that has ended; one that was stopped runs again with the same command.
+
+        Raises:
+            ConfigError: when its result lacks the objective.
+        """
+        self._report_losses(self.active[trial.id])
+        active = self.active.pop(trial.id)
+        self.codes.append(code)
+        self._is_blocked = False
+        if code == 130:
+            return
+        self._failures = self._failures + 1 if code else 0
+        state, value = self._read_outcome(trial, code)
+        for asked in active.asked:
+            self.study.tell(asked, value, state)
+
+    def prune(self) -> None:
+        """Report new validation losses, and ask the trials to end that the pruner rejects."""
+        for active in self.active.values():
+            if not self._report_losses(active) or active.is_pruned or not active.asked[0].should_prune():
+                continue
+            active.is_pruned = True
+            number = max(active.reported)
+            reason = f"hydra.sweeper.pruner={self.settings.pruner} ended it after evaluation {number}"
+            stop_request.request_stop(Path(active.trial.run.directory), reason)
+
+    def print_end(self) -> None:
+        """Print how many trials the study has, by how they ended, and why no more were started."""
+        states = Counter(trial.state.name.lower() for trial in self.study.get_trials(deepcopy=False))
+        names = {"complete": "complete", "pruned": "pruned", "fail": "failed", "running": "stopped"}
+        counts = ", ".join(f"{states[state]} {name}" for state, name in names.items() if states[state])
+        print(f"study: {counts or 'no trials'} (hydra.sweeper.n_trials={self.settings.n_trials})", flush=True)
+        if self._failures >= self.settings.max_failures:
+            print(f"no more trials were started: {self._failures} failed in a row (hydra.sweeper.max_failures).")
+
+    def _find_interrupted(self) -> list[optuna.trial.Trial]:
+        """Return the trials that ran when an earlier command ended."""
+        from optuna.trial import Trial as AskedTrial
+        from optuna.trial import TrialState
+
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        for frozen in running:
+            if not self.space.keys() <= frozen.params.keys():  # the kill came before all values were drawn
+                self.study.tell(frozen.number, state=TrialState.FAIL)
+        complete = [frozen for frozen in running if self.space.keys() <= frozen.params.keys()]
+        return [AskedTrial(self.study, frozen._trial_id) for frozen in complete]
+
+    def _ask_study(self) -> optuna.trial.Trial | None:
+        """Return the next trial; None where there are enough."""
+        if self._interrupted:
+            return self._interrupted.pop(0)
+        if self._failures >= self.settings.max_failures or not self._has_left():
+            return None
+        return self.study.ask(self.space)
+
+    def _has_left(self) -> bool:
+        from optuna.trial import TrialState
+
+        trials = self.study.get_trials(deepcopy=False)
+        waiting = sum(trial.state == TrialState.WAITING for trial in trials)
+        if self.settings.sampler == "grid" and not waiting:
+            return False
+        return len(trials) - waiting < self.settings.n_trials
+
+    def _expand(self, asked: optuna.trial.Trial) -> Trial | None:
+        """Return the trial of drawn values; None where they can't work together, which counts as failed."""
+        from optuna.trial import TrialState
+
+        try:
+            return self.expand(format_values(asked.params), asked.number)
+        except ConfigError as error:
+            print(f"not started: {error}", flush=True)
+            self.study.tell(asked, state=TrialState.FAIL)
+            self.codes.append(1)
+            self._failures += 1
+            return None
+
+    def _add(self, trial: Trial, asked: optuna.trial.Trial) -> bool:
+        """Add a trial; return whether it is to be started. One with the values of a running one waits for it."""
+        reported = set(self.study.get_trials(deepcopy=False)[asked.number].intermediate_values)
+        if trial.id in self.active:
+            self.active[trial.id].asked.append(asked)
+            self._is_blocked = True
+            return False
+        self.active[trial.id] = ActiveTrial(trial, [asked], reported=reported)
+        if not (reported or is_done(trial.run)):
+            stop_request.withdraw_request(Path(trial.run.directory))
+        return True
+
+    def _report_losses(self, active: ActiveTrial) -> bool:
+        """Report the validation losses before the last step that are new; return whether there were any."""
+        run = active.trial.run
+        records, active.offset = read_new_records(Path(run.directory) / METRICS, active.offset)
+        has_new = False
+        for record in records:
+            number, rest = divmod(record.get("step", 0), max(1, run.evaluation.every))
+            loss = record.get("validation_loss")
+            if loss is None or math.isnan(loss) or rest or number in active.reported or not number:
+                continue
+            if record["step"] < run.training.steps:
+                has_new = True
+                active.reported.add(number)
+                for asked in active.asked:
+                    asked.report(loss, number)
+        return has_new
+
+    def _read_outcome(self, trial: Trial, code: int) -> tuple[Any, float | None]:
+        """Return the state and the value that Optuna gets of a trial that has ended."""
+        from optuna.trial import TrialState
+
+        directory = Path(trial.run.directory)
+        if code and self.sweep.worst is None:
+            return TrialState.FAIL, None
+        if not code and read_result(directory)[0].get("ended_by", {}).get("hook") == HOOK:
+            return TrialState.PRUNED, None
+        return TrialState.COMPLETE, read_objective(self.sweep, directory, code, self.worst)
+
+
+def write_best(study: optuna.Study, file: Path) -> None:
+    """Write the best trial of a study, where one is complete."""
+    import yaml
+    from optuna.trial import TrialState
+
+    if study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        best = study.best_trial
+        content = {"name": "optuna", "best_params": best.params, "best_value": best.value}
+        write_atomic(file, yaml.safe_dump(content, sort_keys=False))

@@ -1,0 +1,154 @@
+"""`hydra/sweeper=optuna`: titan's sweeper that chooses trials by the results of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from launchers.foreign_sweeper import RESULTS
+from launchers.search import space as spaces
+from launchers.search import study as studies
+from launchers.search.pool import HOOK_OVERRIDE, TrialPool, write_best
+from launchers.search.space import Space
+from launchers.session import SweepSession, TrialSource
+from launchers.trials import Trial
+from titan.config import settings
+from titan.errors import ConfigError
+from titan.run import hydra_node
+from titan.run.run import Run
+from titan.sweep.schema import OptunaSearch, Sweep
+
+MEASURED = "validation_loss"
+"""The objective by which trials can be ended early."""
+
+
+class Launcher(Protocol):
+    """What a search needs of `launchers.plugin.SweepLauncher`."""
+
+    session: SweepSession
+    root: Path
+
+    def expand(self, overrides: Sequence[Sequence[str]], first: int, fixed: frozenset[str] | None) -> list[Trial]:
+        """Return the composed and checked trials of these overrides."""
+
+    def check_inputs(self, batch: Sequence[Trial]) -> None:
+        """Raise ConfigError where a trial lacks what it reads."""
+
+    def check_feedback(self, batch: Sequence[Trial]) -> float:
+        """Return the objective of failed trials; raises ConfigError where trials will have none."""
+
+    def launch_pool(self, source: TrialSource) -> None:
+        """Launch trials that a source chooses while others run."""
+
+
+class OptunaSweeper(Sweeper):
+    """Asks an Optuna study for trials, and launches them through titan's launchers."""
+
+    def __init__(self, params: Any = None, **options: Any) -> None:
+        plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in options.items()}
+        self.settings: OptunaSearch = settings.build(OptunaSearch, plain, "hydra.sweeper")
+        self.params = dict(params or {})
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Keep what `sweep` needs, and make the launcher."""
+        self.config, self.hydra_context = config, hydra_context
+        self.launcher: Any = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Check the search, then run trials until the study has enough.
+
+        Raises:
+            ConfigError: before anything starts, when some of it can't work.
+        """
+        studies.check_settings(self.settings)
+        silence_optuna(bool(self.config.hydra.verbose))
+        overrides = self._parse(arguments)
+        space, fixed = spaces.build_space(overrides), spaces.list_fixed(overrides)
+        sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(self.config.sweep), "sweep")
+        run_search(self.launcher, self.settings, sweep, space, fixed, self._save_config)
+
+    def _parse(self, arguments: Sequence[str]) -> list[Override]:
+        """Return the overrides of `hydra.sweeper.params` and of the command line, which has the last word."""
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        parsed = parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
+        return list({override.key_or_group: override for override in parsed}.values())
+
+    def _save_config(self) -> None:
+        """Write multirun.yaml, as Hydra's own sweeper does."""
+        root = Path(self.config.hydra.sweep.dir)
+        root.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(hydra_node.redact_config(self.config), root / "multirun.yaml")
+
+
+def run_search(
+    launcher: Launcher, options: OptunaSearch, sweep: Sweep, space: Space, fixed: Sequence[str], begin: Any
+) -> None:
+    """Run a search through a launcher, and add the exit codes of its trials to the launcher's session.
+
+    Args:
+        launcher: starts its trials.
+        options: the sweeper's settings.
+        sweep: has the objective.
+        space: what varies.
+        fixed: the overrides that all trials share.
+        begin: called once the search is checked.
+
+    Raises:
+        ConfigError: before anything starts, when some of it can't work.
+    """
+    direction = options.direction or ("minimize" if sweep.direction == "auto" else sweep.direction)
+    shared = [*fixed, *([HOOK_OVERRIDE] if options.pruner != "none" else [])]
+    keys = frozenset(override.partition("=")[0].lstrip("+~") for override in shared)
+
+    def expand(values: Sequence[str], number: int) -> Trial:
+        return launcher.expand([[*shared, *values]], number, keys)[0]
+
+    corners = [expand(spaces.format_values(corner), 0) for corner in spaces.list_corners(space)]
+    worst = launcher.check_feedback(corners)
+    _check_pruning(options, sweep, direction, [trial.run for trial in corners])
+    launcher.check_inputs(corners)
+    begin()
+    with studies.open_study(launcher.root, options, direction, space, shared) as study:
+        pool = TrialPool(study, space, options, sweep, worst, expand)
+        try:
+            launcher.launch_pool(pool)
+        finally:
+            launcher.session.codes += pool.codes or [0]
+            write_best(study, launcher.root / RESULTS)
+    launcher.session.root = launcher.root
+    pool.print_end()
+
+
+def _check_pruning(options: OptunaSearch, sweep: Sweep, direction: str, runs: Sequence[Run]) -> None:
+    """Raise ConfigError where a pruner would have nothing to decide by."""
+    if options.pruner == "none":
+        return
+    setting = f"hydra.sweeper.pruner={options.pruner}"
+    if sweep.objective != MEASURED or direction != "minimize":
+        raise ConfigError(
+            f"{setting}: ends trials by their validation loss; leave it out, or minimize sweep.objective={MEASURED}."
+        )
+    for run in runs:
+        every, steps = run.evaluation.every, run.training.steps
+        if not 0 < every < steps:
+            raise ConfigError(
+                f"{setting}: needs validation losses before the last step; give evaluation.every below "
+                f"training.steps={steps} (evaluation.every={every})."
+            )
+
+
+def silence_optuna(is_verbose: bool) -> None:
+    """Leave out Optuna's lines on each trial, unless `hydra.verbose` asks for all."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.INFO if is_verbose else optuna.logging.WARNING)
