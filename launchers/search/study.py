@@ -158,9 +158,7 @@ def build_sampler(settings: OptunaSearch, trials: int) -> BaseSampler:
         warnings.simplefilter("ignore", ExperimentalWarning)
         if settings.sampler == "tpe":
             is_parallel = settings.n_jobs > 1  # then running trials count, so that no two are alike
-            return samplers.TPESampler(
-                seed=seed, n_startup_trials=settings.startup_trials, constant_liar=is_parallel
-            )
+            return samplers.TPESampler(seed=seed, n_startup_trials=settings.startup_trials, constant_liar=is_parallel)
         if settings.sampler == "cmaes":
             return samplers.CmaEsSampler(seed=seed, n_startup_trials=max(1, settings.startup_trials))
     return samplers.RandomSampler(seed=seed)

@@ -59,7 +59,7 @@ class OptunaSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Keep what `sweep` needs, and make the launcher."""
-        self.config, self.hydra_context = config, hydra_context
+        self.search_config, self.loader = config, hydra_context.config_loader
         self.launcher: Any = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -71,23 +71,23 @@ class OptunaSweeper(Sweeper):
             ConfigError: before anything starts, when some of it can't work.
         """
         studies.check_settings(self.settings)
-        silence_optuna(bool(self.config.hydra.verbose))
+        silence_optuna(bool(self.search_config.hydra.verbose))
         overrides = self._parse(arguments)
         space, fixed = spaces.build_space(overrides), spaces.list_fixed(overrides)
-        sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(self.config.sweep), "sweep")
+        sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(self.search_config.sweep), "sweep")
         run_search(self.launcher, self.settings, sweep, space, fixed, self._save_config)
 
     def _parse(self, arguments: Sequence[str]) -> list[Override]:
         """Return the overrides of `hydra.sweeper.params` and of the command line, which has the last word."""
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        parser = OverridesParser.create(config_loader=self.loader)
         parsed = parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
         return list({override.key_or_group: override for override in parsed}.values())
 
     def _save_config(self) -> None:
         """Write multirun.yaml, as Hydra's own sweeper does."""
-        root = Path(self.config.hydra.sweep.dir)
+        root = Path(self.search_config.hydra.sweep.dir)
         root.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(hydra_node.redact_config(self.config), root / "multirun.yaml")
+        OmegaConf.save(hydra_node.redact_config(self.search_config), root / "multirun.yaml")
 
 
 def run_search(

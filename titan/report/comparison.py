@@ -21,11 +21,12 @@ from pathlib import Path
 
 from titan.console.text import sanitize_nested
 from titan.report import align, effort, equivalence, estimate, notes, rank, superiority
-from titan.report.collect import CollectedRuns, collect_runs
+from titan.report.collect import CollectedRuns, RawRun, collect_runs
 from titan.report.effort import ShorterRun
 from titan.report.estimate import VariantEstimates
 from titan.report.findings import Comparison, Effort, FailedRun, Learning, Quality, Variant
 from titan.report.rank import VariantCandidate
+from titan.run.directory import describe_hook_end
 from titan.sweep.labels import count_distinguishing_digits, format_label
 from titan.sweep.ledger import SweepSpec
 from titan.sweep.margin import DEFAULT, parse_margin
@@ -160,5 +161,12 @@ def _list_failed_runs(collected: CollectedRuns, candidates: Sequence[VariantCand
             else format_label(raw.overrides, digits)
         )
         reason = raw.reason or "its first step is not finished"
-        failed_runs.append(FailedRun(label or raw.directory.name, str(raw.directory), raw.state, reason, raw.overrides))
+        name, is_hook_end = label or raw.directory.name, _is_ended_by_hook(raw)
+        failed_runs.append(FailedRun(name, str(raw.directory), raw.state, reason, raw.overrides, is_hook_end))
     return tuple(failed_runs)
+
+
+def _is_ended_by_hook(raw: RawRun) -> bool:
+    """Return whether a hook ended the last attempt of a run."""
+    is_latest = raw.result.get("attempt") == raw.last_document["attempt"]
+    return raw.state == "stopped" and is_latest and describe_hook_end(raw.result) is not None

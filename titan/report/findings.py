@@ -423,13 +423,23 @@ class Variant:
 
 @dataclass(frozen=True)
 class FailedRun:
-    """A trial without metrics, perhaps not yet started, or a run that failed or stopped, with the reason."""
+    """A trial without metrics, perhaps not yet started, or a run that failed or stopped, with the reason.
+
+    Attributes:
+        label: its name in the report.
+        directory: its run's.
+        state: see `State`.
+        reason: why it failed or stopped.
+        overrides: of its trial.
+        is_hook_end: whether a hook ended it before its last step, as intended: it did not fail.
+    """
 
     label: str
     directory: str
     state: State
     reason: str
     overrides: tuple[str, ...] = ()
+    is_hook_end: bool = False
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,7 @@ class Sweep:
         "compute, as in 2%",
     )
     target: float | None = setting(None, "validation loss to reach; null: none", above=0)
-    objective: str = setting(
-        "validation_loss", "number of result.json that a sweeper which learns gets of each trial"
-    )
+    objective: str = setting("validation_loss", "number of result.json that a sweeper which learns gets of each trial")
     direction: Literal["auto", "minimize", "maximize"] = setting(
         "auto", "what the sweeper does with the objective; auto: hydra.sweeper.direction, else minimize"
     )
@@ -68,7 +66,10 @@ class Sweep:
         "of a ladder: width: optimizer.lr times the recipe's width over that of the size; fixed: the same for all",
         later=True,
     )
-    worst: float | None = setting(None, "objective of a trial that failed; null: hydra/sweeper=optuna counts none, others infinity, negative to maximize")
+    worst: float | None = setting(
+        None,
+        "objective of a trial that failed; null: none with hydra/sweeper=optuna, else infinity, negative to maximize",
+    )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ COMMANDS_TITLE = "Where they differ first"
 
 def format_missing_heading(comparison: Comparison) -> str:
     """Return the heading for trials without metrics and failed runs."""
+    if comparison.failed and all(run.is_hook_end for run in comparison.failed):
+        return "Ended early"
     waiting = {failed.state in WAITING for failed in comparison.failed}
     return {(True,): "Trials without metrics yet", (False, True): "Failures, and trials without metrics yet"}.get(
         tuple(sorted(waiting)), "Failures"
@@ -194,7 +196,10 @@ def _describe_unfinished(comparison: Comparison) -> list[str]:
     parts = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
     without = [failed for failed in comparison.failed if failed.state in WAITING]
     diverged = {run.directory for run in runs if run.diverged}
-    failed = sum(failure not in without and failure.directory not in diverged for failure in comparison.failed)
+    early = sum(run.is_hook_end and run.directory not in diverged for run in comparison.failed)
+    failed = -early + sum(run not in without and run.directory not in diverged for run in comparison.failed)
+    if early:
+        parts.append(f"{early} {'was' if early == 1 else 'were'} ended early by a hook, listed below.")
     if without:
         parts.append(f"{format_plural(len(without), 'trial')} without metrics yet.")
     return parts + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])

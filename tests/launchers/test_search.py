@@ -1,0 +1,311 @@
+"""`hydra/sweeper=optuna`: which trials a study asks for, what it gets of them, kills, and early ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from launchers.command import run_command
+from launchers.search import space as spaces
+from launchers.search.pool import HOOK, TrialPool, write_best
+from launchers.search.study import STORAGE, open_study
+from launchers.start import run_local
+from launchers.trials import Trial
+from tests.support.runs import TINY, compose_test_run
+from tests.support.tiers import full
+from titan.errors import ConfigError
+from titan.files.run_directory import STOP_REQUEST
+from titan.run.run import Run
+from titan.sweep.schema import OptunaSearch, Sweep
+
+optuna = pytest.importorskip("optuna", minversion="4")
+SEARCH = ["-m", "hydra/sweeper=optuna", *TINY, "name=s"]
+INTERVAL = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
+RATE = ["optimizer.lr=tag(log,interval(1e-4,1e-1))"]
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return compose_test_run([*TINY, "evaluation.tokens=64", "evaluation.every=2", "training.steps=10"])
+
+
+def build_space(*overrides: str) -> spaces.Space:
+    return spaces.build_space(OverridesParser.create().parse_overrides(list(overrides)))
+
+
+class Kill(BaseException):
+    """Ends a search as a kill does: nothing is told."""
+
+
+class Machine:
+    """A launcher that runs a function in place of each trial."""
+
+    def __init__(self, root: Path, run: Run, objective: Callable[[dict[str, float], Path], int]) -> None:
+        self.root, self.run, self.objective, self.started = root, run, objective, list[str]()
+
+    def expand(self, values: Sequence[str], number: int) -> Trial:
+        identity = "_".join(values)
+        if "bad" in identity:
+            raise ConfigError("these values can't work together.")
+        return Trial(identity, tuple(values), replace(self.run, directory=str(self.root / identity)))
+
+    def search(self, settings: OptunaSearch, *overrides: str, sweep: Sweep | None = None) -> Any:
+        """Run a study to its end in this process, `n_jobs` trials at a time; return its trials."""
+        space = build_space(*overrides)
+        with open_study(self.root, settings, "minimize", space, []) as study:
+            pool = TrialPool(study, space, settings, sweep or Sweep(), float("inf"), self.expand)
+            running: list[Trial] = []
+            while True:
+                running += pool.ask()
+                assert len(running) <= settings.n_jobs
+                if not running:
+                    write_best(study, self.root / "best.yaml")
+                    return study.get_trials()
+                trial = running.pop(0)
+                self.started.append(trial.id)
+                pool.tell(trial, self._run(trial))
+
+    def _run(self, trial: Trial) -> int:
+        folder = Path(trial.run.directory)
+        folder.mkdir(exist_ok=True)
+        values = {o.partition("=")[0]: float(o.partition("=")[2]) for o in trial.varied}
+        return self.objective(values, folder)
+
+
+def finish(folder: Path, loss: float | None, **more: Any) -> int:
+    content = {"finished": True, "step": 10, "science_id": "a", "validation_loss": loss} | more
+    (folder / "result.json").write_text(json.dumps(content))
+    return 0
+
+
+def square(values: dict[str, float], folder: Path) -> int:
+    return finish(folder, (values["optimizer.lr"] - 0.01) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "values", "kind"),
+    [
+        pytest.param("a=1,b,null", ("1", "b", "null"), "CategoricalDistribution", id="choice"),
+        pytest.param("a=[1,2],[3]", ("[1,2]", "[3]"), "CategoricalDistribution", id="lists"),
+        pytest.param("a=range(1,8,3)", (1, 7, 3), "IntDistribution", id="range-without-its-end"),
+        pytest.param("a=range(0,1,0.25)", (0.0, 0.75, 0.25), "FloatDistribution", id="floats"),
+        pytest.param("a=interval(1,5)", (1.0, 5.0, None), "FloatDistribution", id="interval"),
+        pytest.param("a=tag(log,int(interval(1,5)))", (1, 5, 1), "IntDistribution", id="whole-numbers"),
+    ],
+)
+def test_values_as_typed_become_distributions(override: str, values: tuple[Any, ...], kind: str) -> None:
+    made: Any = build_space(override)["a"]
+    assert type(made).__name__ == kind
+    assert values == (made.choices if "Cat" in kind else (made.low, made.high, made.step))
+    assert getattr(made, "log", False) == ("log" in override)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
+def test_a_study_asks_for_trials_and_learns(tmp_path: Path, run: Run, sampler: str) -> None:
+    machine = Machine(tmp_path, run, square)
+    varied = ["optimizer.lr=1e-3,1e-2,1e-1", "training.seed=0,1"] if sampler == "grid" else RATE
+    settings = OptunaSearch(n_trials=30, n_jobs=3, sampler=sampler, startup_trials=10)  # type: ignore[arg-type]
+    trials = machine.search(settings, *varied)
+    assert len(trials) == len(set(machine.started)) == (6 if sampler == "grid" else 30)
+    best = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    assert best["best_value"] == min(trial.value for trial in trials)
+    if sampler == "tpe":  # it draws nearer to the minimum than the ten random trials at first
+        distances = [abs(math.log(trial.params["optimizer.lr"] / 0.01)) for trial in trials]
+        assert sum(distances[20:]) < sum(distances[:10])
+
+
+def test_after_a_kill_the_running_trials_come_first_and_finished_ones_not_again(tmp_path: Path, run: Run) -> None:
+    def kill_third(values: dict[str, float], folder: Path) -> int:
+        if len(machine.started) == 3:
+            raise Kill
+        return square(values, folder)
+
+    machine, settings = Machine(tmp_path, run, kill_third), OptunaSearch(n_trials=6, n_jobs=2, sampler="random")
+    with pytest.raises(Kill):
+        machine.search(settings, *RATE)
+    file = tmp_path / STORAGE
+    file.write_bytes(file.read_bytes() + b'{"op_code":6,"wor')  # a line that the kill cut short
+    again = Machine(tmp_path, run, square)
+    trials = again.search(settings, *RATE)
+    assert again.started[0] == machine.started[2] and not set(machine.started[:2]) & set(again.started)
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * 6
+    assert len({*machine.started, *again.started}) == 6  # the sampler does not draw its first values again
+    assert len(again.search(replace(settings, n_trials=7), *RATE)) == 7
+
+
+def test_a_stopped_trial_is_left_to_the_next_command(tmp_path: Path, run: Run) -> None:
+    machine, settings = Machine(tmp_path, run, lambda values, folder: 130), OptunaSearch(n_trials=1)
+    assert [trial.state.name for trial in machine.search(settings, *RATE)] == ["RUNNING"]
+    again = Machine(tmp_path, run, square)
+    assert [trial.state.name for trial in again.search(settings, *RATE)] == ["COMPLETE"]
+    assert again.started == machine.started
+
+
+@pytest.mark.parametrize(
+    ("loss", "code", "worst", "expected"),
+    [
+        pytest.param(2.0, 0, None, ("COMPLETE", 2.0), id="finished"),
+        pytest.param(None, 0, None, ("COMPLETE", float("inf")), id="not-finite"),
+        pytest.param(2.0, 1, None, ("FAIL", None), id="failed"),
+        pytest.param(2.0, 1, 99.0, ("COMPLETE", 99.0), id="failed-with-a-value"),
+    ],
+)
+def test_what_the_study_gets(
+    tmp_path: Path, run: Run, loss: float | None, code: int, worst: float | None, expected: tuple[str, Any]
+) -> None:
+    machine = Machine(tmp_path, run, lambda values, folder: finish(folder, loss) or code)
+    space, settings, sweep = build_space(*RATE), OptunaSearch(n_trials=1), Sweep(worst=worst)
+    with open_study(tmp_path, settings, "minimize", space, []) as study:
+        pool = TrialPool(study, space, settings, sweep, float("inf") if worst is None else worst, machine.expand)
+        (trial,) = pool.ask()
+        pool.tell(trial, machine._run(trial))
+        (told,) = study.get_trials()
+    assert (told.state.name, told.value) == expected
+
+
+def test_failures_in_a_row_end_the_search(tmp_path: Path, run: Run) -> None:
+    machine = Machine(tmp_path, run, lambda values, folder: 1)
+    assert len(machine.search(OptunaSearch(n_trials=20, max_failures=3), *RATE)) == 3
+
+
+def test_values_that_do_not_go_together_count_as_failed(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(tmp_path, run, lambda values, folder: finish(folder, 1.0))
+    trials = machine.search(OptunaSearch(sampler="grid"), "a=1,bad,2")
+    assert [trial.state.name for trial in trials] == ["COMPLETE", "FAIL", "COMPLETE"]
+    assert "these values can't work together" in capsys.readouterr().out
+
+
+def test_the_values_of_a_running_trial_are_not_run_beside_it(tmp_path: Path, run: Run) -> None:
+    machine = Machine(tmp_path, run, lambda values, folder: finish(folder, 1.0))
+    trials = machine.search(OptunaSearch(n_trials=6, n_jobs=3, sampler="random"), "a=1,1.0")
+    assert [trial.value for trial in trials] == [1.0] * 6
+
+
+@pytest.mark.parametrize("pruner", ["median", "successive_halving", "hyperband"])
+def test_a_trial_whose_losses_are_high_is_asked_to_end(tmp_path: Path, run: Run, pruner: str) -> None:
+    """Each trial evaluates at steps 2 to 8 of 10; those above the first one are asked to end, and end as a run does."""
+
+    def evaluate(values: dict[str, float], folder: Path) -> int:
+        pool, level = machine.pool, values["a"]
+        (folder / STOP_REQUEST).unlink(missing_ok=True)
+        for step in (2, 4, 6, 8):
+            record = {"step": step, "validation_loss": level + 1 / step}
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "loss": 1.0}) + "\n" + json.dumps(record) + "\n")
+            pool.prune()
+            if (folder / STOP_REQUEST).exists():
+                return finish(folder, level, finished=False, step=step, ended_by={"hook": HOOK, "reason": "a"})
+        return finish(folder, level)
+
+    settings = OptunaSearch(sampler="grid", pruner=pruner, startup_trials=1)  # type: ignore[arg-type]
+    machine, space = Machine(tmp_path, run, evaluate), build_space("a=1,2,3,4,5,6,7,8,9")
+    with open_study(tmp_path, settings, "minimize", space, []) as study:
+        pool: Any = TrialPool(study, space, settings, Sweep(), float("inf"), machine.expand)
+        machine.pool = pool  # type: ignore[attr-defined]
+        while batch := pool.ask():
+            pool.tell(batch[0], machine._run(batch[0]))
+        first, *others = study.get_trials()
+    assert first.state.name == "COMPLETE" and first.intermediate_values == {n: 1 + 0.5 / n for n in (1, 2, 3, 4)}
+    assert "PRUNED" in [trial.state.name for trial in others] and pool.codes == [0] * 9
+    pruned = next(trial for trial in others if trial.state.name == "PRUNED")
+    assert len(pruned.intermediate_values) < 4
+    if pruner == "median":
+        assert {trial.state.name for trial in others} == {"PRUNED"}
+
+
+@pytest.mark.parametrize(
+    ("change", "direction", "varied", "fixed", "message"),
+    [
+        pytest.param({}, "maximize", RATE, [], "direction=minimize", id="direction"),
+        pytest.param({}, "minimize", ["optimizer.lr=1,2"], [], "optimizer.lr has other choices", id="choices"),
+        pytest.param({}, "minimize", RATE, ["model=llama1b"], "model=llama1b", id="settings"),
+        pytest.param({}, "minimize", RATE, ["cluster.time=1h"], None, id="cluster"),
+        pytest.param({"study_name": "b"}, "maximize", RATE, ["model=llama1b"], None, id="another-study"),
+    ],
+)
+def test_a_study_continues_with_the_same_settings_only(
+    tmp_path: Path, change: dict[str, Any], direction: str, varied: list[str], fixed: list[str], message: str | None
+) -> None:
+    settings = OptunaSearch()
+    with open_study(tmp_path, settings, "minimize", build_space(*RATE), []) as study:
+        study.ask(build_space(*RATE))
+        with pytest.raises(ConfigError, match="another command has this study"):  # noqa: SIM117
+            with open_study(tmp_path, settings, "minimize", build_space(*RATE), []):
+                pass
+    opened = open_study(tmp_path, replace(settings, **change), direction, build_space(*varied), fixed)
+    if message is None:
+        with opened:
+            return
+    with pytest.raises(ConfigError, match=message), opened:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(["evaluation.tokens=64"], "hydra/sweeper=optuna: nothing varies", id="nothing"),
+        pytest.param(
+            [INTERVAL, "evaluation.tokens=64", "hydra.sweeper.pruner=median"], "give evaluation.every below", id="pruner"
+        ),
+        pytest.param([INTERVAL, "hydra.sweeper.sampler=gird"], "hydra.sweeper.sampler=gird", id="sampler"),
+        full([INTERVAL, "hydra.sweeper.storage=sqlite:///a"], "is no file", id="storage"),
+        full([INTERVAL, "evaluation.tokens=64", "hydra.sweeper.sampler=grid"], "has an interval", id="grid"),
+        full([INTERVAL], "sweep.objective=validation_loss: evaluation.tokens=0", id="no-objective"),
+        full(["optimizer.lr=interval(1,-1)", "evaluation.tokens=64"], "optimizer.lr=interval", id="interval"),
+        full(["model.heads=2,3", "evaluation.tokens=64"], "nothing was started", id="corner"),
+        full(
+            [INTERVAL, "evaluation.tokens=64", "hydra/launcher=slurm", "hydra.launcher.wait=false"],
+            "hydra.launcher.wait=false", id="no-wait",
+        ),
+    ],
+)  # fmt: skip
+def test_what_can_not_work_is_one_sentence(
+    overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command([*SEARCH, *overrides], run_local) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert not list(tmp_path.glob("runs/s/*/run.yaml"))
+
+
+@pytest.mark.full
+def test_a_search_of_real_runs_is_killed_goes_on_and_prunes(tmp_path: Path) -> None:
+    overrides = [
+        "evaluation.tokens=64", "evaluation.every=20", "training.steps=600", "metrics.sample_tokens=0",
+        "hydra.sweeper.sampler=grid", "hydra.sweeper.startup_trials=1", "hydra.sweeper.pruner=median",
+        "optimizer.lr=1e-2,1e-3,1e-6",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "titan.train", *SEARCH, *overrides]
+    root = tmp_path / "runs/s"
+    first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (root / "lr-0.001/run.yaml").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "lr=0.01" not in "".join(line for line in again.stdout.splitlines() if "started" in line)
+    results = {f.parent.name: json.loads(f.read_text()) for f in root.glob("*/result.json")}
+    assert results["lr-0.01"]["finished"] and len(results) == 3
+    assert results["lr-1e-6"]["ended_by"]["hook"] == HOOK and results["lr-1e-6"]["step"] < 600
+    assert "study: 1 complete, 2 pruned" in again.stdout and "best: optimizer.lr=0.01" in again.stdout
+    compared = subprocess.run(
+        [sys.executable, "-m", "titan.compare", str(root)], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "2 were ended early by a hook" in compared.stdout and "failed" not in compared.stdout.lower()
