@@ -21,6 +21,8 @@ from launchers.command import run_command
 from launchers.search import space as spaces
 from launchers.search.pool import HOOK, TrialPool, write_best
 from launchers.search.study import STORAGE, open_study
+from launchers.slurm import queue
+from launchers.slurm.sweep import SlurmSweep
 from launchers.start import run_local
 from launchers.trials import Trial
 from tests.support.runs import TINY, compose_test_run
@@ -28,7 +30,8 @@ from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.files.run_directory import STOP_REQUEST
 from titan.run.run import Run
-from titan.sweep.schema import OptunaSearch, Sweep
+from titan.sweep.ledger import SweepSpec
+from titan.sweep.schema import OptunaSearch, SlurmLaunch, Sweep
 
 optuna = pytest.importorskip("optuna", minversion="4")
 SEARCH = ["-m", "hydra/sweeper=optuna", *TINY, "name=s"]
@@ -259,14 +262,16 @@ def test_a_study_continues_with_the_same_settings_only(
     [
         pytest.param(["evaluation.tokens=64"], "hydra/sweeper=optuna: nothing varies", id="nothing"),
         pytest.param(
-            [INTERVAL, "evaluation.tokens=64", "hydra.sweeper.pruner=median"], "give evaluation.every below", id="pruner"
+            [INTERVAL, "evaluation.tokens=64", "hydra.sweeper.pruner=median"],
+            "give evaluation.every below",
+            id="pruner",
         ),
         pytest.param([INTERVAL, "hydra.sweeper.sampler=gird"], "hydra.sweeper.sampler=gird", id="sampler"),
         full([INTERVAL, "hydra.sweeper.storage=sqlite:///a"], "is no file", id="storage"),
         full([INTERVAL, "evaluation.tokens=64", "hydra.sweeper.sampler=grid"], "has an interval", id="grid"),
         full([INTERVAL], "sweep.objective=validation_loss: evaluation.tokens=0", id="no-objective"),
         full(["optimizer.lr=interval(1,-1)", "evaluation.tokens=64"], "optimizer.lr=interval", id="interval"),
-        full(["model.heads=2,3", "evaluation.tokens=64"], "nothing was started", id="corner"),
+        full(["model.head_dim=4,3", "evaluation.tokens=64"], "nothing was started", id="corner"),
         full(
             [INTERVAL, "evaluation.tokens=64", "hydra/launcher=slurm", "hydra.launcher.wait=false"],
             "hydra.launcher.wait=false", id="no-wait",
@@ -309,3 +314,32 @@ def test_a_search_of_real_runs_is_killed_goes_on_and_prunes(tmp_path: Path) -> N
         [sys.executable, "-m", "titan.compare", str(root)], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "2 were ended early by a hook" in compared.stdout and "failed" not in compared.stdout.lower()
+
+
+def test_slurm_jobs_are_submitted_one_after_another(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two jobs run at a time; a job that has ended is replaced by that of the next trial."""
+    machine, submitted = Machine(tmp_path, run, square), list[int]()
+
+    def run_job(self: SlurmSweep, shape: object, submission: Any) -> list[str]:
+        folders = [Path(line) for line in submission.trial_list.with_suffix(".runs").read_text().splitlines()]
+        submitted.append(len(folders))
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+            finish(folder, 1.0 + sum(submitted))
+        return [f"{100 + len(submitted)}_{i}" for i in range(len(folders))]
+
+    monkeypatch.setattr(SlurmSweep, "_check_settings", lambda self: None)
+    monkeypatch.setattr(SlurmSweep, "_run_sbatch", run_job)
+    monkeypatch.setattr(queue, "read_array_limit", lambda: 100)
+    monkeypatch.setattr(queue, "is_available", lambda: False)
+    space, settings = build_space(*RATE), OptunaSearch(n_trials=5, n_jobs=2)
+    with open_study(tmp_path, settings, "minimize", space, []) as study:
+        pool = TrialPool(study, space, settings, Sweep(), float("inf"), machine.expand)
+        launch = SlurmLaunch(snapshot=False, poll_seconds=0.01)
+        SlurmSweep(tmp_path, [], launch, SweepSpec()).launch_pool(pool)
+        trials = study.get_trials()
+    assert submitted == [2, 2, 1] and pool.codes == [0] * 5 and not pool.active
+    assert [trial.value for trial in trials] == [3.0, 3.0, 5.0, 5.0, 6.0]
+    assert capsys.readouterr().out.count("finished") == 5
