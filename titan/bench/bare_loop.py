@@ -14,6 +14,7 @@ from titan.dataset.loader import BatchShape, Loader
 from titan.dataset.mixture import RowMixture
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import init_weights, loss_terms
+from titan.optimizer.update_factors import build_optimizer
 from titan.parallelism.data_shard import DataShard
 from titan.precision.cast import set_compute_dtype
 from titan.run.run import Run
@@ -45,7 +46,7 @@ class BareLoop:
         checkpoint_blocks(self.model.blocks(), run.memory)
         self.loss = self._compile_loss(run.compile)
         init_weights.materialise_model(self.model, self.model.initial(), run.training.seed, device)
-        self.optimizer = run.optimizer.build(self.model.named_parameters())
+        self.optimizer = build_optimizer(run.optimizer, run.model, self.model.named_parameters())
         self.batches = _preload(run, mix, device, preloaded)
         self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0
         self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)

@@ -7,8 +7,9 @@ what is counted of a shape, `titan.model.counts`, are methods of it that a famil
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from titan.config.settings import setting
 from titan.model import checks
@@ -19,10 +20,19 @@ if TYPE_CHECKING:
     from titan.model.decoder import DecoderModel as DecoderModel
     from titan.model.llama import LlamaModel as LlamaModel
     from titan.model.qwen3 import Qwen3Model as Qwen3Model
+    from titan.optimizer.schema import Optimizer
 
 
 WIDEST = 10**7
 """The largest accepted width and vocabulary."""
+
+
+class UpdateFactors(NamedTuple):
+    """By what an optimizer's settings are multiplied for a parameter."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    eps: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,14 @@ class Decoder(DecoderCounts):
         super().__init_subclass__()
         if not is_titan_class(cls):
             use_built_counts(cls)
+
+    def update_factors(self, optimizer: Optimizer) -> Mapping[str, UpdateFactors]:
+        """Return by what the optimizer's settings are multiplied for some parameters, by their names; none: by one.
+
+        They come on top of the optimizer's groups. A family of which hyperparameters transfer between sizes overrides
+        it; it raises ConfigError for an optimizer of which it knows no factors.
+        """
+        return {}
 
     def check_module(self, tensor: int = 1, context: int = 1, expert: int = 1, gate: bool = False) -> None:
         """Raise ConfigError for a module that titan can't count, or that a technique can't treat; it is built on meta.

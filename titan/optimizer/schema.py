@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.config.settings import format_value, setting
 from titan.errors import ConfigError
-from titan.optimizer.checks import check_groups
+from titan.optimizer.checks import check_groups, check_update_factors
 
 if TYPE_CHECKING:
     import torch
@@ -142,6 +142,7 @@ class Optimizer:
         """
         if self.groups:
             check_groups(self.groups, model.parameter_names())
+        check_update_factors(model.update_factors(self), model)
 
     def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
         """Return how a parameter is updated, from its name in the whole model and its number of dimensions."""

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from titan.compile.backend import compile_stage
 from titan.compile.graphs import GraphLabel
-from titan.config.kinds import get_kind
-from titan.errors import ConfigError, RunError
+from titan.errors import ConfigError
 from titan.estimate.regather import regathers_input
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, balance, init_weights, loss_terms
@@ -24,6 +23,7 @@ from titan.model.core import RecurrentCore, iterate_cores
 from titan.model.halves import compute_in_halves
 from titan.model.parts import Part, list_parts
 from titan.model.schema import Decoder
+from titan.optimizer.update_factors import build_optimizer
 from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, create_p2p_groups
@@ -107,14 +107,9 @@ def _collect_groups(run: Run) -> dict[str, Strategy]:
 
 
 def _build_optimizer(run: Run, stages: dict[int, ModelStage]) -> torch.optim.Optimizer:
-    """Return the optimizer of all parameters; raises RunError where a user's own class returns something else."""
-    optimizer: object = run.optimizer.build(
-        named for stage in stages.values() for named in stage.iterate_global_parameters()
-    )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        builder = f"{get_kind(type(run.optimizer))}.build"
-        raise RunError(f"{builder} returned {type(optimizer).__name__}; return a torch.optim.Optimizer.")
-    return optimizer
+    """Return the optimizer of all parameters, with the factors that the model asks for."""
+    parameters = (named for stage in stages.values() for named in stage.iterate_global_parameters())
+    return build_optimizer(run.optimizer, run.model, parameters)
 
 
 def _list_model_terms(stages: dict[int, ModelStage]) -> tuple[str, ...]:

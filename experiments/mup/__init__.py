@@ -1,0 +1,1 @@
+"""Transfer of hyperparameters over width and depth, for AdamW and Muon."""
