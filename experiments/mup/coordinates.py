@@ -4,7 +4,8 @@
 
 trains a model at each size on one device, with transfer and without, and writes how much each activation has changed
 since the initial weights. With transfer a change does not depend on the size: the slope of its logarithm over that of
-the size is zero.
+the size is zero. There are few different tokens, fewer than the smallest width: exponents hold where the width is the
+largest number.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def list_sizes(over: str) -> list[Size]:
     """Return the sizes of a check over "width" or "depth"."""
     if over == "width":
         return [Size(dim, BASE_DEPTH) for dim in WIDTHS]
-    return [Size(BASE_WIDTH * 2, layers) for layers in DEPTHS]
+    return [Size(BASE_WIDTH, layers) for layers in DEPTHS]
 
 
 def compose(size: Size, transfer: str, options: dict[str, str], seed: int = 0) -> Any:
@@ -79,9 +80,9 @@ def compose(size: Size, transfer: str, options: dict[str, str], seed: int = 0) -
         f"optimizer.lr={options['lr']}", f"model.dim={size.dim}", f"model.layers={size.layers}", "model.head_dim=16",
         f"model.heads={size.dim // 16}", f"model.kv_heads={size.dim // 32}", f"model.ffn={3 * size.dim}",
         f"model.vocab={VOCAB}", f"model.base_layers={BASE_DEPTH}", f"model.transfer={transfer}",
-        f"model.base_dim={BASE_WIDTH if options['over'] == 'width' else 2 * BASE_WIDTH}", "precision=fp32",
+        fX
         f"training.seed={seed}", f"training.seq_len={LENGTH}", f"training.global_batch={ROWS * LENGTH}",
-        f"dataset=synthetic", f"dataset.vocab={VOCAB}", "dataset.tokens=20000", "cluster=cpu",
+        "dataset=synthetic", f"dataset.vocab={VOCAB}", "dataset.tokens=20000", "cluster=cpu",
         *([f"model.expert_ffn={3 * size.dim // 2}"] if "moe" in options["model"] else []),
     )  # fmt: skip
 
