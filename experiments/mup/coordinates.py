@@ -80,7 +80,7 @@ def compose(size: Size, transfer: str, options: dict[str, str], seed: int = 0) -
         f"optimizer.lr={options['lr']}", f"model.dim={size.dim}", f"model.layers={size.layers}", "model.head_dim=16",
         f"model.heads={size.dim // 16}", f"model.kv_heads={size.dim // 32}", f"model.ffn={3 * size.dim}",
         f"model.vocab={VOCAB}", f"model.base_layers={BASE_DEPTH}", f"model.transfer={transfer}",
-        fX
+        f"model.base_dim={BASE_WIDTH}", "precision=fp32",
         f"training.seed={seed}", f"training.seq_len={LENGTH}", f"training.global_batch={ROWS * LENGTH}",
         "dataset=synthetic", f"dataset.vocab={VOCAB}", "dataset.tokens=20000", "cluster=cpu",
         *([f"model.expert_ffn={3 * size.dim // 2}"] if "moe" in options["model"] else []),
@@ -120,7 +120,7 @@ class Recorder:
     def _make_hook(self, role: str) -> Any:
         return lambda _module, _inputs, output: self._record(role, getattr(output, "logits", output))
 
-    def _record(self, role: str, output: Tensor) -> None:
+    def _record(self, role: str, output: Any) -> None:
         self.activations.setdefault(role, []).append(output.detach().float().clone())
 
 

@@ -20,9 +20,9 @@ class Transferred(DecoderModel):
 
     def block_at(self, layer: int) -> nn.Module:
         """Return the family's block, with scores that have the factor 1 / head_dim where that is asked for."""
-        block: Any = super().block_at(layer)
+        block = super().block_at(layer)
         if (base := self.config.base_head_dim) is not None:
-            block.attention.core.scale = math.sqrt(base) / self.config.head_size
+            block.get_submodule("attention.core").scale = math.sqrt(base) / self.config.head_size
         return block
 
     def initial(self) -> dict[str, Initializer]:

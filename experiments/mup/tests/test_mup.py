@@ -59,7 +59,9 @@ def test_groups_follow_the_table(optimizer: Any, name: str, lr: float, decay: fl
     assert (group["weight_decay"], group["eps"]) == pytest.approx((0.1 * decay, 1e-6 * eps))
 
 
-@pytest.mark.parametrize("schema", [Llama(**WIDE), Qwen3(**WIDE), Qwen3Moe(**WIDE, **MOE)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "schema", [Llama(**WIDE), Qwen3(**WIDE), Qwen3Moe(**WIDE, **MOE)], ids=lambda s: type(s).__name__
+)
 def test_initial_values_follow_the_table(schema: Any) -> None:
     with torch.device("meta"):
         initial = schema.build().initial()
@@ -120,7 +122,16 @@ def test_attention_scale() -> None:
     assert compute_factor("head.weight", "adamw", "lr", ModelScale(8, 2)) == 1 / 8
 
 
-OWN = (CONF, "model.head_dim=8", "model.heads=4", "model.kv_heads=2", "model.base_dim=16", "model.base_layers=1", "checkpoint=off", "optimizer.eps=1e-4")
+OWN = (
+    CONF,
+    "model.head_dim=8",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.base_dim=16",
+    "model.base_layers=1",
+    "checkpoint=off",
+    "optimizer.eps=1e-4",
+)
 LLAMA, EXPERTS = ("model=mup_llama",), ("model=mup_qwen3_moe", "model.experts=4", "model.expert_ffn=16")
 
 
