@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from tests.support.composing import compose_test_run
+from tests.support.ranks import run_ranks
 from tests.support.tiers import full
+from titan.estimate import memory
+from titan.estimate.traced.memory import LiveMemory, find_peak
 from titan.model.activations import RankBatch, count_head_bytes
 from titan.model.layers import IGNORED, Head
 from titan.model.loss_terms import Term, set_head_loss, z_loss
+from titan.run.run import Run
+from titan.training.trace.ranks import build_rank_trace
 
 TOKENS, WIDTH, VOCAB = 2048, 32, 8192
 Z_LOSS = (Term("z_loss", 1e-4, z_loss),)
@@ -76,3 +82,20 @@ def test_a_compiled_head_keeps_its_logits_once_in_the_compute_type(
     measured = measure_peak_bytes(step)
     assert measured == pytest.approx(stated.backward, rel=0.1)
     assert measured / (TOKENS * VOCAB) == pytest.approx(per_logit, rel=0.1)
+
+
+def trace_peak(_: int, __: int, run: Run) -> LiveMemory:
+    """Return the fullest moment of the first rank's traced step."""
+    return find_peak(build_rank_trace(run, 0).events)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("more", ["parallelism=single", "parallelism=fsdp training.z_loss=1e-4"])
+def test_a_trace_of_a_compiled_run_has_its_logits_once(more: str) -> None:
+    model = "model.dim=256 model.heads=4 model.kv_heads=2 model.ffn=512 model.vocab=16384 model.layers=4"
+    batch = "training.seq_len=512 training.global_batch=8192 dataset=synthetic checkpoint=off cluster.memory_gib=1e6"
+    run = compose_test_run(f"model=debug precision=bf16 memory=full compile=block {model} {batch} {more}".split())
+    stated = memory.estimate_peak(run, run.layout, run.microbatches, run.machine.device)
+    traced = run_ranks(trace_peak, 1, run, joined=False, timeout=600)[0]
+    assert stated.phase == "backward of the head"
+    assert traced.bytes == pytest.approx(stated.bytes, rel=0.05)

@@ -3,7 +3,8 @@
 A fake process group replaces the other ranks, and fake tensors have shapes only: the real build, forward, backward and
 update run, so that jobs of hundreds of GPUs are traced on a laptop.
 
-Not traced: what happens inside of kernels, and the compiler's fusion: operations are those of the uncompiled model.
+Not traced: what happens inside of kernels, and the compiler's fusion except that of the loss: operations are those of
+the uncompiled model.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.evaluation.averages import MovingAverage
+from titan.training.trace.fused_loss import fuse_losses
 from titan.training.trace.recorder import EventRecorder
 from titan.training.trace.regions import follow_regions
 from titan.training.trace.streams import hold_messages, record_streams
@@ -44,13 +46,14 @@ BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that DDP sums at once (torch's default)."""
 
 
-def trace_rank(run: Run, rank: int, device: str) -> StepTrace:
+def trace_rank(run: Run, rank: int, device: str, fuses_loss: bool = False) -> StepTrace:
     """Trace the step of a rank after the first one, when the optimizer's state exists.
 
     Args:
         run: on any number of ranks; without compilation.
         rank: among all.
         device: "cuda" for norms as GPUs' kernel computes them, all else being as on a CPU.
+        fuses_loss: whether head and loss are as in a compiled graph.
 
     Raises:
         ConfigError: when code of the step asks for the value of a tensor.
@@ -68,6 +71,8 @@ def trace_rank(run: Run, rank: int, device: str) -> StepTrace:
             block_of: dict[int, int] = {}
             stack.enter_context(record_streams(recorder, block_of))
             train_step = build_train_step(run, world)
+            if fuses_loss:
+                fuse_losses(stage.model.head for stage in train_step.stages)
             block_of.update(_map_blocks(train_step))
             _record_step(run, train_step, recorder, fake, rank)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

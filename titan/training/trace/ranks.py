@@ -46,10 +46,10 @@ def _build_rank_result(run: Run, speeds: Speeds, rank: int, full: bool) -> RankR
 
 def build_rank_trace(run: Run, rank: int, *, full: bool = False) -> StepTrace:
     """Return the trace of a rank, composed from a short one where its blocks allow it; see `trace_run`."""
-    eager_run, device = make_eager(run), run.machine.device
+    eager_run, device, fuses_loss = make_eager(run), run.machine.device, run.compile.scope in ("block", "model")
     if full or not _blocks_repeat(run):
-        return trace_rank(eager_run, rank, device)
-    short = trace_rank(shorten_run(eager_run), rank, device)
+        return trace_rank(eager_run, rank, device, fuses_loss)
+    short = trace_rank(shorten_run(eager_run), rank, device, fuses_loss)
     blocks = {stage: run.staging.layers[stage] for stage in short.blocks}
     return compose_trace(short, blocks, _find_period(run), run.microbatches, _count_units(run))
 
