@@ -111,7 +111,7 @@ def exported(run: Run, folder: Path) -> Path:
 
 
 def test_exported_weights_score_as_the_reference(exported: Path, folder: Path, tmp_path: Path) -> None:
-    """The reference computes each continuation alone with transformers; lm-evaluation-harness too, where installed."""
+    """The reference computes each continuation alone with transformers; lm-evaluation-harness its own way."""
     tasks = ",".join(f"{name}:{folder}/{name}.jsonl" for name in FORMATS)
     found = evaluated(exported, tmp_path / "out.json", f"tasks=[{tasks}]", "precision=fp32", "training.seq_len=64")
     for name in FORMATS:
@@ -124,17 +124,15 @@ def test_exported_weights_score_as_the_reference(exported: Path, folder: Path, t
 
 
 def references(exported: Path, items: tuple[TaskItem, ...]) -> list[Any]:
-    """Log-likelihoods of each choice, and whether it is greedy, by one or two other programs."""
-    transformers = pytest.importorskip("transformers")
+    """Log-likelihoods of each choice, and whether it is greedy, by two other programs."""
+    import transformers
+    from lm_eval.api.instance import Instance  # type: ignore[import-untyped]
+    from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped]
+
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     pairs = [(item.context, item.delimiter + choice) for item in items for choice in item.choices]
     found = [np.array([alone(model, tokenizer, *pair) for pair in pairs])]
-    try:
-        from lm_eval.api.instance import Instance  # type: ignore[import-not-found]
-        from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
-    except ImportError:
-        return found
     harness = HFLM(pretrained=str(exported), dtype="float32", device="cpu", batch_size=1)
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
     return [*found, np.array(harness.loglikelihood(requests, disable_tqdm=True), dtype=np.float64)]
