@@ -5,6 +5,7 @@ The file is Optuna's journal: one line per change, so that a kill at any moment 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import itertools
 import math
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
+OLDEST_OPTUNA = 4
+"""The first version of Optuna that has what is used."""
 STORAGE = "study.journal"
 """The study's file in a sweep's directory."""
 FIXED = "fixed"
@@ -35,8 +38,15 @@ FREE = ("cluster.", "hydra.", "name=", "metrics.")
 
 def check_settings(settings: OptunaSearch) -> None:
     """Raise ConfigError where a package is missing, or the storage is no file."""
-    if importlib.util.find_spec("optuna") is None:
-        raise ConfigError("hydra/sweeper=optuna: needs optuna; pip install 'titan[sweep]'.")
+    try:
+        version = importlib.metadata.version("optuna")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError("hydra/sweeper=optuna: needs optuna; pip install 'titan[sweep]'.") from None
+    if int(version.partition(".")[0]) < OLDEST_OPTUNA:
+        raise ConfigError(
+            f"hydra/sweeper=optuna: needs optuna {OLDEST_OPTUNA}, and {version} is installed; "
+            "pip install --upgrade 'titan[sweep]'."
+        )
     if settings.sampler == "cmaes" and importlib.util.find_spec("cmaes") is None:
         raise ConfigError("hydra.sweeper.sampler=cmaes: needs cmaes; pip install cmaes, or take another sampler.")
     if settings.storage is not None and "://" in settings.storage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import signal
@@ -20,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from launchers.command import run_command
 from launchers.search import space as spaces
 from launchers.search.pool import HOOK, TrialPool, write_best
-from launchers.search.study import STORAGE, open_study
+from launchers.search.study import STORAGE, check_settings, open_study
 from launchers.slurm import queue
 from launchers.slurm.sweep import SlurmSweep
 from launchers.start import run_local
@@ -343,3 +344,16 @@ def test_slurm_jobs_are_submitted_one_after_another(
     assert submitted == [2, 2, 1] and pool.codes == [0] * 5 and not pool.active
     assert [trial.value for trial in trials] == [3.0, 3.0, 5.0, 5.0, 6.0]
     assert capsys.readouterr().out.count("finished") == 5
+
+
+def test_an_old_or_missing_optuna_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.10.1")
+    with pytest.raises(ConfigError, match=r"needs optuna 4, and 2\.10\.1 is installed; pip install --upgrade"):
+        check_settings(OptunaSearch())
+
+    def find_nothing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", find_nothing)
+    with pytest.raises(ConfigError, match="needs optuna; pip install"):
+        check_settings(OptunaSearch())
