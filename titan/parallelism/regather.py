@@ -151,6 +151,7 @@ class _ProjectByLayer(torch.autograd.Function):
         for grad, weight, product in reversed(list(zip(grads, weights, ctx.products, strict=True))):
             part, weight_grad = _compute_layer_gradients(gathered, grad, weight, product)
             total = part if total is None else total.add_(part)
+            del part  # else it is in memory beside the next one
             weight_grads.insert(0, weight_grad)
         if total is None:
             raise ValueError("no layers")
@@ -190,6 +191,7 @@ def _sum_input_gradients(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
     for grad, weight in zip(reversed(grads), reversed(weights), strict=True):
         part = grad.flatten(0, -2) @ weight
         total = part if total is None else total.add_(part)
+        del part  # else it is in memory beside the next one
     if total is None:
         raise ValueError("no layers")
     return total.view(*grads[0].shape[:-1], -1)
