@@ -99,3 +99,17 @@ def test_a_trace_of_a_compiled_run_has_its_logits_once(more: str) -> None:
     traced = run_ranks(trace_peak, 1, run, joined=False, timeout=600)[0]
     assert stated.phase == "backward of the head"
     assert traced.bytes == pytest.approx(stated.bytes, rel=0.05)
+
+
+def test_backends_for_debugging_fuse_nothing() -> None:
+    settings = ["model=debug", "precision=bf16", "dataset=synthetic", "checkpoint=off", "cluster.memory_gib=1e6"]
+    choices = {
+        "off": "compile=off",
+        "inductor": "compile=block",
+        "aot_eager": "compile=block compile.backend=aot_eager",
+    }
+    peaks = {}
+    for name, choice in choices.items():
+        run = compose_test_run([*settings, *choice.split()])
+        peaks[name] = memory.estimate_peak(run, run.layout, run.microbatches, "cuda").bytes
+    assert peaks["aot_eager"] == peaks["off"] > peaks["inductor"]

@@ -50,7 +50,7 @@ def build_space(*overrides: str) -> spaces.Space:
 
 
 class Kill(BaseException):
-    """Ends a search as a kill does: nothing is told."""
+    """Ends a search as a kill does: its trials stay as they are."""
 
 
 class Machine:
@@ -175,8 +175,8 @@ def test_what_the_study_gets(
         pool = TrialPool(study, space, settings, sweep, float("inf") if worst is None else worst, machine.expand)
         (trial,) = pool.ask()
         pool.tell(trial, machine._run(trial))
-        (told,) = study.get_trials()
-    assert (told.state.name, told.value) == expected
+        (trial_state,) = study.get_trials()
+    assert (trial_state.state.name, trial_state.value) == expected
 
 
 def test_failures_in_a_row_end_the_search(tmp_path: Path, run: Run) -> None:

@@ -60,7 +60,7 @@ class Settings:
     rounds: int = setting(9, "rounds per case", at_least=1, cap=10**6)
     steps: int = setting(5, "steps per round", at_least=1, cap=10**6)
     case: str = setting(
-        "", "only cases whose title contains this text, or one of several; with ; between them", any_text=True
+        "", "only cases whose title contains this text, or one of several with ; between them", any_text=True
     )
     to: str | None = setting(
         None, "a JSON file to write, with all figures; of suite=acceptance the folder of the report; null: acceptance"

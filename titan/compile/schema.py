@@ -21,3 +21,8 @@ class Compile:
     backend: Literal["inductor", "aot_eager", "eager"] = setting(
         "inductor", "torch.compile backend: inductor, or aot_eager and eager for debugging"
     )
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a compiler fuses operations and saves fewer of their results; backends for debugging do not."""
+        return self.scope in ("block", "model") and self.backend == "inductor"

@@ -71,7 +71,7 @@ class RankWork:
         self.rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
         self.tokens = self.rows * recipe.training.seq_len / layout.context
         self.merged = merged
-        self.compiled = recipe.compile.scope in ("block", "model")
+        self.compiled = recipe.compile.fuses
         self.compiles_routing = self.compiled and layout.expert == 1  # an exchange of tokens is in no graph
         self.eager = 1.0 if self.compiled else speeds.eager
         self.fsdp = not layout.only_replicated and layout.sharded * layout.replicate > 1

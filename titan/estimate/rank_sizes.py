@@ -165,7 +165,7 @@ class RankSizes:
             layout.tensor,
             recipe.parallelism.sequence_parallel,
             fused=device == "cuda",
-            compiled=recipe.compile.scope in ("block", "model"),
+            compiled=recipe.compile.fuses,
             expert=layout.expert,
             regather=regathers_input(recipe, layout),
             one_row=rows == 1,

@@ -124,7 +124,7 @@ class Pricing:
     def __init__(self, recipe: Recipe, layout: Layout, speeds: Speeds) -> None:
         self.recipe, self.speeds = recipe, speeds
         self.synchronous = speeds.synchronous
-        self.compiled = recipe.compile.scope in ("block", "model")
+        self.compiled = recipe.compile.fuses
         self.launch = speeds.launch * (LAUNCHES[True] / LAUNCHES[False] if self.compiled else 1.0)
         self.fused = speeds.eager if self.compiled else 1.0
         self.unfused = (*COPIES, *ROW_COPIES) if layout.expert > 1 else COPIES

@@ -46,7 +46,7 @@ def _build_rank_result(run: Run, speeds: Speeds, rank: int, full: bool) -> RankR
 
 def build_rank_trace(run: Run, rank: int, *, full: bool = False) -> StepTrace:
     """Return the trace of a rank, composed from a short one where its blocks allow it; see `trace_run`."""
-    eager_run, device, fuses_loss = make_eager(run), run.machine.device, run.compile.scope in ("block", "model")
+    eager_run, device, fuses_loss = make_eager(run), run.machine.device, run.compile.fuses
     if full or not _blocks_repeat(run):
         return trace_rank(eager_run, rank, device, fuses_loss)
     short = trace_rank(shorten_run(eager_run), rank, device, fuses_loss)
