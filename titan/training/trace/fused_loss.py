@@ -1,7 +1,7 @@
 """The head and its loss as a compiler's graph computes them, for traces: logits once, in the compute type.
 
-The graph reads logits for the loss, writes their gradient over them, and multiplies it (`tests/estimate/test_head.py`
-measures that). Its operations on fake tensors have the same tensors and bytes; values do not matter there.
+The graph reads logits for the loss, writes their gradient over them, and multiplies it (tests measure
+that). Its operations on fake tensors have the same tensors and bytes; values do not matter there.
 """
 
 from __future__ import annotations
