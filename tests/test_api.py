@@ -143,6 +143,7 @@ def test_a_result_of_an_earlier_attempt_is_not_the_runs(tmp_path: Path) -> None:
     assert (outcome.finished, outcome.step, outcome.exit_code) == (False, 4, 130)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -175,6 +176,7 @@ def test_an_error_of_ranks_is_raised(tmp_path: Path, parallelism: str, capfd: py
     assert str(failed.value) in capfd.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("code", "reasons", "kind", "message"),
     [
@@ -264,6 +266,7 @@ def test_a_plan_is_that_of_the_command(
         api.plan("-m", *given, "training.seed=1,2")
 
 
+@pytest.mark.full
 def test_notebooks_get_short_lines_and_tables() -> None:
     run = replace(api.compose("model=debug", "name=a"), name="a<b")
     assert repr(run).startswith("Run(name=a<b, model=debug, ") and len(repr(run)) < 250

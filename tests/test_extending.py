@@ -58,6 +58,7 @@ QUICK = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overrides", select_cases(EXAMPLES, QUICK))
 def test_an_example_trains(overrides: str, mine: Path) -> None:
     run = trained(overrides, *SMALL)
@@ -66,6 +67,7 @@ def test_an_example_trains(overrides: str, mine: Path) -> None:
     assert run.layout.devices > 1 or (mine / "runs/example/result.json").is_file()
 
 
+@pytest.mark.full
 def test_a_schedule_of_ones_own_is_shown_checked_and_part_of_the_ids(
     mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +81,7 @@ def test_a_schedule_of_ones_own_is_shown_checked_and_part_of_the_ids(
     assert three == {**two, "schedule.cycles": 3}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides",
     [full(o) if "sharp" in o or o == "model=small training.steps=5" else o for o in examples.read_trainings(TERMS)],
@@ -93,6 +96,7 @@ def test_terms_of_the_loss_are_measured(overrides: str, mine: Path) -> None:
         assert all({key for key in line if key.startswith("loss/")} == {f"loss/{n}" for n in wanted} for line in found)
 
 
+@pytest.mark.full
 def test_a_hook_measures(mine: Path) -> None:
     trained(examples.read_trainings(HOOKS)[0], *_hooked())
     found = [line for line in read_records(mine / "runs/norms/metrics.jsonl") if "loss" in line]
@@ -102,6 +106,7 @@ def test_a_hook_measures(mine: Path) -> None:
         assert min(blocks) > 0 and sum(block**2 for block in blocks) < line["grad_norm"] ** 2
 
 
+@pytest.mark.full
 def test_a_hook_ends_a_run(mine: Path) -> None:
     trained(examples.read_trainings(HOOKS)[1], *_hooked())
     result = json.loads((mine / "runs/pruned/result.json").read_text())
@@ -121,6 +126,7 @@ def test_the_tables_name_every_moment_and_every_public_name() -> None:
     assert named == public | {"run", "rank", "world_size", "device", "step", "figures"}
 
 
+@pytest.mark.full
 def test_a_task_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ((train, measure),) = re.findall(r"```sh\npython -m titan.train (.*?)\npython -m titan.evaluate (.*?)\n```", TASK)
     texts = [{"sentence_good": a[1], "sentence_bad": a[2]} for a in task_files.read_texts(4)]

@@ -141,6 +141,7 @@ QUICK = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", select_cases(PUBLISHED, QUICK))
 def test_a_published_recipe_is_what_was_published(name: str) -> None:
     run, said = recipe(name), PUBLISHED[name]
@@ -174,6 +175,7 @@ def check_what_all_share(run: Run) -> None:
         assert (run.model.rope_theta, run.model.rope_factor, run.model.vocab) == (500_000.0, 8.0, 128_256)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layout", "training", "schedule", "lr", "axes", "minutes"),
     [
@@ -215,6 +217,7 @@ def test_no_recipe_is_left_out() -> None:
     assert FILES["recipe"] == sorted([*PUBLISHED, "train_1b", "train_8b", "train_70b", "train_405b"])
 
 
+@pytest.mark.full
 def test_a_recipe_yields_to_the_command_line_and_to_smaller_clusters() -> None:
     run = recipe("bench_8b_128", "cluster.nodes=2", "compile=off", "training.global_batch=262144")
     assert (run.layout, run.choices["compile"], run.rank_rows) == (Layout(shard=16), "off", 2)
@@ -238,6 +241,7 @@ LADDERS = ["ladder"]
 """Sweeps that are no grids: tests/sweep/test_ladder.py."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", select_cases([name for name in FILES["sweep"] if name not in ("branches", *LADDERS)], ("learning_rate",))
 )
@@ -288,6 +292,7 @@ def test_a_sweep_yields_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> 
     assert [(r.precision.compute, r.training.seed, r.training.steps) for r in runs] == [("fp32", 7, 5), ("bf16", 7, 5)]
 
 
+@pytest.mark.full
 def test_the_dense_twin_of_experts_differs_by_the_routers_only() -> None:
     point = yaml.safe_load((CONF / "sweep/experts.yaml").read_text())["model"]
     shape = [f"model.{name}={value}" for name, value in point.items()]

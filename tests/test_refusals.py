@@ -484,6 +484,7 @@ def refused(run: Run, expected: str, folder: str = "runs") -> None:
     assert sorted(str(p) for p in Path(folder).rglob("*")) == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -560,6 +561,7 @@ def refused_to_begin(run: Run, expected: str) -> None:
     sentence(f"titan: {refusal.value}", expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -582,6 +584,7 @@ def test_fork_of_nothing() -> None:
     refused(tiny("checkpoint.resume=nope"), "checkpoint.resume=nope|no such directory|correct the path")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overrides", [["checkpoint.resume=nope"], ["checkpoint.weights=./nope"]], ids=str)
 def test_what_a_run_starts_from_is_looked_for_before_its_data_are_prepared(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch
@@ -590,6 +593,7 @@ def test_what_a_run_starts_from_is_looked_for_before_its_data_are_prepared(
     refused(tiny(*overrides), f"{overrides[0]}|no such directory|correct the path")
 
 
+@pytest.mark.full
 def test_fork_of_an_incomplete_checkpoint() -> None:
     folder = write_run_checkpoint(begun(), 2)
     (folder / "weights").write_bytes(b"w")
@@ -597,11 +601,13 @@ def test_fork_of_an_incomplete_checkpoint() -> None:
     refused(tiny("checkpoint.resume=runs/x", name="y"), expected)
 
 
+@pytest.mark.full
 def test_fork_of_a_run_on_other_data() -> None:
     write_run_checkpoint(begun(), 2)
     refused(tiny("checkpoint.resume=runs/x", "dataset.tokens=30000", name="y"), "the same dataset, tokenizer")
 
 
+@pytest.mark.full
 def test_fork_with_too_few_steps() -> None:
     write_run_checkpoint(begun(), 2)
     refused(tiny("checkpoint.resume=runs/x", "training.steps=2", name="y"), "training.steps=2|2 steps already|more")

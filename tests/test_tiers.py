@@ -135,6 +135,7 @@ def test_shares(shared): pass
 """
 
 
+@pytest.mark.full
 def test_what_takes_more_cpu_time_than_allowed_fails_the_session(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(PLUGIN)
     (tmp_path / "test_burning.py").write_text(BURNING)

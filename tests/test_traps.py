@@ -32,6 +32,7 @@ from titan.parallelism.schema import Layout
 from titan.parallelism.tensor_norms import count_replicas
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_weights_stay_gathered_between_two_backward_passes(schedule: str, tmp_path: Path) -> None:
     """With weights freed in between gradients come out wrong, without a word."""

@@ -68,6 +68,7 @@ QUICK = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("case", select_cases([pytest.param(case, id=case.title) for case in list_gpu_cases()], QUICK))
 def test_an_h200_has_room_for_each_of_its_cases(case: SpeedCase) -> None:
@@ -117,6 +118,7 @@ def test_error_line_of_a_process(text: str, line: str) -> None:
     assert speed.find_error_line(text, -9).startswith(line)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("suite", ["tiny", "modes"])
 def test_unknown_case(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([f"suite={suite}", "case=fp23", "cluster.device=cpu"]) == 2
@@ -146,6 +148,7 @@ def test_a_cpu_is_asked_for_a_bare_loop_compiled_as_a_whole() -> None:
         assert (case.bare, case.overrides) == ("model", (f"precision={precision}", "compile=block"))
 
 
+@pytest.mark.full
 def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks as titan does, or all at once if the case says so; in a separate process too."""
     compiled: list[str] = []
@@ -206,6 +209,7 @@ def test_a_case_that_can_not_be_composed_is_skipped(capsys: pytest.CaptureFixtur
     assert "skipped: training.sleep=1: there is no such setting" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_where_steps_spend_their_time(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["suite=tiny", "operators=true", "case=fp32, compile off", "steps=1"]
     assert command.main(arguments) == 0
@@ -213,6 +217,7 @@ def test_where_steps_spend_their_time(capsys: pytest.CaptureFixture[str]) -> Non
     assert "fp32, compile off: 1 steps" in out and "aten::mm" in out and "Self CPU" in out
 
 
+@pytest.mark.full
 def test_host_synchronisation_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU nothing synchronises: torch's debug mode and its error are simulated."""
     modes: list[str] = []

@@ -58,6 +58,7 @@ def test_sides_of_expert_parallelism_differ_in_its_degree() -> None:
         assert first.model == second.model
 
 
+@pytest.mark.full
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     case = experts.MATMULS[0].title

@@ -38,6 +38,7 @@ def test_prices_of_one_device_are_recovered() -> None:
     assert found == pytest.approx(PRICES, rel=1e-3)
 
 
+@pytest.mark.full
 def test_the_speed_of_a_rank_is_recovered() -> None:
     figures: Any = FIGURES | PRICES
     runs = timed("single", figures, range(2))
@@ -54,6 +55,7 @@ def _slowed(run: Run, figures: dict[str, float]) -> float:
 DIMENSIONS = [pytest.param(*names, id="-".join(names)) for names in step_figures.DIMENSIONS.items()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "dimension"), select_cases(DIMENSIONS, ("ddp-replicate",)))
 def test_host_time_of_a_dimension_is_recovered(layout: str, dimension: str) -> None:
     unit = "action" if dimension == "pipeline" else "block"

@@ -87,6 +87,7 @@ def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_
     assert (manifest.folder_of(tmp_path, 2) / "note").is_file()
 
 
+@pytest.mark.full
 def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +133,7 @@ def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monk
     assert (manifest.folder_of(tmp_path, 3) / "hf" / select.EXPORT_MARKERS["hf"]).is_file()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", [full("start_copy"), "wait_for_copies"])
 def test_a_rank_without_memory_for_its_copy_fails_the_save_and_not_the_run(when: str, tmp_path: Path) -> None:
     def full(trainer: Trainer) -> list[SaveOutcome]:

@@ -27,6 +27,7 @@ from titan.run.directory import read_attempts
 from titan.weights.formats import open_weights
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", full("fsdp2")])
 def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout: str, tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "training.steps=6", layout=layout)
@@ -74,6 +75,7 @@ class TestErrorsThatPass:
         assert all("Nothing was changed" in str(rank.failure) for rank in seen)
         assert [f.name for f in manifest.list_complete(tmp_path)] == ["step-3"]
 
+    @pytest.mark.full
     def test_a_damaged_checkpoint_that_can_not_be_set_aside_is_no_endless_loop(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -95,6 +97,7 @@ class TestRunsOfTheSameName:
         assert open_remote("copies", "/scratch/one").url == f"{Path.cwd()}/copies/one"
         assert open_remote("~/copies", "/scratch/one").url == f"{Path.home()}/copies/one"
 
+    @pytest.mark.full
     def test_copies_of_another_run_are_neither_taken_nor_overwritten(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -120,6 +123,7 @@ class TestRunsOfTheSameName:
             begin_run(second)
 
 
+@pytest.mark.full
 def test_a_finished_run_whose_last_copy_was_cut_off_makes_it_up(tmp_path: Path) -> None:
     plain = compose_tiny_run(tmp_path / "runs" / "x", "evaluation.tokens=64")
     train_run(plain)
@@ -153,6 +157,7 @@ class TestParentsThatGoOn:
         first = {n: t for n, t in train_run(named)[0].first.items() if n.startswith("model.")}
         assert are_identical(first, self.weights(parent, 3))
 
+    @pytest.mark.full
     def test_every_rank_opens_the_folder_that_was_settled(self, tmp_path: Path) -> None:
         train_run(compose_tiny_run(tmp_path / "parent", "checkpoint.keep=9"))
         run = compose_tiny_run(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
@@ -161,6 +166,7 @@ class TestParentsThatGoOn:
         assert isinstance(attempt, attempts.Attempt)
         assert attempt.weights == str(tmp_path / "parent" / "checkpoints" / "step-3")
 
+    @pytest.mark.full
     def test_given_weights_that_are_damaged_are_refused(self, tmp_path: Path) -> None:
         train_run(compose_tiny_run(tmp_path / "parent"))
         (folder,) = manifest.list_complete(tmp_path / "parent")
@@ -178,6 +184,7 @@ class TestParentsThatGoOn:
         with pytest.raises(ConfigError, match="are not the weights that the run in"):
             begin_run(compose_tiny_run(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
 
+    @pytest.mark.full
     def test_a_parent_that_retires_the_checkpoint_meanwhile_does_not_matter(self, tmp_path: Path) -> None:
         parent = compose_tiny_run(tmp_path / "parent")
         last = train_run(parent)[0].last
@@ -194,6 +201,7 @@ class TestParentsThatGoOn:
             assert are_identical(train_run(fork)[0].first, last)
 
 
+@pytest.mark.full
 def test_checkpoints_without_their_run_are_not_taken_up(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "training.steps=6")
     train_run(run, stop_at(2))
@@ -202,6 +210,7 @@ def test_checkpoints_without_their_run_are_not_taken_up(tmp_path: Path) -> None:
         begin_run(compose_tiny_run(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
 
 
+@pytest.mark.full
 def test_run_yaml_has_a_document_a_life_whatever_happens(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "training.steps=6")
     train_run(run, stop_at(2))
@@ -212,6 +221,7 @@ def test_run_yaml_has_a_document_a_life_whatever_happens(tmp_path: Path) -> None
 
 
 class TestWhatAUserDoes:
+    @pytest.mark.full
     def test_a_finished_run_comes_back_from_its_copies_with_its_checkpoint(self, tmp_path: Path) -> None:
         path = f"checkpoint.path={tmp_path}/copies"
         run = compose_tiny_run(tmp_path / "runs" / "x", path)
@@ -220,6 +230,7 @@ class TestWhatAUserDoes:
         assert train_run(run)[0].code == 0
         assert [f.name for f in manifest.list_complete(tmp_path / "runs" / "x")] == ["step-3"]
 
+    @pytest.mark.full
     @pytest.mark.parametrize("setting", ["resume", full("weights")])
     def test_a_folder_of_copies_may_be_named(self, setting: str, tmp_path: Path) -> None:
         parent = compose_tiny_run(tmp_path / "runs" / "x", f"checkpoint.path={tmp_path}/copies")
@@ -230,6 +241,7 @@ class TestWhatAUserDoes:
         names = [n for n in last if setting == "resume" or n.startswith("model.")]
         assert all(torch.equal(first[name], last[name]) for name in names)
 
+    @pytest.mark.full
     @pytest.mark.parametrize("layout", ["single", full("fsdp2")])
     def test_a_fork_that_is_refused_leaves_its_name_free(
         self, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -245,6 +257,7 @@ class TestWhatAUserDoes:
             assert "with another model or optimizer" in capfd.readouterr().err
         assert not (tmp_path / "fork").exists()
 
+    @pytest.mark.full
     def test_a_life_that_is_refused_is_not_recorded(self, tmp_path: Path) -> None:
         train_run(compose_tiny_run(tmp_path))
         (folder,) = manifest.list_complete(tmp_path)
@@ -265,6 +278,7 @@ class TestWhatAUserDoes:
         attempts.withdraw_attempt(run, attempt)
         assert read_attempts(tmp_path) == []
 
+    @pytest.mark.full
     def test_what_was_passed_over_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         train_run(compose_tiny_run(tmp_path, "checkpoint.every=2"))
         (manifest.folder_of(tmp_path, 3) / "__0_0.distcp").write_bytes(b"")

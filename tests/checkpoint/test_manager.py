@@ -193,6 +193,7 @@ def test_a_fork_with_another_optimizer_is_refused(before: str, after: str, said:
     assert "take its weights alone with checkpoint.weights=" in str(failed.value)
 
 
+@pytest.mark.full
 def test_a_fork_of_another_model_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     train_run(compose_tiny_run(tmp_path / "parent"))
     fork = compose_tiny_run(

@@ -68,6 +68,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [full("sync"), "async"])
 def test_a_save_takes_two_rounds_and_is_planned_once(mode: str, tmp_path: Path) -> None:
     how = (f"checkpoint={mode}", "checkpoint.every=2", "training.steps=6", "checkpoint.keep=9")
@@ -202,6 +203,7 @@ def looked_at() -> Iterator[list[str]]:
         yield names
 
 
+@pytest.mark.full
 def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path)
     train_run(run)

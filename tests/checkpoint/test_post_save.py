@@ -27,6 +27,7 @@ def files(place: Path) -> set[str]:
     return {folder.name for folder in place.iterdir() if folder.is_dir() and any(folder.iterdir())}
 
 
+@pytest.mark.full
 def test_half_a_checkpoint_goes_when_the_next_life_begins(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "training.steps=5", "checkpoint.every=0")
     train_run(run, stop_at(1))
@@ -49,6 +50,7 @@ class TestCopiesThatWereKilled:
         ]
         return compose_tiny_run(folder / "run", *every, *more, layout=layout)
 
+    @pytest.mark.full
     @pytest.mark.parametrize(("step", "layout"), [full(2, "fsdp2"), (4, "single")])
     def test_they_are_made_up_for(self, step: int, layout: str, tmp_path: Path) -> None:
         """Also that of the last checkpoint, after which no other one comes."""
@@ -90,6 +92,7 @@ class TestCopiesThatWereKilled:
         assert json.loads((Path(place.root) / "index.json").read_text())["begun"] == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("end", ['{"step": 9, "lo', '{"step": 9, "loss": 1.0}\n'], ids=["cut", "whole"])
 def test_a_line_of_metrics_that_was_cut_costs_no_other(end: str, tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "training.steps=3")

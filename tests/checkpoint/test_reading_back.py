@@ -33,6 +33,7 @@ from titan.weights.load import load_weights
 
 
 class TestMetadata:
+    @pytest.mark.full
     def test_name_no_path(self, tmp_path: Path) -> None:
         train_run(compose_tiny_run(tmp_path))
         (folder,) = manifest.list_complete(tmp_path)
@@ -99,6 +100,7 @@ class Saved:
         return self
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("there", "parts", "differs"),
     [

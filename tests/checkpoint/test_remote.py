@@ -110,6 +110,7 @@ def test_copies_of_another_run_are_not_overwritten(url: str, tmp_path: Path) -> 
     assert Remote(f"{url}/run").list_steps() == {2: 200}
 
 
+@pytest.mark.full
 def test_those_that_are_not_kept_go(url: str, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         copied(url, tmp_path / "run", step, keep=1, grace=3600.0)

@@ -73,6 +73,7 @@ class TestAsync:
             assert record["checkpoint_seconds"] > 0
             assert record["checkpoint_gib"] > 0
 
+    @pytest.mark.full
     def test_weights_that_change_while_it_is_written_are_not_seen(self, tmp_path: Path) -> None:
         """The write is held until two more updates are done."""
 
@@ -95,6 +96,7 @@ class TestAsync:
         train_run(beside, held)
         assert are_identical(read_checkpoint(beside, 3), read_checkpoint(waits, 3))
 
+    @pytest.mark.full
     def test_the_weights_do_not_change_before_they_are_copied(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -206,6 +208,7 @@ class TestFailedSaves:
         assert train_run(run)[0].code == 0
         assert [line["attempt"] for line in read_step_records(run)] == [1, 1, 2, 2]
 
+    @pytest.mark.full
     def test_a_directory_that_vanishes_is_made_again(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         def gone(trainer: Trainer) -> None:
             update = trainer._update
@@ -246,6 +249,7 @@ class TestFailedSaves:
 
 
 class TestOnDemand:
+    @pytest.mark.full
     def test_a_file_in_the_directory_asks_for_a_checkpoint(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -272,6 +276,7 @@ class TestOnDemand:
 class TestDamage:
     """What is only seen in the content of files, by the ranks."""
 
+    @pytest.mark.full
     @pytest.mark.parametrize(("file", "layout"), [full("__0_0.distcp", "fsdp2"), (".metadata", "single")])
     def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_is_used(
         self, file: str, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -316,6 +321,7 @@ class TestDamage:
             train_run(compose_tiny_run(tmp_path, "training.steps=5", layout="fsdp2"))
         assert "titan.errors.ConfigError: hydra.run.dir=" in str(failed.value)
 
+    @pytest.mark.full
     def test_a_damaged_parent_of_a_fork_is_refused(self, tmp_path: Path) -> None:
         train_run(compose_tiny_run(tmp_path / "parent"))
         (folder,) = manifest.list_complete(tmp_path / "parent")

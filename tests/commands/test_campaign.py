@@ -167,6 +167,7 @@ WORDS: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", WORDS)
 def test_a_wrong_command_line_is_rejected_in_a_sentence(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     words, sentence = WORDS[case]
@@ -209,6 +210,7 @@ def test_a_failed_run_is_an_error_and_its_seeds_are_tried_again(ask: Ask, monkey
     assert events == ["opened", "idea", "seeds"]
 
 
+@pytest.mark.full
 def test_a_recorded_baseline_imports_nothing_that_the_user_has_not_typed(
     ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -244,6 +246,7 @@ def test_the_page_lists_the_chain_and_the_evidence(ask: Ask, tmp_path: Path) -> 
     assert f"{kept['speed_up']:.3g}" in page and "default-src 'none'" in page
 
 
+@pytest.mark.full
 def test_a_pair_is_one_sweep_of_titans_launcher(trained: list[Run], tmp_path: Path) -> None:
     runs = [((*TINY, f"optimizer.lr={rate}"), 7) for rate in (0.1, 0.01)]
     assert campaign.TitanTrainer().train(tmp_path / "sweep", runs, "last_loss") == pytest.approx([2.0004, 2.9004])
@@ -304,6 +307,7 @@ def test_metrics_of_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         campaign.read_metric(tmp_path, 3, "last_loss")
 
 
+@pytest.mark.full
 def test_other_spellings_machines_and_names_are_the_same_idea() -> None:
     identify = campaign.TitanTrainer().identify
     words = [(), ("optimizer.lr=1e-3",), ("parallelism=ddp", "metrics.console_every=3"), ("optimizer.lr=2e-3",)]

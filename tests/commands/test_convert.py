@@ -26,6 +26,7 @@ def rows(screen: str) -> dict[str, str]:
     return {name: value.strip() for name, _, value in lines}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["hf", "meta", "titan"])
 @pytest.mark.parametrize("source", [write_native, write_hf, write_meta])
 def test_from_every_format_to_every_format(source: Any, target: str, tmp_path: Path) -> None:
@@ -234,6 +235,7 @@ def test_a_full_disk_is_a_failure(
     assert (tmp_path / "b" / convert.MARK).exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -151,6 +151,7 @@ def alone(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[
     return float(logits.gather(1, targets[:, None]).sum()), bool((logits.argmax(-1) == targets).all())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -60,6 +60,7 @@ def test_a_single_prompt_is_continued_on_the_terminal(folder: Path, capsys: pyte
     assert screen.err.startswith("titan: 12 tokens in ")
 
 
+@pytest.mark.full
 def test_the_terminal_and_a_file_tell_the_same(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_terminal_and_a_file_tell_the_same(
     assert capsys.readouterr().out == f"import{line['text']}\n"
 
 
+@pytest.mark.full
 def test_several_prompts_come_in_order(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.txt").write_text("import\n\nclass A:\ndef f\n")
     alone = [lines(folder, tmp_path, f"prompt={text}", "samples=2") for text in ("import", "class A:", "def f")]
@@ -91,6 +93,7 @@ def test_prompts_of_json_lines(folder: Path, tmp_path: Path) -> None:
     assert [line["prompt"] for line in lines(folder, tmp_path, f"prompts={tmp_path / 'prompts.jsonl'}")] == texts
 
 
+@pytest.mark.full
 def test_the_token_that_begins_a_document_is_not_shown(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +107,7 @@ def test_the_token_that_begins_a_document_is_not_shown(
     assert capsys.readouterr().out == f"import{line['text']}\n"
 
 
+@pytest.mark.full
 def test_tokens_without_a_tokenizer(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = lines(bare, tmp_path, "tokens=[1,2,3]", "temperature=0")
     assert line["prompt"] is None and line["text"] is None
@@ -115,6 +119,7 @@ def test_tokens_without_a_tokenizer(bare: Path, tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "1 2 3 " + " ".join(map(str, line["tokens"])) + "\n"
 
 
+@pytest.mark.full
 def test_sampling_settings(folder: Path, tmp_path: Path) -> None:
     def drawn(*more: str) -> list[list[int]]:
         return [line["tokens"] for line in lines(folder, tmp_path, "prompt=import", "samples=3", *more)]
@@ -128,6 +133,7 @@ def test_sampling_settings(folder: Path, tmp_path: Path) -> None:
     assert greedy == drawn("top_k=1") == drawn("top_p=1e-9", "top_k=0") == drawn("temperature=1e-9")
 
 
+@pytest.mark.full
 def test_ids_outside_of_the_tokenizer_are_never_sampled(folder: Path, tmp_path: Path) -> None:
     found = lines(folder, tmp_path, "prompt=import", "samples=40", "temperature=100", "top_k=0", "batch=40")
     drawn = [token for line in found for token in line["tokens"]]
@@ -143,6 +149,7 @@ def test_a_stop_text_ends_it(folder: Path, tmp_path: Path) -> None:
     assert line["tokens"] == free["tokens"][: len(line["tokens"])] and len(line["tokens"]) <= 6
 
 
+@pytest.mark.full
 def test_the_end_of_a_document_ends_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (free,) = lines(folder, tmp_path, "prompt=import")
     with monkeypatch.context() as patch:
@@ -276,6 +283,7 @@ def test_files_of_prompts_that_are_refused(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "given",
     [full(["--help"]), ["gone/x/y", "prompt=x"], ["prompt=x"], full(["/tmp", "prompt=x", "top_p=2"])],

@@ -127,16 +127,19 @@ def test_help_has_the_same_sections(case: Case, capsys: pytest.CaptureFixture[st
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
+@pytest.mark.full
 @every_command
 def test_an_unknown_key_is_rejected(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     assert "unheard_of" in rejected(case, [*case.valid, "unheard_of=1"], capsys)
 
 
+@pytest.mark.full
 @every_command
 def test_a_wrong_value_is_rejected(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"titan: {case.wrong}: " in rejected(case, [*case.valid, case.wrong], capsys)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "typed", "key"),
     [
@@ -162,6 +165,7 @@ def test_the_nearest_key_of_the_command_or_of_titan_train_is_suggested(
 OPTIONS = ("-m", "--multirun", "--cfg", "--cfg=job", "--info", "--hydra-help")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "titan.train"], ids=lambda case: case.name)
 def test_an_option_of_titan_train_is_rejected_alike(
@@ -231,6 +235,7 @@ TAKE_ONE_RUN: dict[str, tuple[Callable[[Sequence[str]], int], tuple[str, ...], s
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("main", "words", "typed"), TAKE_ONE_RUN.values(), ids=TAKE_ONE_RUN)
 def test_a_sweep_in_place_of_a_run_names_one_of_its_trials(
     main: Callable[[Sequence[str]], int], words: Sequence[str], typed: str, capsys: pytest.CaptureFixture[str]
@@ -278,6 +283,7 @@ def test_all_commands_are_here() -> None:
     assert {module.COMMAND.name for module in declared} == {case.name for case in CASES} - {"titan.train"}
 
 
+@pytest.mark.full
 @every_command
 def test_without_packages_one_sentence_says_what_to_do(case: Case) -> None:
     command = [sys.executable, "-S", "-m", case.name, "--help"]

@@ -50,6 +50,7 @@ def test_one_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert sum(found["parts"][name].values()) == pytest.approx(found[name]["value"])
 
 
+@pytest.mark.full
 def test_what_gradients_in_bf16_save_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["parallelism.pipeline=4", "parallelism.shard=2", "parallelism.microbatches=4", "memory=full"]
     assert plan.main([*RUN, *settings]) == 0
@@ -136,6 +137,7 @@ def test_secrets_are_not_written(tmp_path: Path) -> None:
     assert "hush" not in file.read_text() and "@host/x" in file.read_text()
 
 
+@pytest.mark.full
 def test_a_large_run_fits_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["recipe=bench_405b_512"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -198,6 +200,7 @@ def test_a_trace_takes_one_run(
     assert "plan.trace=true: takes one run; leave out -m." in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_sweep_where_nothing_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +238,7 @@ def test_a_search_keeps_typed_settings(capsys: pytest.CaptureFixture[str], tmp_p
     assert kept == {("full", "GPipe", 2, 4)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -253,6 +257,7 @@ def test_a_search_that_can_not_work(words: list[str], expected: str, capsys: pyt
     assert re.search(expected, error) and "this machine" not in error
 
 
+@pytest.mark.full
 def test_the_fastest_results_are_traced(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def planned(folder: Path, *words: str) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("index", range(len(RUNS)))
 def test_the_page_states_the_closed_form(index: int, tmp_path: Path) -> None:
     found, row = planned(tmp_path, *RUNS[index]), dict(zip(ROWS[0], ROWS[index + 2], strict=True))
@@ -45,6 +46,7 @@ def test_the_page_states_the_traces(index: int, tmp_path: Path) -> None:
     assert row["step, traced"] == f"{format_rounded(found['step_seconds'])} s"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["bench_405b_512_interleaved", "bench_405b_512_mb32"])
 def test_a_recipe_states_how_long_its_pipeline_is_idle(name: str, tmp_path: Path) -> None:
     def idle(recipe: str) -> str:

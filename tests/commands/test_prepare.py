@@ -44,6 +44,7 @@ def test_it_prepares_and_reports(arguments: list[str], tmp_path: Path, capsys: p
     assert (folder / "manifest.json").is_file()
 
 
+@pytest.mark.full
 def test_a_second_time_there_is_nothing_to_do(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main(arguments) == 0
     first = rows(capsys.readouterr().out)
@@ -57,6 +58,7 @@ def test_a_dry_run_writes_nothing(arguments: list[str], tmp_path: Path, capsys: 
     assert not (tmp_path / "cache" / "datasets").exists()
 
 
+@pytest.mark.full
 def test_damage_is_said_and_mended(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main(arguments) == 0
     (file,) = (tmp_path / "cache" / "datasets").glob("*/train-00000.tokens")
@@ -70,6 +72,7 @@ def test_damage_is_said_and_mended(arguments: list[str], tmp_path: Path, capsys:
     assert file.read_bytes() == content
 
 
+@pytest.mark.full
 def test_a_model_too_large_for_this_machine_is_fine(arguments: list[str]) -> None:
     large = ["model=llama8b", "parallelism=fsdp", "cluster.memory_gib=1", "training.seq_len=8192"]
     assert run_command([*large, *arguments], lambda run: 0) == 2
@@ -110,6 +113,7 @@ def test_refusals(arguments: list[str], more: list[str], sentence: str, capsys: 
     assert err.startswith("titan: ") and err.count("\n") == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("error", "code"),
     [

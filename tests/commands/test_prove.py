@@ -58,6 +58,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("plant", "first"), FAULTS)
 def test_a_fault_is_named(
     plant: Plant, first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -96,6 +97,7 @@ SEEDS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("words", "sizes", "tries"), SEEDS)
 def test_other_seeds_are_tried_only_where_a_tie_may_explain_it(
     words: tuple[str, ...], sizes: tuple[float, float], tries: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -128,12 +130,14 @@ SAME = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("overrides", "same"), SAME)
 def test_a_certificate_is_for_a_layout_and_a_recipe(overrides: tuple[str, ...], same: bool, run: Any) -> None:
     other = compose_test_run([*PLAIN, "parallelism=fsdp", *overrides])
     assert (certificate.compute_key(run) == certificate.compute_key(other)) == same
 
 
+@pytest.mark.full
 def test_a_certificate_expires_with_a_file_of_actions(tmp_path: Path) -> None:
     schedule = tmp_path / "actions.csv"
     keys = []
@@ -160,6 +164,7 @@ def test_a_certificate_expires_with_the_code(run: Any, monkeypatch: pytest.Monke
     assert certificate.compute_key(run) != key
 
 
+@pytest.mark.full
 def test_a_required_certificate_must_be_there_have_passed_and_be_unchanged(run: Any) -> None:
     required = compose_test_run([*PLAIN, "parallelism=fsdp", "cluster.certificate=required"])
     key = certificate.compute_key(required)

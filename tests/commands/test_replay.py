@@ -51,6 +51,7 @@ def files(run: Run) -> dict[str, tuple[int, bytes]]:
     return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in found}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [full(1), 5, full(4), full(7)])
 def test_a_step_is_bitwise_that_of_the_run(run: Run, tmp_path: Path, step: int) -> None:
     before = files(run)

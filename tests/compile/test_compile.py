@@ -316,6 +316,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("choice", "expected"), CHOICES)
 def test_choices(choice: str, expected: Compile, tmp_path: Path) -> None:
     assert compose_tiny_run(tmp_path, f"compile={choice}", "compile.backend=eager").compile == expected

@@ -127,6 +127,7 @@ def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: py
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("where", "name"), [("here", "llama-adamw"), ("moved", "qwen3-muon")], indirect=["where"])
 def test_a_run_goes_on(name: str, where: str, runs: Path) -> None:
     directory = runs / name

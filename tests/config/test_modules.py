@@ -62,6 +62,7 @@ def test_a_recipe_alone_imports_nothing() -> None:
     assert not imported()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "variable"),
     [
@@ -76,6 +77,7 @@ def test_the_user_lets_it_import(overrides: list[str], variable: str, monkeypatc
     assert type(compose_run([*TINY, "recipe=theirs", *overrides]).optimizer).__name__ == "Theirs"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -90,6 +92,7 @@ def test_what_does_not_name_it_imports_nothing(overrides: list[str]) -> None:
     assert not imported()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -127,6 +130,7 @@ GRIDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("content", "said"),
     select_cases([pytest.param(*case, id=name) for name, case in GRIDS.items()], ("logger", "stream")),
@@ -149,6 +153,7 @@ def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> 
     assert imported()
 
 
+@pytest.mark.full
 def test_a_recorded_command_line_is_not_the_users() -> None:
     run = compose_run([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"])
     assert "modules=[theirs_pack]" in summary.build_next_command(run, {"finished": False})

@@ -60,6 +60,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
     assert not is_redacted(text)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -238,6 +239,7 @@ def test_a_grid_writes_no_secret_down(
     assert SECRET not in "".join(capsys.readouterr())
 
 
+@pytest.mark.full
 def test_what_is_shown_of_a_configuration_has_no_secret(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     override = f"checkpoint.resume='{address(SECRET, laptop)}'"
     for arguments in (["--cfg", "job"], ["--cfg", "all"], ["--info", "config"]):

@@ -321,6 +321,7 @@ def zst_frame() -> bytes:
 LONG = b'{"text": "' + b"a" * 64 * 2**20 + b'"}\n'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "pack", "source", "kept"),
     [

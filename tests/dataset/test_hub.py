@@ -72,6 +72,7 @@ def saved_alone(folder: Path) -> None:
         file.rename(folder / file.name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fill", [c4, fineweb, saved, saved_alone])
 def test_folders_are_read_in_parts(
     tmp_path: Path, fill: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch

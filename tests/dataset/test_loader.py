@@ -123,6 +123,7 @@ def test_every_row_once_in_order_under_any_layout(
     every_row_once(KINDS[kind](corpus, small), lambda: KINDS[kind](corpus, small), n, grow, attempts)
 
 
+@pytest.mark.full
 @given(n=st.integers(1, 20), grow=GROW, attempts=LIVES, done=st.lists(st.integers(0, 3), min_size=9, max_size=9))
 def test_every_row_once_in_order_while_data_are_prepared(
     stages: list[Corpus], small: Corpus, n: int, grow: list[tuple[int, int]], attempts: list[Any], done: list[int]

@@ -139,6 +139,7 @@ def test_sizes_out_of_range(block: int, window: int | None) -> None:
         Permutation(10, 0, block, window)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("modulus", [2, 3, 8, 17, 64])
 @pytest.mark.parametrize(
     ("rows", "block", "window"),

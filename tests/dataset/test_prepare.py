@@ -239,6 +239,7 @@ def test_a_survey_does_nothing(tmp_path: Path, small_units: None) -> None:
     assert (survey_dataset(made(tmp_path)).finished, survey_dataset(made(tmp_path)).complete) == (6, True)
 
 
+@pytest.mark.full
 def test_any_number_of_processes_writes_the_same(tmp_path: Path, small_units: None) -> None:
     one = read_files(prepare(made(tmp_path)))
     folder = prepare(made(tmp_path, cache=str(tmp_path / "other"), workers=2))
@@ -293,6 +294,7 @@ def test_progress_is_told_in_lines(corpus_file: Path, monkeypatch: pytest.Monkey
     assert all("MB/s" in line and "tokens/s" in line and "left" in line and "\n" not in line for line in lines)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_refusal_reaches_the_user_and_others(tmp_path: Path, small_units: None, processes: int) -> None:
     broken = made(tmp_path, content=(*make_documents(2), ("x", "refuse")), workers=processes)
@@ -310,6 +312,7 @@ def test_a_source_that_breaks_is_no_fault_of_the_cache(tmp_path: Path) -> None:
         prepare(made(tmp_path, content=(*make_documents(1), ("break",))))
 
 
+@pytest.mark.full
 def test_a_process_that_dies_is_a_failure(tmp_path: Path, small_units: None) -> None:
     with pytest.raises(RunError, match=r"SIGKILL.*out of memory.*dataset\.workers"):
         prepare(made(tmp_path, content=(*make_documents(3), ("die",)), workers=2))
@@ -415,6 +418,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code"),
     [

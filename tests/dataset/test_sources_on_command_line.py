@@ -58,6 +58,7 @@ def rows(path: Path, name: str, row: dict[str, Any]) -> None:
     (path / name).write_text((json.dumps(row) + "\n") * 50)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "hub"])
 def test_kinds_give_tokens(tmp_path: Path, kind: str) -> None:
     if kind == "text":
@@ -77,6 +78,7 @@ def test_kinds_give_tokens(tmp_path: Path, kind: str) -> None:
     assert open_corpus(prepare(dataset)).train.tokens > 50
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -90,6 +92,7 @@ def test_presets(choice: str, expected: tuple[str, ...]) -> None:
     assert compose_test_run([f"dataset={choice}", "dataset.revision=x"]).dataset.revision == "x"  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 def test_where_the_data_are_is_no_science() -> None:
     def science(*overrides: str) -> dict[str, Any]:
         return select_settings(compose_test_run(list(overrides)), science=True)

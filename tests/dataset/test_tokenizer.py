@@ -58,6 +58,7 @@ def test_broken_utf8_decodes_to_replacement_characters(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "a.tiktoken")).decode([97, 0xC3, 98, 0xFF]) == "a\ufffdb\ufffd"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("blank", [pytest.param(" ", id="spaces"), pytest.param("\n \t", id="mixed")])
 def test_endless_white_space_is_no_trap(blank: str) -> None:
     text = "a" + blank * 1_000_000 + "b"
@@ -238,6 +239,7 @@ def test_arrays_hold_the_same_ids(parts: list[str], threads: int) -> None:
     assert [found.tolist() for found in tokenizer.encode_arrays(texts)] == tokenizer.encode_batch(texts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [16_383, 16_384, 16_385, 40_000])
 @pytest.mark.parametrize("before", [0, 1, 8_191, 8_192, 8_193, 16_384, 20_000])
 def test_long_spaces_are_found_wherever_they_are(before: int, count: int) -> None:
@@ -258,6 +260,7 @@ def llama3(folder: Path) -> Tokenizer:
     return load_tokenizer(str(folder / "x.model"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "name"),
     [

@@ -25,6 +25,7 @@ def count(trainer: Trainer) -> list[int]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "least"),
     [

@@ -113,6 +113,7 @@ def test_the_lowest_rank_knows_what_all_do(run: SimulatedRun) -> None:
     assert sorted(file.name for file in first.shared.path.iterdir()) == [f"node-{n}.json" for n in (0, 12, 4, 8)]
 
 
+@pytest.mark.full
 def test_a_node_that_ends_is_silent_and_another_one_reports(run: SimulatedRun) -> None:
     run.enter_phase(EVALUATING)
     list(run.measure_rates(60))

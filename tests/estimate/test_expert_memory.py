@@ -68,6 +68,7 @@ def named(*case: str) -> Any:
     return pytest.param(*case, id="-".join(case).replace(" ", "-"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "more"),
     select_cases([named(*case) for case in CASES], ("tokens-precision=bf16-parallelism=tp",), one_in=3),

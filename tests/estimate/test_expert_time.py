@@ -51,6 +51,7 @@ def test_expert_parallel_ranks_exchange_rows_and_gather_fewer_weights() -> None:
     assert divided.parts["weights and gradients"] < without.parts["weights and gradients"]
 
 
+@pytest.mark.full
 def test_one_copy_of_a_token_for_each_rank_takes_less_time_than_its_rows() -> None:
     settings = ("parallelism.expert=8", "parallelism.microbatches=1", "precision=bf16")
     rows, copies = (predicted(run(*settings, f"parallelism.dispatcher={n}")) for n in ("alltoall", "deepep"))
@@ -60,6 +61,7 @@ def test_one_copy_of_a_token_for_each_rank_takes_less_time_than_its_rows() -> No
     assert again.parts["recomputation"] > copies.parts["expert parallelism"] / 2
 
 
+@pytest.mark.full
 def test_halves_compute_beside_three_of_four_exchanges() -> None:
     settings = ("parallelism.expert=8", "parallelism.microbatches=1", "precision=bf16")
     whole, halved = (predicted(run(*settings, f"parallelism.halves={n}")) for n in ("false", "true"))
@@ -74,6 +76,7 @@ def test_halves_compute_beside_three_of_four_exchanges() -> None:
     assert predicted(run(*settings, "parallelism.halves=true")).parts["expert parallelism"] < layers * sent
 
 
+@pytest.mark.full
 def test_checkpointing_exchanges_rows_again() -> None:
     full, none = (predicted(run("parallelism.expert=8", f"memory={mode}")) for mode in ("full", "none"))
     assert full.parts["recomputation"] > none.parts["expert parallelism"] / 2 + none.parts["experts"] / 3
@@ -131,6 +134,7 @@ def test_the_stored_ratios_are_those_of_the_published_runs(capsys: pytest.Captur
     assert "experts, left out" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "alone"), [pytest.param("none", 2, id="none"), pytest.param("full", 1, id="recomputed")]
 )

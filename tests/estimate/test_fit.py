@@ -279,6 +279,7 @@ def test_check_rejects_exactly_what_exceeds_the_memory() -> None:
                 fit.check_memory(given, Layout(shard=8), there, rows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "parallelism", "nodes", "more", "expected"),
     [
@@ -316,6 +317,7 @@ def test_the_error_suggests_recomputation_where_it_suffices(monkeypatch: pytest.
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "way_out"),
     [
@@ -371,6 +373,7 @@ def test_logits_in_chunks_and_one_mask_are_counted() -> None:
     assert memory.estimate_peak(flex, one, 1).bytes - plain == pytest.approx(documents)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -101,6 +101,7 @@ def test_a_trace_of_a_compiled_run_has_its_logits_once(more: str) -> None:
     assert traced.bytes == pytest.approx(stated.bytes, rel=0.05)
 
 
+@pytest.mark.full
 def test_backends_for_debugging_fuse_nothing() -> None:
     settings = ["model=debug", "precision=bf16", "dataset=synthetic", "checkpoint=off", "cluster.memory_gib=1e6"]
     choices = {

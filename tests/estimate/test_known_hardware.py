@@ -15,6 +15,7 @@ from titan.estimate.plan import PUBLISHED, build_plan, resolve_hardware
 from titan.run.compose import compose_run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "hardware"),
     [
@@ -28,6 +29,7 @@ def test_the_published_hardware_is_that_of_the_fit(file: Path, hardware: tuple[H
     assert {resolve_hardware(run.cluster, run.machine) for run in runs} == set(hardware)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cluster", "end"),
     [
@@ -41,6 +43,7 @@ def test_a_plan_of_experts_names_their_hardware(cluster: str, end: str) -> None:
     assert (end in text) if end else ("they ran on" not in text)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "is_known"),
     [

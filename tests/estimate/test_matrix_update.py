@@ -39,6 +39,7 @@ def test_the_products_are_those_of_the_optimizer(shape: tuple[int, int]) -> None
     assert AdamW().list_matrix_products(*shape) == []
 
 
+@pytest.mark.full
 def test_one_device_computes_every_matrix_and_exchanges_none() -> None:
     run = composed_run("ddp", "parallelism=single", "cluster.devices=1", "cluster.nodes=1", "optimizer=muon")
     products = [
@@ -60,6 +61,7 @@ def test_owners_compute_the_largest_matrices_first_in_rounds() -> None:
         assert counted == pytest.approx(rounds[0] * seconds[small] + rounds[1] * seconds[large]), owners
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "more"), [("fsdp", ()), ("fsdp-tp", ()), ("pp", ()), ("fsdp", ("optimizer.newton_schulz=fp32",))],
     ids=["fsdp", "fsdp-tp", "pp", "fp32"],
@@ -88,6 +90,7 @@ def optimizer_bytes(device: str, newton_schulz: str) -> float:
     return next(usage.parts["optimizer"] for usage in phases if usage.phase == "optimizer step")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("device", "chosen"), [("cuda", "bf16"), ("cpu", "fp32")])
 def test_memory_is_estimated_in_the_type_that_the_device_computes_in(device: str, chosen: str) -> None:
     assert optimizer_bytes(device, "auto") == optimizer_bytes(device, chosen)

@@ -167,6 +167,7 @@ def test_with_norms_as_gpus_compute_them(layout: str, more: tuple[str, ...]) -> 
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "more",
     [
@@ -184,6 +185,7 @@ def test_regions_that_gather_their_input_again(more: tuple[str, ...]) -> None:
 CAPPED = ("training.label_smoothing=0.1", "model.logit_cap=30")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "terms"),
     [
@@ -217,6 +219,7 @@ def with_term(one: Run, term: LossTerm) -> Run:
     return dataclasses.replace(one, training=dataclasses.replace(one.training, loss_terms={"own": term}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "more"), [("single", 4.0), ("tp", 4.5)])
 def test_a_term_that_needs_logits_counts_them_again(layout: str, more: float) -> None:
     one = run("head", layout)
@@ -287,6 +290,7 @@ def test_pairs_need_what_both_passes_need(mode: str, rank: int, tmp_path: Path) 
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "rank"),
     [
@@ -310,6 +314,7 @@ def test_more_microbatches_need_no_more_buffers_of_messages(schedule: str, rank:
     assert estimated_many == pytest.approx(found_many.bytes, rel=CLOSE), str(found_many)
 
 
+@pytest.mark.full
 def test_outputs_that_were_sent_are_not_kept() -> None:
     """Of six micro-batches of two stages in flight on the first rank, one output at most exists on a GPU."""
     one = run("blocks", "interleaved-first")
@@ -332,6 +337,7 @@ def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str,
     assert find.call_args.args[3] < microbatches
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

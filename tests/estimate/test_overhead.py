@@ -46,6 +46,7 @@ MEASURED = {  # MiB of the largest rank, by `python -m tests.support.measured_me
 """In bf16 after 40 steps, in fp32 after 4."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_memory_of_experts_on_a_cpu_is_about_what_was_measured(name: str) -> None:
     precision = () if any(word.startswith("precision=") for word in CASES[name]) else ("precision=bf16",)

@@ -39,6 +39,7 @@ def elements(_: int, __: int, run: Run) -> int:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "layout"), select_cases(CASES, ("deepseek_v3_debug-tp", "llama4_debug-ep-tp"), one_in=2)
 )

@@ -60,6 +60,7 @@ def test_pruning_finds_what_trying_all_finds(name: str, factors: CorrectionFacto
     assert pruned.tried == whole.tried and pruned.predicted < whole.predicted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["8-devices", "4-devices-experts"])
 def test_bounds_are_never_above_what_they_bound(name: str) -> None:
     run = made(name)
@@ -158,6 +159,7 @@ def list_values(typed: dict[str, Any]) -> dict[str, set[Any]]:
     return values | {name: {getattr(o, name) for o in options} for name in ("reshard", "microbatches", "mode")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
@@ -178,6 +180,7 @@ def test_typed_settings_are_constraints(typed: dict[str, Any], expected: dict[st
     assert all(expected[name] != searched[name] for name in list(expected)[:1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["every_n", "budget"])
 def test_bounds_hold_for_memory_modes_that_are_typed(mode: str) -> None:
     long = ("model.layers=16", "model.vocab=1024", "dataset.vocab=1024", "training.seq_len=8192")  # blocks decide

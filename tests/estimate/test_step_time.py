@@ -51,6 +51,7 @@ def composed_run(layout: str, *more: str) -> Run:
     return compose_test_run([*BASE, *LAYOUTS[layout], *more], remote=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_add_up_and_are_no_less_than_the_work(layout: str) -> None:
     run = composed_run(layout)
@@ -84,6 +85,7 @@ def test_a_wrong_figure_shows_in_its_place_only(layout: str, factors: dict[str, 
     assert grown and grown <= causes
 
 
+@pytest.mark.full
 def test_recomputation_is_what_checkpointing_costs() -> None:
     by_mode = {mode: predicted(composed_run("fsdp", f"memory={mode}")).parts for mode in ("none", "selective", "full")}
     again = {mode: parts.get("recomputation", 0.0) for mode, parts in by_mode.items()}
@@ -199,6 +201,7 @@ def test_a_rank_with_more_than_three_stages_gathers_them_again(per_rank: int, ga
     assert seconds[0]["weights and gradients"] < slow and (slow > 1.5 * once) == gathers_again
 
 
+@pytest.mark.full
 def test_eight_bit_matmuls_by_scaling() -> None:
     """A scale for each row takes longer, and weight gradients in bf16 longer still."""
     seconds = [

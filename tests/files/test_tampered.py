@@ -57,6 +57,7 @@ RESULTS: list[Any] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("harm", "said"), RESULTS)
 def test_a_damaged_result_is_told_and_the_run_goes_on(harm: Any, said: str, tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path)
@@ -99,6 +100,7 @@ LIVES: list[Any] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("harm", "said"), LIVES)
 def test_run_yaml_of_other_types_is_refused(harm: Any, said: str, tmp_path: Path) -> None:
     begin_run(compose_tiny_run(tmp_path))
@@ -118,6 +120,7 @@ def test_run_yaml_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
         read_attempts(tmp_path)
 
 
+@pytest.mark.full
 def test_documents_of_several_runs_are_refused(tmp_path: Path) -> None:
     for _ in range(2):
         begin_run(compose_tiny_run(tmp_path))

@@ -80,6 +80,7 @@ QUICK = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", select_cases(MODELS, QUICK))
 def test_greedy_tokens_are_those_of_hugging_face(config: Decoder) -> None:
     theirs: Any = hugging_face(config)
@@ -120,6 +121,7 @@ def chunked(model: Any, row: Tensor, chunk: int) -> Tensor:
     return torch.cat([model.head(part) for part in parts], 1)  # type: ignore[no-any-return]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunk", [1, 7, 16, 50])
 def test_a_prompt_in_chunks_is_the_prompt_at_once(chunk: int) -> None:
     model = tiny()

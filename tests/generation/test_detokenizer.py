@@ -41,6 +41,7 @@ def pieces(tokenizer: Tokenizer, tokens: list[int], prompt: list[int], stop: tup
     return shown
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokenizer", [BYTES, TITAN], ids=["bytes", "titan4k"])
 @given(text=st.text(max_size=30), prompt=st.text(max_size=10))
 def test_the_pieces_are_the_text(tokenizer: Tokenizer, text: str, prompt: str) -> None:

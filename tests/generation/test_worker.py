@@ -94,6 +94,7 @@ def cut(rank: int, size: int, weights: InMemory, precision: Precision, temperatu
     return tokens(rows), heads, weights.taken
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "temperature"),
     [

@@ -154,6 +154,7 @@ def test_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
     assert isinstance(begin_run(run), FinishedRun)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", [full("build"), full("on_run_start"), "on_step_end"])
 def test_a_hook_that_raises(moment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trained(tmp_path / "run", hook("bad", "Fail", moment=moment)) == 1
@@ -164,6 +165,7 @@ def test_a_hook_that_raises(moment: str, tmp_path: Path, capsys: pytest.CaptureF
     assert "Traceback" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -202,6 +204,7 @@ def test_hooks_in_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({plain[2], logs[2], often[2], scaled[2]}) == 4
 
 
+@pytest.mark.full
 def test_several_hooks_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hooks").mkdir()
     for name, kind in (("norms", "Norms"), ("stop", "Stop")):

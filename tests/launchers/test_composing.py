@@ -40,6 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., A
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
     [

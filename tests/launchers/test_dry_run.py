@@ -28,6 +28,7 @@ def shown(capsys: pytest.CaptureFixture[str], *given: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_run_shows_its_plan_on_the_nodes_of_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = ["parallelism=fsdp", "cluster=h100", "cluster.nodes=2"]
     out = shown(capsys, *nodes)

@@ -60,6 +60,7 @@ def absent(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
     file.unlink(missing_ok=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("left", "why"),
     [
@@ -96,6 +97,7 @@ def test_a_point_of_older_code_ends_with_a_sentence(
     assert "another version of titan" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_job_of_older_code_ends_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare(compose_tiny_run(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
     listed, attempt = tmp_path / "list.json", tmp_path / "attempt"

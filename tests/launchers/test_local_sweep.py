@@ -48,6 +48,7 @@ ENDS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("body", "code", "reason"), ENDS)
 def test_the_ledger_has_the_reason(
     body: Callable[..., int], code: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +80,7 @@ def test_the_process_of_a_trial_leaves_the_reason(
     assert reason_file.read(file, -50) == "killed by signal 50"
 
 
+@pytest.mark.full
 def test_the_reason_of_an_earlier_attempt_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [("the first attempt failed", 1), (None, 7)]
 

@@ -258,6 +258,7 @@ def test_a_study_continues_with_the_same_settings_only(
         pass
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

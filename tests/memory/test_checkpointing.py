@@ -82,6 +82,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(itertools.compress(self.results.values(), here))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("how", MODES)
 def test_no_bit_changes_with_two_micro_batches_in_flight(how: Memory, compute: torch.dtype) -> None:
@@ -212,6 +213,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("choice", "expected"), CHOICES)
 def test_choices(choice: str, expected: Memory, tmp_path: Path) -> None:
     assert compose_tiny_run(tmp_path, f"memory={choice}").memory == expected

@@ -120,6 +120,7 @@ def qkv(length: int, heads: int, pairs: int) -> list[Tensor]:
     return [torch.randn(2, n, length, 16, generator=generator) for n in (heads, pairs, pairs)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("heads", "pairs"), [pytest.param(4, 4, id="heads"), pytest.param(4, 2, id="grouped")])
 @pytest.mark.parametrize("share", [0, 0.02, None], ids=["one", "documents", "none"])
 def test_flex_gives_what_the_mask_gives(heads: int, pairs: int, share: float | None) -> None:
@@ -175,6 +176,7 @@ by_flex = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @by_flex
 def test_a_model_learns_the_same_by_flex(how: Callable[[Any], Any], ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a guard of torch's is in the way of the backward pass, and the formula behind it is right."""
@@ -265,6 +267,7 @@ def test_no_kernel_that_can_is_said() -> None:
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -311,6 +314,7 @@ def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
     assert [word for word in words.split("|") if word not in str(error.value)] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [tiers.full("allgather"), tiers.full("ulysses"), "ring"])
 def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))

@@ -240,6 +240,7 @@ def sharded(rank: int, world: int, config: Llama, layout: str) -> tuple[Any, Any
     return before, gradients(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "layout", "world"),
     [

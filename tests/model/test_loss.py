@@ -118,6 +118,7 @@ def test_only_the_gradient_that_is_needed_is_there(needed: int) -> None:
     assert far(gradient, expected) <= EXACT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_head_is_one_graph_that_can_go_back_twice(backend: str) -> None:
     """As schedules do that compute the gradients of inputs and of weights apart."""

@@ -104,11 +104,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+@pytest.mark.full
 def test_inherited_and_own_settings_are_set_alike() -> None:
     run = compose_test_run([*SMALL, "model=own", "model.widening=2", "model.norm_eps=1e-3", "parallelism=tp", "name=x"])
     assert (run.model.dim, run.model.norm_eps, getattr(run.model, "widening", None)) == (32, 1e-3, 2.0)
 
 
+@pytest.mark.full
 def test_a_plan_that_does_not_fit_is_rejected_before_anything_starts(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def numbers(*modules: torch.nn.Module) -> int:
     return sum(p.numel() for module in modules for p in module.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
 def test_shipped_shape_counts(name: str) -> None:
     config = shipped(name)
@@ -126,6 +127,7 @@ def test_qwen3_is_published_with_a_million_for_rotation_and_heads_of_128() -> No
         assert (config.head_size, config.kv_heads, config.vocab) == (128, keys, 151936)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "named"),
     [
@@ -319,6 +321,7 @@ def kept() -> list[Any]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dominant", "checkpointing", "dtype", "family", "device"), kept())
 def test_what_is_kept_between_forward_and_backward(
     dominant: str, checkpointing: Any, dtype: torch.dtype, device: str, family: str

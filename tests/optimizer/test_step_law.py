@@ -70,6 +70,7 @@ def test_outside_of_the_published_range_a_warning_says_so(
     assert words in printed and bool(printed) == bool(words)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

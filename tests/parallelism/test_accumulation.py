@@ -89,6 +89,7 @@ def compute_error(sums: Tensors, exact: Tensors) -> float:
     return max(float((sums[name].double() - exact[name]).norm() / exact[name].norm()) for name in exact)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [pytest.param(4, id="4"), full(64, id="64")])
 def test_sums_are_rounded_once_per_addition_and_in_fp32_not_at_all(count: int) -> None:
     for accumulate, least, most in ((torch.float32, 0.0, 1e-6), (torch.bfloat16, 1e-4, 1.5e-2)):
@@ -115,6 +116,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [pytest.param("fsdp", id="fsdp"), *(full(name, id=name) for name in LAYOUTS if name != "fsdp")]
 )
@@ -159,6 +161,7 @@ def _trace_peak(_: int, __: int, run: Any, rank: int) -> LiveMemory:
     return find_peak(trace_rank(run, rank, "cpu").events)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [pytest.param("Interleaved1F1B", id="interleaved"), full("ZBVZeroBubble", id="v")])
 def test_whole_gradients_need_half_the_bytes(schedule: str) -> None:
     settings = (*PIPELINED, f"parallelism.schedule={schedule}", "training.global_batch=8192", "memory=full")
@@ -167,6 +170,7 @@ def test_whole_gradients_need_half_the_bytes(schedule: str) -> None:
     assert {k: v for k, v in halved.items() if k != "gradients"} == {k: v for k, v in usual.items() if k != "gradients"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

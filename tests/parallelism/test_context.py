@@ -236,6 +236,7 @@ def test_as_on_one_rank_with_eight(case: str) -> None:
     assert errors(8, (2,))[case] <= EXACT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", parameters(table(2)))
 def test_a_group_of_every_other_rank(case: str) -> None:
     assert errors(4, (2,), strided=True)[case] <= EXACT
@@ -259,6 +260,7 @@ def test_in_bfloat16(case: str) -> None:
     assert errors(4, (2,), torch.bfloat16)[case] <= ROUNDED
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("kernel", "case"),
@@ -543,6 +545,7 @@ def rank_wrapped_errors(rank: int, world: int, cases: list[Any]) -> dict[str, fl
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cases", [pytest.param(EAGER, id="eager"), full(COMPILED, id="compiled")])
 def test_checkpointing_and_compiling_change_nothing(cases: list[Any]) -> None:
     for found in run_ranks(rank_wrapped_errors, 2, cases, timeout=300):
@@ -601,5 +604,6 @@ def rank_shapes(rank: int, world: int) -> list[str]:
     return failed
 
 
+@pytest.mark.full
 def test_a_long_row_in_a_fake_world() -> None:
     assert run_ranks(rank_shapes, 1, joined=False) == [[]]

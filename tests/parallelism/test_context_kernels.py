@@ -96,6 +96,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("capability", "choice", "dtype", "width", "documents", "method", "kernel"), TABLE)
 def test_the_kernel_of_blocks(
     capability: tuple[int, int],

@@ -97,6 +97,7 @@ def looked_at(rank: int, world: int, config: Llama) -> tuple[int, int]:
     return gathered, sum(not isinstance(p, DTensor) for p in train_step.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_part_undoes_what_an_evaluation_gathered(config: Llama) -> None:
     for before, after in run_ranks(looked_at, 2, config):
@@ -104,6 +105,7 @@ def test_part_undoes_what_an_evaluation_gathered(config: Llama) -> None:
         assert after == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [Layout(replicate=4), Layout(shard=4), Layout(replicate=2, shard=2)], ids=["ddp", "fsdp", "hsdp"]
 )

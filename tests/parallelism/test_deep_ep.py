@@ -138,6 +138,7 @@ def recompute(rank: int, world: int, checkpointing: Any, scale_inputs: bool) -> 
     return (transport.sends, transport.tokens_again), [*outputs, *gradients]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale_inputs", [False, full(True, id="inputs")])
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_a_recomputation_sends_tokens_only(checkpointing: str, scale_inputs: bool) -> None:
@@ -195,6 +196,7 @@ def test_deep_ep_is_called_as_its_version_2_declares(monkeypatch: pytest.MonkeyP
 DEEPEP = ("model=qwen3_moe_debug", "parallelism=ep", "parallelism.dispatcher=deepep", "precision=bf16")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "remote", "message"),
     [

@@ -146,6 +146,7 @@ def test_any_layout_resumes_with_experts_load_and_bias(before: str, after: str, 
         assert line["loss"] == pytest.approx(wanted["loss"], rel=EXACT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -186,6 +187,7 @@ def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
     assert layout.list_groups("expert") == [range(4), range(4, 8)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "expert"),
     [
@@ -205,6 +207,7 @@ def test_auto_divides_the_experts_over_ranks_of_a_node(settings: tuple[str, ...]
     assert compose_test_run(["model=qwen3_moe_debug", *settings], remote=True).layout.expert == expert
 
 
+@pytest.mark.full
 def test_experts_that_a_dense_model_lacks_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     warning.warn_once.cache_clear()
     compose_test_run(["parallelism=ep", "model=debug", "name=x"])

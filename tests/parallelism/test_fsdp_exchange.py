@@ -68,6 +68,7 @@ def test_all_units_of_all_stages_reduce_in_one_other_group(first_ranks: int, ran
     assert run_ranks(configure, len(ranks), first_ranks) == [(1, True, {3}, group) for group in ranks]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
@@ -88,6 +89,7 @@ def test_what_is_learned_stays_the_same(layout: tuple[str, ...], tmp_path: Any) 
     assert read_learned_values(changed) == read_learned_values(usual)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -112,6 +114,7 @@ def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     compose_test_run(["parallelism=fsdp"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "ddp"])
 def test_where_nothing_is_sharded_a_warning_says_so(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     warning.warn_once.cache_clear()
@@ -119,6 +122,7 @@ def test_where_nothing_is_sharded_a_warning_says_so(layout: str, capsys: pytest.
     assert "parallelism.reduce_buffers=2: has no effect, because FSDP shards nothing" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "is_warned"),
     [

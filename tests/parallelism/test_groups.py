@@ -123,6 +123,7 @@ def test_experts_are_divided_over_neighbours_within_a_replica_of_a_stage(
         )
 
 
+@pytest.mark.full
 def test_the_layouts_of_the_table_are_those_of_recipes() -> None:
     for recipe, name in (("bench_405b_16384", "16,384"), ("bench_405b_16384_long", "16,384, long rows")):
         assert compose_test_run([f"recipe={recipe}"], remote=True).layout == LAYOUTS[name]
@@ -238,6 +239,7 @@ def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
         assert sorted(found[rank]) == [(how, other, over) for how in ("irecv", "isend") for other in others]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [full("GPipe"), "ZBVZeroBubble"])
 def test_messages_between_stages_use_the_group_of_their_direction(schedule: str, tmp_path: Path) -> None:
     run = compose_tiny_run(
@@ -367,6 +369,7 @@ STEPS = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path / "run", *STEPS, "cluster.step_timeout=5", "debug.hang_seconds=null", layout="ddp2")
     seen = train_run(run, gone(tmp_path / "gone"))

@@ -50,6 +50,7 @@ def name_matmul(event: Event) -> str:
     return "shared" if SIZES["model.expert_ffn"] in event.shape else "other"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("halves", "forward", "backward"),
     [

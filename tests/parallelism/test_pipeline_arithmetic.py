@@ -96,6 +96,7 @@ def parsed(text: str) -> list[list[arithmetic.Cell]]:
 # ---- torch's schedules ----
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TORCH_NAMES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_orders_are_those_of_torch(name: str, ranks: int) -> None:
@@ -180,6 +181,7 @@ def test_csv_of_torch_is_read(name: str, ranks: int, count: int, tmp_path: Path)
 # ---- time ----
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_idle_share_is_that_of_the_order(name: str, ranks: int) -> None:

@@ -116,6 +116,7 @@ def test_parameters_are_sharded_as_their_group_says_and_another_sharding_resumes
         assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("group", "message"),
     [

@@ -153,6 +153,7 @@ def test_layouts_differ_by_rounding_only(precision: str, layout: str, trained: A
         assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=norms)
 
 
+@pytest.mark.full
 def test_start_says_which_experts_are_in_8_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     how = ("precision=float8", "precision.skip=[head,layers.0.*.w1]", "training.steps=1", *SHAPE, *MOE)
     train_run(compose_tiny_run(tmp_path, *how))

@@ -123,6 +123,7 @@ class TestChoice:
         odd = "(24 is not a multiple of 16)"
         assert text == f"3 x attention.wk {odd}, 3 x attention.wv {odd}, head (precision.skip)"
 
+    @pytest.mark.full
     def test_start_says_what_is_left_alone(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         train_run(
             compose_tiny_run(
@@ -174,6 +175,7 @@ def expected(kind: str, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor
 
 
 class TestProducts:
+    @pytest.mark.full
     @pytest.mark.parametrize("kind", SMALL)
     @given(seed=st.integers(0, 99), size=st.sampled_from([1e-3, 1.0, 300.0]))
     def test_a_product_is_that_of_rounded_operands(self, kind: str, seed: int, size: float) -> None:
@@ -436,11 +438,13 @@ class TestCheckpoints:
 
 
 class TestPure:
+    @pytest.mark.full
     def test_weights_gradients_and_state_are_bf16(self, tmp_path: Path) -> None:
         (seen,) = train_run(compose_tiny_run(tmp_path, "precision=bf16_pure"))
         kinds = {name: tensor.dtype for name, tensor in (seen.last | seen.gradients).items() if tensor.dim()}
         assert set(kinds.values()) == {torch.bfloat16}
 
+    @pytest.mark.full
     def test_every_step_changes_the_weights(self, tmp_path: Path) -> None:
         """torch's fused SGD leaves bf16 weights on a CPU as they are, without a word."""
         for optimizer in ("adamw", "sgd"):
@@ -473,6 +477,7 @@ def test_rejected_settings(settings: list[str], words: str, tmp_path: Path) -> N
         compose_tiny_run(tmp_path, *settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "precision", "fits"),
     [
@@ -497,6 +502,7 @@ def test_formats_of_the_nodes_that_a_job_will_get(name: str, precision: str, fit
             compose_test_run(overrides, remote=True)
 
 
+@pytest.mark.full
 def test_8_bit_settings_without_effect_are_dropped(tmp_path: Path) -> None:
     plain, given = (
         compose_tiny_run(tmp_path, "precision=bf16", *more)

@@ -12,6 +12,7 @@ from tests.rehearsal import names, surface, watch
 RECORDED = names.read_names()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("release", sorted(RECORDED))
 def test_titan_uses_only_names_that_cuda_builds_have(release: str) -> None:
     used = surface.list_used_names(watch.ROOT)

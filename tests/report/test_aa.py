@@ -78,6 +78,7 @@ def rates_of(scene: DivergenceScene, repetitions: int, folder: Path) -> VerdictS
 SHARES = ("sixth", "half")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("scene", "repetitions"),
     [
@@ -91,5 +92,6 @@ def test_a_variant_that_loses_its_unlucky_seeds_is_no_better_for_it(
     assert rates_of(scene, repetitions, tmp_path).better <= 0.05
 
 
+@pytest.mark.full
 def test_survivors_alone_would_look_better(tmp_path: Path) -> None:
     assert rates_of(SCENES["the variant alone loses a half"], 300, tmp_path).survivors > 0.08

@@ -80,6 +80,7 @@ LABELS = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("points", "labels"), LABELS)
 def test_variants_and_their_labels(points: list[Point], labels: list[str], tmp_path: Path) -> None:
     assert [group.label for group in groups(tmp_path, *points)] == labels
@@ -157,6 +158,7 @@ def test_a_run_of_an_older_version_is_a_seed_of_the_same_variant(
     assert [group.label for group in found] == labels
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("typed", "same"),
     [
@@ -185,6 +187,7 @@ def make_auto(directory: Path) -> None:
     assert text.count(": auto") >= 2
 
 
+@pytest.mark.full
 def test_auto_is_called_by_what_it_meant(tmp_path: Path) -> None:
     make_auto(tmp_path / "runs" / "90")
     found = groups(tmp_path, (S, ("precision=fp32", "compile=block")))
@@ -201,6 +204,7 @@ def test_auto_that_would_be_mistaken_for_another_variant_keeps_its_name(tmp_path
     ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("option", "asked", "places"), BASELINES)
 def test_the_baseline(option: str | None, asked: dict[str, str], places: list[int] | None, tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)), (S, (FSDP, "optimizer.lr=3e-3")))

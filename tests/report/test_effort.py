@@ -41,6 +41,7 @@ def find_variant(comparison: Comparison) -> Variant:
     return variant
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("truth", [0.8, 1.1])
 def test_a_variant_needs_a_share_of_the_baselines_tokens(truth: float, tmp_path: Path) -> None:
     variant = find_variant(make_runs(tmp_path, (200, 100), compute_level(1 / truth) - 3))
@@ -83,6 +84,7 @@ def test_hours_of_other_hardware_are_not_compared(tmp_path: Path) -> None:
     assert effort is not None and effort.tokens is not None and effort.hours is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lengths", "note"), [pytest.param((200, 100), "", id="known"), pytest.param((200,), "not known in nats", id="not")]
 )

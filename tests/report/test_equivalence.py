@@ -157,6 +157,7 @@ def read_command(tmp_path: Path) -> str:
     return variant.command
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first_off", "answer"),
     [pytest.param(1 + 3e-4, "undecided", id="rounding"), pytest.param(1.1, "no", id="a-wrong-gradient")],

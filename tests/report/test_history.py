@@ -163,6 +163,7 @@ def test_figures_of_tasks_are_compared(tmp_path: Path) -> None:
     assert "ema/validation_loss,evaluation/hs/acc" in export.format_csv(found).splitlines()[0]
 
 
+@pytest.mark.full
 def test_the_load_of_experts_is_compared(tmp_path: Path) -> None:
     """The mean of the last ten steps, then over seeds; columns only where a variant has experts, or dropped tokens."""
     make_run(tmp_path / "dense", Story(), "model=debug", "model.vocab=64")

@@ -132,6 +132,7 @@ def test_few_runs_are_neither_faster_nor_slower(tmp_path: Path) -> None:
     assert said.startswith("Speed is not ranked (fewer than 3 runs of a variant): 2.")
 
 
+@pytest.mark.full
 def test_as_many_seeds_as_are_said_to_decide_hold_after_holms_correction(tmp_path: Path) -> None:
     for seed, level in enumerate((0.0, 0.02, -0.01, 0.01)):
         make_run(tmp_path / f"a{seed}", replace(S, seed=seed, level=3 + level))
@@ -147,6 +148,7 @@ def test_as_many_seeds_as_are_said_to_decide_hold_after_holms_correction(tmp_pat
     assert found.needed is not None and found.needed > found.pairs
 
 
+@pytest.mark.full
 def test_the_variant_that_others_are_compared_with_is_the_baseline(tmp_path: Path) -> None:
     for letter, level, more in (
         ("a", 3.3, ("optimizer.lr=1e-3",)),

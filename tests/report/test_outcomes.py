@@ -145,6 +145,7 @@ def test_trials_that_have_not_begun_belong_to_their_variant(tmp_path: Path) -> N
     assert "1 failed for other reasons than divergence" in " ".join(sentences.format_lead(found))
 
 
+@pytest.mark.full
 def test_of_learning_rates_one_at_which_runs_diverged_is_not_the_best(tmp_path: Path) -> None:
     found = grid(
         tmp_path,
@@ -172,6 +173,7 @@ OUTLIERS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("levels", "others", "far"), OUTLIERS)
 def test_outliers(levels: Sequence[float], others: Sequence[float], far: list[bool], tmp_path: Path) -> None:
     variants = [[replace(S, seed=seed, level=level) for seed, level in enumerate(each)] for each in (others, levels)]
@@ -290,6 +292,7 @@ TIMES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("hosts", "begins", "shared"), TIMES)
 def test_trials_that_shared_a_machine_are_neither_faster_nor_slower(
     hosts: tuple[str, str], begins: tuple[float, float], shared: bool, tmp_path: Path

@@ -78,6 +78,7 @@ def test_runs_determine_the_factors(folder: Path) -> None:
     assert found.memory is not None and found.factors.memory > 1
 
 
+@pytest.mark.full
 def test_a_plan_with_own_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [*TINY, *HARDWARE, "parallelism=fsdp", f"to={tmp_path}/plan.json", f"plan.fit={folder}"]
     assert plan.main(given) == 0
@@ -158,6 +159,7 @@ def test_models_optimizers_and_masks_are_those_of_the_run(tmp_path: Path) -> Non
     assert recipe.dataset.mask_documents
 
 
+@pytest.mark.full
 def test_a_trained_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = compose_test_run([*TINY, *HARDWARE, "training.steps=12", f"hydra.run.dir={tmp_path}/run"])
     train_ranks(run)

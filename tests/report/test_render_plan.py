@@ -77,6 +77,7 @@ def grid() -> str:
 PAGES = [*RUNS, "search", "grid"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", select_cases(PAGES, ("fsdp", "few-steps-of-one-row", "grid")))
 def test_a_page_is_whole_and_needs_nothing(name: str) -> None:
     text = grid() if name == "grid" else page(name)
@@ -247,6 +248,7 @@ def test_the_text_in_words(name: str, more: tuple[str, ...], words: str) -> None
     assert re.search(words, plan_text.format_plan(made(name, *more)[0]))
 
 
+@pytest.mark.full
 def test_what_fits_up_to_its_interval_says_so() -> None:
     outcome = searched()[0]
     assert outcome.search_result is not None

@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("other", "words"), CASES)
 def test_where_they_differ(other: Story, words: str, tmp_path: Path) -> None:
     assert words in read_made(tmp_path, other).describe()

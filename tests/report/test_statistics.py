@@ -129,6 +129,7 @@ def test_the_pairs_needed_are_the_fewest_with_enough_power(effect: float) -> Non
     assert pairs == 2 or compute_t_power(pairs - 1, effect, 1.0) < 0.8
 
 
+@pytest.mark.full
 def test_the_power_of_equivalence_is_how_often_it_is_found() -> None:
     draws = np.random.default_rng(0).normal(0.2, 1.0, size=(2000, 12))
     found = np.mean(

@@ -61,6 +61,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("variant", "answer", "first", "words"), CASES)
 def test_whether_an_variant_learned_more_or_less(
     variant: list[Story], answer: str, first: str, words: str, tmp_path: Path
@@ -97,6 +98,7 @@ def test_one_seed_shows_a_setting_without_effect(
     assert ("equal to rounding" in lead) == (answer == "no"), lead
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("steps", "answer"), [(1, "undecided"), (5, "undecided"), (6, "no")])
 def test_losses_before_the_updates_show_no_setting_without_effect(steps: int, answer: str, tmp_path: Path) -> None:
     story = replace(S, steps=steps)
@@ -115,6 +117,7 @@ def test_repeats_of_a_seed_are_no_repetition(tmp_path: Path) -> None:
     assert found.difference is not None and found.difference.estimate == pytest.approx(-0.0985)
 
 
+@pytest.mark.full
 def test_holms_correction_is_over_the_variants(tmp_path: Path) -> None:
     near = seeds(-0.03, 0.008, -0.035, 0.0)
     variants = [(near, (f"optimizer.weight_decay=0.{n}",)) for n in (2, 3, 4, 5)]
@@ -164,6 +167,7 @@ def test_more_tokens_are_named_and_compared_at_equal_ones(tmp_path: Path) -> Non
     assert f"at {40 * 128:,} tokens, where the longer runs were 50% through" in ends["equal tokens"].text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("seconds", "level", "expected"),
     [
@@ -214,6 +218,7 @@ def test_unequal_time_without_validations_before_the_end_names_the_steps(tmp_pat
     assert end.answer == "undecided" and end.text.endswith("run the variant with training.steps=32")
 
 
+@pytest.mark.full
 def test_the_budget_of_a_sweep_decides(tmp_path: Path) -> None:
     shorter = [replace(story, steps=20, seconds=story.seconds * 2, level=2.9) for story in BASE]
     for budget, other, at in (
@@ -266,6 +271,7 @@ MEASURES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("one", "two", "digest", "measure"), MEASURES)
 def test_by_what_variants_are_compared(
     one: tuple[str, ...], two: tuple[str, ...], digest: str, measure: str | None, tmp_path: Path
@@ -291,6 +297,7 @@ def rated(rate: str, *levels: float, more: tuple[str, ...] = ()) -> tuple[list[S
     return seeds(*levels), (f"optimizer.lr={rate}", *more)
 
 
+@pytest.mark.full
 def test_the_best_of_several_learning_rates_speaks_for_its_variant(tmp_path: Path) -> None:
     found = compared(
         tmp_path,

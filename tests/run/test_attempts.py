@@ -133,6 +133,7 @@ def test_resume_from_the_last_checkpoint() -> None:
     assert attempt.rows == 2 * run.training.rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "override",
     [full("parallelism=fsdp"), full("memory=full"), "checkpoint.every=1", "cluster.restarts=1",
@@ -179,6 +180,7 @@ def test_continuation() -> None:
     assert attempt.ids.science != first.ids.science
 
 
+@pytest.mark.full
 def test_continuation_is_resumed_under_its_own_steps() -> None:
     run = tiny()
     lived(run)
@@ -198,6 +200,7 @@ def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
         begin_run(tiny("training.steps=5"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["run", "checkpoint"])
 def test_fork(what: str) -> None:
     parent = tiny(name="parent")
@@ -209,6 +212,7 @@ def test_fork(what: str) -> None:
     assert (attempt.step, attempt.rows) == (2, 2 * parent.training.rows)
 
 
+@pytest.mark.full
 def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> None:
     parent = tiny(name="parent")
     lived(parent)
@@ -226,6 +230,7 @@ def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> No
     )
 
 
+@pytest.mark.full
 def test_fork_is_another_experiment_than_a_fresh_run() -> None:
     parent = tiny(name="parent")
     fresh = lived(parent)
@@ -375,6 +380,7 @@ def full(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "mkdir", failing(Path.mkdir, lambda *rest, **more: True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("after", range(4))
 def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny()
@@ -392,6 +398,7 @@ def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monk
         lived(run)
 
 
+@pytest.mark.full
 def test_resuming_on_a_full_disk_is_refused_and_the_run_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny()
     lived(run)
@@ -437,6 +444,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("change", "difference"), CHANGES)
 @pytest.mark.parametrize(
     ("code", "commit"),

@@ -16,6 +16,7 @@ from titan.run import command_line, summary
 CONSTANT = ("schedule.decay=0", "schedule.warmup=0", "optimizer.lr=1e-2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [2, full(4)])
 def test_a_branch_decays_from_its_checkpoint(tmp_path: Path, step: int) -> None:
     train_run(

@@ -93,6 +93,7 @@ def test_a_finished_run_is_continued_without_its_budget(tmp_path: Path) -> None:
     assert (longer.training.steps, longer.training.tokens) == (run.training.steps * 2, None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

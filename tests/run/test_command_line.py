@@ -56,6 +56,7 @@ def begun(*words: str) -> Run:
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words",
     [
@@ -71,6 +72,7 @@ def test_a_grid_may_be_asked_for_anywhere(words: list[str], monkeypatch: pytest.
     assert [run.training.seed for run in runs] == [1, 2]
 
 
+@pytest.mark.full
 def test_resume_is_the_command_line_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "conf/recipe").mkdir(parents=True)
     (tmp_path / "conf/recipe/wide.yaml").write_text("# @package _global_\ntraining:\n  bad_steps: 7\n")
@@ -107,6 +109,7 @@ def test_resume_of_a_grid_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "resume=runs/g: holds a sweep, and none of its trials has begun" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", [full("runs/x"), "a b", "it's", full("a,b=c"), full("a\\'b"), "{x}", full("50%"), "ä"])
 def test_any_directory_can_be_quoted(text: str) -> None:
     assert compose_run([f"hydra.run.dir={quote_value('/q/' + text)}"]).directory == f"/q/{text}"
@@ -182,6 +185,7 @@ def test_output_subdir(subdir: str, there: set[str]) -> None:
     assert list(Path(run.directory).iterdir()) == []
 
 
+@pytest.mark.full
 def test_verbose_says_what_was_composed(capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
@@ -198,6 +202,7 @@ def test_output_dir_can_be_named_in_a_value() -> None:
     assert run.checkpoint.path == f"{run.directory}/copies"
 
 
+@pytest.mark.full
 def test_hydras_own_launcher_is_the_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
@@ -275,6 +280,7 @@ def test_every_command_refuses_in_a_sentence(
     assert error.startswith("titan: ") and sentence in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     run = begun("name=x")
     assert status.main(["runs/x"]) == 1

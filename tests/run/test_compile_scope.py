@@ -152,6 +152,7 @@ def test_a_budget_and_anomalies_have_a_way_out(scope: str, monkeypatch: pytest.M
     assert on("cpu", "memory=selective", "compile=off", f"{ANOMALY}true", monkeypatch=monkeypatch)
 
 
+@pytest.mark.full
 def test_schedules_that_older_torch_can_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_scope, "read_torch_version", lambda: (2, 11))
     assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "off"
@@ -173,6 +174,7 @@ def test_the_measured_job_takes_about_as_long_as_it_took(monkeypatch: pytest.Mon
     assert estimate_eager_seconds(run) == pytest.approx(200 * 2048 / 3100 / 2, rel=0.1)  # four cores, not two
 
 
+@pytest.mark.full
 def test_what_a_core_does_follows_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(*overrides: str, fast: bool) -> float:
         run = on("cpu", "precision=bf16", *overrides, monkeypatch=monkeypatch)

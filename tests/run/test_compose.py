@@ -65,6 +65,7 @@ QUICK = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axis", "choice"), select_cases([pytest.param(*c, id="=".join(c)) for c in CHOICES], QUICK, one_in=4)
 )
@@ -91,6 +92,7 @@ def test_every_axis_has_choices() -> None:
     assert {axis for axis, _ in CHOICES} >= set(Recipe.axes())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"], ["training.steps=0"]], ids=str)
 def test_composing_imports_neither_torch_nor_numpy(arguments: list[str]) -> None:
     program = f"""
@@ -105,6 +107,7 @@ def test_composing_imports_neither_torch_nor_numpy(arguments: list[str]) -> None
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
+@pytest.mark.full
 def test_composing_a_run_imports_no_torch() -> None:
     program = "import sys; from titan.run.compose import compose_run; compose_run([]); print('torch' in sys.modules)"
     assert python("-c", program).stdout == "False\n"
@@ -137,6 +140,7 @@ def test_help_shows_whole_sentences(comment: list[str], text: str) -> None:
     assert help.cut_sentences(comment) == text
 
 
+@pytest.mark.full
 def test_cfg_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     content = OmegaConf.create(shown("--cfg", "job", "training.steps=7", capsys=capsys))
     assert content.training.steps == 7
@@ -154,6 +158,7 @@ def test_info_shows_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fsdp" in shown("--info", "defaults", "parallelism=fsdp", capsys=capsys)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -172,6 +177,7 @@ def test_completion(
     assert expected <= set(shown("-sc", "query=bash", capsys=capsys).split())
 
 
+@pytest.mark.full
 def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
@@ -342,6 +348,7 @@ def test_run_is_frozen_and_pickles() -> None:
         run.name = "y"  # type: ignore[misc]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "overrides", "compute", "devices_"),
     [
@@ -371,6 +378,7 @@ def test_a_huge_batch_composes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) < 100, "as many micro-batches as there are rows were tried"
 
 
+@pytest.mark.full
 def test_default_directory_is_named_after_model_and_layout() -> None:
     assert compose_run([]).directory.endswith("-debug-single")
     assert compose_run(["name=x"]).directory == str(Path.cwd() / "runs/x")

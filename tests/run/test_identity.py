@@ -100,6 +100,7 @@ def changed(axis: str, kind: type, name: str, base: Run) -> dict[str, bool]:
     return {key: getattr(old, key) != getattr(new, key) for key in ("science", "execution", "group", "code")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axis", ["dataset", "optimizer", "schedule"])
 def test_kinds_with_equal_settings_are_told_apart(axis: str, base: Run) -> None:
     ids = {of(dataclasses.replace(base, **{axis: kind(**given(kind))})).science for kind in KINDS[axis]}
@@ -149,6 +150,7 @@ def test_tasks_of_titan_have_the_ids_from_before_classes_were_recorded(base: Run
     assert found["evaluation.tasks"] == {"a": content}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "override",
     [full("parallelism=fsdp"), full("memory=full"), "checkpoint=off", "metrics=wandb",
@@ -212,6 +214,7 @@ def test_precision_counts_as_resolved(kind: str, same_as: str, monkeypatch: pyte
     assert ids["fp32"] != ids["bf16"]
 
 
+@pytest.mark.full
 def test_ids_are_the_same_in_another_process(base: Run) -> None:
     program = (
         "from titan.run import compose, identity; from titan.cluster import devices\n"

@@ -48,6 +48,7 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, *more: str
     return run_command([o for o in given if o not in more], run_local)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "code", "said"),
     [

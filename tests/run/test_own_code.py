@@ -117,6 +117,7 @@ def test_untracked_experiments_count(experiment: Path) -> None:
     assert ids(run) != before
 
 
+@pytest.mark.full
 def test_a_continuation_with_changed_code_says_so(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

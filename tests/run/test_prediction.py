@@ -51,6 +51,7 @@ def test_each_attempt_records_its_prediction_where_the_hardware_is_known(tmp_pat
     assert first["ids"] == third["ids"]
 
 
+@pytest.mark.full
 def test_the_start_of_a_run_names_the_predicted_step(tmp_path: Path) -> None:
     assert re.fullmatch(
         r", predicted step [\d.e-]+ s", summary._describe_prediction(begun(tiny(tmp_path / "a", *MEASURED)))
@@ -58,6 +59,7 @@ def test_the_start_of_a_run_names_the_predicted_step(tmp_path: Path) -> None:
     assert summary._describe_prediction(begun(tiny(tmp_path / "b"))) == ""
 
 
+@pytest.mark.full
 def test_an_error_of_the_planner_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: Any) -> None:
         raise ZeroDivisionError("division by zero")
@@ -68,6 +70,7 @@ def test_an_error_of_the_planner_is_a_note(tmp_path: Path, monkeypatch: pytest.M
     assert attempt.notes == ("step time and memory are not predicted: ZeroDivisionError: division by zero",)
 
 
+@pytest.mark.full
 def test_memory_is_compared_with_what_metrics_measure() -> None:
     found, _ = prediction.predict(compose_run([*GPUS, "hydra.run.dir=/x"], remote=True))
     assert found is not None and found.memory_parts["context"] > 0 and found.memory_parts["allocator"] > 0

@@ -134,11 +134,13 @@ def test_a_choice_that_leads_out_of_the_own_folders(
     assert f"{folder}/cluster/site.yaml sets this" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [["cluster=quiet"], ["recipe=wide"], ["recipe=wide", "cluster=quiet"]], ids=" ".join)
 def test_other_settings_need_no_trust(words: list[str], compose: Callable[..., tuple[int, list[Run]]]) -> None:
     assert compose(*words)[0] == 0
 
 
+@pytest.mark.full
 def test_a_folder_of_ones_own(
     folder: Path, compose: Callable[..., tuple[int, list[Run]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def test_a_folder_of_ones_own(
         assert (code, run.cluster.setup) == (0, (SETUP,))
 
 
+@pytest.mark.full
 def test_what_is_typed_counts_now_and_later(compose: Callable[..., tuple[int, list[Run]]], folder: Path) -> None:
     typed = [f"cluster.setup=['{SETUP}']", "cluster.environment.CXX=x"]
     code, (run,) = compose("cluster=site", *typed, "name=first")
@@ -161,6 +164,7 @@ def test_what_is_typed_counts_now_and_later(compose: Callable[..., tuple[int, li
     assert compose("cluster=site")[0] == 2
 
 
+@pytest.mark.full
 def test_trials_of_a_sweep_take_typed_values(
     compose: Callable[..., tuple[int, list[Run]]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("words", "degrees"), LAYOUTS)
 def test_each_dimension_has_as_few_ranks_as_its_kind_needs(
     words: Sequence[str], degrees: dict[str, int], tmp_path: Path
@@ -58,6 +59,7 @@ def test_each_dimension_has_as_few_ranks_as_its_kind_needs(
     assert reduce_to_one_device(run, str(tmp_path)).layout.devices == 1
 
 
+@pytest.mark.full
 def test_remainders_stay_remainders_and_chunks_stay_chunks(tmp_path: Path) -> None:
     uneven = shrink(tmp_path, *LLAMA, "parallelism=fsdp", "cluster.devices=96").run
     assert uneven.model.ffn % 3 and uneven.model.vocab % 3 == 0  # as 53,248 and 128,256 by 96
@@ -79,6 +81,7 @@ def test_all_stages_of_a_file_of_actions_are_kept(tmp_path: Path) -> None:
     assert run.staging.count == 6 and run.layout.pipeline == 2
 
 
+@pytest.mark.full
 def test_a_deepseek_keeps_its_kinds_of_blocks_and_groups(tmp_path: Path) -> None:
     model = shrink(tmp_path, *DEEPSEEK, "parallelism.expert=8").run.model
     assert (model.first_dense, model.groups, model.topk_groups, model.shared_experts) == (1, 2, 1, 1)  # type: ignore[attr-defined]

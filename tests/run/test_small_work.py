@@ -17,6 +17,7 @@ LONG = ("training.seq_len=8192", "training.global_batch=65536")
 FEW = "each GPU computes only 1,024 tokens per step"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -49,6 +50,7 @@ def test_what_a_run_has_little_of(more: tuple[str, ...], words: str) -> None:
     assert re.search(words, describe_small_work(compose_test_run([*GPU, *more], remote=True)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "planned", "expected"),
     [
@@ -70,6 +72,7 @@ def test_healthy_runs_have_no_warning(
     assert ("titan: warning: training.seq_len=256" in capsys.readouterr().err) is expected
 
 
+@pytest.mark.full
 def test_commands_warn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in (list(GPU), ["-m", *GPU, "training.seed=0,1"]):
         warning.warn_once.cache_clear()

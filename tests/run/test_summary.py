@@ -47,6 +47,7 @@ EXTENSIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "lines"),
     select_cases(
@@ -66,6 +67,7 @@ def test_what_is_not_titans_own_is_listed(
     assert [line for line in printed if line.startswith(("hooks ", "loss terms ", "own code "))] == lines
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "model", "layout"),
     [

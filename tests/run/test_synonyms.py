@@ -27,6 +27,7 @@ def test_every_name_of_titan_exists_and_no_synonym_is_one() -> None:
     assert len(synonyms.SYNONYMS) == sum(map(len, synonyms._WORDS.values()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("typed", "advice"),
     [
@@ -52,6 +53,7 @@ def test_a_name_of_others_is_answered(typed: str, advice: str) -> None:
     assert str(caught.value).startswith(f"{typed}: there is no such setting; {advice}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("typed", ["+experiment=lion", "experiments=lion"])
 def test_an_experiment_is_answered_with_its_choice(typed: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -95,6 +95,7 @@ COMMANDS: dict[str, Callable[[str], int]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_foreign_record_reads_no_secret(
     command: str, foreign: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -107,6 +108,7 @@ def test_a_foreign_record_reads_no_secret(
     assert SECRET not in error and error.count("\n") == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "options"),
     [
@@ -124,6 +126,7 @@ def test_a_foreign_record_starts_and_opens_nothing(
     assert "type it here if you trust it" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_what_is_typed_is_not_merged_with_what_is_recorded(foreign: Callable[..., Path]) -> None:
     run = foreign("+hydra.job.env_set={CXX: /x}", "cluster.environment={LD_PRELOAD: /x.so}")
     seen: list[Mapping[str, str] | None] = []
@@ -132,6 +135,7 @@ def test_what_is_typed_is_not_merged_with_what_is_recorded(foreign: Callable[...
     assert seen == [{"A": "b"}]
 
 
+@pytest.mark.full
 def test_what_is_typed_counts_now_and_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm:
     assert code == 0 and "6 trials: 6 finished" in out
 
 
+@pytest.mark.full
 def test_a_bad_point_stops_the_grid_with_nothing_submitted(slurm: Slurm, tmp_path: Path) -> None:
     before = slurm.read_jobs()
     tiny = [override for override in TINY if not override.startswith("model.heads=")]

@@ -74,6 +74,7 @@ def test_time_counts_devices() -> None:
     assert [run.training.steps for run in other] == [40, 20, 20]
 
 
+@pytest.mark.full
 def test_time_is_as_measured_and_said_once_for_each_variant(tmp_path: Path) -> None:
     machine = RUNS[0].machine
     device = {"device": machine.device, "name": machine.name, "cores": machine.cores}
@@ -94,6 +95,7 @@ def test_time_is_as_measured_and_said_once_for_each_variant(tmp_path: Path) -> N
     assert budget.describe_times(equal, varied, Sweep(budget="tokens")) == []
 
 
+@pytest.mark.full
 def test_the_time_of_a_variant_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
@@ -128,6 +130,7 @@ def test_what_is_rejected(varied: Any, settings: dict[str, Any], expected: str) 
         budget.equalise_steps(RUNS, varied, Sweep(**settings))
 
 
+@pytest.mark.full
 def test_a_grid_has_the_steps_of_its_budget(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -237,6 +237,7 @@ def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.Ca
     assert total[1] == "16" and total[-1] != "unknown"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

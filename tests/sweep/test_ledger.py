@@ -200,6 +200,7 @@ def test_folders_are_named_after_what_varies(varied: list[str], name: str) -> No
     assert sweep_trials._build_folder_name(varied) == name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("override", "same"),
     [
@@ -215,6 +216,7 @@ def test_a_point_is_known_by_its_settings(override: str, same: bool) -> None:
 NODES = ["name=x", "cluster=h100", "parallelism=fsdp", "training.global_batch=65536"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after", "varied", "found"),
     [

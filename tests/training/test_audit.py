@@ -104,6 +104,7 @@ def test_ranks_that_share_experts_move_together(expert: int, stride: int, span: 
     assert count_expert_span(expert, stride) == span
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -120,6 +121,7 @@ def test_what_can_not_be_audited_is_rejected(settings: list[str], says: str, tmp
     assert says in str(caught.value) and "debug.audit=0" in str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "more"),
     [

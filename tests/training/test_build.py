@@ -55,6 +55,7 @@ TECHNIQUES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", TECHNIQUES)
 def test_techniques_keep_names_types_and_the_optimizers_parameters(settings: list[str], tmp_path: Path) -> None:
     train_step, plain = built(compose_tiny_run(tmp_path, *settings)), built(compose_tiny_run(tmp_path))
@@ -76,6 +77,7 @@ def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tu
     return [(n, tuple(p.shape), str(p.dtype)) for n, p in train_step.named_parameters()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp2", full("fsdp2"), full("hsdp4")])
 def test_layouts_keep_names_and_shapes(layout: str, tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "memory=full", layout=layout)
@@ -114,6 +116,7 @@ def test_evaluation_leaves_no_gradient(tmp_path: Path) -> None:
     assert train_step.list_gradients() == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("memory", "times"), [("none", 1), ("full", 2)])
 def test_full_checkpointing_computes_each_block_again(memory: str, times: int, tmp_path: Path) -> None:
     train_step = built(compose_tiny_run(tmp_path, f"memory={memory}"))

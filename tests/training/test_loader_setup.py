@@ -111,6 +111,7 @@ EARLIER = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", LATER)
 def test_what_is_still_to_be_read_may_change(change: list[str], tmp_path: Path) -> None:
     run = mixture(tmp_path / "run", "training.steps=6")
@@ -120,6 +121,7 @@ def test_what_is_still_to_be_read_may_change(change: list[str], tmp_path: Path) 
     assert (attempt.kind, attempt.step, attempt.rows) == ("continuation", 3, 24)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("change", "words"), EARLIER)
 def test_what_was_read_may_not(change: list[str], words: str, tmp_path: Path) -> None:
     run = mixture(tmp_path / "run", "training.steps=6")
@@ -137,6 +139,7 @@ def lived(run: Run) -> attempts.Attempt:
     return attempt
 
 
+@pytest.mark.full
 def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
     parent = compose_tiny_run(tmp_path / "parent", "training.steps=6")
     lived(parent)
@@ -229,6 +232,7 @@ def test_sources_of_different_tokenizers_are_rejected(tmp_path: Path) -> None:
         begin_run(mixture(tmp_path / "run", *other))
 
 
+@pytest.mark.full
 def test_ids_of_a_mixture(tmp_path: Path) -> None:
     """Seeds are of one group; the order in which sources are named is no science; what they are is."""
     ids = lived(mixture(tmp_path / "a")).ids

@@ -138,6 +138,7 @@ def test_steps_after_it_are_those_of_a_run_that_skips_it(tmp_path: Path) -> None
     assert [line["loss"] is None for line in read_step_records(kept)] == [False, True, False, False]
 
 
+@pytest.mark.full
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     def before(trainer: Trainer) -> None:
         weight = dict(trainer.train_step.named_parameters())["layers.2.attention.wk.weight"]

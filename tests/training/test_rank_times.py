@@ -92,6 +92,7 @@ def test_waits_belong_to_the_step_in_which_they_came() -> None:
         times.close()
 
 
+@pytest.mark.full
 def test_nothing_is_measured_when_off(tmp_path: Path) -> None:
     def replaced(trainer: Trainer) -> bool:
         return "waiting" in (dist.Work.wait.__name__, torch.distributed.all_reduce.__name__)

@@ -106,6 +106,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
     assert are_identical(read_checkpoint(run, 6), seen[0].last)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw", full("sgd")])
 def test_a_bad_first_step_is_as_if_it_was_not(optimizer: str, tmp_path: Path) -> None:
     """Also of the optimizer's state: momentum that a skipped step made would be chance bytes."""
@@ -144,6 +145,7 @@ def test_a_first_stop_ends_the_attempt_and_the_next_one_finishes(tmp_path: Path)
     assert result["validation_loss"] > 0
 
 
+@pytest.mark.full
 def test_a_stop_in_the_last_step_leaves_only_the_report_to_do(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "training.steps=3")
     assert train_run(run, stop_at(3))[0].code == 130
@@ -196,6 +198,7 @@ def test_training_needs_torch_numpy_hydra_and_tiktoken_only(tmp_path: Path) -> N
     assert result["sample"]["text"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asked", [True, False], ids=["stopped", "by-itself"])
 def test_a_signal_that_ends_the_compiler_ends_the_run(asked: bool, tmp_path: Path) -> None:
     def killed(trainer: Trainer) -> None:

@@ -81,6 +81,7 @@ def destroyed() -> list[bool]:
     return calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fails", [full(False), True], ids=["ends", "fails"])
 def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: Path) -> None:
     def before(trainer: Trainer) -> list[bool]:

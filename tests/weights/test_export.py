@@ -114,6 +114,7 @@ def test_to_hugging_face_and_back(model: Decoder, tmp_path: Path) -> None:
     assert json.loads((kept / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("model", [pytest.param(LLAMA, id="llama"), pytest.param(TIED, id="tied")])
 def test_to_meta_and_back(model: Decoder, ranks: int, tmp_path: Path) -> None:
@@ -124,6 +125,7 @@ def test_to_meta_and_back(model: Decoder, ranks: int, tmp_path: Path) -> None:
         assert weights.model == model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("model", [pytest.param(LLAMA, id="llama"), pytest.param(TIED, id="tied")])
 def test_metas_files_are_what_meta_would_write(model: Decoder, ranks: int, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from titan.weights.formats import open_weights
 TIED = {"untied": "false", "tied": "true"}
 
 
+@pytest.mark.full
 def test_an_export_without_its_package_is_rejected_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_run_starts_from_given_weights_on_any_layout(form: str, layout: str, p
     assert document["kind"] == "start"
 
 
+@pytest.mark.full
 @of("tied")
 def test_a_pipeline_starts_from_given_weights(parent: Run, tmp_path: Path) -> None:
     (folder,) = manifest.list_complete(Path(parent.directory))
@@ -112,6 +114,7 @@ def test_a_pipeline_starts_from_given_weights(parent: Run, tmp_path: Path) -> No
     assert bits_equal(state, open_weights(folder))
 
 
+@pytest.mark.full
 @of("untied")
 def test_where_the_weights_lie_changes_no_science_and_what_they_are_does(parent: Run, tmp_path: Path) -> None:
     def science(path: object, name: str) -> str:
@@ -129,6 +132,7 @@ def test_where_the_weights_lie_changes_no_science_and_what_they_are_does(parent:
     assert science(different / "hf", "c") != science(folder / "hf", "d")
 
 
+@pytest.mark.full
 @of("untied")
 def test_a_run_from_given_weights_goes_on_from_its_own_checkpoint(parent: Run, tmp_path: Path) -> None:
     shutil.copytree(manifest.list_complete(Path(parent.directory))[0] / "hf", tmp_path / "hf")
@@ -157,6 +161,7 @@ def test_weights_that_do_not_fit_are_refused(settings: list[str], said: str, par
         begin_run(run)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "mode"), [full("fsdp3", "async"), ("single", "sync")])
 def test_every_checkpoint_leaves_in_another_format(mode: str, layout: str, tmp_path: Path) -> None:
     how = ["checkpoint.every=2", f"checkpoint={mode}", "checkpoint.export=hf", "checkpoint.export_dtype=fp32"]
