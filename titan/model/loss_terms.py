@@ -166,12 +166,12 @@ class Objective:
         terms = self.terms if torch.is_grad_enabled() else ()
         if self.chunk is not None:
             figures = linear_cross_entropy(hidden, weight, targets, self._run_operation)
-            return figures if terms else figures[0]
+            return figures if terms else figures[0].clone()  # FSDP's hook on the head's output may be no view's
         logits = product(hidden, weight).float().flatten(0, -2)
         figures = self.compute_figures(hidden.flatten(0, -2), logits, targets.flatten(), terms)
-        return (
-            join_with_gradient(figures[:1], figures[1:], self.weigh_terms(figures[1:], terms)) if terms else figures[0]
-        )
+        if not terms:
+            return figures[0].clone()
+        return join_with_gradient(figures[:1], figures[1:], self.weigh_terms(figures[1:], terms))
 
     def compute_figures(self, hidden: Tensor, logits: Tensor, targets: Tensor, terms: Sequence[Term]) -> Tensor:
         """Return the summed cross-entropy and terms, float32 [1 + terms], each with its gradient."""
