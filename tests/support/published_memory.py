@@ -1,7 +1,7 @@
 """Memory of NVIDIA's and NeMo's published Llama 3 layouts on H100 of 80 GB: `python -m tests.support.published_memory`.
 
 Prints the tables of docs/memory.md: live tensors of the fullest rank in closed form, and what exceeds the goal. With
-the word `trace` it traces the fullest rank of each layout in bf16 instead, one to four minutes each. The layouts are
+the word `trace` it traces the fullest rank of each layout in bf16 instead, one to fifteen minutes each. The layouts are
 those of Megatron in `titan/estimate/published.csv` and `unseen.csv`, each on its smallest number of GPUs.
 """
 
@@ -86,6 +86,12 @@ def list_layouts() -> list[PublishedLayout]:
             key = (row["model"].replace("3.1", "3"), *(row[name] or "1" for name in COLUMNS[1:]))
             found.setdefault(key, row)
     return [PublishedLayout(row) for _, row in sorted(found.items(), key=lambda item: _order_layout(item[1]))]
+
+
+def list_layouts_in_bf16() -> list[PublishedLayout]:
+    """Return the layouts in bf16, once each; in 8 bits the same tensors are kept, and fewer bytes gathered."""
+    layouts = [dataclasses.replace(each, row={**each.row, "precision": "bf16"}) for each in list_layouts()]
+    return list({layout.name: layout for layout in layouts}.values())
 
 
 def _order_layout(row: Mapping[str, str]) -> tuple[int, int, str, str]:
@@ -186,7 +192,10 @@ def format_missing(memories: list[LayoutMemory]) -> Iterator[str]:
 
 
 def trace_layout(layout: PublishedLayout) -> str:
-    """Return a line with the traced live tensors of the rank that is the fullest in closed form, with `gate`."""
+    """Return a line with the live tensors of the fullest rank, with `gate`: in closed form, and traced.
+
+    Traces are not compiled, which matters where the rank has the head; so both closed forms are shown.
+    """
     from titan.estimate.traced.memory import find_peak
     from titan.training.trace.rank import trace_rank
 
@@ -194,17 +203,18 @@ def trace_layout(layout: PublishedLayout) -> str:
     peaks = memory.estimate_peaks(run, run.layout, run.microbatches)
     stage = max(range(len(peaks)), key=lambda index: peaks[index].bytes)
     not_compiled = dataclasses.replace(run, compile=dataclasses.replace(run.compile, scope="off"))
+    eager = memory.estimate_peaks(not_compiled, run.layout, run.microbatches)[stage]
     peak = find_peak(trace_rank(not_compiled, stage * run.layout.devices // run.layout.pipeline, "cuda").events)
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(peak.parts.items()) if size >= GIB / 20)
-    return f"| {layout.name} | {peaks[stage].gib:.1f} | {peak.bytes / GIB:.1f} | {parts} |"
+    return f"| {layout.name} | {peaks[stage].gib:.1f} | {eager.gib:.1f} | {peak.bytes / GIB:.1f} | {parts} |"
 
 
 def main(words: list[str]) -> int:
     """Print both tables, or the traces of layouts in bf16 whose names have each of the words after `trace`."""
     if words[:1] == ["trace"]:
-        print("| layout | closed form | traced | |\n| --- | --- | --- | --- |")
-        for layout in list_layouts():
-            if layout.row["precision"] == "bf16" and all(word in layout.name for word in words[1:]):
+        print("| layout | compiled | not compiled | traced | parts |\n| --- | --- | --- | --- | --- |")
+        for layout in list_layouts_in_bf16():
+            if all(word in layout.name for word in words[1:]):
                 print(trace_layout(layout), flush=True)
         return 0
     memories = [measure_layout(layout) for layout in list_layouts()]
