@@ -11,7 +11,7 @@ import pytest
 from tests.hooks.test_hooks import hook, trained
 from titan import compare
 from titan.metrics.reader import read_records
-from titan.metrics.trackers import extract_scalars
+from titan.metrics.tracker_run import extract_scalars
 from titan.report.render import table_data
 
 KEY = "hooks/norms/layers.1.attention.wq.weight"

@@ -14,17 +14,12 @@ from typing import Any
 import pytest
 
 from tests.support.processes import LIMIT, wait_until
-from titan.metrics import trackers
+from titan.metrics import tensorboard, trackers, wandb
 from titan.metrics.schema import Metrics
-from titan.metrics.trackers import (
-    RunDescription,
-    Trackers,
-    extract_scalars,
-    find_online_obstacle,
-    has_wandb_key,
-    open_trackers,
-    remove_secrets,
-)
+from titan.metrics.secrets import remove_secrets
+from titan.metrics.tracker_run import RunDescription, extract_scalars
+from titan.metrics.trackers import Trackers, open_trackers
+from titan.metrics.wandb import find_online_obstacle, has_wandb_key
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 
@@ -184,10 +179,10 @@ def test_scalars(record: dict[str, Any], named: dict[str, float]) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is: wandb comes up in time, its server answers in time, and nobody is warned."""
-    answers = trackers._server_answers
+    answers = wandb.server_answers
     monkeypatch.setattr(trackers, "NOTICE_SECONDS", 10 * LIMIT)
-    monkeypatch.setattr(trackers, "INIT_SECONDS", LIMIT)
-    monkeypatch.setattr(trackers, "_server_answers", lambda url, seconds: answers(url, LIMIT))
+    monkeypatch.setattr(wandb, "INIT_SECONDS", LIMIT)
+    monkeypatch.setattr(wandb, "server_answers", lambda url, seconds: answers(url, LIMIT))
 
 
 def everything(directory: Path, warn: Callable[[str], None], metrics: Metrics, **config: Any) -> Trackers:
@@ -247,7 +242,7 @@ def test_tensorboard_has_hyperparameters_and_exact_times(tmp_path: Path) -> None
         "model.dim": 64, "model.head_dim": "null", "optimizer.betas": "[0.9,0.95]", "name": "x",
     }  # fmt: skip
     shown = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment.metric_infos
-    assert {info.name.tag for info in shown} == set(trackers.HPARAM_METRICS)
+    assert {info.name.tag for info in shown} == set(tensorboard.HPARAM_METRICS)
     assert HParamsPluginData.FromString(content["_hparams_/session_end_info"]).session_end_info.status == 1
 
 
@@ -272,9 +267,7 @@ def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def end_wandb() -> Iterator[None]:
     yield
-    import wandb
-
-    wandb.teardown()
+    wandb._tear_down_wandb()
 
 
 @pytest.mark.usefixtures("no_wandb_key", "end_wandb", "patient")

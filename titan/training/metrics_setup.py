@@ -14,7 +14,8 @@ from titan.dataset.mixture import RowMixture
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.recorder import Recorder, StepSpeed
 from titan.metrics.spikes import SpikeDetector
-from titan.metrics.trackers import RunDescription, open_trackers
+from titan.metrics.tracker_run import RunDescription
+from titan.metrics.trackers import open_trackers
 from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.axes import PLUGGABLE

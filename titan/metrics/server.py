@@ -1,0 +1,21 @@
+"""Whether a tracker's server answers. Free of torch."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import urllib.error
+import urllib.request
+
+
+def server_answers(url: str, seconds: float) -> bool:
+    """Whether an HTTP server answers at `url`; wandb's own timeout is far longer."""
+    try:
+        urllib.request.urlopen(url, timeout=seconds).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # wandb has its own certificates
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+    return True
