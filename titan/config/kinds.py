@@ -16,6 +16,8 @@ PATHS: dict[str, str] = {
     "titan.dataset.schema.Stdlib": "titan.dataset.schema.Stdlib",
     "titan.dataset.schema.Synthetic": "titan.dataset.schema.Synthetic",
     "titan.dataset.schema.Text": "titan.dataset.schema.Text",
+    "titan.metrics.schema.MLflow": "titan.metrics.schema.MLflow",
+    "titan.metrics.schema.Trackio": "titan.metrics.schema.Trackio",
     "titan.model.schema.Llama": "titan.model.schema.Llama",
     "titan.model.schema.Qwen3": "titan.model.schema.Qwen3",
     "titan.model.schema_llama4.Llama4": "titan.model.schema_llama4.Llama4",

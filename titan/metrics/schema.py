@@ -2,13 +2,99 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from titan.config.kinds import get_kind
 from titan.config.settings import setting
+
+if TYPE_CHECKING:
+    from titan.metrics.tracker_run import RunDescription, TrackerRun
 
 WARM = 3
 """The first steps of an attempt, which no speed counts: they compile and allocate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracker:
+    """The settings of a tracker, a service that shows what metrics.jsonl records; one of your own derives from this.
+
+    Attributes:
+        packages: what `build` imports that may not be installed, by the name to import: what pip installs. Where one
+            is missing, the run warns and continues without the tracker.
+        finish_minutes: minutes that the end of a finished run waits for the tracker; a stopped run waits less.
+    """
+
+    packages: ClassVar[Mapping[str, str]] = {}
+
+    finish_minutes: float = setting(
+        5.0, "minutes that the end of a finished run waits for the tracker to send the rest", above=0, cap=1440
+    )
+    _target_: str = field(init=False, default="")  # so that ids and run.yaml tell trackers of equal settings apart
+
+    def __post_init__(self) -> None:
+        """Record which class this is."""
+        object.__setattr__(self, "_target_", get_kind(type(self)))
+
+    @abstractmethod
+    def build(self, directory: Path, description: RunDescription, warn: Callable[[str], None]) -> TrackerRun:
+        """Open a run at the tracker; on rank 0, in a thread that may block and fail without ending the run.
+
+        Args:
+            directory: the run's directory, to write to.
+            description: of the run; `run_id` is the same in every attempt, so that a resumed run continues its run.
+            warn: shows a sentence to the user.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflow(Tracker):
+    """Runs at MLflow, in a local database unless a server is named."""
+
+    packages: ClassVar[Mapping[str, str]] = {"mlflow": "mlflow-skinny"}
+
+    tracking_uri: str | None = setting(
+        None,
+        "a server's URL, or sqlite:///FILE, which several runs may share; null: $MLFLOW_TRACKING_URI, or else "
+        "mlflow/mlflow.db in the run's directory",
+    )
+    experiment: str = setting("titan", "the experiment at MLflow; it is created where there is none")
+    tags: Mapping[str, str] | None = setting(None, "more tags of the run, {NAME: VALUE}", hashed=False)
+
+    def build(self, directory: Path, description: RunDescription, warn: Callable[[str], None]) -> TrackerRun:
+        """Open or continue the run."""
+        from titan.metrics.mlflow import MLflowRun
+
+        return MLflowRun(self, directory, description)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trackio(Tracker):
+    """Runs at trackio, in local files unless a Space at Hugging Face is named."""
+
+    packages: ClassVar[Mapping[str, str]] = {"trackio": "trackio"}
+
+    project: str = setting("titan", "the project at trackio")
+    directory: str | None = setting(
+        None,
+        "the folder of trackio's database, which several runs may share; null: $TRACKIO_DIR, or else trackio/ in the "
+        "run's directory",
+    )
+    space: str | None = setting(
+        None, "a Space at Hugging Face to send to, USER/NAME; null: $TRACKIO_SPACE_ID, or else none"
+    )
+    private: bool = setting(True, "whether a Space that does not exist yet is created as a private one")
+    group: str | None = setting(None, "the run's group; null: its group id, which the repeats with other seeds share")
+
+    def build(self, directory: Path, description: RunDescription, warn: Callable[[str], None]) -> TrackerRun:
+        """Open or continue the run."""
+        from titan.metrics.trackio import TrackioRun
+
+        return TrackioRun(self, directory, description, warn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +115,9 @@ class Metrics:
     wandb_tags: tuple[str, ...] = setting((), "the run's tags at Weights & Biases, beside the name of its sweep")
     wandb_finish_minutes: float = setting(
         5.0, "minutes that the end of a finished run waits for Weights & Biases to send the rest", above=0, cap=1440
+    )
+    trackers: Mapping[str, Tracker] | None = setting(
+        None, "more trackers, by names that you choose: {NAME: {_target_: mine.Tracker, ...}}", later=True, hashed=False
     )
     plot: bool = setting(True, "plot loss.svg at the end")
     sample_tokens: int = setting(64, "tokens sampled from the trained model at the end; 0: none", at_least=0, cap=10**6)

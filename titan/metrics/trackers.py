@@ -1,4 +1,7 @@
-"""Trackers: services that show what metrics.jsonl records, here TensorBoard and Weights & Biases.
+"""Trackers: services that show what metrics.jsonl records.
+
+`metrics.tensorboard` and `metrics.wandb` ask for two of them, `metrics.trackers` for those of other classes
+(`titan.metrics.schema.Tracker`), among them MLflow, trackio and a user's own.
 
 Each tracker runs in its own thread, fed by a queue: the training thread only puts records into the queue. When a
 tracker raises, at opening or later, it is dropped with one warning; a tracker that hangs is abandoned at the end after
@@ -16,6 +19,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,32 +143,67 @@ class _TrackerThread:
         self._warnings.put(f"{self.name}: {reason}; the run continues without it.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """A tracker that the settings ask for.
+
+    Attributes:
+        packages: by the name to import: what pip installs.
+        open_run: opens it.
+        finish_minutes: that the end of a finished run waits for it; None: as short as the end of a stopped one.
+    """
+
+    packages: Mapping[str, str]
+    open_run: Opener
+    finish_minutes: float | None = None
+
+    def list_missing(self) -> list[str]:
+        """Return what pip would install: the packages that this Python lacks."""
+        return [name for package, name in self.packages.items() if not _is_installed(package)]
+
+
 def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescription, warn: Warn) -> Trackers:
     """Open the trackers that the settings ask for.
 
     Args:
         metrics: the settings.
-        directory: the run's directory; trackers write to tensorboard/ and wandb/ in it.
+        directory: the run's directory; trackers write to folders in it, such as tensorboard/ and wandb/.
         description: the run.
         warn: shows a sentence to the user.
     """
-    requested: dict[str, tuple[str, Opener]] = {}
+    openers, longer_patience = dict[str, Opener](), dict[str, float]()
+    for setting, request in _list_requests(metrics, directory, description).items():
+        if missing := request.list_missing():
+            names = " ".join(missing)
+            warn(f"{setting}: the package {names} is not installed (pip install {names}); continuing without it.")
+            continue
+        openers[setting] = request.open_run
+        if request.finish_minutes is not None:
+            longer_patience[setting] = 60 * request.finish_minutes
+    return Trackers(openers, warn, longer_patience=longer_patience)
+
+
+def _list_requests(metrics: Metrics, directory: Path, description: RunDescription) -> dict[str, _Request]:
+    """Return the trackers that the settings ask for, by the setting."""
+    requests: dict[str, _Request] = {}
     if metrics.tensorboard:
-        requested["metrics.tensorboard=true"] = (
-            "tensorboard",
-            lambda _: TensorBoard(directory / "tensorboard", description.metadata),
+        requests["metrics.tensorboard=true"] = _Request(
+            packages={"tensorboard": "tensorboard"},
+            open_run=lambda _: TensorBoard(directory / "tensorboard", description.metadata),
         )
     if metrics.wandb:
-        requested["metrics.wandb=true"] = (
-            "wandb", lambda show: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), show),
-        )  # fmt: skip
-    openers = {}
-    for setting, (package, opener) in requested.items():
-        if _is_installed(package):
-            openers[setting] = opener
-        else:
-            warn(f"{setting}: the package {package} is not installed (pip install {package}); continuing without it.")
-    return Trackers(openers, warn, longer_patience={"metrics.wandb=true": 60 * metrics.wandb_finish_minutes})
+        requests["metrics.wandb=true"] = _Request(
+            packages={"wandb": "wandb"},
+            open_run=lambda warn: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), warn),
+            finish_minutes=metrics.wandb_finish_minutes,
+        )
+    for name, tracker in (metrics.trackers or {}).items():
+        requests[f"metrics.trackers.{name}"] = _Request(
+            packages=tracker.packages,
+            open_run=partial(tracker.build, directory, description),
+            finish_minutes=tracker.finish_minutes,
+        )
+    return requests
 
 
 def _is_installed(package: str) -> bool:

@@ -17,7 +17,7 @@ from titan.run.paths import BEGUN, is_written
 
 WRITTEN_FOLDERS = ("log", "profile", "debug")
 """Folders of a run with files of fixed names that are written to as they are."""
-LINKED_FOLDERS = (*WRITTEN_FOLDERS, "checkpoints", "tensorboard", "wandb")
+LINKED_FOLDERS = (*WRITTEN_FOLDERS, "checkpoints", "tensorboard", "wandb", "mlflow", "trackio")
 """Folders of a run that may be on another disk."""
 
 

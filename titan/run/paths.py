@@ -15,8 +15,8 @@ LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
 
 FILES = {
     ".lock", ".hydra", "run.yaml", ".run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.svg",
-    "log", "profile", "debug", "tensorboard", "wandb", "save", "sweep.yaml", "ledger.jsonl", ".ledger.jsonl.lock",
-    "slurm", "compare.html", STOP_REQUEST,
+    "log", "profile", "debug", "tensorboard", "wandb", "mlflow", "trackio", "save", "sweep.yaml", "ledger.jsonl",
+    ".ledger.jsonl.lock", "slurm", "compare.html", STOP_REQUEST,
 }  # fmt: skip
 """Names in a run's directory."""
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")

@@ -28,7 +28,7 @@ def build_recorder(run: Run, attempt: Attempt, warn: Callable[[str], None], mix:
     """Return what writes this attempt's records to metrics.jsonl and to the trackers; they name the data of `mix`."""
     directory = Path(run.directory)
     description = RunDescription(run_id="", group_id="", name=run.name, config={})
-    if run.metrics.tensorboard or run.metrics.wandb:
+    if run.metrics.tensorboard or run.metrics.wandb or run.metrics.trackers:
         description = describe_run(run, attempt, mix)
     trackers = open_trackers(run.metrics, directory=directory, description=description, warn=warn)
     return Recorder(directory, attempt.number, trackers, warn)
