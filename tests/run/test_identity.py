@@ -19,6 +19,7 @@ from titan.config import settings
 from titan.dataset.schema import KINDS as DATASETS
 from titan.evaluation.schema import Task
 from titan.hooks.schema import Hook
+from titan.metrics.schema import Tracker
 from titan.optimizer.schema import SGD, AdamW, Muon
 from titan.run import identity
 from titan.run.run import Run, as_config
@@ -122,11 +123,17 @@ class OwnHook(Hook):
     pass
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnTracker(Tracker):
+    pass
+
+
 def with_part(base: Run, part: Any) -> Run:
     """The run with a part at the place where the user gives it a name."""
     if isinstance(part, Hook):
         return dataclasses.replace(base, hooks={"a": part})
-    axis, field = ("evaluation", "tasks") if isinstance(part, Task) else ("training", "loss_terms")
+    places = {Task: ("evaluation", "tasks"), LossTerm: ("training", "loss_terms"), Tracker: ("metrics", "trackers")}
+    (axis, field) = next(place for kind, place in places.items() if isinstance(part, kind))
     return dataclasses.replace(base, **{axis: dataclasses.replace(getattr(base, axis), **{field: {"a": part}})})
 
 
@@ -136,6 +143,7 @@ def with_part(base: Run, part: Any) -> Run:
         pytest.param(Task(path="p"), OwnTask(path="p"), "execution", id="task"),
         pytest.param(LossTerm(), OwnTerm(), "science", id="loss-term"),
         pytest.param(Hook(), OwnHook(), "execution", id="hook"),
+        pytest.param(Tracker(), OwnTracker(), "execution", id="tracker"),
     ],
 )
 def test_the_class_of_a_named_part_is_in_one_id_and_in_run_yaml(titans: Any, own: Any, changes: str, base: Run) -> None:

@@ -6,9 +6,10 @@ values: the steps that a resumed attempt repeats have two.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,28 @@ def _check_folder(folder: Path) -> None:
 
 def _import_trackio(folder: Path, warn: Warn) -> Any:
     """Return the module, which prints nothing and writes to a folder, unless it was imported for another before."""
-    os.environ[DIRECTORY_VARIABLE] = str(folder)
-    import trackio
+    with _set_variable(DIRECTORY_VARIABLE, str(folder)):
+        import trackio
 
-    if Path(trackio.utils.TRACKIO_DIR).absolute() != folder:
-        warn(f"trackio was imported before with {trackio.utils.TRACKIO_DIR}: it writes there, not to {folder}.")
+    if Path(trackio.TRACKIO_DIR).absolute() != folder:
+        warn(f"trackio was imported before with {trackio.TRACKIO_DIR}: it writes there, not to {folder}.")
     for name in ("trackio", "trackio.run", "trackio.utils"):
         vars(sys.modules[name])["print"] = _print_nothing  # its messages would break the progress line
     return trackio
+
+
+@contextlib.contextmanager
+def _set_variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a moment: the next run in this process chooses by the user's value."""
+    previous = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = previous
 
 
 def _print_nothing(*values: object, **options: object) -> None:
