@@ -39,6 +39,12 @@ ANSWER_SECONDS = 5.0
 LOCK_SECONDS = 60.0
 """Seconds that a run waits while others create the tables of its database or open their runs there."""
 
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+"""Variables that MLflow reads: no usage reports, and no messages that would break the progress line."""
 RUN_ID_TAG = "titan.run_id"
 _SQLITE = "sqlite:///"
 
@@ -185,9 +191,9 @@ def _find_or_create_experiment(client: Any, name: str, uri: str) -> str:
 
 
 def _import_client() -> Any:
-    """Return MLflow's class of clients; it sends no usage reports and shows no progress unless the user asks for it."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    """Return MLflow's class of clients; it reads `ENVIRONMENT` where the user has set no other values."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
