@@ -61,8 +61,8 @@ def test_the_code_of_a_tracker_is_the_users_own(tmp_path: Path) -> None:
     [
         pytest.param(
             "+metrics.trackers.mine={_target_:elsewhere.Lines}",
-            "metrics.trackers.mine._target_=elsewhere.Lines: only classes under titan, experiments, tests may be named; "
-            "if you trust this one, add modules=[elsewhere].",
+            "metrics.trackers.mine._target_=elsewhere.Lines: only classes under titan, experiments, tests may be "
+            "named; if you trust this one, add modules=[elsewhere].",
             id="not-trusted",
         ),
         pytest.param(
@@ -73,8 +73,8 @@ def test_the_code_of_a_tracker_is_the_users_own(tmp_path: Path) -> None:
         ),
         pytest.param(
             "+metrics.trackers.mine={_target_:tests.support.own_hooks.Norms}",
-            "metrics.trackers.mine._target_=tests.support.own_hooks.Norms: is no titan.metrics.schema.Tracker; derive it "
-            "from that class.",
+            "metrics.trackers.mine._target_=tests.support.own_hooks.Norms: is no titan.metrics.schema.Tracker; derive "
+            "it from that class.",
             id="no-tracker",
         ),
         pytest.param(
@@ -86,8 +86,8 @@ def test_the_code_of_a_tracker_is_the_users_own(tmp_path: Path) -> None:
             named("Lines", finish_minutes=0), "metrics.trackers.mine.finish_minutes=0: must be above 0.", id="range"
         ),
         pytest.param(
-            "+metrics.trackers.mine.file=x",
-            "metrics.trackers.mine.file=x: there is no such setting. A class of your own is named by _target_.",
+            "+metrics.trackers.mine.finish_minutes=1",
+            "metrics.trackers.mine._target_ is missing: it names the class, such as mine.module.Class.",
             id="no-class",
         ),
     ],

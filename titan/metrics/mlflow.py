@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from titan.config.settings import format_value
 from titan.files import locks
 from titan.metrics.schema import MLflow
+from titan.metrics.secrets import hide_secrets
 from titan.metrics.server import server_answers
 from titan.metrics.tracker_run import RunDescription, extract_numbers, extract_scalars, flatten_settings
 
@@ -171,7 +172,7 @@ def _build_tags(settings: MLflow, description: RunDescription) -> dict[str, str]
         "titan.group": description.group_id,
         "titan.sweep": description.sweep,
     }
-    return {clean_key(key): str(value)[:MAX_TAG_LENGTH] for key, value in tags.items() if value}
+    return {clean_key(key): hide_secrets(str(value))[:MAX_TAG_LENGTH] for key, value in tags.items() if value}
 
 
 def _find_or_create_experiment(client: Any, name: str, uri: str) -> str:
