@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shlex
@@ -26,8 +27,8 @@ from titan.run.run import Run
 
 SMALL = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "optimizer", "schedule", "hydra.run.dir"))]
 SECTIONS = ("A model", "An attention", "An optimizer", "A dataset", "A schedule")
-NAMES = ("Terms of the loss", "A sharding strategy", "Hooks", "An evaluation task")
-TERMS, STRATEGY, HOOKS, TASK = map(examples.read_section, NAMES)
+NAMES = ("Terms of the loss", "A sharding strategy", "Hooks", "An evaluation task", "A tracker")
+TERMS, STRATEGY, HOOKS, TASK, TRACKER = map(examples.read_section, NAMES)
 
 
 @pytest.fixture
@@ -154,7 +155,20 @@ def test_a_strategy_of_ones_own(mine: Path) -> None:
     assert all(rank.code == 0 and (Shard(1),) in rank.extra for rank in seen)
 
 
+@pytest.mark.full
+def test_a_tracker_of_ones_own(mine: Path) -> None:
+    for number, overrides in enumerate(examples.read_trainings(TRACKER)):
+        run = trained(f"{overrides} name=tracked-{number}", *SMALL)
+        lines = list(csv.reader((Path(run.directory) / "curves.csv").read_text().splitlines()))
+        losses = [line["loss"] for line in read_records(Path(run.directory) / "metrics.jsonl") if "loss" in line]
+        digits = run.metrics.trackers["csv"].digits  # type: ignore[index, attr-defined]
+        assert [row for row in lines if row[2] == "train/loss"] == [
+            ["1", str(step), "train/loss", f"{loss:.{digits}g}"] for step, loss in enumerate(losses, 1)
+        ]
+        assert len(losses) == 5 and digits == (3, 6)[number]
+
+
 def test_every_example_is_trained() -> None:
-    sections = [*map(examples.read_section, SECTIONS), TERMS, STRATEGY, HOOKS, TASK]
-    assert [len(examples.read_files(text)) for text in sections] == [2, 4, 2, 2, 2, 4, 1, 4, 2]
-    assert sum(len(examples.read_trainings(text)) for text in sections) == len(examples.read_trainings()) == 20
+    sections = [*map(examples.read_section, SECTIONS), TERMS, STRATEGY, HOOKS, TASK, TRACKER]
+    assert [len(examples.read_files(text)) for text in sections] == [2, 4, 2, 2, 2, 4, 1, 4, 2, 2]
+    assert sum(len(examples.read_trainings(text)) for text in sections) == len(examples.read_trainings()) == 22

@@ -8,13 +8,21 @@ import yaml
 
 from titan.config.settings import build
 from titan.errors import ConfigError
-from titan.metrics.schema import Metrics
+from titan.metrics.schema import Metrics, MLflow, Trackio
 
 CONF = Path(__file__).parents[2] / "conf" / "metrics"
 
 
 @pytest.mark.parametrize(
-    ("choice", "changed"), [("default", {}), ("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": True})]
+    ("choice", "changed"),
+    [
+        ("default", {}),
+        ("tensorboard", {"tensorboard": True}),
+        ("wandb", {"wandb": True}),
+        ("mlflow", {"trackers": {"mlflow": MLflow()}}),
+        ("trackio", {"trackers": {"trackio": Trackio()}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_choices(choice: str, changed: dict[str, Any]) -> None:
     text = (CONF / f"{choice}.yaml").read_text()

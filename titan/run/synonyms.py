@@ -48,7 +48,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "dataset.path": ("data_path", "dataset_path", "data_dir", "train_file", "train_data"),
     "dataset.tokenizer": ("tokenizer", "tokenizer_path", "tokenizer_name", "hf_assets_path"),
     "dataset.epochs": ("epochs", "max_epochs", "num_epochs", "num_train_epochs"),
-    "metrics": ("logger", "loggers", "log_with", "report_to", "tracker"),
+    "metrics": ("logger", "loggers", "log_with", "report_to", "tracker", "mlflow", "trackio"),
     "metrics.wandb": ("wandb", "use_wandb", "enable_wandb"),
     "metrics.tensorboard": ("tensorboard", "use_tensorboard", "enable_tensorboard"),
     "recipe": ("preset",),
