@@ -18,14 +18,16 @@ TICKED = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(?:\([^`]*\))?`(?!`)")
 WORD = re.compile(r"[A-Za-z_]\w*")
 COMPOUND = re.compile(r"\w_\w|[a-z][A-Z]|^_")
 """Identifiers that are no English words: snake_case, CamelCase, private names."""
-NO_MODULES = {"titan.plugins", "titan.COMMAND"}
-"""Dotted names that are no modules: the group of entry points, and a placeholder."""
+MLFLOW_TAGS = {"titan.run_id", "titan.attempt", "titan.group", "titan.attempt_2.training.steps"}
+NO_MODULES = {"titan.plugins", "titan.COMMAND", *MLFLOW_TAGS}
+"""Dotted names that are no modules: the group of entry points, a placeholder, and tags."""
 FOREIGN_NAMES = {
     "FileSystemBase", "TORCH_FR_BUFFER_SIZE", "donated_buffer", "record_stream", "AutoTokenizer", "from_pretrained",
     "apply_scaling", "FullModelHFCheckpointer", "max_filename", "to_yaml", "load_sweep_config",
-    "preempt_send_user_signal", "ExcNodeList",
+    "preempt_send_user_signal", "ExcNodeList", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD",
+    *MLFLOW_TAGS,
 }  # fmt: skip
-"""Names that no code of titan has: of torch, transformers, Meta's release, torchtune, Hydra and Slurm."""
+"""Names that no code of titan has: of torch, transformers, Meta's release, torchtune, Hydra, Slurm and MLflow."""
 FOREIGN_PAGES = {"from_torchtitan", "extending"}
 """Pages with names of another program, and with their own code."""
 DOCSTRING, COMMENT = re.compile(r'r?"""(.*?)"""', re.DOTALL), re.compile(r"  # .*")
