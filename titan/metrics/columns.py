@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from titan.metrics.reader import Record, parse_file
 
 KEYS = (
-    "attempt", "step", "time", "tokens", "loss", "grad_norm", "step_seconds", "data_seconds",
+    "attempt", "step", "time", "tokens", "loss", "grad_norm", "lr", "step_seconds", "data_seconds",
     "tokens_per_second_per_device", "tflops_per_device", "mfu", "memory_gib",
     "expert_load_max", "expert_entropy", "expert_dropped",
 )  # fmt: skip
@@ -35,6 +35,7 @@ class StepColumns:
         tokens: as in metrics.jsonl.
         loss: as in metrics.jsonl.
         norm: as in metrics.jsonl.
+        lr: learning rate of the step.
         seconds: of the step.
         data_seconds: of the step, waiting for data.
         rate: tokens/s per device.
@@ -53,6 +54,7 @@ class StepColumns:
     tokens: Numbers
     loss: Numbers
     norm: Numbers
+    lr: Numbers
     seconds: Numbers
     data_seconds: Numbers
     rate: Numbers

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from titan.console.numbers import format_plural
-from titan.report import early_stopping, statistics
+from titan.report import early_losses, statistics
 from titan.report.align import find_common_measure
 from titan.report.collect import CollectedRuns
 from titan.report.estimate import Member, average_by_seed, classify_unfinished, format_speed_settings
@@ -195,7 +195,7 @@ def list_comparison_notes(
     notes += [
         "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
     ] * bool(emulated)
-    notes += early_stopping.note_early_losses(candidates)
+    notes += early_losses.note_early_losses(candidates)
     return (*notes, *(_note_seeds_needed(candidates, margin) if groups else []))
 
 

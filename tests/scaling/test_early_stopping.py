@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.scaling import early
-from titan.scaling.early import Trajectory, examine_step, find_margin, find_stop, replay
+from titan.scaling.early_stopping import (
+    FEWEST_EARLIER,
+    Trajectory,
+    examine_position,
+    find_decay,
+    find_margin,
+    find_stop,
+    list_shape_settings,
+    replay_stops,
+)
 
 LENGTH, DECAYED, EARLY = 100, 80, 20
 """The steps of a run; one after and one before the learning rate has decayed."""
@@ -16,7 +24,7 @@ LENGTH, DECAYED, EARLY = 100, 80, 20
 
 def make(name: str, early_loss: float, late_loss: float, end: float) -> Trajectory:
     losses = {EARLY: early_loss, DECAYED: late_loss, LENGTH: end}
-    return Trajectory(name, losses, {EARLY: 1.0, DECAYED: 0.3, LENGTH: 0.0}, LENGTH, end)
+    return Trajectory(name, losses, LENGTH, end, DECAYED)
 
 
 def make_field(spread: float = 0.0) -> list[Trajectory]:
@@ -27,13 +35,13 @@ def make_field(spread: float = 0.0) -> list[Trajectory]:
 
 def test_a_variant_that_is_too_far_behind_stops() -> None:
     evidence = find_stop(make("new", 5.0, 3.2, 3.1), make_field())
-    assert evidence is not None and evidence.step == DECAYED
+    assert evidence is not None and evidence.position == DECAYED
     assert evidence.margin == 0 and evidence.correlation == pytest.approx(1)
 
 
 def test_a_deficit_that_was_made_up_before_is_no_reason() -> None:
     field = make_field(spread=0.15)
-    assert examine_step(field, DECAYED).margin == pytest.approx(0.05)
+    assert examine_position(field, DECAYED).margin == pytest.approx(0.05)
     assert find_stop(make("new", 5.0, 3.14, 3.0), field) is None
     assert find_stop(make("new", 5.0, 3.16, 3.0), field) is not None
 
@@ -42,22 +50,51 @@ def test_nothing_stops_before_its_rate_has_decayed_but_where_curves_have_one_sha
     field, behind = make_field(), make("new", 9.0, 3.05, 3.0)
     assert find_stop(behind, field) is None
     evidence = find_stop(behind, field, same_shape=True)
-    assert evidence is not None and evidence.step == EARLY
+    assert evidence is not None and evidence.position == EARLY
 
 
 def test_few_earlier_variants_give_no_margin() -> None:
     behind = make("new", 5.0, 9.0, 9.0)
     assert find_stop(behind, make_field()) is not None
-    assert find_stop(behind, make_field()[: early.FEWEST_EARLIER - 1]) is None
+    assert find_stop(behind, make_field()[: FEWEST_EARLIER - 1]) is None
     assert find_stop(behind, []) is None
 
 
 def test_a_replay_counts_what_is_saved_and_lost() -> None:
-    result = replay([*make_field(), make("tail", 5.0, 9.0, 9.0)])
+    result = replay_stops([*make_field(), make("tail", 5.0, 9.0, 9.0)])
     assert result.stopped == (*(f"v{k}" for k in range(1, 10)), "tail") and not result.lost
     assert result.saved == pytest.approx(10 * (LENGTH - DECAYED) / (11 * LENGTH))
     fooled = [*(dataclasses.replace(v, end=v.end + 1) for v in make_field()), make("late", 5.0, 9.0, 2.0)]
-    assert replay(fooled).lost == ("late",)
+    assert replay_stops(fooled).lost == ("late",)
+
+
+@pytest.mark.parametrize(
+    ("rates", "start"),
+    [
+        ([0.1, 1.0, 0.8, 0.5, 0.2], 4),
+        ([0.4, 0.9, 0.3, 1.0, 0.6], float("inf")),
+        ([1.0, 0.3, float("nan"), 0.4], 4),
+        ([0.4, 0.1], 1),
+        ([1.0, 1.0], float("inf")),
+    ],
+    ids=["warm-up", "rises-again", "unknown", "peak-before", "constant"],
+)
+def test_the_learning_rate_has_decayed_after_its_last_high_value(rates: list[float], start: float) -> None:
+    assert find_decay(range(1, len(rates) + 1), rates) == start
+
+
+@pytest.mark.parametrize(
+    ("names", "shapes"),
+    [
+        (["dataset.weights.code", "parallelism", "layout", "training.seed"], []),
+        (["optimizer.lr", "dataset.seed"], ["optimizer.lr"]),
+        (["schedule", "training.global_batch"], ["schedule", "training.global_batch"]),
+        (["training.steps", "model.dim", "precision"], ["training.steps", "model.dim", "precision"]),
+    ],
+    ids=["data", "lr", "schedule-and-batch", "steps-size-precision"],
+)
+def test_what_changes_the_shape_of_the_curve(names: list[str], shapes: list[str]) -> None:
+    assert list_shape_settings(names) == shapes
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12))
