@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launchers.search.space import Space, format_values
+from launchers.search.stopping import StoppingRule
 from launchers.trials import Trial
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
@@ -84,6 +85,7 @@ class TrialPool:
         """
         self.study, self.space, self.settings = study, space, settings
         self.sweep, self.worst, self.expand = sweep, worst, expand
+        self._stopping = StoppingRule(study, space, settings.pruner)
         self.active: dict[str, ActiveTrial] = {}
         self.codes: list[int] = []
         self._interrupted = self._find_interrupted()
@@ -121,14 +123,13 @@ class TrialPool:
             self.study.tell(asked, value, state)
 
     def prune(self) -> None:
-        """Report new validation losses, and ask the trials to end that the pruner rejects."""
+        """Report new validation losses, and ask the trials to end that the rule of early stopping gives up."""
         for active in self.active.values():
-            if not self._report_losses(active) or active.is_pruned or not active.asked[0].should_prune():
+            if not self._report_losses(active) or active.is_pruned:
                 continue
-            active.is_pruned = True
-            number = max(active.reported)
-            reason = f"hydra.sweeper.pruner={self.settings.pruner} ended it after evaluation {number}"
-            stop_request.request_stop(Path(active.trial.run.directory), reason)
+            if reason := self._stopping.find_reason(active.asked[0]):
+                active.is_pruned = True
+                stop_request.request_stop(Path(active.trial.run.directory), reason)
 
     def print_end(self) -> None:
         """Print how many trials the study has, by how they ended, and why no more were started."""
@@ -184,6 +185,7 @@ class TrialPool:
     def _add(self, trial: Trial, asked: optuna.trial.Trial) -> bool:
         """Add a trial; return whether it is to be started. One with the values of a running one waits for it."""
         reported = set(self.study.get_trials(deepcopy=False)[asked.number].intermediate_values)
+        self._stopping.record(asked, trial.run)
         if trial.id in self.active:
             self.active[trial.id].asked.append(asked)
             self._is_blocked = True

@@ -175,7 +175,7 @@ def build_sampler(settings: OptunaSearch, trials: int) -> BaseSampler:
 
 
 def build_pruner(settings: OptunaSearch) -> BasePruner:
-    """Return the pruner; its steps are the numbers of evaluations."""
+    """Return Optuna's pruner, for margin one that prunes nothing; its steps are the numbers of evaluations."""
     from optuna import pruners
 
     if settings.pruner == "median":

@@ -18,16 +18,12 @@ from launchers.search import space as spaces
 from launchers.search import study as studies
 from launchers.search.pool import HOOK_OVERRIDE, TrialPool, write_best
 from launchers.search.space import Space
+from launchers.search.stopping import check_pruning
 from launchers.session import SweepSession, TrialSource
 from launchers.trials import Trial
 from titan.config import settings
-from titan.errors import ConfigError
 from titan.run import hydra_node
-from titan.run.run import Run
 from titan.sweep.schema import OptunaSearch, Sweep
-
-MEASURED = "validation_loss"
-"""The objective by which trials can be ended early."""
 
 
 class Launcher(Protocol):
@@ -115,7 +111,7 @@ def run_search(
 
     corners = [expand(spaces.format_values(corner), 0) for corner in spaces.list_corners(space)]
     worst = launcher.check_feedback(corners)
-    _check_pruning(options, sweep, direction, [trial.run for trial in corners])
+    check_pruning(options, sweep, direction, space, [trial.run for trial in corners])
     launcher.check_inputs(corners)
     begin()
     with studies.open_study(launcher.root, options, direction, space, shared) as study:
@@ -127,24 +123,6 @@ def run_search(
             write_best(study, launcher.root / RESULTS)
     launcher.session.root = launcher.root
     pool.print_end()
-
-
-def _check_pruning(options: OptunaSearch, sweep: Sweep, direction: str, runs: Sequence[Run]) -> None:
-    """Raise ConfigError where a pruner would have nothing to decide by."""
-    if options.pruner == "none":
-        return
-    setting = f"hydra.sweeper.pruner={options.pruner}"
-    if sweep.objective != MEASURED or direction != "minimize":
-        raise ConfigError(
-            f"{setting}: ends trials by their validation loss; leave it out, or minimize sweep.objective={MEASURED}."
-        )
-    for run in runs:
-        every, steps = run.evaluation.every, run.training.steps
-        if not 0 < every < steps:
-            raise ConfigError(
-                f"{setting}: needs validation losses before the last step; give evaluation.every below "
-                f"training.steps={steps} (evaluation.every={every})."
-            )
 
 
 def silence_optuna(is_verbose: bool) -> None:

@@ -199,36 +199,80 @@ def test_the_values_of_a_running_trial_are_not_run_beside_it(tmp_path: Path, run
     assert [trial.value for trial in trials] == [1.0] * 6
 
 
-@pytest.mark.parametrize("pruner", ["median", "successive_halving", "hyperband"])
-def test_a_trial_whose_losses_are_high_is_asked_to_end(tmp_path: Path, run: Run, pruner: str) -> None:
-    """Each trial evaluates at steps 2 to 8 of 10; those above the first one are asked to end, and end as a run does."""
+def prune(root: Path, run: Run, settings: OptunaSearch, name: str, every: int, gains: Sequence[float]) -> list[Any]:
+    """Run a grid of trials that end at 1, 2, 3 and so on, in turn; those that are asked to end do so, as a run does.
+
+    Args:
+        root: of the study.
+        run: of ten steps.
+        settings: of the sweeper.
+        name: the setting that varies.
+        every: steps between evaluations.
+        gains: what each loses of its loss in the last two steps.
+    """
 
     def evaluate(values: dict[str, float], folder: Path) -> int:
-        pool, level = machine.pool, values["a"]
+        level, gain = values[name], gains[round(values[name]) - 1]
         (folder / STOP_REQUEST).unlink(missing_ok=True)
-        for step in (2, 4, 6, 8):
-            record = {"step": step, "validation_loss": level + 1 / step}
+        for step in range(every, 10, every):
+            record = {"step": step, "validation_loss": level + 1 / step + gain}
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "loss": 1.0}) + "\n" + json.dumps(record) + "\n")
             pool.prune()
             if (folder / STOP_REQUEST).exists():
-                return finish(folder, level, finished=False, step=step, ended_by={"hook": HOOK, "reason": "a"})
+                reason = (folder / STOP_REQUEST).read_text()
+                return finish(folder, level, finished=False, step=step, ended_by={"hook": HOOK, "reason": reason})
         return finish(folder, level)
 
-    settings = OptunaSearch(sampler="grid", pruner=pruner, startup_trials=1)  # type: ignore[arg-type]
-    machine, space = Machine(tmp_path, run, evaluate), build_space("a=1,2,3,4,5,6,7,8,9")
-    with open_study(tmp_path, settings, "minimize", space, []) as study:
+    schedule: Any = replace(run.schedule, decay=0.4)  # type: ignore[type-var]
+    changed = replace(run, evaluation=replace(run.evaluation, every=every), schedule=schedule)
+    machine = Machine(root, changed, evaluate)
+    space = build_space(f"{name}={','.join(str(k + 1) for k in range(len(gains)))}")
+    with open_study(root, settings, "minimize", space, []) as study:
         pool: Any = TrialPool(study, space, settings, Sweep(), float("inf"), machine.expand)
-        machine.pool = pool  # type: ignore[attr-defined]
         while batch := pool.ask():
             pool.tell(batch[0], machine._run(batch[0]))
-        first, *others = study.get_trials()
+        assert pool.codes == [0] * len(gains)
+        return study.get_trials()
+
+
+@pytest.mark.parametrize("pruner", ["median", "successive_halving", "hyperband"])
+def test_a_trial_whose_losses_are_high_is_asked_to_end(tmp_path: Path, run: Run, pruner: str) -> None:
+    """What varies leaves the shape of the curve as it is: trials end at any evaluation."""
+    settings = OptunaSearch(sampler="grid", pruner=pruner, startup_trials=1)  # type: ignore[arg-type]
+    first, *others = prune(tmp_path, run, settings, "training.seed", 2, [0.0] * 9)
     assert first.state.name == "COMPLETE" and first.intermediate_values == {n: 1 + 0.5 / n for n in (1, 2, 3, 4)}
-    assert "PRUNED" in [trial.state.name for trial in others] and pool.codes == [0] * 9
+    assert "PRUNED" in [trial.state.name for trial in others]
     pruned = next(trial for trial in others if trial.state.name == "PRUNED")
     assert len(pruned.intermediate_values) < 4
     if pruner == "median":
         assert {trial.state.name for trial in others} == {"PRUNED"}
+
+
+@pytest.mark.parametrize("pruner", ["median", "successive_halving", full("hyperband")])
+def test_no_trial_ends_before_its_learning_rate_has_decayed(tmp_path: Path, run: Run, pruner: str) -> None:
+    """It falls after step 6 of ten, to half its peak in step 9."""
+    settings = OptunaSearch(sampler="grid", pruner=pruner, startup_trials=1)  # type: ignore[arg-type]
+    trials = prune(tmp_path, run, settings, "optimizer.lr", 1, [0.0] * 9)
+    ends = [max(trial.intermediate_values) for trial in trials if trial.state.name == "PRUNED"]
+    assert ends and set(ends) == {9}
+
+
+@pytest.mark.parametrize("name", ["optimizer.lr", "training.seed"])
+def test_the_margin_ends_trials_that_are_further_behind_than_any_made_up(tmp_path: Path, run: Run, name: str) -> None:
+    """The sixth trial makes up 3.5 in its last steps; trials after the tenth end where they are further behind."""
+    gains = [0.0] * 14
+    gains[5] = 3.5
+    trials = prune(tmp_path, run, OptunaSearch(sampler="grid", pruner="margin"), name, 1, gains)
+    ended = [trial for trial in trials if trial.state.name == "PRUNED"]
+    assert [trial.number for trial in ended] == [10, 11, 12, 13]
+    assert {max(trial.intermediate_values) for trial in ended} == ({9} if name == "optimizer.lr" else {1})
+    (stopped,) = (tmp_path / f"{name}=11").glob("result.json")
+    reason = json.loads(stopped.read_text())["ended_by"]["reason"]
+    assert (
+        "pruner=margin ended it after evaluation" in reason and "further above the best than the 2.5 that any" in reason
+    )
+    assert "of 10 trials made up from there (rank correlation of their losses there with their ends: 0.9" in reason
 
 
 @pytest.mark.parametrize(
@@ -267,6 +311,10 @@ def test_a_study_continues_with_the_same_settings_only(
             [INTERVAL, "evaluation.tokens=64", "hydra.sweeper.pruner=median"],
             "give evaluation.every below",
             id="pruner",
+        ),
+        full(
+            [INTERVAL, "evaluation.tokens=64", "hydra.sweeper.pruner=median", "evaluation.every=1", "training.steps=4"],
+            "may end only after the learning rate has decayed", id="pruner-before-the-decay",
         ),
         pytest.param([INTERVAL, "hydra.sweeper.sampler=gird"], "hydra.sweeper.sampler=gird", id="sampler"),
         full([INTERVAL, "hydra.sweeper.storage=sqlite:///a"], "is no file", id="storage"),

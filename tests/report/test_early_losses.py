@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.made_runs import Story, make_run
+from tests.support.tiers import full
 from titan.report.comparison import Options, compare
 from titan.report.early_losses import LEAST_VARIANTS
 from titan.scaling.early_stopping import FEWEST_EARLIER
@@ -42,9 +43,9 @@ def find_note(folder: Path, settings: list[str], early: list[float] | None = Non
             "as the ends do: 1.00 (rank correlation); the margin rule (hydra.sweeper.pruner=margin) would have stopped "
             "11 of them, saved",
         ),
-        pytest.param(RATES, "differ in optimizer.lr, which changes the shape of the curve; the margin rule"),
-        pytest.param(WINDOWS[:FEWEST_EARLIER], "stopping is offered from 11 variants on", marks=pytest.mark.full),
-        pytest.param(WINDOWS[: LEAST_VARIANTS - 1], "", marks=pytest.mark.full),
+        full(RATES, "differ in optimizer.lr, which changes the shape of the curve; the margin rule"),
+        full(WINDOWS[:FEWEST_EARLIER], "stopping is offered from 11 variants on"),
+        full(WINDOWS[: LEAST_VARIANTS - 1], ""),
     ],
     ids=["offered", "offered-after-the-decay", "few", "too-few"],
 )
@@ -54,16 +55,17 @@ def test_the_sentence(settings: list[str], words: str, tmp_path: Path) -> None:
     assert ("after the decay of the learning rate" in note) == (settings is RATES)
 
 
+@pytest.mark.full
 def test_nothing_is_offered_where_no_loss_follows_the_decay(tmp_path: Path) -> None:
     """The learning rate falls over the last fifth of 40 steps, and runs are validated every ten."""
     note = find_note(tmp_path, RATES, every=10)
-    assert note.endswith("have no loss between the decay of the learning rate and the end: stopping is not offered")
+    assert note.endswith("none has a loss between the decay of its rate and its end: stopping is not offered")
 
 
 def test_a_best_variant_that_comes_from_behind_is_not_stopped(tmp_path: Path) -> None:
     """One is further behind than any that made it up before; as the only such one it would have been stopped."""
     note = find_note(tmp_path, WINDOWS, early=[1.0] + [0.0] * (COUNT - 1))
-    assert note.endswith("the margin rule would have stopped 1 that ended better than all before: it is not offered")
+    assert note.endswith("the margin rule would have stopped 1 that ended best so far: it is not offered")
 
 
 @pytest.mark.full

@@ -52,7 +52,7 @@ def _describe(variants: Sequence[Trajectory], positions: Sequence[int], shapes: 
     if shapes:
         sentence += f"; the variants differ in {', '.join(shapes[:4])}, which changes the shape of the curve"
     if not allowed:
-        return f"{sentence}, and have no loss between the decay of the learning rate and the end: stopping is not offered"
+        return f"{sentence}, and none has a loss between the decay of its rate and its end: stopping is not offered"
     return sentence + _describe_replay(variants, same_shape)
 
 
@@ -62,13 +62,14 @@ def _describe_replay(variants: Sequence[Trajectory], same_shape: bool) -> str:
     when = "" if same_shape else " after the decay of the learning rate"
     result = replay_stops(variants, same_shape)
     if result.lost:
-        count = len(result.lost)
-        return f"; the margin rule would have stopped {count} that ended better than all before{when}: it is not offered"
+        return (
+            f"; the margin rule would have stopped {len(result.lost)} that ended best so far{when}: it is not offered"
+        )
     if not result.stopped:
         return f"; the margin rule would have stopped none of them{when}"
     return (
-        f"; the margin rule (hydra.sweeper.pruner=margin) would have stopped {len(result.stopped)} of them{when}, saved "
-        f"{100 * result.saved:.0f} % of the tokens and kept each best one, on these runs"
+        f"; the margin rule (hydra.sweeper.pruner=margin) would have stopped {len(result.stopped)} of them{when}, "
+        f"saved {100 * result.saved:.0f} % of the tokens and kept each best one, on these runs"
     )
 
 

@@ -114,9 +114,7 @@ def find_margin(losses: NDArray[np.float64], ends: NDArray[np.float64]) -> float
     return float(max(0.0, overtaken.max(initial=0.0)))
 
 
-def find_stop(
-    variant: Trajectory, earlier: Sequence[Trajectory], same_shape: bool = False
-) -> StoppingEvidence | None:
+def find_stop(variant: Trajectory, earlier: Sequence[Trajectory], same_shape: bool = False) -> StoppingEvidence | None:
     """Return the first position at which a variant stops, with its evidence; None: it runs to its end.
 
     Args:

@@ -88,8 +88,8 @@ class OptunaSearch:
     startup_trials: int = setting(
         10, "trials before tpe, cmaes and median use results: until then values are random", at_least=0, cap=10**6
     )
-    pruner: Literal["none", "median", "successive_halving", "hyperband"] = setting(
-        "none", "ends trials early by their validation losses, see evaluation.every"
+    pruner: Literal["none", "margin", "median", "successive_halving", "hyperband"] = setting(
+        "none", "ends trials early by their validation losses, see evaluation.every; margin: as titan.compare offers it"
     )
     pruner_warmup: int = setting(0, "evaluations of a trial before median may end it", at_least=0, cap=10**6)
     max_failures: int = setting(5, "failed trials in a row after which no more start", at_least=1, cap=10**6)
