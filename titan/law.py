@@ -18,6 +18,7 @@ from titan.errors import ConfigError, RunError
 from titan.files.output_files import check_output_files, write_output_file
 
 if TYPE_CHECKING:
+    from titan.scaling.ladders import LadderStudy
     from titan.scaling.study import Study, Target
     from titan.scaling.table import Table
 
@@ -125,7 +126,11 @@ def _parse_count(typed: str, text: str) -> float:
 
 
 def _write_pages(
-    table: Table, studies: Sequence[Study], source: str, files: Sequence[Path] | None, words: Sequence[str]
+    table: Table,
+    studies: Sequence[Study | LadderStudy],
+    source: str,
+    files: Sequence[Path] | None,
+    words: Sequence[str],
 ) -> None:
     """Write the pages; the default one may fail, as without jinja2 or permission."""
     if files == ():

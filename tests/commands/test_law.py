@@ -43,6 +43,31 @@ def test_a_table_gives_a_law_a_prediction_and_a_page(table: Path, capsys: pytest
     assert page.count('class="true"') == 2 * 2 and "Profile of the floor" in page and "law.html" not in page
 
 
+def test_variants_in_other_proportions_are_compared_by_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By FLOPs where the table has them: those of b are 10 per parameter and token here, those of a 5."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        (name, n, ratio * n, factor * ratio * n * n, 1.7 + 1.5 * (ahead * factor * ratio * n * n / 1e18) ** -0.15)
+        for name, ratio, factor, ahead in (("a", 20, 5, 1), ("<b>", 60, 10, 3))
+        for n in (1e7, 3e7, 1e8, 3e8)
+    ]
+    (tmp_path / "runs.csv").write_text(
+        "variant,N,D,flops,loss\n" + "".join(f"{v},{n},{d},{flops},{loss:.6f}\n" for v, n, d, flops, loss in rows)
+    )
+    assert law.main(["runs.csv"]) == 0
+    shown = capsys.readouterr().out
+    assert "compared by compute: FLOPs of a divided by those of the variant with the same loss" in shown
+    assert "(the lowest that both reach): factor 3.0" in shown
+    assert "(the lowest of all, beyond the rungs of one): factor 3.0" in shown
+    page = (tmp_path / "law.html").read_text()
+    assert "Variants are compared by compute, without a law." in page and "&lt;b&gt; against a" in page
+    (tmp_path / "runs.csv").write_text("variant,N,D,flops,loss\na,1e7,2e8,3,2.5\n")
+    assert law.main(["runs.csv"]) == 2
+    assert "flops=3 in line 2 is less than one per parameter and token" in capsys.readouterr().err
+
+
 def test_names_in_a_table_are_escaped(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (table / "runs.csv").read_text().replace("b,", "<script>\x1b[31m,")
     (table / "runs.csv").write_text(text)

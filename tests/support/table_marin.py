@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import csv
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.support.published_tables import Check, read_table
-from titan.scaling.ladders import ComputeFactor, Ladder, compare_ladders
+from titan.scaling.ladders import ComputeFactor, LadderStudy
+from titan.scaling.study import Question, study_table
+from titan.scaling.table import read_csv
 
 PUBLISHED = 4.2
 """The factor of compute that the study states, with its floor set to 1.2."""
 
 
 def compare() -> ComputeFactor:
-    """Return the factor of compute at the best loss of the models with experts."""
-    runs = read_table("marin.csv")
-    ladders = {
-        name: Ladder(*([float(run[key]) for run in runs if run["variant"] == name] for key in ("flops", "loss")))
-        for name in ("dense", "moe")
-    }
-    return compare_ladders(ladders["dense"], ladders["moe"], min(float(run["loss"]) for run in runs))
+    """Return the factor of compute at the best loss of the models with experts, as `titan.law` has it."""
+    rows = read_table("marin.csv")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "marin.csv"
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([rows[0].keys(), *(row.values() for row in rows)])
+        (study,) = study_table(read_csv(path), Question())
+    assert isinstance(study, LadderStudy)
+    return study.factors["moe"][-1]
 
 
 def check_marin() -> Iterator[Check]:

@@ -8,13 +8,16 @@ and Moolgavkar 1988), and the floors of those fits are part of the answer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from titan.errors import ConfigError
+from titan.scaling.cells import is_line
 from titan.scaling.distributions import compute_t_quantile
+from titan.scaling.table import Table
 
 Numbers = NDArray[np.float64]
 
@@ -24,6 +27,8 @@ FLOORS = 400
 """How many floors are tried, from 0 to just below the least loss."""
 HIGHEST = 0.99
 """The largest floor that is tried, as a share of the least loss."""
+FEWEST_RUNGS = 3
+"""Rungs of different compute that a ladder needs."""
 NARROW = 0.1
 """The width of the floor's interval, as a share of the least loss, up to which it counts as determined."""
 
@@ -59,7 +64,7 @@ class ComputeFactor:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class ComputeLadder:
     """Rungs of a variant.
 
     Attributes:
@@ -71,7 +76,7 @@ class Ladder:
     losses: ArrayLike
 
 
-def compare_ladders(first: Ladder, second: Ladder, loss: float, level: float = 0.9) -> ComputeFactor:
+def compare_ladders(first: ComputeLadder, second: ComputeLadder, loss: float, level: float = 0.9) -> ComputeFactor:
     """Return by what factor of compute the second ladder is ahead at a loss.
 
     Args:
@@ -104,10 +109,12 @@ def compare_ladders(first: Ladder, second: Ladder, loss: float, level: float = 0
     return ComputeFactor(loss, value, float(low), float(high), float(floors[best]), ends, bool(determined))
 
 
-def _check_ladder(ladder: Ladder) -> tuple[Numbers, Numbers]:
+def _check_ladder(ladder: ComputeLadder) -> tuple[Numbers, Numbers]:
     compute, losses = (np.asarray(values, dtype=np.float64) for values in (ladder.compute, ladder.losses))
-    if compute.shape != losses.shape or len(set(compute.tolist())) < 3:
-        raise ConfigError(f"a ladder of {compute.size} rungs: give at least 3 of different compute, each with a loss.")
+    if compute.shape != losses.shape or len(set(compute.tolist())) < FEWEST_RUNGS:
+        raise ConfigError(
+            f"a ladder of {compute.size} rungs: give at least {FEWEST_RUNGS} of different compute, each with a loss."
+        )
     if not np.isfinite([compute, losses]).all() or min(compute.min(), losses.min()) <= 0:
         raise ConfigError("compute and losses of a ladder are above zero; correct the table.")
     return compute, losses
@@ -131,3 +138,77 @@ def _invert(compute: Numbers, losses: Numbers, floors: Numbers, loss: float) -> 
     errors = np.sqrt(1 / total + solution**2 / spread) / np.abs(slope)
     squares = (weight * (dy - slope[:, None] * dx) ** 2).sum(1)
     return solution + x_mean, errors, squares
+
+
+@dataclass(frozen=True)
+class LadderStudy:
+    """What the runs of one corpus show whose variants have tokens in different proportions to parameters.
+
+    Attributes:
+        corpus: its name; empty where there is one only.
+        table: its runs.
+        baseline: the variant that others are compared with.
+        factors: of each other variant: at the lowest loss that both reach, and at the lowest of all its pair's losses.
+        left_out: variants that were not compared, with the reason.
+    """
+
+    corpus: str
+    table: Table
+    baseline: str
+    factors: Mapping[str, tuple[ComputeFactor, ...]]
+    left_out: tuple[str, ...] = ()
+
+
+def are_ladders(table: Table) -> bool:
+    """Return whether the rungs of each variant have tokens in one proportion to parameters, and not all in the same.
+
+    There, N and D of a variant can't be told apart, and across variants a difference of proportions is no other than
+    one of recipes.
+    """
+    names = table.variants
+    single = (table.select(other == name for other in table.variant) for name in names)
+    return len(names) > 1 and not _is_on_line(table) and all(_is_on_line(part) for part in single)
+
+
+def _is_on_line(table: Table) -> bool:
+    return is_line(np.log(table.n), np.log(table.d))
+
+
+def study_ladders(table: Table, corpus: str) -> LadderStudy:
+    """Return by what factors of compute variants are ahead of the first one.
+
+    Args:
+        table: the runs of the corpus, the baseline's first.
+        corpus: its name.
+
+    Raises:
+        ConfigError: where the baseline has too few rungs, or no variant has enough.
+    """
+    ladders = {name: build_ladder(table, name) for name in table.variants}
+    short = [name for name, ladder in ladders.items() if len(set(np.asarray(ladder.compute).tolist())) < FEWEST_RUNGS]
+    baseline, *others = ladders
+    compared = [name for name in others if name not in short]
+    if baseline in short or not compared:
+        raise ConfigError(
+            f"variant {min(short)}: its tokens are in one proportion to parameters, so it is compared by compute, for "
+            f"which a ladder needs {FEWEST_RUNGS} rungs; add sizes."
+        )
+    factors = {name: _compare_variants(ladders[baseline], ladders[name]) for name in compared}
+    left_out = tuple(f"{name}: a ladder needs {FEWEST_RUNGS} rungs of different compute." for name in short)
+    return LadderStudy(corpus, table, baseline, factors, left_out)
+
+
+def build_ladder(table: Table, variant: str) -> ComputeLadder:
+    """Return the rungs of a variant: mean losses over seeds, by rising compute."""
+    rungs: dict[tuple[float, float], list[int]] = {}
+    for k, name in enumerate(table.variant):
+        if name == variant:
+            rungs.setdefault((float(table.n[k]), float(table.d[k])), []).append(k)
+    means = sorted((float(table.compute[rows].mean()), float(table.loss[rows].mean())) for rows in rungs.values())
+    return ComputeLadder([compute for compute, _ in means], [loss for _, loss in means])
+
+
+def _compare_variants(baseline: ComputeLadder, variant: ComputeLadder) -> tuple[ComputeFactor, ...]:
+    ends = [float(np.min(ladder.losses)) for ladder in (baseline, variant)]
+    losses = dict.fromkeys((max(ends), min(ends)))
+    return tuple(compare_ladders(baseline, variant, loss) for loss in losses)

@@ -12,6 +12,7 @@ from titan.errors import ConfigError
 from titan.scaling.cells import FEWEST_LEVELS, list_levels
 from titan.scaling.fit import LEVEL, Fit, Interval, fit_law, summarise
 from titan.scaling.floor import Floor, profile_floor
+from titan.scaling.ladders import LadderStudy, are_ladders, study_ladders
 from titan.scaling.law import Numbers, compute_log_losses
 from titan.scaling.replicates import Law
 from titan.scaling.speedup import Speedup, compare_laws, find_ratio
@@ -116,8 +117,8 @@ class Question:
     seed: int = 0
 
 
-def study_table(table: Table, question: Question) -> list[Study]:
-    """Return what each corpus of a table shows.
+def study_table(table: Table, question: Question) -> list[Study | LadderStudy]:
+    """Return what each corpus of a table shows: laws, or where rungs determine none, factors of compute.
 
     Raises:
         ConfigError: where runs can't determine a law, or a target is out of reach.
@@ -127,7 +128,7 @@ def study_table(table: Table, question: Question) -> list[Study]:
             f"holdout={format_count(question.holdout)}: no run has more parameters, so all are fitted; give a "
             f"smaller number."
         )
-    studies = []
+    studies: list[Study | LadderStudy] = []
     for corpus in table.corpora:
         try:
             studies.append(_study_corpus(table.select_corpus(corpus), corpus, question))
@@ -136,7 +137,10 @@ def study_table(table: Table, question: Question) -> list[Study]:
     return studies
 
 
-def _study_corpus(table: Table, corpus: str, question: Question) -> Study:
+def _study_corpus(table: Table, corpus: str, question: Question) -> Study | LadderStudy:
+    if are_ladders(table):
+        _check_no_target(question)
+        return study_ladders(_put_first(table, question.baseline), corpus)
     is_held = _find_held(table, question)
     held, fitted = table.select(is_held), table.select(~is_held)
     if not len(fitted):
@@ -156,6 +160,22 @@ def _study_corpus(table: Table, corpus: str, question: Question) -> Study:
         tuple(_predict_all(fit, held, question)),
         {name: _compare(fit, baseline, name, place) for name in fit.variants[1:]},
         {name: find_optimum(fit.laws[name], name, 6 * place.n * place.d) for name in fit.variants},
+    )
+
+
+def _check_no_target(question: Question) -> None:
+    """Raise ConfigError for a prediction that is asked of ladders."""
+    target, holdout = question.target, question.holdout
+    if target is None and holdout is None:
+        return
+    setting = (
+        f"holdout={format_count(holdout or 0)}"
+        if target is None
+        else f"target={format_count(target.n)},{format_count(target.d)}"
+    )
+    raise ConfigError(
+        f"{setting}: each variant has tokens in another single proportion to parameters, so no law predicts a loss; "
+        f"leave it out to compare them by compute, or give one variant, or rungs of other lengths."
     )
 
 

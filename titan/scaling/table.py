@@ -27,6 +27,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     ),
     "d": ("d", "tokens", "n_tokens", "num_tokens", "train_tokens", "training_tokens", "tokens_seen"),
     "loss": ("loss", "final_loss", "validation_loss", "val_loss", "eval_loss", "test_loss"),
+    "flops": ("flops", "total_flops", "training_flops", "train_flops"),
     "seed": ("seed",),
     "variant": ("variant", "recipe", "method"),
     "corpus": ("corpus", "dataset", "data"),
@@ -148,6 +149,7 @@ def read_csv(path: Path | str, count_all: bool = False) -> Table:
         texts("name") if "name" in columns else tuple(f"line {k}" for k in lines),
         read(other) if other in columns else np.full(len(body), np.nan), counted,
         (_describe_columns(rows[0], columns, size_key),),
+        read("flops") if "flops" in columns else np.empty(0),
     )  # fmt: skip
     check_units(table, str(path))
     return table
@@ -241,6 +243,11 @@ def check_units(table: Table, source: str) -> None:
         if values[high] > SPREAD * values[low]:
             ends = (f"{format_count(values[k])} in {table.name[k]}" for k in (low, high))
             raise ConfigError(f"{source}: {label} is {' and '.join(ends)}: the units are mixed; write all in full.")
+    if len(table.flops) and (short := np.flatnonzero(table.flops < table.n * table.d)).size:
+        raise ConfigError(
+            f"{source}: flops={table.flops[short[0]]:g} in {table.name[short[0]]} is less than one per parameter and "
+            f"token; give those of the whole run, forward and backward, in full."
+        )
     worst = int(table.loss.argmax())
     if table.loss[worst] > HIGHEST_LOSS:
         raise ConfigError(

@@ -13,6 +13,7 @@ from titan.console.text import sanitize_nested
 from titan.report.render import law_text
 from titan.report.render.law_charts import draw_floor, draw_rungs
 from titan.report.render.template import POLICY, content, load_template
+from titan.scaling.ladders import LadderStudy
 from titan.scaling.study import Prediction, Study, list_rungs
 from titan.scaling.table import Table
 
@@ -26,7 +27,7 @@ CSS = """
 """
 
 
-def render_page(table: Table, studies: Sequence[Study], made: str) -> str:
+def render_page(table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
     """Return the page.
 
     Args:
@@ -38,11 +39,21 @@ def render_page(table: Table, studies: Sequence[Study], made: str) -> str:
         policy=Markup(POLICY),
         css=Markup(content("page.css") + content("plan.css") + CSS),
         title="Scaling law",
-        lead=sanitize_nested(summarise_studies(studies)),
+        lead=sanitize_nested(" ".join(_summarise_each(studies))),
         notes=sanitize_nested(list(table.notes)),
-        sections=[_build_section(study, k) for k, study in enumerate(studies)],
+        sections=[
+            _build_ladder_section(study) if isinstance(study, LadderStudy) else _build_section(study, k)
+            for k, study in enumerate(studies)
+        ],
         made=sanitize_nested(made),
     )
+
+
+def _summarise_each(studies: Sequence[Study | LadderStudy]) -> list[str]:
+    """Return a sentence on laws, and one on ladders, where there are any."""
+    laws = [study for study in studies if isinstance(study, Study)]
+    words = [summarise_studies(laws)] if laws else []
+    return [*words, "Variants are compared by compute, without a law."] if len(laws) < len(studies) else words
 
 
 def summarise_studies(studies: Sequence[Study]) -> str:
@@ -76,6 +87,21 @@ def _build_section(study: Study, number: int) -> dict[str, Any]:
         "predictions": sanitize_nested([_format_prediction(p) for p in study.predictions]),
         "charts": charts,
         "rungs": sanitize_nested(_list_rungs(study)),
+    }
+
+
+def _build_ladder_section(study: LadderStudy) -> dict[str, Any]:
+    sentences = law_text.format_ladders(study)
+    rungs = [
+        [name, format_count(n), format_count(d), f"{loss:.4f}", str(count), ""]
+        for name, n, d, loss, count in list_rungs(study.table)
+    ]
+    return {
+        "heading": sanitize_nested(study.corpus or "All runs"),
+        "sentences": sanitize_nested(sentences[1:] if study.corpus else sentences),
+        "predictions": [],
+        "charts": [],
+        "rungs": sanitize_nested(rungs),
     }
 
 

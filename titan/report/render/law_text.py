@@ -11,6 +11,7 @@ from titan.console.text import sanitize_line
 from titan.report.law_runs import describe_table
 from titan.scaling.fit import ALPHA, LEVEL, REACH, Fit, find_suspects
 from titan.scaling.floor import Floor
+from titan.scaling.ladders import ComputeFactor, LadderStudy
 from titan.scaling.law import BEND, DATA, SHARED, SIZE, Numbers
 from titan.scaling.replicates import Law
 from titan.scaling.study import Optimum, Prediction, Study
@@ -20,13 +21,13 @@ SHOWN = 30
 """Predictions in a terminal."""
 
 
-def format_studies(table: Table, studies: Sequence[Study]) -> str:
+def format_studies(table: Table, studies: Sequence[Study | LadderStudy]) -> str:
     """Return the text of a command."""
     lines = [*table.notes]
     if len(studies) > 1:
         lines.append(f"{len(studies)} corpora, each with a separate law: their losses have other floors.")
     for study in studies:
-        lines += ["", *format_study(study)]
+        lines += ["", *(format_ladders(study) if isinstance(study, LadderStudy) else format_study(study))]
     return "".join(f"{sanitize_line(line)}\n" for line in lines)
 
 
@@ -46,6 +47,24 @@ def format_study(study: Study) -> list[str]:
         for name, speedup in study.speedups.items()
     ]
     return [*lines, *(describe_optimum(name, optimum) for name, optimum in study.optima.items())]
+
+
+def format_ladders(study: LadderStudy) -> list[str]:
+    """Return the lines about a corpus whose variants are compared by compute."""
+    lines = [*([f"corpus {study.corpus}"] if study.corpus else []), describe_table(study.table)]
+    lines += [f"left out: {reason}" for reason in study.left_out]
+    lines.append(
+        "each variant has tokens in another single proportion to parameters, which determines no law of both; they are "
+        f"compared by compute: FLOPs of {study.baseline} divided by those of the variant with the same loss."
+    )
+    for name, factors in study.factors.items():
+        lines += [_describe_factor(name, study.baseline, factor, k) for k, factor in enumerate(factors)]
+    return lines
+
+
+def _describe_factor(name: str, baseline: str, factor: ComputeFactor, number: int) -> str:
+    reach = "the lowest that both reach" if number == 0 else "the lowest of all, beyond the rungs of one"
+    return f"{name} against {baseline}, loss {factor.loss:.3f} ({reach}): {factor.describe()}"
 
 
 def name_variant(name: str) -> str:
