@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from tests.support.published_tables import Check, read_table
-from titan.scaling.fit import Interval, fit_law
+from titan.scaling.fit import QuantileInterval, fit_law
 from titan.scaling.table import Table, read_csv
 
 Numbers = NDArray[np.float64]
@@ -44,7 +44,7 @@ class Prediction(NamedTuple):
 
     parameters: float
     loss: float
-    interval: Interval
+    interval: QuantileInterval
     plain: float
     bootstrap: float
 

@@ -31,8 +31,8 @@ LEAST_OWN = 2
 
 
 @dataclass(frozen=True)
-class Interval:
-    """An estimate with its interval."""
+class QuantileInterval:
+    """The median of draws, with the central interval that has `level` of them."""
 
     value: float
     low: float
@@ -85,7 +85,7 @@ class Fit:
 
     def predict(
         self, n: float, d: float, variant: str | None = None, extrapolate: bool = False, level: float = LEVEL
-    ) -> Interval:
+    ) -> QuantileInterval:
         """Return the loss of a single new run.
 
         Args:
@@ -158,10 +158,10 @@ class Fit:
             )
 
 
-def summarise(draws: Numbers, level: float = LEVEL) -> Interval:
+def summarise(draws: Numbers, level: float = LEVEL) -> QuantileInterval:
     """Return the median of draws, with the central interval."""
     low, value, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2])
-    return Interval(float(value), float(low), float(high), level)
+    return QuantileInterval(float(value), float(low), float(high), level)
 
 
 def _is_on_line(cells: Cells, n: float, d: float) -> bool:

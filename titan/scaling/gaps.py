@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan.scaling.fit import Interval, summarise
+from titan.scaling.fit import QuantileInterval, summarise
 from titan.scaling.law import Numbers
 from titan.scaling.speedup import DRAWS, FLATTEST, HALVES, STEEPEST, WIDEST, solve_two_lengths
 
@@ -36,7 +36,7 @@ class Gap:
         return np.asarray(self.value + self.error * generator.standard_t(max(1.0, self.freedom), DRAWS))
 
 
-def estimate_token_share(short: Gap, variant: Gap, share: float, length: float = 1.0) -> Interval | None:
+def estimate_token_share(short: Gap, variant: Gap, share: float, length: float = 1.0) -> QuantileInterval | None:
     """Return the share of the baseline's tokens with which a variant has the baseline's loss.
 
     See `titan.scaling.speedup.solve_two_lengths`.

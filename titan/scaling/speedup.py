@@ -13,7 +13,7 @@ import numpy as np
 
 from titan.console.numbers import format_count
 from titan.errors import ConfigError
-from titan.scaling.fit import LEVEL, Fit, Interval, summarise
+from titan.scaling.fit import LEVEL, Fit, QuantileInterval, summarise
 from titan.scaling.law import Numbers
 from titan.scaling.table import Table
 
@@ -65,9 +65,9 @@ class Speedup:
         source: what gave the slope.
     """
 
-    tokens: Interval | None
-    flops: Interval | None
-    hours: Interval | None
+    tokens: QuantileInterval | None
+    flops: QuantileInterval | None
+    hours: QuantileInterval | None
     missing: str
     source: str
 
@@ -81,7 +81,7 @@ class Speedup:
         return f"{variant} reaches {baseline}'s loss with {flops} of its FLOPs ({others}; {self.source})"
 
 
-def format_share(interval: Interval) -> str:
+def format_share(interval: QuantileInterval) -> str:
     """Return a ratio with its interval, as in 0.83 [0.76, 0.91]; ends of the range that was looked at as bounds."""
     edge = np.exp(WIDEST) * 0.999
     low = f"<{1 / edge:.2g}" if interval.low <= 1 / edge else f"{interval.low:.2f}"
@@ -270,9 +270,9 @@ def find_ratio(table: Table, baseline: str, variant: str, cost: Numbers) -> floa
     return float(np.median(ratios)) if ratios else None
 
 
-def scale_interval(interval: Interval, factor: float) -> Interval:
+def scale_interval(interval: QuantileInterval, factor: float) -> QuantileInterval:
     """Return an interval multiplied by a positive number."""
-    return Interval(interval.value * factor, interval.low * factor, interval.high * factor, LEVEL)
+    return QuantileInterval(interval.value * factor, interval.low * factor, interval.high * factor, LEVEL)
 
 
 def _report_missing(baseline: Measured) -> Speedup:

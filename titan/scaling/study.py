@@ -10,7 +10,7 @@ import numpy as np
 from titan.console.numbers import format_count
 from titan.errors import ConfigError
 from titan.scaling.cells import FEWEST_LEVELS, list_levels
-from titan.scaling.fit import LEVEL, Fit, Interval, fit_law, summarise
+from titan.scaling.fit import LEVEL, Fit, QuantileInterval, fit_law, summarise
 from titan.scaling.floor import Floor, profile_floor
 from titan.scaling.ladders import LadderStudy, are_ladders, study_ladders
 from titan.scaling.law import Numbers, compute_log_losses
@@ -53,7 +53,7 @@ class Prediction:
     variant: str
     n: float
     d: float
-    loss: Interval
+    loss: QuantileInterval
     plain: float
     observed: float | None
     is_beyond: bool
@@ -69,8 +69,8 @@ class Optimum:
     """The size and length with the least loss for a compute; None where rungs do not determine them."""
 
     compute: float
-    n: Interval | None
-    d: Interval | None
+    n: QuantileInterval | None
+    d: QuantileInterval | None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_rounded
@@ -18,7 +17,6 @@ from titan.run.run import Run
 from titan.sweep.labels import is_same_value
 from titan.sweep.schema import Sweep
 
-Budget = Literal["tokens", "flops", "time"]
 REPEATED = ("training.seed=", "training.repeat=")
 """Beginnings of overrides that make runs of one variant."""
 STEP_SETTINGS = ("training.steps", "training.tokens", "training.hours")
