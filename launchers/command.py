@@ -23,7 +23,7 @@ from titan.run import certificate, command_line, hydra_node, hydra_private, sear
 from titan.run.compose import freeze_run, register_configs
 from titan.run.hydra_choices import describe_value_error
 from titan.run.hydra_errors import HydraErrors
-from titan.run.hydra_session import CONF, CONFIG, Session, compose_config
+from titan.run.hydra_session import CONF, CONFIG, HydraSession, compose_config
 from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.run.small_work import warn_of_small_work
@@ -179,7 +179,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
             print(describe_version())
             return 0
         if args.help:
-            with Session(args) as loader:
+            with HydraSession(args) as loader:
                 print(help_text.build_help(loader, Recipe.axes()))
             return 0
         if not command_line.asks_to_show(args):
@@ -201,7 +201,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
 
 def _compose_run(args: argparse.Namespace) -> DictConfig:
     """Return what the command line of one run composes; with `hydra.verbose` Hydra prints the sources."""
-    with Session(args):
+    with HydraSession(args):
         cfg = compose_config(args.overrides, args.config_name)
         if not args.resumed:  # a trial of a named sweep can be resumed by itself
             _check_no_grid(cfg)
@@ -222,11 +222,11 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
     if args.multirun and names:
         command_line.check_sweep_name(names[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{names[-1]}")
-    with Session(args) as loader:
+    with HydraSession(args) as loader:
         searched_files.guard_loader(loader, CONF, args.config_name or CONFIG, args.overrides)
     if args.multirun:
         session.trusted = modules.list_trusted_packages(args.typed)
-        with Session(args):
+        with HydraSession(args):
             cfg = compose_config(args.overrides, args.config_name, RunMode.MULTIRUN)
         modules.check_hydra(cfg, args.typed)
         foreign_sweeper.silence_sweeper(cfg)

@@ -26,14 +26,14 @@ from titan.run.run import Run
 from titan.sweep import ladder as ladders
 from titan.sweep import ledger, predictions
 from titan.sweep.ladder import Ladder, Rung, Trunk
-from titan.sweep.predictions import Prediction
+from titan.sweep.predictions import LadderPrediction
 from titan.sweep.schema import Sweep
 
 if TYPE_CHECKING:
     from titan.sweep.ladder_law import MeasuredRung
 
 
-class Launcher(Protocol):
+class LadderLauncher(Protocol):
     """What a ladder needs of `launchers.plugin.SweepLauncher`."""
 
     session: SweepSession
@@ -68,7 +68,7 @@ def list_fixed_overrides(parsed: Sequence[Override]) -> list[str]:
     return [f"{override.get_key_element()}={override.get_value_element_as_str()}" for override in parsed]
 
 
-def climb(launcher: Launcher, overrides: Sequence[str], sweep: Sweep) -> None:
+def climb(launcher: LadderLauncher, overrides: Sequence[str], sweep: Sweep) -> None:
     """Plan or run a ladder, and add the exit codes of its runs to the launcher's session.
 
     Raises:
@@ -93,7 +93,7 @@ def climb(launcher: Launcher, overrides: Sequence[str], sweep: Sweep) -> None:
     Climb(launcher, overrides, ladder, identity.compute_digest(ids)).run()
 
 
-def _expand_planned(launcher: Launcher, ladder: Ladder, overrides: Sequence[str]) -> list[Trial]:
+def _expand_planned(launcher: LadderLauncher, ladder: Ladder, overrides: Sequence[str]) -> list[Trial]:
     """Return all runs of a ladder, checked, in the order of `list_costs`; branches as runs without a checkpoint."""
     lines = [
         line
@@ -104,7 +104,7 @@ def _expand_planned(launcher: Launcher, ladder: Ladder, overrides: Sequence[str]
 
 
 def _expand(
-    launcher: Launcher, overrides: Sequence[str], lines: Sequence[Sequence[str]], first: int, shown: Sequence[str]
+    launcher: LadderLauncher, overrides: Sequence[str], lines: Sequence[Sequence[str]], first: int, shown: Sequence[str]
 ) -> list[Trial]:
     """Return the trials of a ladder; each line replaces overrides of the command line, and `shown` names it."""
     trials = [[*(o for o in overrides if _get_key(o) not in set(map(_get_key, line))), *line] for line in lines]
@@ -127,7 +127,7 @@ def _predict_hours(run: Run) -> float | None:
 class Climb:
     """A ladder that runs."""
 
-    def __init__(self, launcher: Launcher, overrides: Sequence[str], ladder: Ladder, key: str) -> None:
+    def __init__(self, launcher: LadderLauncher, overrides: Sequence[str], ladder: Ladder, key: str) -> None:
         """Take a ladder that is checked.
 
         Args:
@@ -161,7 +161,7 @@ class Climb:
         if outcome is not None:
             self._score(prediction, [m.loss for m in outcome])
 
-    def _predict(self, measured: Sequence[MeasuredRung]) -> Prediction:
+    def _predict(self, measured: Sequence[MeasuredRung]) -> LadderPrediction:
         """Write the prediction of the largest size.
 
         Raises:
@@ -210,7 +210,7 @@ class Climb:
         self.launcher.session.codes += codes
         return not any(codes)
 
-    def _score(self, prediction: Prediction, losses: Sequence[float]) -> None:
+    def _score(self, prediction: LadderPrediction, losses: Sequence[float]) -> None:
         """Print and write what came of the prediction, and add the longest run to the user's record."""
         rows = list(zip(self.ladder.largest.rungs, prediction.losses, losses, strict=True))
         scores = [{"length": r.length, "d": p.d, "loss": loss, "inside": p.holds(loss)} for r, p, loss in rows]

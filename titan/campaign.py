@@ -396,7 +396,7 @@ def redirect_descriptor() -> Iterator[None]:
 
 
 class TitanTrainer:
-    """Trains runs with titan's launchers; see `titan.evidence.session.Trainer`.
+    """Trains runs with titan's launchers; see `titan.evidence.session.CampaignTrainer`.
 
     Attributes:
         typed: overrides of the request, as against those of the book.
@@ -406,7 +406,7 @@ class TitanTrainer:
         self.typed: tuple[str, ...] = ()
 
     def identify(self, overrides: Sequence[str], recorded: Sequence[str], metric: str) -> str:
-        """Compose a recipe and return the id of what it learns; see `Trainer.identify`."""
+        """Compose a recipe and return the id of what it learns; see `CampaignTrainer.identify`."""
         from launchers.command import compose_trial
         from titan.run import identity
 

@@ -24,7 +24,7 @@ from titan.metrics.reader import METRICS, read_steps
 from titan.training.replay import show
 from titan.training.replay.compare import (
     CompareSettings,
-    Comparison,
+    ReplayComparison,
     ReplayEndedError,
     compare_plans,
     run_passes,
@@ -157,7 +157,7 @@ def _start_foreign(settings: Settings, overrides: Sequence[str], side: ReplayPla
     return code
 
 
-def _render_page(settings: Settings, comparison: Comparison) -> str:
+def _render_page(settings: Settings, comparison: ReplayComparison) -> str:
     from titan.report.render.replay_html import render_page  # only here: it needs jinja2
 
     a, b = comparison.a.record, comparison.b.record
@@ -278,7 +278,7 @@ def _print_step(seen: ReplayedStep, side: ReplayPlan) -> dict[str, Any]:
     return show.as_json(seen, side.recorded)
 
 
-def _print_comparison(settings: Settings, sides: Sequence[ReplayPlan], comparison: Comparison) -> dict[str, Any]:
+def _print_comparison(settings: Settings, sides: Sequence[ReplayPlan], comparison: ReplayComparison) -> dict[str, Any]:
     """Print two replays side by side, their modules where both begin the step alike, and the answers."""
     a, b, answers = comparison.a, comparison.b, comparison.answers
     print()
@@ -298,7 +298,7 @@ def _print_comparison(settings: Settings, sides: Sequence[ReplayPlan], compariso
     return content | show.answers_as_json(answers)
 
 
-def _list_weights(comparison: Comparison) -> dict[str, float]:
+def _list_weights(comparison: ReplayComparison) -> dict[str, float]:
     """Return how far the weights before the step are apart, by name."""
     return {d.name: d.relative for d in compare_tensors(comparison.a, comparison.b, START)}
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Hook):
+class GradientCosine(Hook):
     """The settings of the hook."""
 
     every: int = setting(1, "steps between measurements", at_least=1)

@@ -38,7 +38,7 @@ DEFAULTS = {"over": "width", "model": "llama", "optimizer": "adamw", "lr": "0.00
 """The arguments and their defaults."""
 
 
-class Size(NamedTuple):
+class ModelSize(NamedTuple):
     """Width and depth of a model."""
 
     dim: int
@@ -46,7 +46,7 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class CoordinateRow:
     """A line of the table: one activation after one step, at all sizes.
 
     Attributes:
@@ -66,14 +66,14 @@ class Row:
     spread: float
 
 
-def list_sizes(over: str) -> list[Size]:
+def list_sizes(over: str) -> list[ModelSize]:
     """Return the sizes of a check over "width" or "depth"."""
     if over == "width":
-        return [Size(dim, BASE_DEPTH) for dim in WIDTHS]
-    return [Size(BASE_WIDTH, layers) for layers in DEPTHS]
+        return [ModelSize(dim, BASE_DEPTH) for dim in WIDTHS]
+    return [ModelSize(BASE_WIDTH, layers) for layers in DEPTHS]
 
 
-def compose(size: Size, transfer: str, options: dict[str, str], seed: int = 0) -> Any:
+def compose(size: ModelSize, transfer: str, options: dict[str, str], seed: int = 0) -> Any:
     """Return the run of a size; heads have 16 elements, feed-forward layers and experts three widths."""
     return api.compose(
         f"hydra.searchpath=[file://{CONF}]", f"model=mup_{options['model']}", f"optimizer={options['optimizer']}",
@@ -96,7 +96,7 @@ def sample_batch(seed: int) -> Tensor:
     return torch.stack(tokens, 1)
 
 
-class Recorder:
+class ActivationRecorder:
     """Records the activations of a forward pass by role."""
 
     def __init__(self, model: Any) -> None:
@@ -130,7 +130,7 @@ def measure_changes(run: Any, steps: int) -> list[dict[str, float]]:
         model: Any = run.model.build()
     materialise_model(model, model.initial(), run.training.seed, "cpu")
     optimizer = build_optimizer(run.optimizer, run.model, model.named_parameters())
-    recorder, probe = Recorder(model), sample_batch(10_000)[:, :-1]
+    recorder, probe = ActivationRecorder(model), sample_batch(10_000)[:, :-1]
 
     def probe_model() -> dict[str, Tensor]:
         with torch.no_grad():
@@ -152,7 +152,7 @@ def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tenso
     optimizer.zero_grad()
 
 
-def tabulate(options: dict[str, str]) -> Iterator[Row]:
+def tabulate(options: dict[str, str]) -> Iterator[CoordinateRow]:
     """Yield the table: with transfer and without, after each step, each role."""
     sizes, seeds = list_sizes(options["over"]), range(int(options["seeds"]))
     for transfer in ("both", "none"):
@@ -166,10 +166,10 @@ def tabulate(options: dict[str, str]) -> Iterator[Row]:
                 yield summarise(transfer, step + 1, role, changes, [size[options["over"] == "depth"] for size in sizes])
 
 
-def summarise(transfer: str, step: int, role: str, changes: tuple[float, ...], sizes: Sequence[int]) -> Row:
+def summarise(transfer: str, step: int, role: str, changes: tuple[float, ...], sizes: Sequence[int]) -> CoordinateRow:
     """Return a line of the table with its slope and spread."""
     slope = fit_slope([math.log(size) for size in sizes], [math.log(change) for change in changes])
-    return Row(transfer, step, role, changes, slope, max(changes) / min(changes) - 1)
+    return CoordinateRow(transfer, step, role, changes, slope, max(changes) / min(changes) - 1)
 
 
 def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -179,7 +179,7 @@ def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
     return sum(products) / sum((a - mean_x) ** 2 for a in x)
 
 
-def write_table(rows: Iterable[Row], sizes: Sequence[int], out: TextIO) -> None:
+def write_table(rows: Iterable[CoordinateRow], sizes: Sequence[int], out: TextIO) -> None:
     """Write the table as CSV."""
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["transfer", "step", "role", *sizes, "slope", "spread", "flat"])

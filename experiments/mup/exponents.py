@@ -32,7 +32,7 @@ ROLES = {
 FIGURES = ("std", "lr", "weight_decay", "eps")
 
 
-class Scale(NamedTuple):
+class ModelScale(NamedTuple):
     """How much wider and deeper than the base a model is."""
 
     width: float
@@ -46,7 +46,7 @@ class Exponents:
     width: float
     depth: float
 
-    def compute_factor(self, scale: Scale) -> float:
+    def compute_factor(self, scale: ModelScale) -> float:
         """Return the figure at this scale relative to that of the base."""
         return float(scale.width**self.width * scale.depth**self.depth)
 
@@ -78,7 +78,7 @@ def read_table() -> dict[tuple[str, str, str], Exponents]:
     }
 
 
-def compute_factor(name: str, optimizer: str, figure: str, scale: Scale) -> float:
+def compute_factor(name: str, optimizer: str, figure: str, scale: ModelScale) -> float:
     """Return by what a figure of a parameter is multiplied.
 
     Args:

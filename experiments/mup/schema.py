@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from experiments.mup.exponents import Scale, compute_factor
+from experiments.mup.exponents import ModelScale, compute_factor
 from titan.config.settings import setting
 from titan.errors import ConfigError
 from titan.model import schema, schema_moe
@@ -39,10 +39,10 @@ class Transfer(Decoder):
         return self.transfer in ("both", "depth")
 
     @property
-    def scale(self) -> Scale:
+    def scale(self) -> ModelScale:
         """How much wider and deeper than the base the model is; 1 where nothing transfers."""
         width = self.dim / self.base_dim if self.transfer in ("both", "width") else 1.0
-        return Scale(width, self.layers / self.base_layers if self.scales_depth else 1.0)
+        return ModelScale(width, self.layers / self.base_layers if self.scales_depth else 1.0)
 
     def check(self) -> None:
         """Raise ConfigError also for tied weights, which would have two roles."""

@@ -26,7 +26,7 @@ from titan.run import hydra_node
 from titan.sweep.schema import OptunaSearch, Sweep
 
 
-class Launcher(Protocol):
+class SearchLauncher(Protocol):
     """What a search needs of `launchers.plugin.SweepLauncher`."""
 
     session: SweepSession
@@ -87,7 +87,7 @@ class OptunaSweeper(Sweeper):
 
 
 def run_search(
-    launcher: Launcher, options: OptunaSearch, sweep: Sweep, space: Space, fixed: Sequence[str], begin: Any
+    launcher: SearchLauncher, options: OptunaSearch, sweep: Sweep, space: Space, fixed: Sequence[str], begin: Any
 ) -> None:
     """Run a search through a launcher, and add the exit codes of its trials to the launcher's session.
 

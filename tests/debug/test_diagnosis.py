@@ -9,7 +9,7 @@ import pytest
 
 from titan.debug import activity
 from titan.debug.diagnosis import RunState, describe_layer, diagnose, diagnose_save, format_table
-from titan.debug.flight import Operation
+from titan.debug.flight import PendingCollective
 from titan.debug.rank_state import RankGroup, RankState
 
 ALL = {"w": RankGroup("shard", range(4))}
@@ -26,13 +26,13 @@ def rank(number: int, **more: Any) -> RankState:
 
 def waits(number: int, at: int = 7, kind: str = "all-gather", group: str = "w", **more: Any) -> RankState:
     """A rank that waits in a collective."""
-    op = Operation(group, at, kind, familiar=more.pop("familiar", True), started=more.pop("started", True))
+    op = PendingCollective(group, at, kind, familiar=more.pop("familiar", True), started=more.pop("started", True))
     return rank(number, **{"pending": (op,), "entered": {group: at}, **more})
 
 
 def issued(number: int, at: int = 7, *, of: int | None = None, group: str = "w", **more: Any) -> RankState:
     """A rank whose device has not completed a collective `at`, while the host has issued others up to `of`."""
-    ops = tuple(Operation(group, n, "all-gather", started=None) for n in range(at, (of or at) + 1))
+    ops = tuple(PendingCollective(group, n, "all-gather", started=None) for n in range(at, (of or at) + 1))
     common = {"pending": ops, "entered": {group: of or at}, "completed": {group: at - 1}}
     return rank(number, **(common | more))
 
@@ -137,7 +137,7 @@ CASES = {
                 1,
                 groups=GRIDS,
                 entered={"t": 6, "w": 2},
-                pending=(Operation("w", 2, "barrier", "", False, started=None),),
+                pending=(PendingCollective("w", 2, "barrier", "", False, started=None),),
             ),
             issued(2, group="u", groups=UNITED),
             issued(3, group="u", groups=UNITED),

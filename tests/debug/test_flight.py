@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from titan.debug.dumps import record_nccl_timeouts
-from titan.debug.flight import Collectives, Operation, describe_kind, dump_recorder, read_collectives
+from titan.debug.flight import Collectives, PendingCollective, describe_kind, dump_recorder, read_collectives
 
 
 def entry(number: int, name: str = "gloo:all_reduce", *, ended: bool = True, state: str = "scheduled") -> Any:
@@ -42,8 +42,8 @@ def test_what_has_not_ended_is_pending_and_known_from_before_or_not() -> None:
     assert (found.entered, found.completed) == ({"0": 4}, {"0": 2})
     line = "train_step.py:9 in norm"
     assert found.pending == (
-        Operation("0", 3, "all-reduce", "[[4]]", True, line=line),
-        Operation("0", 4, "barrier", "[[4]]", False, line=line),
+        PendingCollective("0", 3, "all-reduce", "[[4]]", True, line=line),
+        PendingCollective("0", 4, "barrier", "[[4]]", False, line=line),
     )
 
 

@@ -26,7 +26,7 @@ from titan.debug.clock import (
     WRITES_PER_SECOND,
     Clock,
 )
-from titan.debug.flight import Operation
+from titan.debug.flight import PendingCollective
 from titan.debug.folder import Folder
 from titan.debug.rank_state import RankGroup, RankState
 from titan.debug.states import States
@@ -37,7 +37,7 @@ MOST = 200
 
 
 def test_a_state_is_read_as_it_was_written() -> None:
-    pending = (Operation("w", 3, "barrier", started=None, peers=(1, 2)),)
+    pending = (PendingCollective("w", 3, "barrier", started=None, peers=(1, 2)),)
     groups = {"w": RankGroup("world", range(0, 8, 2)), "t": RankGroup("tensor", (1, 2, 5))}
     state = RankState(3, "n1", attempt=2, beat=5, groups=groups, pending=pending, completed={"w": 2})
     assert rank_state.decode_state(rank_state.encode_state(state), 2) == state

@@ -14,7 +14,7 @@ from titan.cluster.rank_error import describe_error
 from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.parallelism.mesh import build_world
-from titan.parallelism.replicas import Difference, RankName, _split_majority, find_difference, find_replicas
+from titan.parallelism.replicas import RankName, ReplicaDifference, _split_majority, find_difference, find_replicas
 from titan.parallelism.schema import Layout
 
 N = [RankName(rank, f"n{rank // 2}", f"n{rank // 2}") for rank in range(6)]
@@ -38,9 +38,9 @@ def test_the_majority_decides(values: Sequence[int], odd: list[int]) -> None:
 
 
 def test_what_is_said_of_a_difference() -> None:
-    one = Difference("model.norm.weight", 3, (N[3],), (N[0], N[1]))
+    one = ReplicaDifference("model.norm.weight", 3, (N[3],), (N[0], N[1]))
     assert one.describe() == ("rank 3 (on n1) has other bits of model.norm.weight, and 2 more than ranks 0, 1 (on n0)")
-    both = Difference("x", 1, (N[1], N[2]), ())
+    both = ReplicaDifference("x", 1, (N[1], N[2]), ())
     assert both.describe() == "ranks 1, 2 (on n0, n1) have different bits of x, and no majority decides"
     error = describe_error(both.build_error("no."), rank=0)
     assert (error.rank, error.node, error.code, error.text) == (1, "n0,n1", 1, "no.")
@@ -68,7 +68,7 @@ def _compare(rank: int, size: int) -> list[Any]:
         find_replicas("odd", DTensor.from_local(full, mesh, [Partial(), Replicate()]), world)
     except RunError as error:
         found.append(str(error))
-    return [[n.rank for n in f.odd] if isinstance(f, Difference) else f for f in found]
+    return [[n.rank for n in f.odd] if isinstance(f, ReplicaDifference) else f for f in found]
 
 
 def test_ranks_find_the_same_difference() -> None:

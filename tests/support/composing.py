@@ -17,7 +17,7 @@ from titan.config import modules
 from titan.run import compose
 from titan.run.hydra_choices import check_optional
 from titan.run.hydra_errors import HydraErrors
-from titan.run.hydra_session import Session, compose_config
+from titan.run.hydra_session import HydraSession, compose_config
 from titan.run.run import Run
 
 DIRECTORY = "hydra.run.dir="
@@ -26,7 +26,7 @@ DIRECTORY = "hydra.run.dir="
 @cache
 def _load_composer(folders: str) -> Composer:
     """Return the composer for what $TITAN_CONF adds to titan's own choices."""
-    with Session() as loader:
+    with HydraSession() as loader:
         return Composer(loader, compose_config([]))
 
 

@@ -99,9 +99,9 @@ def test_time_is_as_measured_and_said_once_for_each_variant(tmp_path: Path) -> N
 def test_the_time_of_a_variant_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def find(run: Run) -> budget.StepTime:
+    def find(run: Run) -> budget.BudgetStepTime:
         asked.append(run.model.layers)
-        return budget.StepTime(float(run.model.layers), "as given")
+        return budget.BudgetStepTime(float(run.model.layers), "as given")
 
     monkeypatch.setattr(budget, "find_step_time", find)
     varied = [[f"model.layers={layers}", f"training.seed={seed}"] for layers in (2, 4) for seed in range(3)]

@@ -14,7 +14,7 @@ from titan.errors import RunError
 from titan.training.replay.differences import compare_fingerprints, compare_operations
 from titan.training.replay.fingerprints import fingerprint_tensor
 from titan.training.replay.observation import GRADIENT, START, STATE, UPDATE, Operation, Samples
-from titan.training.replay.questions import Pair, ask_questions, find_consumer
+from titan.training.replay.questions import ReplayPair, ask_questions, find_consumer
 from titan.training.replay.result import ReplayedStep, Replica
 from titan.training.replay.routing import _find_tokens
 from titan.training.replay.spread import measure_spread
@@ -73,29 +73,29 @@ FAULTS: dict[str, tuple[dict[tuple[str, str], float], dict[str, Any], str, str]]
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_first_that_differs_is_named(name: str) -> None:
     changes, record, kind, named = FAULTS[name]
-    pair = Pair(make_step(), make_step(changes, **record), "fp32")
+    pair = ReplayPair(make_step(), make_step(changes, **record), "fp32")
     answers = ask_questions(pair, pair, same_code=False)
     assert (answers.findings[0].kind, answers.findings[0].name) == (kind, named)
     assert answers.comparable == (kind not in ("rows", START))
 
 
 def test_what_is_equal_is_the_same_only_where_it_was_compared() -> None:
-    pair = Pair(make_step(), make_step(), "fp32")
+    pair = ReplayPair(make_step(), make_step(), "fp32")
     assert ask_questions(pair, pair, same_code=True).verdict.startswith(
         "both are the same, bitwise, in all activations"
     )
     hidden = replace(pair.b, unobserved={"layers.0.attention": "inside of compiled code"})
-    missing = ask_questions(Pair(pair.a, hidden, "fp32"), None, same_code=False)
+    missing = ask_questions(ReplayPair(pair.a, hidden, "fp32"), None, same_code=False)
     assert missing.verdict == "both are the same, bitwise, in all that was compared"
     assert missing.sentences[-1] == (
         "4. outputs that were not compared: layers.0.attention (inside of compiled code in B)"
     )
-    other = Pair(pair.a, make_step(grad_norm=1.0 + 1e-6), "fp32")
+    other = ReplayPair(pair.a, make_step(grad_norm=1.0 + 1e-6), "fp32")
     assert "bitwise" not in ask_questions(other, other, same_code=False).verdict
 
 
 def test_the_same_code_must_give_the_same_bits() -> None:
-    pair = Pair(make_step(), make_step({("forward", "layers.0"): 1e-7}), "fp32")
+    pair = ReplayPair(make_step(), make_step({("forward", "layers.0"): 1e-7}), "fp32")
     assert ask_questions(pair, pair, same_code=True).findings[0].kind == "bitwise"
     assert ask_questions(pair, pair, same_code=False).findings == ()
 
@@ -105,18 +105,18 @@ def test_ranks_with_other_values_are_named() -> None:
     key = (START, "norm.weight")
     parts = (Replica((0,), a.tensors[key][0].fingerprint), Replica((1,), b.tensors[key][0].fingerprint))
     unequal = replace(a, tensors={**a.tensors, key: parts})
-    found = ask_questions(Pair(a, unequal, "fp32"), None, same_code=False).findings[0]
+    found = ask_questions(ReplayPair(a, unequal, "fp32"), None, same_code=False).findings[0]
     assert (found.kind, found.name) == ("replicas", "norm.weight") and "rank 1 against rank 0" in found.where
 
 
 def test_precision_is_measured_by_random_rounding() -> None:
-    exact = Pair(make_step(), make_step(), "fp32")
+    exact = ReplayPair(make_step(), make_step(), "fp32")
     rounded = [make_step({("forward", "norm"): 1e-3 * sign}, loss=4.0 + 1e-3 * sign) for sign in (-2, -1, 1, 2)]
     spread = measure_spread(rounded)
     assert spread.figures["loss"] == (pytest.approx(4.0), pytest.approx(1e-3 * math.sqrt(10 / 3) / 2))
     assert spread.deviations["forward", "norm"] == pytest.approx(1e-3 * math.sqrt(10 / 3), rel=1e-3)
     for size, kinds in ((5e-3, []), (1e-2, ["rounding"])):
-        native = Pair(make_step(), make_step({("forward", "norm"): size}), "bf16")
+        native = ReplayPair(make_step(), make_step({("forward", "norm"): size}), "bf16")
         answers = ask_questions(native, exact, same_code=False, spread=spread)
         assert [finding.kind for finding in answers.findings] == kinds
         assert "mean of 4 randomly rounded repetitions ± its standard error: loss 4 ± 0.0009" in answers.sentences[2]

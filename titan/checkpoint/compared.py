@@ -18,7 +18,7 @@ from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.state import TrainState
 from titan.errors import RunError
 from titan.parallelism.mesh import World
-from titan.parallelism.replicas import Difference, find_difference, find_replicas
+from titan.parallelism.replicas import ReplicaDifference, find_difference, find_replicas
 from titan.precision.low_precision import unwrap_tensor
 
 POSITION = "the step and the position in the data"
@@ -35,7 +35,7 @@ class Compared:
 
 def compare_replicas(
     train_state: TrainState, world: World, state: Mapping[str, Tensor], manifest: Manifest
-) -> Difference | None:
+) -> ReplicaDifference | None:
     """Return the first difference between replicas of what is saved; all ranks call it together.
 
     Args:

@@ -37,7 +37,7 @@ from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import TrainState, evaluation_state_dict, train_state_dict
-from titan.parallelism.replicas import Difference
+from titan.parallelism.replicas import ReplicaDifference
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended with a single process
 CopyTokenizer = Callable[[str | None, Path], TokenizerFiles]
@@ -49,7 +49,7 @@ work that can fail on one rank must be run by the coordinator (`Coordinator.run_
 """
 
 
-CompareReplicas = Callable[[Mapping[str, Tensor], Manifest], Difference | None]
+CompareReplicas = Callable[[Mapping[str, Tensor], Manifest], ReplicaDifference | None]
 """Called by all ranks with the tensors to save; returns the same on all."""
 
 
@@ -83,7 +83,7 @@ class _SaveJob:
         self.step, self.start_time = step, time.monotonic()
         self.stall = self.seconds = self.compare_seconds = 0.0
         self.bytes = 0
-        self.difference: Difference | None = None
+        self.difference: ReplicaDifference | None = None
         self.error: str | None = None
         self.post_save_error: str | None = None
         self.staging_error: Exception | None = None
@@ -127,7 +127,7 @@ class CheckpointManager:
         self.staging = Staging(train_state.device) if settings.mode == "async" else None
         self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _set_device, (train_state.device,))
 
-    def save(self, checkpoint_manifest: Manifest, tokenizer: str | None = None) -> Difference | None:
+    def save(self, checkpoint_manifest: Manifest, tokenizer: str | None = None) -> ReplicaDifference | None:
         """Start saving the state, and with `mode=sync` wait for it; all ranks call it together.
 
         Args:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titan.debug import activity, rank_state
-from titan.debug.flight import Operation
+from titan.debug.flight import PendingCollective
 from titan.debug.rank_state import RankState
 
 """The phases of which each step has one, and what comes before the first."""
@@ -128,7 +128,7 @@ class _AbsentRanks:
         self.run_state = run_state
         self._cache: dict[tuple[str, int, Sequence[int]], frozenset[int]] = {}
 
-    def find_ranks(self, state: RankState, operation: Operation) -> frozenset[int]:
+    def find_ranks(self, state: RankState, operation: PendingCollective) -> frozenset[int]:
         """Return the ranks that have not come to a rank's collective."""
         key = operation.group, operation.number, _list_members(self.run_state, state, operation)
         if key not in self._cache:
@@ -138,13 +138,13 @@ class _AbsentRanks:
         return self._cache[key] - {state.rank}
 
 
-def _list_members(run_state: RunState, state: RankState, op: Operation) -> Sequence[int]:
+def _list_members(run_state: RunState, state: RankState, op: PendingCollective) -> Sequence[int]:
     """Return the ranks of a collective; the same value on each of them."""
     group = state.groups.get(op.group)
     return op.peers or (group.ranks if group else range(run_state.size))
 
 
-def _list_awaited(state: RankState) -> list[Operation]:
+def _list_awaited(state: RankState) -> list[PendingCollective]:
     """Return the collectives in which a rank waits for others: those that have started.
 
     Where that is not known it is the oldest one, which is the first that the device has not computed.
@@ -168,7 +168,7 @@ def _find_awaited_ranks(absent: _AbsentRanks, state: RankState) -> set[int]:
     return awaited
 
 
-def _is_before(op: Operation, peer_state: RankState | None) -> bool:
+def _is_before(op: PendingCollective, peer_state: RankState | None) -> bool:
     """Return whether another rank has not come to a collective: its host, or on a GPU its device."""
     if peer_state is None or op.number < 0 or peer_state.entered.get(op.group, 0) < op.number:
         return True
@@ -188,7 +188,7 @@ def _find_behind(run_state: RunState, live: Mapping[int, RankState]) -> tuple[in
 
 def _find_different(run_state: RunState, live: Mapping[int, RankState]) -> tuple[int, ...]:
     """Return the ranks that are in another collective than the others of their group, under the same number."""
-    operations_by_number: dict[tuple[str, int, Sequence[int]], dict[int, Operation]] = {}
+    operations_by_number: dict[tuple[str, int, Sequence[int]], dict[int, PendingCollective]] = {}
     for rank, state in live.items():
         for op in state.pending:
             if op.number >= 0:
@@ -248,7 +248,7 @@ def _describe_wait_elsewhere(waiting: Sequence[RankState]) -> str:
     return f" while {phases.most_common(1)[0][0]}" if phases else ""
 
 
-def _describe_operation(state: RankState, op: Operation) -> str:
+def _describe_operation(state: RankState, op: PendingCollective) -> str:
     group = state.groups.get(op.group)
     name = DIMENSION_NAMES.get(group.dimension, group.dimension) if group else "all ranks"
     layer_name = describe_layer(state.layer)

@@ -24,7 +24,7 @@ COALESCED = "nccl:coalesced"
 
 
 @dataclass(frozen=True)
-class Operation:
+class PendingCollective:
     """A collective that a rank has entered and that has not ended.
 
     Attributes:
@@ -60,7 +60,7 @@ class Collectives:
 
     entered: dict[str, int]
     completed: dict[str, int]
-    pending: tuple[Operation, ...]
+    pending: tuple[PendingCollective, ...]
 
 
 def dump_recorder() -> bytes:
@@ -173,11 +173,11 @@ def _build_signature(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
     return str(entry["process_group"][0]), str(entry["profiling_name"]), str(entry["input_sizes"]), line
 
 
-def _build_operation(entry: Mapping[str, Any], familiar: bool, has_timing: bool) -> Operation:
+def _build_operation(entry: Mapping[str, Any], familiar: bool, has_timing: bool) -> PendingCollective:
     group, name, sizes, line = _build_signature(entry)
     number = -1 if entry["is_p2p"] else int(entry["collective_seq_id"])
     started = True if not _is_nccl(entry) else entry["state"] == "started" if has_timing else None
-    return Operation(group, number, describe_kind(name), sizes, familiar, line=line, started=started)
+    return PendingCollective(group, number, describe_kind(name), sizes, familiar, line=line, started=started)
 
 
 def describe_kind(name: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan.debug.flight import Operation
+from titan.debug.flight import PendingCollective
 
 FOLDER = Path("debug")
 STACKS, RECORDER = FOLDER / "stacks", FOLDER / "flight_recorder"
@@ -99,7 +99,7 @@ class RankState:
     late: float = 0.0
     entered: dict[str, int] = field(default_factory=dict)
     completed: dict[str, int] = field(default_factory=dict)
-    pending: tuple[Operation, ...] = ()
+    pending: tuple[PendingCollective, ...] = ()
     groups: dict[str, RankGroup] = field(default_factory=dict)
     hung: bool = False
     dumped: bool = False
@@ -119,7 +119,7 @@ def from_json_object(content: dict[str, Any]) -> RankState:
         TypeError: when a value has another type, or is not a field.
         ValueError: when a value can't be unpacked.
     """
-    pending = tuple(Operation(**{**op, "peers": tuple(op["peers"])}) for op in content["pending"])
+    pending = tuple(PendingCollective(**{**op, "peers": tuple(op["peers"])}) for op in content["pending"])
     groups = {name: RankGroup(words, _unpack_ranks(ranks)) for name, (words, ranks) in content["groups"].items()}
     return RankState(**{**content, "pending": pending, "groups": groups})
 

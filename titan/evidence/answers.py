@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
-from titan.evidence.campaign import Campaign, Idea, Pair, find_size
+from titan.evidence.campaign import Campaign, Idea, SeedPair, find_size
 
 
 def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> di
     }
 
 
-def _describe_stage(campaign: Campaign, pairs: Sequence[Pair]) -> dict[str, Any]:
+def _describe_stage(campaign: Campaign, pairs: Sequence[SeedPair]) -> dict[str, Any]:
     logs = campaign.compute_evidence(pairs) if pairs else [0.0]
     return {
         "pairs": len(pairs),
@@ -47,7 +47,7 @@ def _describe_stage(campaign: Campaign, pairs: Sequence[Pair]) -> dict[str, Any]
     }
 
 
-def describe_size(campaign: Campaign, pairs: Sequence[Pair]) -> dict[str, Any]:
+def describe_size(campaign: Campaign, pairs: Sequence[SeedPair]) -> dict[str, Any]:
     """Return by how much the second of two recipes is better on some pairs: mean, interval, diverged runs, speed-up."""
     mean, interval = find_size(tuple(pairs))
     slope = campaign.rules.slope
@@ -78,7 +78,7 @@ def format_idea(campaign: Campaign, idea: Idea) -> str:
     return f"not decided yet ({idea.state}): {size}; {counts}"
 
 
-def format_size(pairs: Sequence[Pair]) -> str:
+def format_size(pairs: Sequence[SeedPair]) -> str:
     """Return by how much an idea is better, with the 95% interval or why there is none."""
     mean, interval = find_size(tuple(pairs))
     diverged = sum(pair.loss is None for pair in pairs)

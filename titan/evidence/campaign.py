@@ -57,7 +57,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Pair:
+class SeedPair:
     """Two runs on one seed, and the noise that was known before them.
 
     Attributes:
@@ -106,7 +106,7 @@ class Idea:
     baseline: int
     result_id: str
     pairs: int
-    stages: dict[str, list[Pair]] = field(default_factory=lambda: {"screen": [], "confirm": []})
+    stages: dict[str, list[SeedPair]] = field(default_factory=lambda: {"screen": [], "confirm": []})
     taken: dict[str, list[int]] = field(default_factory=lambda: {"screen": [], "confirm": []})
     confirmation: int | None = None
     state: State = "screening"
@@ -148,8 +148,8 @@ class Campaign:
     rules: Rules
     ideas: dict[str, Idea] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
-    noise: list[Pair] = field(default_factory=list)
-    chain: dict[int, list[Pair]] = field(default_factory=dict)
+    noise: list[SeedPair] = field(default_factory=list)
+    chain: dict[int, list[SeedPair]] = field(default_factory=dict)
     seeds: dict[int, set[str]] = field(default_factory=dict)
     taken: dict[str, list[int]] = field(default_factory=dict)
     confirmations: int = 0
@@ -176,7 +176,7 @@ class Campaign:
             return SCREEN
         return find_threshold(self.rules.budget, idea.confirmation or self.confirmations + 1)
 
-    def compute_evidence(self, pairs: Sequence[Pair]) -> list[float]:
+    def compute_evidence(self, pairs: Sequence[SeedPair]) -> list[float]:
         """Return the logarithm of the e-value after each pair."""
         logs: list[float] = compute_log_e_values(
             [pair.difference - self.rules.margin for pair in pairs],
@@ -201,7 +201,7 @@ class Campaign:
 
 
 @cache
-def find_size(pairs: tuple[Pair, ...]) -> tuple[float | None, tuple[float, float] | None]:
+def find_size(pairs: tuple[SeedPair, ...]) -> tuple[float | None, tuple[float, float] | None]:
     """Return the mean difference of pairs, without diverged runs, and its 95% interval; None where there is none."""
     d = [pair.difference for pair in pairs if math.isfinite(pair.difference)]
     if not d:
@@ -254,7 +254,7 @@ def _take_seeds(campaign: Campaign, event: Mapping[str, Any]) -> None:
 
 
 def _add_pair(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    pair = Pair(event["seed"], event["baseline_loss"], event["loss"], campaign.noise_squares, campaign.noise_pairs)
+    pair = SeedPair(event["seed"], event["baseline_loss"], event["loss"], campaign.noise_squares, campaign.noise_pairs)
     campaign.seeds.setdefault(pair.seed, set()).add(event["idea"])
     if event["idea"] == NOISE:
         campaign.noise.append(pair)
@@ -264,7 +264,7 @@ def _add_pair(campaign: Campaign, event: Mapping[str, Any]) -> None:
         _add_evidence(campaign, idea, event["stage"], pair)
 
 
-def _add_evidence(campaign: Campaign, idea: Idea, stage: str, pair: Pair) -> None:
+def _add_evidence(campaign: Campaign, idea: Idea, stage: str, pair: SeedPair) -> None:
     """Add a pair to an idea; the same seed a second time, by two processes at once, does not count."""
     pairs = idea.stages.get(stage)
     if pairs is None or any(pair.seed == other.seed for other in idea.stages["screen"] + idea.stages["confirm"]):

@@ -1,4 +1,4 @@
-"""What a campaign does when it is asked: open, train pairs, take results, answer. Runs are trained by a `Trainer`.
+"""What a campaign does when it is asked: open, train pairs, take results, answer. A `CampaignTrainer` trains the runs.
 
 Between reading a book and appending to it the book is locked; it is not locked while runs are trained. A process takes
 its seeds in the book first, so that no other trains them; those that it leaves behind when it is killed are trained by
@@ -20,7 +20,7 @@ from titan.errors import ConfigError
 from titan.evidence import answers
 from titan.evidence.book import Book, Writer
 from titan.evidence.budget import SCREEN, is_futile
-from titan.evidence.campaign import CHAIN, NOISE, Campaign, Changes, Idea, Pair, Rules, read_campaign
+from titan.evidence.campaign import CHAIN, NOISE, Campaign, Changes, Idea, Rules, SeedPair, read_campaign
 from titan.files import locks
 
 Loss = float | None
@@ -29,7 +29,7 @@ MAX_SEED = 2**63
 SEEDS_PER_PAIR = {NOISE: 2, CHAIN: 1}
 
 
-class Trainer(Protocol):
+class CampaignTrainer(Protocol):
     """Trains runs of titan."""
 
     def identify(self, overrides: Sequence[str], recorded: Sequence[str], metric: str) -> str:
@@ -54,7 +54,7 @@ class Trainer(Protocol):
 
 
 @dataclass(frozen=True)
-class Variant:
+class CampaignVariant:
     """Changes to the present baseline, identified.
 
     Attributes:
@@ -78,7 +78,7 @@ class Session:
         trainer: trains runs.
     """
 
-    def __init__(self, folder: Path, trainer: Trainer) -> None:
+    def __init__(self, folder: Path, trainer: CampaignTrainer) -> None:
         self.folder, self.trainer = folder, trainer
         self.book = Book(folder)
 
@@ -121,7 +121,7 @@ class Session:
                 )
         return self.read()
 
-    def identify(self, campaign: Campaign, changes: Changes) -> Variant:
+    def identify(self, campaign: Campaign, changes: Changes) -> CampaignVariant:
         """Return what changes to the present baseline are; other spellings of the same have the same id.
 
         Raises:
@@ -141,7 +141,7 @@ class Session:
                 f"{changes if isinstance(changes, str) else ' '.join(changes)}: changes nothing that is learned from "
                 f"baseline {len(campaign.kept)}; give a setting another value."
             )
-        return Variant(changes, hash_texts(campaign.baseline_id, result_id), result_id, len(campaign.kept))
+        return CampaignVariant(changes, hash_texts(campaign.baseline_id, result_id), result_id, len(campaign.kept))
 
     def try_idea(
         self, changes: Changes | None, hypothesis: str | None = None, pairs: int | None = None, batch: int = 2
@@ -175,7 +175,7 @@ class Session:
         campaign = self.read()
         return describe_tried(campaign, variant, from_book=not trained)
 
-    def _take_seeds(self, variant: Variant, hypothesis: str | None, pairs: int | None, batch: int) -> list[int]:
+    def _take_seeds(self, variant: CampaignVariant, hypothesis: str | None, pairs: int | None, batch: int) -> list[int]:
         """Return the next seeds of an idea, and record them; none where it is decided."""
         with self.book.locked() as writer:
             idea = self._record_idea(writer, variant, hypothesis, pairs)
@@ -189,7 +189,9 @@ class Session:
             writer.append("seeds", idea=idea.id, stage=idea.stage, seeds=seeds, baseline=idea.baseline)
             return seeds
 
-    def _record_idea(self, writer: Writer, variant: Variant, hypothesis: str | None, pairs: int | None = None) -> Idea:
+    def _record_idea(
+        self, writer: Writer, variant: CampaignVariant, hypothesis: str | None, pairs: int | None = None
+    ) -> Idea:
         """Return an idea of the locked book; add it, or more pairs of it, where the book has them not."""
         campaign = self.read()
         if variant.id not in campaign.ideas:
@@ -208,7 +210,7 @@ class Session:
             campaign = self.read()
         return campaign.ideas[variant.id]
 
-    def _train_idea(self, variant: Variant, seeds: Sequence[int]) -> None:
+    def _train_idea(self, variant: CampaignVariant, seeds: Sequence[int]) -> None:
         """Train an idea and its baseline on seeds, and record the losses under the stage that took the seeds."""
         campaign = self.read()
         idea = campaign.ideas[variant.id]
@@ -264,7 +266,7 @@ class Session:
         variant = (
             self.identify(campaign, changes)
             if known is None
-            else Variant(known.changes, known.id, known.result_id, known.baseline)
+            else CampaignVariant(known.changes, known.id, known.result_id, known.baseline)
         )
         with self.book.locked() as writer:
             idea = self._record_idea(writer, variant, hypothesis)
@@ -361,7 +363,7 @@ class Session:
                 )
 
 
-def list_pairs(campaign: Campaign, name: str, number: int) -> list[Pair]:
+def list_pairs(campaign: Campaign, name: str, number: int) -> list[SeedPair]:
     """Return the pairs of the noise, of whatever baseline, or those of the chain up to a baseline."""
     return campaign.noise if name == NOISE else campaign.chain.get(number, [])
 
@@ -374,7 +376,7 @@ def _acquire(descriptor: int, name: str, folder: Path) -> None:
         raise ConfigError(f"{name}: another process is training it; wait for that one, or try another idea.") from None
 
 
-def describe_tried(campaign: Campaign, variant: Variant, from_book: bool) -> dict[str, Any]:
+def describe_tried(campaign: Campaign, variant: CampaignVariant, from_book: bool) -> dict[str, Any]:
     """Return the answer about an idea, with what was found about the same changes of older baselines."""
     earlier = campaign.find_stale(variant.changes, variant.id)
     return answers.describe_idea(campaign, campaign.ideas[variant.id], from_book) | {

@@ -63,7 +63,7 @@ class RankName(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """Replicas that differ.
 
     Attributes:
@@ -201,7 +201,7 @@ def find_difference(
     world: World,
     stages: Mapping[str, str] | None = None,
     copies: Mapping[str, Tensor] | None = None,
-) -> Difference | None:
+) -> ReplicaDifference | None:
     """Return the first difference between replicas, the same on all ranks; None where all are equal.
 
     All ranks call it together, with the tensors of their pipeline stages in the same order within a stage.
@@ -287,7 +287,7 @@ def _has_equal_names(prints: Prints, members: Sequence[int], group: dist.Process
     return not _differs(torch.tensor([digest], device=prints.values.device), group).item()
 
 
-def _find_odd_ranks(prints: Prints, second: Prints, suspects: Sequence[str] | None) -> Difference:
+def _find_odd_ranks(prints: Prints, second: Prints, suspects: Sequence[str] | None) -> ReplicaDifference:
     """Find which ranks differ in which tensors, now that some do; all ranks call it together.
 
     Args:
@@ -298,7 +298,7 @@ def _find_odd_ranks(prints: Prints, second: Prints, suspects: Sequence[str] | No
     world, own_name = prints.world, get_rank_name(prints.world.rank_info.rank)
     lists = world.all_gather_object((own_name, suspects if suspects is None else list(suspects)))
     if unlike := [RankName(*name) for name, rank_suspects in lists if rank_suspects is None]:
-        return Difference("the state, of which they save other tensors", 1, tuple(unlike), ())
+        return ReplicaDifference("the state, of which they save other tensors", 1, tuple(unlike), ())
     names = list(dict.fromkeys(name for _, rank_suspects in lists for name in rank_suspects))
     entries = [entry for p in (prints, second) for entry in _list_entries(p, names)]
     holders: dict[str, dict[Any, list[tuple[RankName, int]]]] = {name: defaultdict(list) for name in names}
@@ -310,7 +310,7 @@ def _find_odd_ranks(prints: Prints, second: Prints, suspects: Sequence[str] | No
     first = next(iter(concerned))
     odd = sorted({rank for found in concerned.values() for v in found for rank in v[0]})
     others = sorted({rank for v in concerned[first] for rank in v[1]}.difference(odd))
-    return Difference(first, len(concerned), tuple(odd), tuple(others))
+    return ReplicaDifference(first, len(concerned), tuple(odd), tuple(others))
 
 
 def _list_entries(prints: Prints, names: Collection[str]) -> list[tuple[str, Any, int]]:

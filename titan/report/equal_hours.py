@@ -18,7 +18,7 @@ import numpy as np
 from titan.report.estimate import Member, build_hour_axis, collect_outcomes
 from titan.report.statistics import SeedComparison, compare_seeds
 from titan.report.uncorrected import (
-    Measure,
+    ComparedMeasure,
     UncorrectedComparison,
     build_inconclusive,
     build_ranked,
@@ -64,7 +64,7 @@ class _Hours:
 
 
 def compare_at_equal_hours(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: UncorrectedComparison
+    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure, end: UncorrectedComparison
 ) -> list[UncorrectedComparison]:
     """Compare at equal device-hours: by the final values, and by bounds where the sides spent different time.
 
@@ -93,7 +93,7 @@ def compare_at_equal_hours(
 
 
 def _compare_earlier(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, hours: _Hours
+    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure, hours: _Hours
 ) -> SeedComparison | None:
     """Return the comparison of the faster side's final values with the slower's where they had taken as long."""
     point = min(hours.variant, hours.baseline)
@@ -111,7 +111,7 @@ def _compare_earlier(
     return compare_seeds(*((slower_values, faster_values) if hours.ratio > 1 else (faster_values, slower_values)))
 
 
-def _compare_by_end(end: SeedComparison, measure: Measure, hours: _Hours, steps: int) -> UncorrectedComparison:
+def _compare_by_end(end: SeedComparison, measure: ComparedMeasure, hours: _Hours, steps: int) -> UncorrectedComparison:
     """Rank by the final values where the side that spent less is better; else say how to make it judgeable."""
     assert end.difference is not None
     p_value = end.compute_p_value()
@@ -126,7 +126,7 @@ def _compare_by_end(end: SeedComparison, measure: Measure, hours: _Hours, steps:
 
 
 def _compare_by_bounds(
-    end: SeedComparison, earlier: SeedComparison, measure: Measure, hours: _Hours, steps: int
+    end: SeedComparison, earlier: SeedComparison, measure: ComparedMeasure, hours: _Hours, steps: int
 ) -> UncorrectedComparison:
     """Rank by the bound that favours the slower side less; bounds of two signs show no difference, but no rank."""
     assert end.difference is not None and earlier.difference is not None

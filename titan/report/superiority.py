@@ -38,7 +38,7 @@ from titan.report.parity import ROUNDING, Agreement, compare_steps, find_agreeme
 from titan.report.rank import VariantCandidate
 from titan.report.statistics import ALPHA, MeanDifference, SeedComparison, SignCounts, compare_seeds
 from titan.report.uncorrected import (
-    Measure,
+    ComparedMeasure,
     UncorrectedComparison,
     build_inconclusive,
     build_ranked,
@@ -48,11 +48,13 @@ from titan.report.uncorrected import (
 EARLIER_TARGET_ADVICE = "set a lower target or a lower evaluation.every"
 
 
-_LOSSES: dict[LossMeasure, Measure] = {
-    "validation loss": Measure(
+_LOSSES: dict[LossMeasure, ComparedMeasure] = {
+    "validation loss": ComparedMeasure(
         "validation loss", "nats", lambda m: m.run.validation, lambda m: m.run.curves.validation
     ),
-    "bits per byte": Measure("bits per byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte),
+    "bits per byte": ComparedMeasure(
+        "bits per byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte
+    ),
 }
 
 
@@ -135,7 +137,9 @@ def _has_same_machines(variant: Sequence[Member], baseline: Sequence[Member]) ->
     return variant_hardware == baseline_hardware != {""} and not any(m.run.shared for m in (*variant, *baseline))
 
 
-def _compare_at_end(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> UncorrectedComparison:
+def _compare_at_end(
+    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure
+) -> UncorrectedComparison:
     """Compare the final values of finished runs."""
     seed_comparison = compare_seeds(
         collect_outcomes(variant, measure.final_value), collect_outcomes(baseline, measure.final_value)
@@ -155,7 +159,9 @@ def _compare_at_end(variant: Sequence[Member], baseline: Sequence[Member], measu
     return build_ranked(seed_comparison, measure, "the end", suffix, _compare_by_source(variant, baseline))
 
 
-def _build_equal(agreement: Agreement, seed_comparison: SeedComparison, measure: Measure) -> UncorrectedComparison:
+def _build_equal(
+    agreement: Agreement, seed_comparison: SeedComparison, measure: ComparedMeasure
+) -> UncorrectedComparison:
     """Return the comparison of the only pair of runs, whose losses are equal to rounding."""
     answer: Answer = "no" if agreement.decides else "undecided"
     text = f"{'no difference' if agreement.decides else 'inconclusive'}: {agreement.text}"
@@ -174,7 +180,7 @@ def _find_agreement(variant: Sequence[Member], baseline: Sequence[Member]) -> Ag
     return find_agreement(pairs, [compare_steps(*pair) for pair in pairs], ROUNDING["fp32"])
 
 
-def _explain_missing(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
+def _explain_missing(variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure) -> str:
     for owner, members in (("of this variant", variant), ("of the baseline", baseline)):
         if not any(m.run.state == "finished" or m.run.diverged for m in members):
             return f"no run {owner} has finished its learning rate schedule; unfinished runs are not ranked"
@@ -192,7 +198,7 @@ def _explain_missing(variant: Sequence[Member], baseline: Sequence[Member], meas
 def _compare_at_unequal_tokens(
     variant: Sequence[Member],
     baseline: Sequence[Member],
-    measure: Measure,
+    measure: ComparedMeasure,
     end: UncorrectedComparison,
     target: float | None,
 ) -> list[UncorrectedComparison]:
@@ -219,7 +225,7 @@ def _compare_to_target(variant: Sequence[Member], baseline: Sequence[Member], ta
             return math.log(tokens)
         return math.inf if m.run.state == "finished" or m.run.diverged else None
 
-    measure = Measure(
+    measure = ComparedMeasure(
         "tokens to the target", "", compute_log_tokens, _build_token_axis, f"did not reach the loss {target:g}"
     )
     seed_comparison = compare_seeds(
@@ -233,7 +239,7 @@ def _compare_to_target(variant: Sequence[Member], baseline: Sequence[Member], ta
 
 
 def _compare_at_equal_tokens(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure
+    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure
 ) -> UncorrectedComparison:
     """Compare at the most tokens at which all runs validated; not ranked where there are none."""
     points = _find_common_tokens([m for m in (*variant, *baseline) if m.run.state == "finished"], measure)
@@ -258,13 +264,13 @@ def _compare_at_equal_tokens(
     return build_ranked(seed_comparison, measure, "equal tokens", position_text)
 
 
-def _find_common_tokens(members: Sequence[Member], measure: Measure) -> set[int]:
+def _find_common_tokens(members: Sequence[Member], measure: ComparedMeasure) -> set[int]:
     """Return the numbers of tokens at which all runs have a finite validation."""
     token_axes = [_build_token_axis(m)[np.isfinite(measure.curve(m))] for m in members if not m.run.diverged]
     return set.intersection(*(set(map(int, tokens)) for tokens in token_axes)) if token_axes else set()
 
 
-def _read_value(member: Member, measure: Measure, point: int) -> float | None:
+def _read_value(member: Member, measure: ComparedMeasure, point: int) -> float | None:
     indices = np.flatnonzero(_build_token_axis(member) == point)
     return float(measure.curve(member)[indices[-1]]) if len(indices) and member.run.state == "finished" else None
 

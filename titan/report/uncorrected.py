@@ -17,7 +17,7 @@ NO_COMMON_VALIDATION = "a run has no validation as early as the end of the short
 
 
 @dataclass(frozen=True)
-class Measure:
+class ComparedMeasure:
     """A quantity by which two variants are compared.
 
     Attributes:
@@ -61,7 +61,7 @@ def build_inconclusive(measure: str, at: str, text: str) -> UncorrectedCompariso
 
 def build_ranked(
     seed_comparison: SeedComparison,
-    measure: Measure,
+    measure: ComparedMeasure,
     at: str,
     suffix: str,
     by_source: Mapping[str, Interval] | None = None,
@@ -86,7 +86,7 @@ def build_ranked(
     return UncorrectedComparison(quality, seed_comparison)
 
 
-def format_difference(seed_comparison: SeedComparison, measure: Measure, suffix: str = "") -> str:
+def format_difference(seed_comparison: SeedComparison, measure: ComparedMeasure, suffix: str = "") -> str:
     """Return the difference as text, with `suffix` behind its value."""
     if seed_comparison.signs is not None:
         return _format_signs(seed_comparison, seed_comparison.signs, measure, suffix)
@@ -103,19 +103,19 @@ def format_difference(seed_comparison: SeedComparison, measure: Measure, suffix:
     return f"{phrase} {interval_text} over {seeds_text}"
 
 
-def _format_estimate(estimate: float, measure: Measure, suffix: str) -> str:
+def _format_estimate(estimate: float, measure: ComparedMeasure, suffix: str) -> str:
     if not measure.unit:
         return f"it needs {math.exp(estimate):.3g} times the baseline's tokens{suffix}"
     return f"{measure.name} differs by {format_signed(estimate)} {measure.unit}{suffix}"
 
 
-def _format_bounds(interval: Interval, measure: Measure) -> str:
+def _format_bounds(interval: Interval, measure: ComparedMeasure) -> str:
     if measure.unit or interval.low is None or interval.high is None:
         return format_interval(interval.low, interval.high, format_signed)
     return format_interval(math.exp(interval.low), math.exp(interval.high), "{:.3g}".format)
 
 
-def _format_signs(seed_comparison: SeedComparison, signs: SignCounts, measure: Measure, suffix: str) -> str:
+def _format_signs(seed_comparison: SeedComparison, signs: SignCounts, measure: ComparedMeasure, suffix: str) -> str:
     """Return wins and diverged runs as text, and the difference over the other pairs, which is biased."""
     wins = f"better on {signs.wins} of {signs.count} seeds"
     wins += f", {seed_comparison.lost_seeds} {measure.infinite_text}" if seed_comparison.lost_seeds else ""
@@ -131,7 +131,11 @@ def _format_signs(seed_comparison: SeedComparison, signs: SignCounts, measure: M
 
 
 def compare_before_end(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, at: str, axis: Callable[[Member], Numbers]
+    variant: Sequence[Member],
+    baseline: Sequence[Member],
+    measure: ComparedMeasure,
+    at: str,
+    axis: Callable[[Member], Numbers],
 ) -> UncorrectedComparison:
     """Compare where the shortest run ended; not ranked, because other runs had not finished their schedule."""
     ends = [float(axis(m)[-1]) for m in (*variant, *baseline) if len(axis(m)) and goes_on(m)]

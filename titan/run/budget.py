@@ -108,14 +108,14 @@ def _count_steps_in_hours(run: Run) -> int:
     return check_steps(steps, f"training.hours={hours:g}")
 
 
-class StepTime(NamedTuple):
+class BudgetStepTime(NamedTuple):
     """The seconds of a step, and where they are from: "as given", "as predicted" or "measured in PATH"."""
 
     seconds: float
     origin: str
 
 
-def find_step_time(run: Run) -> StepTime | None:
+def find_step_time(run: Run) -> BudgetStepTime | None:
     """Return the time of a step: as given or measured where the user says so, else as predicted; None where unknown.
 
     Raises:
@@ -128,11 +128,11 @@ def find_step_time(run: Run) -> StepTime | None:
             "a step, too; leave one of them out."
         )
     if training.measured is not None:
-        return StepTime(measure_step(run), describe_origin(training))
+        return BudgetStepTime(measure_step(run), describe_origin(training))
     if training.step_seconds is not None:
-        return StepTime(training.step_seconds, describe_origin(training))
+        return BudgetStepTime(training.step_seconds, describe_origin(training))
     prediction, _ = predict(run)
-    return None if prediction is None else StepTime(prediction.step_seconds.value, describe_origin(training))
+    return None if prediction is None else BudgetStepTime(prediction.step_seconds.value, describe_origin(training))
 
 
 def describe_hours(training: Training) -> str:
@@ -142,7 +142,7 @@ def describe_hours(training: Training) -> str:
 
 
 def describe_origin(training: Training) -> str:
-    """Return where the time of a step is from; see `StepTime`."""
+    """Return where the time of a step is from; see `BudgetStepTime`."""
     if training.measured is not None:
         return f"measured in {training.measured}"
     return "as predicted" if training.step_seconds is None else "as given"

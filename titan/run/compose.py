@@ -30,7 +30,7 @@ from titan.errors import ConfigError, UnknownSettingError
 from titan.run import command_line, hydra_node, hydra_private, synonyms
 from titan.run.axes import PLUGGABLE
 from titan.run.hydra_errors import HydraErrors, list_names
-from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, Session, compose_config, drop_hydra_node
+from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, HydraSession, compose_config, drop_hydra_node
 from titan.run.open_layout import resolve_open_layout
 from titan.run.paths import check_name
 from titan.run.resolve import resolve
@@ -85,7 +85,7 @@ def _build_launcher_nodes() -> dict[str, DictConfig]:
 def compose_run(overrides: Sequence[str], ranks: int | None = None, remote: bool = False) -> Run:
     """Return the checked Run of a list of overrides; see `freeze_run`; raises `ConfigError`."""
     register_configs()
-    with HydraErrors(overrides), Session():
+    with HydraErrors(overrides), HydraSession():
         trusted = modules.list_trusted_packages(overrides)
         return freeze_run(compose_config(overrides), ranks=ranks, remote=remote, trusted=trusted)
 
@@ -211,7 +211,7 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
     register_configs()
     args = command_line.parse(arguments)
     command_line.reject_shown(args)
-    with HydraErrors(args.overrides), Session(args):
+    with HydraErrors(args.overrides), HydraSession(args):
         command_line.check(args)
         return _build_recipe(
             compose_config(args.overrides, args.config_name), modules.list_trusted_packages(args.typed)

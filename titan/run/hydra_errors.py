@@ -19,7 +19,7 @@ from titan.errors import ConfigError, UnknownSettingError
 from titan.files.run_directory import RUN
 from titan.run import command_line, hydra_choices, hydra_node, synonyms
 from titan.run.hydra_choices import OPTIONAL_GROUPS, describe_unknown_choice
-from titan.run.hydra_session import ExtraConfigs, Session, compose_config
+from titan.run.hydra_session import ExtraConfigs, HydraSession, compose_config
 from titan.run.schema import Recipe
 
 HYDRA_HINTS = {
@@ -128,7 +128,7 @@ class HydraErrors:
         groups = (*Recipe.axes(), "hydra/sweeper", "hydra/launcher")
         choices = [o for o in self.overrides if _parse_key(o) in groups and not parse(o).is_sweep_override()]
         try:
-            with Session():
+            with HydraSession():
                 cfg = compose_config(choices)
         except (HydraException, OmegaConfBaseException, ConfigError):
             return list(Recipe.axes())

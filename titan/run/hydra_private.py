@@ -71,7 +71,7 @@ def build_option_parser() -> argparse.ArgumentParser:
 
 
 def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool = False) -> DictConfig:
-    """Compose as `hydra.compose` does, within a `Session`, for a sweep too.
+    """Compose as `hydra.compose` does, within a `HydraSession`, for a sweep too.
 
     Args:
         overrides: of the command line.

@@ -42,7 +42,7 @@ class ExtraConfigs(SearchPathPlugin):
     search_folders: ClassVar[tuple[str, ...]] = ()
     """The folders of `hydra.searchpath`. A class variable, since Hydra makes the instance."""
     config_dir: ClassVar[str | None] = None
-    """The folder of --config-dir, within a `Session`."""
+    """The folder of --config-dir, within a `HydraSession`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the other folders."""
@@ -57,7 +57,7 @@ class ExtraConfigs(SearchPathPlugin):
             search_path.append("command-line", f"file://{os.path.abspath(self.config_dir)}")
 
 
-class Session:
+class HydraSession:
     """Hydra, initialized for one composition. A context manager; gives the loader, which knows the choices."""
 
     def __init__(self, args: argparse.Namespace | None = None) -> None:
@@ -78,7 +78,7 @@ class Session:
 
 
 def compose_config(overrides: Sequence[str], name: str | None = None, mode: RunMode = RunMode.RUN) -> DictConfig:
-    """Return what overrides compose, Hydra's own node included, within a `Session`.
+    """Return what overrides compose, Hydra's own node included, within a `HydraSession`.
 
     Raises:
         ConfigError: for a choice that does not exist, or has no name, and for a file that sets what only the user may.

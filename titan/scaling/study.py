@@ -37,7 +37,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class LossPrediction:
     """A predicted loss, and what was measured.
 
     Attributes:
@@ -91,7 +91,7 @@ class Study:
     fit: Fit
     held: Table
     floors: Mapping[tuple[str, ...], Floor]
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[LossPrediction, ...]
     speedups: Mapping[str, Speedup]
     optima: Mapping[str, Optimum]
 
@@ -223,7 +223,7 @@ def _find_place(fit: Fit, question: Question) -> Target:
     return Target(float(runs.n[largest]), float(runs.d[largest]))
 
 
-def _predict_all(fit: Fit, held: Table, question: Question) -> list[Prediction]:
+def _predict_all(fit: Fit, held: Table, question: Question) -> list[LossPrediction]:
     """Return predictions at the target for each variant, and at each held-out size and length."""
     places: dict[tuple[str, float, float], None] = {}
     for name, n, d in zip(held.variant, held.n, held.d, strict=True):
@@ -240,12 +240,12 @@ def _is_at(place: tuple[str, float, float], target: Target) -> bool:
     return abs(place[1] / target.n - 1) < SAME and abs(place[2] / target.d - 1) < SAME
 
 
-def _predict(fit: Fit, held: Table, place: tuple[str, float, float], extrapolate: bool) -> Prediction:
+def _predict(fit: Fit, held: Table, place: tuple[str, float, float], extrapolate: bool) -> LossPrediction:
     name, n, d = place
     at = [k for k in range(len(held)) if (held.variant[k], held.n[k], held.d[k]) == place]
     observed = float(held.loss[at].mean()) if at else None
     loss = fit.predict(n, d, name, extrapolate)
-    return Prediction(name, n, d, loss, fit.predict_plain(n, d, name), observed, fit.is_beyond(n, d))
+    return LossPrediction(name, n, d, loss, fit.predict_plain(n, d, name), observed, fit.is_beyond(n, d))
 
 
 def find_optimum(law: Law, variant: str, compute: float) -> Optimum:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from titan.config.settings import format_value
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
-from titan.run.budget import StepTime, check_steps, count_steps, find_step_time
+from titan.run.budget import BudgetStepTime, check_steps, count_steps, find_step_time
 from titan.run.run import Run
 from titan.sweep.labels import is_same_value
 from titan.sweep.schema import Sweep
@@ -87,13 +87,13 @@ def label_variant(trial: Sequence[str]) -> str:
     return " ".join(o for o in trial if not o.lstrip("+").startswith(REPEATED))
 
 
-def _find_times(runs: Sequence[Run], varied: Sequence[Sequence[str]]) -> list[StepTime]:
+def _find_times(runs: Sequence[Run], varied: Sequence[Sequence[str]]) -> list[BudgetStepTime]:
     """Return the time of a step of each run; runs of one variant have the same, which is found once.
 
     Raises:
         ConfigError: where it is not known.
     """
-    labels, times = [label_variant(trial) for trial in varied], dict[str, StepTime]()
+    labels, times = [label_variant(trial) for trial in varied], dict[str, BudgetStepTime]()
     for run, label in zip(runs, labels, strict=True):
         if label not in times:
             times[label] = _require_time(run)
@@ -125,7 +125,7 @@ def _count_flops(run: Run) -> float:
     return run.model.flops_per_token(run.training.seq_len)
 
 
-def _require_time(run: Run) -> StepTime:
+def _require_time(run: Run) -> BudgetStepTime:
     time = find_step_time(run)
     if time is None:
         raise ConfigError(

@@ -54,7 +54,7 @@ class PredictedLoss:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class LadderPrediction:
     """The content of `prediction.json`.
 
     Attributes:
@@ -75,9 +75,9 @@ def write_once(folder: Path, key: str, time: str, losses: Sequence[PredictedLoss
 
     Args:
         folder: the ladder's directory.
-        key: see `Prediction`.
-        time: see `Prediction`.
-        losses: see `Prediction`.
+        key: see `LadderPrediction`.
+        time: see `LadderPrediction`.
+        losses: see `LadderPrediction`.
         details: what else is kept: the runs that were fitted, and the law.
     """
     content = {"key": key, "losses": [asdict(loss) for loss in losses], **details}
@@ -100,7 +100,7 @@ def _compute_digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read(folder: Path) -> Prediction | None:
+def read(folder: Path) -> LadderPrediction | None:
     """Return the prediction in a ladder's directory; None where there is none.
 
     Raises:
@@ -114,7 +114,9 @@ def read(folder: Path) -> Prediction | None:
         time, digest = content.pop("time"), content.pop("digest")
         if digest != _compute_digest(content):
             raise ValueError("it was changed")
-        return Prediction(content["key"], time, tuple(PredictedLoss(**loss) for loss in content["losses"]), digest)
+        return LadderPrediction(
+            content["key"], time, tuple(PredictedLoss(**loss) for loss in content["losses"]), digest
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -154,7 +156,7 @@ def find_record() -> Path:
     return Path(home) / "titan" / RECORD
 
 
-def add_score(folder: Path, prediction: Prediction, loss: float, time: str) -> None:
+def add_score(folder: Path, prediction: LadderPrediction, loss: float, time: str) -> None:
     """Add the outcome of a ladder's longest run to the user's record, once.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from titan.parallelism.replicas import Difference, RankName
+from titan.parallelism.replicas import RankName, ReplicaDifference
 
 SPREAD_FACTOR = 4.0
 """How many times the spread of repetitions two ranks may differ, where kernels are not deterministic."""
@@ -66,7 +66,7 @@ class Judgement:
         decided: whether it is known which of the ranks is wrong.
     """
 
-    difference: Difference | None
+    difference: ReplicaDifference | None
     spread: float | None = None
     decided: bool = True
 
@@ -102,7 +102,9 @@ def judge(witnesses: Sequence[Witness]) -> Judgement:
     names = {w.name.rank: w.name for w in witnesses}
     odd = tuple(names[rank] for rank in sorted(accused))
     others = tuple(names[rank] for rank in sorted(involved - accused))
-    return Judgement(Difference(f"the result of {witnesses[0].trained.names[origin]}", 1, odd, others), spread, decided)
+    return Judgement(
+        ReplicaDifference(f"the result of {witnesses[0].trained.names[origin]}", 1, odd, others), spread, decided
+    )
 
 
 def _is_deterministic(witnesses: Sequence[Witness]) -> bool:

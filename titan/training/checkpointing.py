@@ -24,7 +24,7 @@ from titan.checkpoint.state import train_state_dict
 from titan.dataset import permutation
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
-from titan.parallelism.replicas import Difference
+from titan.parallelism.replicas import ReplicaDifference
 from titan.run.attempts import Attempt
 from titan.run.run import Run, as_model
 from titan.training.train_step import TrainStep
@@ -115,7 +115,7 @@ class CheckpointPolicy:
         if difference is not None:
             self._stop_run(step, difference)
 
-    def _stop_run(self, step: int, difference: Difference) -> None:
+    def _stop_run(self, step: int, difference: ReplicaDifference) -> None:
         """End the run, once the state with the difference is written.
 
         Raises:

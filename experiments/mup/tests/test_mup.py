@@ -10,7 +10,7 @@ import torch
 
 from experiments.mup import coordinates
 from experiments.mup.exponents import FIGURES, ROLES, compute_factor, find_role, read_table
-from experiments.mup.exponents import Scale as ModelScale
+from experiments.mup.exponents import ModelScale
 from experiments.mup.schema import Llama, Qwen3, Qwen3Moe
 from tests.support.runs import compose_tiny_run, read_learned_values, read_step_records, train_run
 from tests.support.tiers import full
@@ -175,7 +175,7 @@ def test_layouts_learn_the_same(tmp_path: Path, model: tuple[str, ...], options:
 )
 def test_changes_do_not_depend_on_the_width(transfer: str, flat: bool) -> None:
     options = {**coordinates.DEFAULTS, "steps": "6"}
-    sizes = [coordinates.Size(32, 4), coordinates.Size(128, 4)]
+    sizes = [coordinates.ModelSize(32, 4), coordinates.ModelSize(128, 4)]
     changes = [coordinates.measure_changes(coordinates.compose(size, transfer, options), 6)[-1] for size in sizes]
     spreads = {role: abs(changes[1][role] / changes[0][role] - 1) for role in ("hidden", "head")}
     assert all((spread < 0.15) == flat for spread in spreads.values()), spreads

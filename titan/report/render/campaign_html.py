@@ -10,7 +10,7 @@ from markupsafe import Markup
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
 from titan.evidence import answers
-from titan.evidence.campaign import Campaign, Changes, Idea, Pair, find_size
+from titan.evidence.campaign import Campaign, Changes, Idea, SeedPair, find_size
 from titan.report.render.charts import Bar, Chart, draw_bar_chart
 from titan.report.render.template import POLICY, content, load_template
 
@@ -140,7 +140,7 @@ def format_changes(changes: Changes) -> str:
     return sanitize_line(changes if isinstance(changes, str) else " ".join(changes))
 
 
-def _format_size(pairs: Sequence[Pair]) -> tuple[str, str]:
+def _format_size(pairs: Sequence[SeedPair]) -> tuple[str, str]:
     mean, interval = find_size(tuple(pairs))
     diverged = sum(pair.loss is None for pair in pairs)
     note = f", {diverged} diverged" if diverged else ""
@@ -171,7 +171,7 @@ def draw_sizes(campaign: Campaign, kept: Sequence[Idea]) -> Chart | None:
     return draw_bar_chart(bars, "Size of accepted changes", caption) if kept else None
 
 
-def _build_bar(label: str, pairs: Sequence[Pair]) -> Bar | None:
+def _build_bar(label: str, pairs: Sequence[SeedPair]) -> Bar | None:
     """Return a bar; None where no pair has finite losses, or the mean is below 0, which the text states."""
     mean, interval = find_size(tuple(pairs))
     if mean is None or mean < 0:

@@ -14,7 +14,7 @@ from titan.report.render.charts import Chart, ChartSize, LegendEntry, build_char
 from titan.scaling.fit import Fit
 from titan.scaling.floor import Floor
 from titan.scaling.law import Numbers
-from titan.scaling.study import Prediction, draw_band, list_rungs
+from titan.scaling.study import LossPrediction, draw_band, list_rungs
 
 STEPS = 24
 """Lengths at which a band is computed."""
@@ -25,7 +25,7 @@ HIGHEST_RISE = 3.0
 """The profile is shown up to so many times its limit."""
 
 
-def draw_rungs(fit: Fit, variant: str, predictions: Sequence[Prediction], key: str) -> Chart:
+def draw_rungs(fit: Fit, variant: str, predictions: Sequence[LossPrediction], key: str) -> Chart:
     """Return losses over tokens, with the law and its 90% band for each size, and predictions.
 
     Args:
@@ -106,7 +106,7 @@ def _draw_rung(frame: Frame, rung: tuple[str, float, float, float, int], sizes: 
     return f'<g class="{_find_colour(n, sizes)}"><title>{escape(words)}</title><circle class="dot" {at} r="4"/></g>'
 
 
-def _draw_prediction(frame: Frame, prediction: Prediction, sizes: Sequence[float]) -> str:
+def _draw_prediction(frame: Frame, prediction: LossPrediction, sizes: Sequence[float]) -> str:
     x, loss = frame.x.at(prediction.d), prediction.loss
     middle, low, high = (frame.y.at(value) for value in (loss.value, loss.low, loss.high))
     whisker = f"M{x:.1f} {low:.1f}V{high:.1f}M{x - 5:.1f} {low:.1f}h10M{x - 5:.1f} {high:.1f}h10"

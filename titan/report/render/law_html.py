@@ -14,7 +14,7 @@ from titan.report.render import law_text
 from titan.report.render.law_charts import draw_floor, draw_rungs
 from titan.report.render.template import POLICY, content, load_template
 from titan.scaling.ladders import LadderStudy
-from titan.scaling.study import Prediction, Study, list_rungs
+from titan.scaling.study import LossPrediction, Study, list_rungs
 from titan.scaling.table import Table
 
 MOST_CHARTS = 4
@@ -105,7 +105,7 @@ def _build_ladder_section(study: LadderStudy) -> dict[str, Any]:
     }
 
 
-def _format_prediction(prediction: Prediction) -> list[str]:
+def _format_prediction(prediction: LossPrediction) -> list[str]:
     verdict = {True: "inside", False: "outside", None: "not measured"}[prediction.is_inside]
     loss = prediction.loss
     return [

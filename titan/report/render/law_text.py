@@ -14,7 +14,7 @@ from titan.scaling.floor import Floor
 from titan.scaling.ladders import ComputeFactor, LadderStudy
 from titan.scaling.law import BEND, DATA, SHARED, SIZE, Numbers
 from titan.scaling.replicates import Law
-from titan.scaling.study import Optimum, Prediction, Study
+from titan.scaling.study import LossPrediction, Optimum, Study
 from titan.scaling.table import Table
 
 SHOWN = 30
@@ -160,7 +160,7 @@ def describe_noise(law: Law) -> str:
     return f"{words}; bend {np.exp(law.wide[BEND]):.2f} [{low:.2f}, {high:.2f}]: {verdict}"
 
 
-def describe_prediction(prediction: Prediction) -> str:
+def describe_prediction(prediction: LossPrediction) -> str:
     """Return a prediction in one sentence."""
     place = f"N={format_count(prediction.n)}, D={format_count(prediction.d)}"
     name = f"{prediction.variant}, " if prediction.variant else ""
@@ -175,7 +175,7 @@ def describe_prediction(prediction: Prediction) -> str:
     return words + (beyond if prediction.is_beyond else "")
 
 
-def _format_predictions(predictions: Sequence[Prediction]) -> Iterator[str]:
+def _format_predictions(predictions: Sequence[LossPrediction]) -> Iterator[str]:
     if not predictions:
         return
     yield ""

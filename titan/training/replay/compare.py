@@ -16,7 +16,7 @@ from titan.training.replay import questions
 from titan.training.replay.differences import compare_activations, compare_operations
 from titan.training.replay.job import EXACT, NATIVE, OPERATIONS, ROUNDED, ReplayJob
 from titan.training.replay.observation import count_rank_files, read_rank_replays
-from titan.training.replay.questions import BOUND, Answers, Pair
+from titan.training.replay.questions import BOUND, Answers, ReplayPair
 from titan.training.replay.request import ReplayPlan, align_start
 from titan.training.replay.result import ReplayedStep, merge_ranks
 from titan.training.replay.spread import measure_spread
@@ -67,7 +67,7 @@ class CompareSettings:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReplayComparison:
     """Two replays, and why they differ.
 
     Attributes:
@@ -85,7 +85,7 @@ class Comparison:
 
 def compare_plans(
     a: ReplayPlan, b: ReplayPlan, settings: CompareSettings, start: StartRanks, start_b: StartRanks | None = None
-) -> Comparison:
+) -> ReplayComparison:
     """Run the step of two plans, and ask why they differ.
 
     Args:
@@ -105,19 +105,19 @@ def compare_plans(
         b = align_start(b, a, settings.step)
     pin = a.run.directory if settings.pin else None
     run_passes(b, settings, start_b or start, exact, pin)
-    native = Pair(
+    native = ReplayPair(
         _read(a, NATIVE, settings), _read(b, NATIVE, settings), _name_precisions(a, b), _differ_in_precision(a, b)
     )
     exact_pair = native if settings.exact else None
     if exact:
-        exact_pair = Pair(_read(a, _pick(a), settings), _read(b, _pick(b), settings), "fp32")
+        exact_pair = ReplayPair(_read(a, _pick(a), settings), _read(b, _pick(b), settings), "fp32")
     same_code = settings.shares_start and _is_same(a, b)
     answers = questions.ask_questions(native, exact_pair, same_code=same_code, bound=settings.bound)
     if exact and needs_spread(native, answers) and settings.repeats > 1:
         spread = measure_spread(_repeat(a, settings, start))
         answers = questions.ask_questions(native, exact_pair, same_code=same_code, bound=settings.bound, spread=spread)
     operations = _compare_operations(a, b, settings, start, start_b, answers) if settings.operations else ()
-    return Comparison(native.a, native.b, answers, operations)
+    return ReplayComparison(native.a, native.b, answers, operations)
 
 
 def _compare_operations(
@@ -183,7 +183,7 @@ def _is_same(a: ReplayPlan, b: ReplayPlan) -> bool:
     return runs[0] == runs[1] and not (a.is_foreign or b.is_foreign)
 
 
-def needs_spread(native: Pair, answers: Answers) -> bool:
+def needs_spread(native: ReplayPair, answers: Answers) -> bool:
     """Whether only precision is left to explain a difference."""
     if answers.findings or not answers.comparable:
         return False

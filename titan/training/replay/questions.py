@@ -50,7 +50,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ReplayPair:
     """Two replays of a step in one precision.
 
     Attributes:
@@ -95,7 +95,7 @@ class Answers:
 
 
 def ask_questions(
-    native: Pair, exact: Pair | None, *, same_code: bool, bound: float = BOUND, spread: Spread | None = None
+    native: ReplayPair, exact: ReplayPair | None, *, same_code: bool, bound: float = BOUND, spread: Spread | None = None
 ) -> Answers:
     """Ask all questions.
 
@@ -131,7 +131,7 @@ def ask_questions(
 # --- 1. the start
 
 
-def _compare_starts(native: Pair, decider: Pair, bound: float) -> tuple[list[Finding], str, bool]:
+def _compare_starts(native: ReplayPair, decider: ReplayPair, bound: float) -> tuple[list[Finding], str, bool]:
     """Return what differs before the step, a sentence, and whether the step can be compared."""
     a, b = native.a, native.b
     step = f"step {a.record['step']:,}"
@@ -154,7 +154,7 @@ def _find_unequal_replicas(side: str, replay: ReplayedStep, step: str) -> Iterat
         yield Finding("replicas", difference.name, difference.relative, difference.where, text)
 
 
-def _find_unequal_starts(native: Pair, decider: Pair, step: str, bound: float) -> Iterator[Finding]:
+def _find_unequal_starts(native: ReplayPair, decider: ReplayPair, step: str, bound: float) -> Iterator[Finding]:
     weights = _list_beyond(diff.compare_tensors(decider.a, decider.b, START), bound)
     if weights:
         largest = max(weights, key=lambda d: d.relative)
@@ -168,7 +168,7 @@ def _find_unequal_starts(native: Pair, decider: Pair, step: str, bound: float) -
         yield Finding(STATE, largest.name, largest.relative, largest.where, text)
 
 
-def _describe_starts(native: Pair, step: str, findings: Sequence[Finding]) -> str:
+def _describe_starts(native: ReplayPair, step: str, findings: Sequence[Finding]) -> str:
     if findings:
         return f"1. what {step} begins with differs: {findings[0].name}"
     differences = [d for kind in (START, STATE) for d in diff.compare_tensors(native.a, native.b, kind)]
@@ -183,7 +183,7 @@ def _describe_starts(native: Pair, step: str, findings: Sequence[Finding]) -> st
     )
 
 
-def _find_bitwise(native: Pair) -> Iterator[Finding]:
+def _find_bitwise(native: ReplayPair) -> Iterator[Finding]:
     """Yield the first result that is not bitwise equal, though all that went in is."""
     if any(d.relative for kind in (START, STATE) for d in diff.compare_tensors(native.a, native.b, kind)):
         return
@@ -201,7 +201,7 @@ def _find_bitwise(native: Pair) -> Iterator[Finding]:
 
 
 def _find_faults(
-    pair: Pair, activations: Sequence[Difference], tensors: Mapping[str, Sequence[Difference]], bound: float
+    pair: ReplayPair, activations: Sequence[Difference], tensors: Mapping[str, Sequence[Difference]], bound: float
 ) -> Iterator[Finding]:
     """Yield what differs by more than rounding, in the order of the step."""
     beyond = [d for d in activations if d.relative > bound]
@@ -216,7 +216,7 @@ def _find_faults(
 
 
 def _find_gradients(
-    pair: Pair, activations: Sequence[Difference], gradients: Sequence[Difference], bound: float
+    pair: ReplayPair, activations: Sequence[Difference], gradients: Sequence[Difference], bound: float
 ) -> Iterator[Finding]:
     """Yield the first gradient that differs in the backward pass: of a module's output, or of a parameter."""
     modules = [name for direction, name in pair.a.samples if direction == "forward"]
@@ -246,7 +246,7 @@ def find_consumer(name: str, modules: Sequence[str]) -> str:
     return next((m for m in later if not name.startswith(f"{m}.")), "head")
 
 
-def _compare_figure(pair: Pair, key: str, bound: float) -> Iterator[Finding]:
+def _compare_figure(pair: ReplayPair, key: str, bound: float) -> Iterator[Finding]:
     """Yield a finding where a figure of the step's line differs by more than rounding."""
     x, y = float(pair.a.record[key]), float(pair.b.record[key])
     relative = compare_figures(x, y)
@@ -264,7 +264,7 @@ def compare_figures(x: float, y: float) -> float:
     return relative if math.isfinite(relative) else math.inf
 
 
-def _find_updates(pair: Pair, updates: Sequence[Difference], bound: float) -> Iterator[Finding]:
+def _find_updates(pair: ReplayPair, updates: Sequence[Difference], bound: float) -> Iterator[Finding]:
     x, y = float(pair.a.record["lr"]), float(pair.b.record["lr"])
     if compare_figures(x, y) > bound:
         text = f"the learning rates of the step differ: {x:.6g} and {y:.6g}"
@@ -288,8 +288,8 @@ def _list_beyond(differences: Sequence[Difference], bound: float) -> list[Differ
 
 
 def _describe_faults(
-    decider: Pair,
-    exact: Pair | None,
+    decider: ReplayPair,
+    exact: ReplayPair | None,
     faults: Sequence[Finding],
     activations: Sequence[Difference],
     tensors: Mapping[str, Sequence[Difference]],
@@ -313,7 +313,7 @@ def find_largest(differences: Sequence[Difference]) -> Difference | None:
 # --- 3. precision
 
 
-def _judge_precision(native: Pair, spread: Spread | None) -> tuple[list[Finding], str]:
+def _judge_precision(native: ReplayPair, spread: Spread | None) -> tuple[list[Finding], str]:
     """Return what is larger than random rounding explains, and a sentence."""
     activations = diff.compare_activations(native.a, native.b)
     largest = find_largest(activations)
@@ -337,7 +337,7 @@ def _judge_precision(native: Pair, spread: Spread | None) -> tuple[list[Finding]
     return [Finding("rounding", difference.name, difference.relative, difference.where, text)], sentence
 
 
-def _format_figures(native: Pair) -> str:
+def _format_figures(native: ReplayPair) -> str:
     """Return loss and gradient norm where they are not equal."""
     pairs = {key: (float(native.a.record[key]), float(native.b.record[key])) for key in ("loss", "grad_norm")}
     return "".join(f"; {key} {x:.6g} and {y:.6g}" for key, (x, y) in pairs.items() if x != y)
@@ -346,7 +346,7 @@ def _format_figures(native: Pair) -> str:
 # --- 4. what was not compared
 
 
-def _describe_missing(native: Pair) -> list[str]:
+def _describe_missing(native: ReplayPair) -> list[str]:
     """Return a sentence on what was not compared; nothing where all was."""
     reasons: dict[str, list[str]] = {}
     for side, step in (("A", native.a), ("B", native.b)):
@@ -367,10 +367,10 @@ def _format_names(names: Sequence[str]) -> str:
 
 
 def _summarize(
-    native: Pair,
+    native: ReplayPair,
     activations: Sequence[Difference],
     tensors: Mapping[str, Sequence[Difference]],
-    exact: Pair | None,
+    exact: ReplayPair | None,
     bound: float,
 ) -> str:
     """Return the last line where nothing was found."""
