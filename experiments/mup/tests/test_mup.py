@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from experiments.mup import coordinates
-from experiments.mup.exponents import FIGURES, ROLES, compute_factor, find_role, read_table
-from experiments.mup.exponents import ModelScale
+from experiments.mup.exponents import FIGURES, ROLES, ModelScale, compute_factor, find_role, read_table
 from experiments.mup.schema import Llama, Qwen3, Qwen3Moe
 from tests.support.runs import compose_tiny_run, read_learned_values, read_step_records, train_run
 from tests.support.tiers import full
