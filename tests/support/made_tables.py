@@ -31,6 +31,18 @@ def thrifty(share: float) -> Law:
     return lambda n, d: chinchilla(n, d / share)
 
 
+def make_uneven(deviation: float, random: int) -> Law:
+    """The law of Hoffmann et al. 2022, from which losses deviate smoothly by this share (standard deviation)."""
+    generator = np.random.default_rng(random)
+    frequencies, phases = generator.normal(size=(2, 40)) / 0.7, generator.uniform(0, 2 * np.pi, 40)
+
+    def compute_losses(n: Numbers, d: Numbers) -> Numbers:
+        angles = np.outer(np.log(n), frequencies[0]) + np.outer(np.log(d), frequencies[1]) + phases
+        return np.asarray(chinchilla(n, d) * np.exp(deviation * np.sqrt(2 / 40) * np.cos(angles).sum(1)))
+
+    return compute_losses
+
+
 def make_table(
     laws: Sequence[Law] = (chinchilla,),
     ladder: tuple[Numbers, Sequence[float]] = LADDER,

@@ -116,7 +116,8 @@ def check_gadre() -> Iterator[Check]:
     )
     median, most = float(np.median([p.width for p in found])), max(p.width for p in found)
     what = "width, in those of a bootstrap of the plain law, median"
-    yield Check("Gadre", what, "<= 2", f"{median:.2f} (most {most:.2f})", median <= 2)
+    wide = sum(p.width > 2 for p in found)
+    yield Check("Gadre", what, "<= 2", f"{median:.2f} ({wide} above 2, most {most:.2f})", median <= 2)
     misses = sorted(p.miss for p in found if p.parameters > LARGEST)
     what, range_ = "the plain law is too low at 6.9B", f"{misses[0]:.1f} to {misses[-1]:.1f} %"
     yield Check("Gadre", what, "3 to 8 %", range_, bool(misses[0] >= 3 and misses[-1] <= 8))
