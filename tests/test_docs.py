@@ -63,7 +63,7 @@ ELSEWHERE = (
 
 
 @dataclass(frozen=True)
-class Command:
+class DocumentedCommand:
     """One line of a bash block."""
 
     words: tuple[str, ...]
@@ -71,13 +71,15 @@ class Command:
     elsewhere: bool  # reads what can't be reached in a test
 
 
-def commands(page: Path) -> list[Command]:
+def commands(page: Path) -> list[DocumentedCommand]:
     found = []
     for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.S):
         for line in filter(None, block.splitlines()):
             code, _, comment = line.partition(" #")
             elsewhere = any(re.search(part, code.rstrip()) for part in ELSEWHERE)
-            found.append(Command(tuple(shlex.split(code.replace("$PWD", str(ROOT)))), "rejected" in comment, elsewhere))
+            found.append(
+                DocumentedCommand(tuple(shlex.split(code.replace("$PWD", str(ROOT)))), "rejected" in comment, elsewhere)
+            )
     return found
 
 
@@ -101,7 +103,7 @@ def site() -> str:
     return str(text)
 
 
-def kind(given: Command) -> tuple[object, ...]:
+def kind(given: DocumentedCommand) -> tuple[object, ...]:
     """What a command shows: its program, flags, launcher, sweep and recipe, and whether it is refused or read only."""
     names = {word.partition("=")[0] for word in given.words if word.startswith(SHOWN)}
     program = [word for word in given.words if word in ("make", "eval", "srun", "torchrun") or "titan" in word]
@@ -181,7 +183,7 @@ def compared(workplace: Path) -> Path:
 
 @pytest.mark.parametrize("command", table())
 def test_command(
-    command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    command: DocumentedCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(workplace)
     folders = [*(page.parent / "conf" for page in EXPERIMENTS), workplace / "site"]

@@ -20,7 +20,7 @@ EFFECTS = {"good=1": 3.0, "better=1": 3.0, "useless=1": 0.0, "bad=1": -3.0}
 NOISE = np.random.default_rng(1).standard_normal((4, 100_000))
 
 
-class Trainer:
+class ScriptedTrainer:
     """Makes losses: seed deviation 1, less the effects of a recipe's changes."""
 
     def __init__(self) -> None:
@@ -46,19 +46,19 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
+def trainer() -> ScriptedTrainer:
+    return ScriptedTrainer()
 
 
 @pytest.fixture
-def session(tmp_path: Path, trainer: Trainer) -> Session:
+def session(tmp_path: Path, trainer: ScriptedTrainer) -> Session:
     session = Session(tmp_path / "study", trainer)
     session.open(("model=debug",))
     return session
 
 
 def test_a_good_idea_is_kept_on_fresh_seeds_and_the_next_one_is_compared_with_it(
-    session: Session, trainer: Trainer
+    session: Session, trainer: ScriptedTrainer
 ) -> None:
     answer = session.try_idea(("good=1",), "a reason")
     assert answer["state"] == "kept" and answer["kept_as"] == 1 and answer["hypothesis"] == "a reason"
@@ -75,7 +75,7 @@ def test_a_good_idea_is_kept_on_fresh_seeds_and_the_next_one_is_compared_with_it
 
 @pytest.mark.parametrize(("change", "pairs"), [("useless=1", 12), ("bad=1", 6), ("diverges=1", 2)], ids=str)
 def test_other_ideas_are_rejected_with_their_evidence_and_answered_from_the_book(
-    session: Session, trainer: Trainer, change: str, pairs: int
+    session: Session, trainer: ScriptedTrainer, change: str, pairs: int
 ) -> None:
     answer = session.try_idea((change,))
     assert answer["state"] == "rejected" and not answer["from_book"] and 2 <= answer["screen"]["pairs"] <= pairs
@@ -85,7 +85,7 @@ def test_other_ideas_are_rejected_with_their_evidence_and_answered_from_the_book
     assert again == answer | {"from_book": True} and session.book.read() == events
 
 
-def test_a_rejected_idea_goes_on_with_more_pairs(session: Session, trainer: Trainer) -> None:
+def test_a_rejected_idea_goes_on_with_more_pairs(session: Session, trainer: ScriptedTrainer) -> None:
     before = session.try_idea(("useless=1",), pairs=4)["screen"]["pairs"]
     answer = session.try_idea(("useless=1",), pairs=16)
     assert answer["screen"]["pairs"] > before and not answer["from_book"]
@@ -93,7 +93,7 @@ def test_a_rejected_idea_goes_on_with_more_pairs(session: Session, trainer: Trai
     assert len(set(seeds)) == len(seeds)
 
 
-def test_seeds_are_never_used_twice(session: Session, trainer: Trainer) -> None:
+def test_seeds_are_never_used_twice(session: Session, trainer: ScriptedTrainer) -> None:
     session.measure_noise(3)
     for change in ("useless=1", "good=1", "better=1"):
         session.try_idea((change,))
@@ -103,7 +103,7 @@ def test_seeds_are_never_used_twice(session: Session, trainer: Trainer) -> None:
     assert all(count == (1 if seed in noise else 2) for seed, count in counts.items())
 
 
-def test_the_chain_is_worth_what_its_changes_are(session: Session, trainer: Trainer) -> None:
+def test_the_chain_is_worth_what_its_changes_are(session: Session, trainer: ScriptedTrainer) -> None:
     with pytest.raises(ConfigError, match="no idea was kept yet"):
         session.measure_chain(4)
     for change in ("good=1", "better=1"):
@@ -136,19 +136,19 @@ def test_an_evidence_of_an_older_baseline_is_marked_and_decides_nothing(session:
 
 @pytest.mark.parametrize("fail_at", [0, 4, 8, 14])
 def test_what_a_kill_leaves_is_continued_with_the_same_seeds(
-    session: Session, trainer: Trainer, fail_at: int, tmp_path: Path
+    session: Session, trainer: ScriptedTrainer, fail_at: int, tmp_path: Path
 ) -> None:
     trainer.fail_at = fail_at
     with pytest.raises(KeyboardInterrupt):
         session.try_idea(("good=1",))
     trainer.fail_at = None
     answer = session.try_idea(("good=1",))
-    whole = Session(tmp_path / "whole", Trainer())
+    whole = Session(tmp_path / "whole", ScriptedTrainer())
     whole.open(("model=debug",))
     assert answer == whole.try_idea(("good=1",))
 
 
-def test_one_process_at_a_time_trains_an_idea(session: Session, trainer: Trainer, monkeypatch: Any) -> None:
+def test_one_process_at_a_time_trains_an_idea(session: Session, trainer: ScriptedTrainer, monkeypatch: Any) -> None:
     def train(*_: Any) -> list[float | None]:
         session.try_idea(("good=1",))
         return []
@@ -158,7 +158,7 @@ def test_one_process_at_a_time_trains_an_idea(session: Session, trainer: Trainer
         session.try_idea(("good=1",))
 
 
-def test_decisions_are_those_of_the_simulation(tmp_path: Path, trainer: Trainer) -> None:
+def test_decisions_are_those_of_the_simulation(tmp_path: Path, trainer: ScriptedTrainer) -> None:
     """Random ideas, entered one result at a time, pass the screen as `tests.support.campaigns` says, and when."""
     rng = np.random.default_rng(8)
     session = Session(tmp_path / "own", trainer)
@@ -177,7 +177,7 @@ def test_decisions_are_those_of_the_simulation(tmp_path: Path, trainer: Trainer)
     assert 0 < sum(outcomes) < 6
 
 
-def test_another_programs_results_decide_by_the_same_rules(tmp_path: Path, trainer: Trainer) -> None:
+def test_another_programs_results_decide_by_the_same_rules(tmp_path: Path, trainer: ScriptedTrainer) -> None:
     session = Session(tmp_path / "own", trainer)
     session.open("mine", slope=0.5)
     answer: dict[str, Any] = {"next_seed": 1, "state": "screening"}

@@ -53,7 +53,7 @@ class Kill(BaseException):
     """Ends a search as a kill does: its trials stay as they are."""
 
 
-class Machine:
+class FakeLauncher:
     """A launcher that runs a function in place of each trial."""
 
     def __init__(self, root: Path, run: Run, objective: Callable[[dict[str, float], Path], int]) -> None:
@@ -118,7 +118,7 @@ def test_values_as_typed_become_distributions(override: str, values: tuple[Any, 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
 def test_a_study_asks_for_trials_and_learns(tmp_path: Path, run: Run, sampler: str) -> None:
-    machine = Machine(tmp_path, run, square)
+    machine = FakeLauncher(tmp_path, run, square)
     varied = ["optimizer.lr=1e-3,1e-2,1e-1", "training.seed=0,1"] if sampler == "grid" else RATE
     settings = OptunaSearch(n_trials=30, n_jobs=3, sampler=sampler, startup_trials=10)  # type: ignore[arg-type]
     trials = machine.search(settings, *varied)
@@ -136,12 +136,12 @@ def test_after_a_kill_the_running_trials_come_first_and_finished_ones_not_again(
             raise Kill
         return square(values, folder)
 
-    machine, settings = Machine(tmp_path, run, kill_third), OptunaSearch(n_trials=6, n_jobs=2, sampler="random")
+    machine, settings = FakeLauncher(tmp_path, run, kill_third), OptunaSearch(n_trials=6, n_jobs=2, sampler="random")
     with pytest.raises(Kill):
         machine.search(settings, *RATE)
     file = tmp_path / STORAGE
     file.write_bytes(file.read_bytes() + b'{"op_code":6,"wor')  # a line that the kill cut short
-    again = Machine(tmp_path, run, square)
+    again = FakeLauncher(tmp_path, run, square)
     trials = again.search(settings, *RATE)
     assert again.started[0] == machine.started[2] and not set(machine.started[:2]) & set(again.started)
     assert [trial.state.name for trial in trials] == ["COMPLETE"] * 6
@@ -150,9 +150,9 @@ def test_after_a_kill_the_running_trials_come_first_and_finished_ones_not_again(
 
 
 def test_a_stopped_trial_is_left_to_the_next_command(tmp_path: Path, run: Run) -> None:
-    machine, settings = Machine(tmp_path, run, lambda values, folder: 130), OptunaSearch(n_trials=1)
+    machine, settings = FakeLauncher(tmp_path, run, lambda values, folder: 130), OptunaSearch(n_trials=1)
     assert [trial.state.name for trial in machine.search(settings, *RATE)] == ["RUNNING"]
-    again = Machine(tmp_path, run, square)
+    again = FakeLauncher(tmp_path, run, square)
     assert [trial.state.name for trial in again.search(settings, *RATE)] == ["COMPLETE"]
     assert again.started == machine.started
 
@@ -169,7 +169,7 @@ def test_a_stopped_trial_is_left_to_the_next_command(tmp_path: Path, run: Run) -
 def test_what_the_study_gets(
     tmp_path: Path, run: Run, loss: float | None, code: int, worst: float | None, expected: tuple[str, Any]
 ) -> None:
-    machine = Machine(tmp_path, run, lambda values, folder: finish(folder, loss) or code)
+    machine = FakeLauncher(tmp_path, run, lambda values, folder: finish(folder, loss) or code)
     space, settings, sweep = build_space(*RATE), OptunaSearch(n_trials=1), Sweep(worst=worst)
     with open_study(tmp_path, settings, "minimize", space, []) as study:
         pool = TrialPool(study, space, settings, sweep, float("inf") if worst is None else worst, machine.expand)
@@ -180,21 +180,21 @@ def test_what_the_study_gets(
 
 
 def test_failures_in_a_row_end_the_search(tmp_path: Path, run: Run) -> None:
-    machine = Machine(tmp_path, run, lambda values, folder: 1)
+    machine = FakeLauncher(tmp_path, run, lambda values, folder: 1)
     assert len(machine.search(OptunaSearch(n_trials=20, max_failures=3), *RATE)) == 3
 
 
 def test_values_that_do_not_go_together_count_as_failed(
     tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine = Machine(tmp_path, run, lambda values, folder: finish(folder, 1.0))
+    machine = FakeLauncher(tmp_path, run, lambda values, folder: finish(folder, 1.0))
     trials = machine.search(OptunaSearch(sampler="grid"), "a=1,bad,2")
     assert [trial.state.name for trial in trials] == ["COMPLETE", "FAIL", "COMPLETE"]
     assert "these values can't work together" in capsys.readouterr().out
 
 
 def test_the_values_of_a_running_trial_are_not_run_beside_it(tmp_path: Path, run: Run) -> None:
-    machine = Machine(tmp_path, run, lambda values, folder: finish(folder, 1.0))
+    machine = FakeLauncher(tmp_path, run, lambda values, folder: finish(folder, 1.0))
     trials = machine.search(OptunaSearch(n_trials=6, n_jobs=3, sampler="random"), "a=1,1.0")
     assert [trial.value for trial in trials] == [1.0] * 6
 
@@ -226,7 +226,7 @@ def prune(root: Path, run: Run, settings: OptunaSearch, name: str, every: int, g
 
     schedule: Any = replace(run.schedule, decay=0.4)  # type: ignore[type-var]
     changed = replace(run, evaluation=replace(run.evaluation, every=every), schedule=schedule)
-    machine = Machine(root, changed, evaluate)
+    machine = FakeLauncher(root, changed, evaluate)
     space = build_space(f"{name}={','.join(str(k + 1) for k in range(len(gains)))}")
     with open_study(root, settings, "minimize", space, []) as study:
         pool: Any = TrialPool(study, space, settings, Sweep(), float("inf"), machine.expand)
@@ -370,7 +370,7 @@ def test_slurm_jobs_are_submitted_one_after_another(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two jobs run at a time; a job that has ended is replaced by that of the next trial."""
-    machine, submitted = Machine(tmp_path, run, square), list[int]()
+    machine, submitted = FakeLauncher(tmp_path, run, square), list[int]()
 
     def run_job(self: SlurmSweep, shape: object, submission: Any) -> list[str]:
         folders = [Path(line) for line in submission.trial_list.with_suffix(".runs").read_text().splitlines()]

@@ -26,7 +26,7 @@ def test_a_missing_table_is_a_row_and_a_failed_check_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(published_tables, "FOLDER", tmp_path)
-    failed = published_tables.Check("mine", "a figure", "1", "2", False)
+    failed = published_tables.FigureCheck("mine", "a figure", "1", "2", False)
     monkeypatch.setattr(tables, "STUDIES", {"RegMix": STUDIES["RegMix"], "mine": lambda: iter([failed])})
     assert tables.main() == 1
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == ["DATA", "FAILED"]

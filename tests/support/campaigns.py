@@ -33,7 +33,7 @@ NOISES: dict[str, Noise] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CampaignOutcome:
     """What became of campaigns.
 
     Attributes:
@@ -58,7 +58,7 @@ def simulate(
     budget: float = 0.05,
     pairs: int = 12,
     noise_pairs: int = 6,
-) -> Outcome:
+) -> CampaignOutcome:
     """Return the outcome of campaigns that try the same ideas in turn.
 
     Args:
@@ -85,7 +85,7 @@ def simulate(
     kept = np.zeros(shape[:2], bool)
     kept[screened] = confirmed
     used[screened] += more
-    return Outcome(kept, used)
+    return CampaignOutcome(kept, used)
 
 
 def _draw(rng: np.random.Generator, noise: Noise, shape: tuple[int, ...]) -> Floats:

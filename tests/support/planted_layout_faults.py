@@ -40,7 +40,7 @@ LIMIT = 240.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LayoutFaultOutcome:
     """What a comparison named.
 
     Attributes:
@@ -120,7 +120,7 @@ def _work_rank(rank: int, size: int, job: ReplayJob, index: int | None, meeting:
         return work(job, RankInfo(rank, size, rank, meeting if size > 1 else ""))
 
 
-def judge_fault(bench: Bench, fault: LayoutFault, layout: str) -> Outcome:
+def judge_fault(bench: Bench, fault: LayoutFault, layout: str) -> LayoutFaultOutcome:
     """Compare a fault over a layout with one device, and judge what is named."""
     start, expected = time.monotonic(), ", ".join(fault.expected)
     try:
@@ -128,14 +128,16 @@ def judge_fault(bench: Bench, fault: LayoutFault, layout: str) -> Outcome:
         answers = bench.compare(MODELS[fault.model], LAYOUTS[layout], name, fault)
     except (RankFailedError, ReplayEndedError) as error:
         reason = str(error).strip().splitlines()[-1]
-        return Outcome(fault.name, layout, expected, f"failed: {reason[:80]}", False, time.monotonic() - start)
+        return LayoutFaultOutcome(
+            fault.name, layout, expected, f"failed: {reason[:80]}", False, time.monotonic() - start
+        )
     found = answers.findings[0] if answers.findings else None
     is_right = found is not None and any(fnmatch(found.name, pattern) for pattern in fault.expected)
     named = "" if found is None else f"{found.kind}: {found.name} ({found.relative:.0e})"
-    return Outcome(fault.name, layout, expected, named, is_right, time.monotonic() - start)
+    return LayoutFaultOutcome(fault.name, layout, expected, named, is_right, time.monotonic() - start)
 
 
-def judge_faults(faults: Sequence[LayoutFault]) -> Iterator[Outcome]:
+def judge_faults(faults: Sequence[LayoutFault]) -> Iterator[LayoutFaultOutcome]:
     """Judge faults over all of their layouts."""
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
@@ -169,7 +171,7 @@ PRECISIONS = {
 }
 
 
-def judge_clean(pairs: Sequence[tuple[str, str, str, bool, bool]]) -> Iterator[Outcome]:
+def judge_clean(pairs: Sequence[tuple[str, str, str, bool, bool]]) -> Iterator[LayoutFaultOutcome]:
     """Compare pairs without a fault, of which none may be named."""
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
@@ -179,7 +181,7 @@ def judge_clean(pairs: Sequence[tuple[str, str, str, bool, bool]]) -> Iterator[O
 
 def judge_clean_pair(
     bench: Bench, number: int, model: str, layout: str, precision: str, compiled: bool, pin: bool
-) -> Outcome:
+) -> LayoutFaultOutcome:
     """Compare one pair without a fault."""
     start = time.monotonic()
     name = _name_pair((model, layout, precision, compiled, pin))
@@ -189,9 +191,9 @@ def judge_clean_pair(
         answers = bench.compare(common, other, f"clean-{number}", pin=pin)
     except (RankFailedError, ReplayEndedError) as error:
         reason = str(error).strip().splitlines()[-1]
-        return Outcome(name, layout, "nothing", f"failed: {reason[:80]}", False, time.monotonic() - start)
+        return LayoutFaultOutcome(name, layout, "nothing", f"failed: {reason[:80]}", False, time.monotonic() - start)
     named = "; ".join(f"{f.kind}: {f.name} ({f.relative:.0e})" for f in answers.findings)
-    return Outcome(name, layout, "nothing", named, not answers.findings, time.monotonic() - start)
+    return LayoutFaultOutcome(name, layout, "nothing", named, not answers.findings, time.monotonic() - start)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parents[1] / "tables"
 
 
 @dataclass(frozen=True)
-class Check:
+class FigureCheck:
     """A figure of a study beside titan's.
 
     Attributes:

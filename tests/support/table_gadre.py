@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from tests.support.published_tables import Check, read_table
+from tests.support.published_tables import FigureCheck, read_table
 from titan.scaling.fit import QuantileInterval, fit_law
 from titan.scaling.table import Table, read_csv
 
@@ -31,7 +31,7 @@ RESAMPLINGS = 200
 SPREAD = 0.05, 0.95
 
 
-class Prediction(NamedTuple):
+class GadrePrediction(NamedTuple):
     """A larger model's loss and what is said of it.
 
     Attributes:
@@ -98,26 +98,26 @@ def draw_widths(runs: Table, targets: Table) -> Numbers:
     return np.asarray(high - low)
 
 
-def predict_large(corpus: str, evaluation: str) -> Iterator[Prediction]:
+def predict_large(corpus: str, evaluation: str) -> Iterator[GadrePrediction]:
     """Yield what the models below `SMALL` say of the larger ones."""
     runs, targets = read_losses(corpus, evaluation, large=False), read_losses(corpus, evaluation, large=True)
     fit, widths = fit_law(runs), draw_widths(runs, targets)
     for n, d, loss, width in zip(targets.n, targets.d, targets.loss, widths, strict=True):
         interval = fit.predict(n, d, extrapolate=True)
-        yield Prediction(n, loss, interval, fit.predict_plain(n, d), width)
+        yield GadrePrediction(n, loss, interval, fit.predict_plain(n, d), width)
 
 
-def check_gadre() -> Iterator[Check]:
+def check_gadre() -> Iterator[FigureCheck]:
     """Yield how often intervals hold, how wide they are, and by how much the plain law misses the largest models."""
     found = [p for corpus in CORPORA for evaluation in EVALUATIONS for p in predict_large(corpus, evaluation)]
     held = sum(p.holds for p in found)
-    yield Check(
+    yield FigureCheck(
         "Gadre", "larger models inside 90 % intervals", ">= 16 of 18", f"{held} of {len(found)}", bool(held >= 16)
     )
     median, most = float(np.median([p.width for p in found])), max(p.width for p in found)
     what = "width, in those of a bootstrap of the plain law, median"
     wide = sum(p.width > 2 for p in found)
-    yield Check("Gadre", what, "<= 2", f"{median:.2f} ({wide} above 2, most {most:.2f})", median <= 2)
+    yield FigureCheck("Gadre", what, "<= 2", f"{median:.2f} ({wide} above 2, most {most:.2f})", median <= 2)
     misses = sorted(p.miss for p in found if p.parameters > LARGEST)
     what, range_ = "the plain law is too low at 6.9B", f"{misses[0]:.1f} to {misses[-1]:.1f} %"
-    yield Check("Gadre", what, "3 to 8 %", range_, bool(misses[0] >= 3 and misses[-1] <= 8))
+    yield FigureCheck("Gadre", what, "3 to 8 %", range_, bool(misses[0] >= 3 and misses[-1] <= 8))

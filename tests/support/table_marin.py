@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.published_tables import Check, read_table
+from tests.support.published_tables import FigureCheck, read_table
 from titan.scaling.ladders import ComputeFactor, LadderStudy
 from titan.scaling.study import Question, study_table
 from titan.scaling.table import read_csv
@@ -28,9 +28,9 @@ def compare() -> ComputeFactor:
     return study.factors["moe"][-1]
 
 
-def check_marin() -> Iterator[Check]:
+def check_marin() -> Iterator[FigureCheck]:
     """Yield the factor, which is a range and no number."""
     factor = compare()
     passed = not factor.determined and factor.low < PUBLISHED < factor.high and factor.high > 2 * PUBLISHED
     what = f"compute of dense models for the loss {factor.loss} of experts"
-    yield Check("marin", what, "4.2 (floor set to 1.2); 4.2 to 12", factor.describe(), passed)
+    yield FigureCheck("marin", what, "4.2 (floor set to 1.2); 4.2 to 12", factor.describe(), passed)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.published_tables import Check, read_table
+from tests.support.published_tables import FigureCheck, read_table
 from titan.scaling.mixture import fit_mixture
 from titan.scaling.ranks import correlate_ranks
 
@@ -47,7 +47,7 @@ def compute_correlations(chosen: slice) -> dict[str, float]:
     return correlations
 
 
-def check_regmix() -> Iterator[Check]:
+def check_regmix() -> Iterator[FigureCheck]:
     """Yield rank correlations with all proxies, and the mean of those with each quarter of them."""
     quarters = [compute_correlations(slice(k, k + 128)) for k in range(0, 512, 128)]
     means = {size: float(np.mean([quarter[size] for quarter in quarters])) for size in BOUNDS}
@@ -57,4 +57,6 @@ def check_regmix() -> Iterator[Check]:
     ):
         for size, correlation in correlations.items():
             what = f"rank correlation of 13 losses at {size}, {words}"
-            yield Check("RegMix", what, f">= {BOUNDS[size]:.2f}", f"{correlation:.3f}", correlation >= BOUNDS[size])
+            yield FigureCheck(
+                "RegMix", what, f">= {BOUNDS[size]:.2f}", f"{correlation:.3f}", correlation >= BOUNDS[size]
+            )

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import LinearNDInterpolator
 
-from tests.support.published_tables import Check, read_table
+from tests.support.published_tables import FigureCheck, read_table
 from titan.optimizer import step_law
 
 Numbers = NDArray[np.float64]
@@ -27,7 +27,7 @@ NEAR = 0.01
 """The share of excess loss up to which runs decide where the least loss of a cell is."""
 
 
-class Cell(NamedTuple):
+class SettingsCell(NamedTuple):
     """Runs that differ in learning rate and batch: their logarithms, in rows of `points`, and losses."""
 
     parameters: float
@@ -36,7 +36,7 @@ class Cell(NamedTuple):
     losses: Numbers
 
 
-def read_cells(kind: str) -> list[Cell]:
+def read_cells(kind: str) -> list[SettingsCell]:
     """Return the cells of dense or MoE models; MoE models of one size differ in what is active."""
     cells: Mapping[tuple[str, str, str], list[dict[str, str]]] = defaultdict(list)
     for run in read_table("steplaw.csv"):
@@ -45,12 +45,12 @@ def read_cells(kind: str) -> list[Cell]:
     return [_build_cell(float(n), float(d), runs) for (n, _, d), runs in sorted(cells.items())]
 
 
-def _build_cell(parameters: float, tokens: float, runs: list[dict[str, str]]) -> Cell:
+def _build_cell(parameters: float, tokens: float, runs: list[dict[str, str]]) -> SettingsCell:
     points = np.log([[float(run["lr"]), float(run["batch_rows"]) * ROW] for run in runs])
-    return Cell(parameters, tokens, points, np.array([float(run["loss"]) for run in runs]))
+    return SettingsCell(parameters, tokens, points, np.array([float(run["loss"]) for run in runs]))
 
 
-def find_optimum(cell: Cell) -> Numbers:
+def find_optimum(cell: SettingsCell) -> Numbers:
     """Return where a quadratic through the best runs is least: logarithms of learning rate and batch."""
     near = cell.losses < cell.losses.min() * (1 + NEAR)
     centre = cell.points[cell.losses.argmin()]
@@ -60,7 +60,7 @@ def find_optimum(cell: Cell) -> Numbers:
     return np.asarray(centre - np.linalg.solve([[2 * c[3], c[4]], [c[4], 2 * c[5]]], c[1:3]))
 
 
-def fit_rule(cells: list[Cell]) -> Rule:
+def fit_rule(cells: list[SettingsCell]) -> Rule:
     """Return powers of parameters and tokens for the learning rate, and of tokens for the batch, by least squares."""
     optima = np.array([find_optimum(cell) for cell in cells])
     logs = np.array([[1.0, np.log(cell.parameters), np.log(cell.tokens)] for cell in cells])
@@ -79,19 +79,19 @@ def use_auto(parameters: float, tokens: float) -> tuple[float, float]:
     return step_law.compute_learning_rate(parameters, tokens), step_law.compute_batch(tokens)
 
 
-def compute_regret(cell: Cell, rule: Rule) -> float:
+def compute_regret(cell: SettingsCell, rule: Rule) -> float:
     """Return the regret in percent; NaN where the rule leaves the grid."""
     choice = np.log(rule(cell.parameters, cell.tokens))
     loss = float(LinearNDInterpolator(cell.points, cell.losses)(*choice))
     return 100 * (loss / cell.losses.min() - 1)
 
 
-def compute_left_out_regrets(cells: list[Cell]) -> list[float]:
+def compute_left_out_regrets(cells: list[SettingsCell]) -> list[float]:
     """Return the regret in each cell of a rule fitted to all others."""
     return [compute_regret(cell, fit_rule([other for other in cells if other is not cell])) for cell in cells]
 
 
-def check_steplaw() -> Iterator[Check]:
+def check_steplaw() -> Iterator[FigureCheck]:
     """Yield the regrets of a rule fitted without each cell, and of optimizer.lr=auto."""
     dense, moe = read_cells("dense"), read_cells("moe")
     figures = {
@@ -101,6 +101,6 @@ def check_steplaw() -> Iterator[Check]:
     }
     for what, regrets in figures.items():
         median, most = float(np.median(regrets)), max(regrets)
-        yield Check(
+        yield FigureCheck(
             "StepLaw", f"median regret, {what}", "<= 0.15 %", f"{median:.3f} % (most {most:.2f} %)", median <= 0.15
         )

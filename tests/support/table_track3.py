@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tests.support.published_tables import Check, read_table
+from tests.support.published_tables import FigureCheck, read_table
 from titan.scaling.early_stopping import Trajectory, examine_position, find_decay, replay_stops
 
 TARGET = 3.28
@@ -54,18 +54,20 @@ def _build_trajectory(name: str, rows: list[dict[str, str]]) -> Trajectory:
     return Trajectory(name, losses, length, length + (losses[length] - TARGET) / NATS_PER_STEP, decayed_from)
 
 
-def check_track3() -> Iterator[Check]:
+def check_track3() -> Iterator[FigureCheck]:
     """Yield the standard deviation of a seed, and what stopping early would have lost and saved."""
     deviation, recipes, runs = compute_deviation()
     error = deviation / SEED_DEVIATION - 1
     what = f"standard deviation of a seed, {runs} runs of {recipes} recipes"
-    yield Check("track 3", what, f"{SEED_DEVIATION} nats", f"{deviation:.5f} nats", abs(error) < 0.01)
+    yield FigureCheck("track 3", what, f"{SEED_DEVIATION} nats", f"{deviation:.5f} nats", abs(error) < 0.01)
     variants = read_trajectories()
     result = replay_stops(variants)
     lost = f"{len(result.lost)} of {result.variants}"
-    yield Check("track 3", "replays that stop the best recipe so far", f"0 of {len(variants)}", lost, not result.lost)
+    yield FigureCheck(
+        "track 3", "replays that stop the best recipe so far", f"0 of {len(variants)}", lost, not result.lost
+    )
     saved = f"{result.saved:.1%} ({len(result.stopped)} recipes stopped)"
-    yield Check("track 3", "steps saved in those replays", "stated", saved, bool(result.stopped))
+    yield FigureCheck("track 3", "steps saved in those replays", "stated", saved, bool(result.stopped))
     early, late = (examine_position(variants, step, same_shape=True).correlation for step in (1000, 2625))
     what = "rank correlation of losses with the ends, step 1000 and 2625"
-    yield Check("track 3", what, "stated", f"{early:.2f} and {late:.2f}", early < late)
+    yield FigureCheck("track 3", what, "stated", f"{early:.2f} and {late:.2f}", early < late)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
-from tests.support.published_tables import Check, MissingTableError
+from tests.support.published_tables import FigureCheck, MissingTableError
 from tests.support.table_gadre import check_gadre
 from tests.support.table_marin import check_marin
 from tests.support.table_regmix import check_regmix
 from tests.support.table_steplaw import check_steplaw
 from tests.support.table_track3 import check_track3
 
-STUDIES: dict[str, Callable[[], Iterator[Check]]] = {
+STUDIES: dict[str, Callable[[], Iterator[FigureCheck]]] = {
     "Gadre": check_gadre,
     "StepLaw": check_steplaw,
     "RegMix": check_regmix,

@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-class Trainer:
+class FakeTrainer:
     """Stands for training: writes checkpoints and losses by a law, and keeps the order of runs."""
 
     def __init__(self, changes: Callable[[Run], float] = lambda run: 0.0) -> None:
@@ -68,8 +68,8 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    made = Trainer()
+def trainer(monkeypatch: pytest.MonkeyPatch) -> FakeTrainer:
+    made = FakeTrainer()
     monkeypatch.setattr(start, "run_local", made)
     return made
 
@@ -132,7 +132,7 @@ def test_branches_end_at_their_lengths_and_read_the_same_batches() -> None:
 
 
 def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
-    trainer: Trainer, capsys: pytest.CaptureFixture[str]
+    trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert climb("sweep.seeds=2") == 0
     dims = [run.model.dim for run in trainer.runs]
@@ -159,7 +159,7 @@ def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
 
 
 @pytest.mark.full
-def test_a_miss_is_recorded_as_a_miss(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_miss_is_recorded_as_a_miss(trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.changes = lambda run: 1.0 if run.model.dim == 32 else 0.0
     assert climb() == 0
     assert [line["inside"] for line in read_record()] == [False]
@@ -168,7 +168,7 @@ def test_a_miss_is_recorded_as_a_miss(trainer: Trainer, capsys: pytest.CaptureFi
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [2, 8, 13, 14, 16])
-def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: Trainer, number: int) -> None:
+def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: FakeTrainer, number: int) -> None:
     """The prediction stays as it was written, and no run that has finished begins again."""
     trainer.fails = lambda count: count == number
     assert climb() == 1
@@ -186,7 +186,9 @@ def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: Trainer, numbe
 
 
 @pytest.mark.full
-def test_no_prediction_is_made_once_the_largest_has_begun(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_prediction_is_made_once_the_largest_has_begun(
+    trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert climb() == 0
     Path("runs/s/prediction.json").unlink()
     assert climb() == 2
@@ -201,7 +203,7 @@ def test_no_prediction_is_made_once_the_largest_has_begun(trainer: Trainer, caps
     ],
 )
 def test_a_changed_prediction_is_rejected(
-    change: Callable[[str], str], words: str, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+    change: Callable[[str], str], words: str, trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert climb() == 0
     file = Path("runs/s/prediction.json")
@@ -211,7 +213,7 @@ def test_a_changed_prediction_is_rejected(
 
 
 @pytest.mark.full
-def test_a_ladder_goes_on_on_other_machines(trainer: Trainer) -> None:
+def test_a_ladder_goes_on_on_other_machines(trainer: FakeTrainer) -> None:
     trainer.fails = lambda count: count == 15
     assert climb() == 1
     trainer.fails = lambda count: False
@@ -220,7 +222,7 @@ def test_a_ladder_goes_on_on_other_machines(trainer: Trainer) -> None:
 
 
 @pytest.mark.full
-def test_another_ladder_does_not_get_the_prediction(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_ladder_does_not_get_the_prediction(trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     assert climb() == 0
     runs = len(trainer.runs)
     assert climb("optimizer.lr=5e-3") == 2
@@ -228,7 +230,7 @@ def test_another_ladder_does_not_get_the_prediction(trainer: Trainer, capsys: py
 
 
 @pytest.mark.full
-def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_has_all_runs_and_starts_none(trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     planned: list[Any] = []
     command = ["-m", *TINY_LADDER, "name=s", "cluster=h100", "cluster.nodes=1"]
     assert plan_command(command, lambda run: 1, lambda trials: planned.extend(trials) or [0] * len(trials)) == 0
@@ -266,7 +268,7 @@ def test_a_plan_has_all_runs_and_starts_none(trainer: Trainer, capsys: pytest.Ca
     ],
 )
 def test_what_can_not_work(
-    overrides: list[str], message: str, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], message: str, trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {override.partition("=")[0] for override in overrides}
     given = [override for override in TINY_LADDER if override.partition("=")[0] not in names]
