@@ -6,6 +6,7 @@ started again, so that the same command goes on where a ladder was killed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from hydra.core.override_parser.types import Override
 
 from launchers.session import SweepSession
 from launchers.trials import Trial
-from titan.console.numbers import format_fixed, format_interval
+from titan.console.numbers import format_count, format_fixed, format_interval, format_rounded
 from titan.errors import ConfigError, RunError
 from titan.estimate import plan as estimate
 from titan.files.atomic import write_json
@@ -25,12 +26,17 @@ from titan.run.directory import read_result
 from titan.run.run import Run
 from titan.sweep import ladder as ladders
 from titan.sweep import ledger, predictions
+from titan.sweep.labels import is_same_value
 from titan.sweep.ladder import Ladder, Rung, Trunk
+from titan.sweep.ladder_rates import AUTO, choose_rates
+from titan.sweep.ladder_sizes import SHAPE, Variant
 from titan.sweep.predictions import LadderPrediction
 from titan.sweep.schema import Sweep
 
 if TYPE_CHECKING:
+    from titan.scaling.rung_speedups import RungSpeedup
     from titan.sweep.ladder_law import MeasuredRung
+    from titan.sweep.ladder_tuning import TuningRun
 
 
 class LadderLauncher(Protocol):
@@ -50,25 +56,41 @@ class LadderLauncher(Protocol):
         """Raise ConfigError where a trial lacks what it reads."""
 
 
-def list_fixed_overrides(parsed: Sequence[Override]) -> list[str]:
-    """Return the overrides of a ladder's command line.
+LISTS = ("sweep.sizes", "sweep.lengths")
+"""Settings of a ladder that are lists, which look like values of a sweep when their brackets are forgotten."""
+DECIDED = (*(f"model.{name}" for name in SHAPE), "training.seed", "optimizer.lr", *ladders.LENGTH_SETTINGS)
+"""Settings that distinguish no variants: a ladder decides them."""
+
+
+def split_overrides(parsed: Sequence[Override]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the overrides that all variants of a ladder share, and those of each variant.
 
     Raises:
-        ConfigError: where a setting has several values.
+        ConfigError: where a setting has several values that can't be variants.
     """
+    shared, axes = [], []
     for override in parsed:
-        if override.is_sweep_override() and override.key_or_group in ("sweep.sizes", "sweep.lengths"):
-            key, _, values = str(override.input_line).partition("=")
-            raise ConfigError(f"{override.input_line}: is a list of a ladder's; write {key}=[{values}].")
-        if override.is_sweep_override():
-            raise ConfigError(
-                f"{override.input_line}: a ladder varies sizes and lengths only, by sweep.sizes and sweep.lengths; "
-                "give one value, and start a ladder for each."
-            )
-    return [f"{override.get_key_element()}={override.get_value_element_as_str()}" for override in parsed]
+        if not override.is_sweep_override():
+            shared.append(f"{override.get_key_element()}={override.get_value_element_as_str()}")
+            continue
+        _check_axis(override)
+        axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+    return shared, list(itertools.product(*axes))
 
 
-def climb(launcher: LadderLauncher, overrides: Sequence[str], sweep: Sweep) -> None:
+def _check_axis(override: Override) -> None:
+    """Raise ConfigError for a setting of several values that can't be variants."""
+    key, line = override.key_or_group, override.input_line
+    if key in LISTS:
+        raise ConfigError(f"{line}: is a list of a ladder's; write {key}=[{str(line).partition('=')[2]}].")
+    if key in DECIDED or key.startswith(("sweep.", "hydra.", "hydra/")):
+        raise ConfigError(
+            f"{line}: a ladder decides it, so it can't be an axis of variants; give one value (sizes, lengths and "
+            "seeds are sweep.sizes, sweep.lengths and sweep.seeds), and start a ladder for each."
+        )
+
+
+def climb(launcher: LadderLauncher, parsed: Sequence[Override], sweep: Sweep) -> None:
     """Plan or run a ladder, and add the exit codes of its runs to the launcher's session.
 
     Raises:
@@ -78,11 +100,20 @@ def climb(launcher: LadderLauncher, overrides: Sequence[str], sweep: Sweep) -> N
     from titan.sweep import ladder_law  # only now: --help need not wait for numpy
 
     ladders.check_sweep(sweep)
-    base = _expand(launcher, overrides, [[]], 0, ())[0].run
-    ladder = ladders.build_ladder(base, overrides, sweep)
+    overrides, axes = split_overrides(parsed)
+    ladders.check_overrides(overrides)
+    is_auto = AUTO in overrides
+    overrides = [override for override in overrides if override != AUTO]  # each size gets a number
+    varied = tuple(dict.fromkeys(_get_key(override) for variant in axes for override in variant))
+    bases = _expand(launcher, overrides, axes, 0, varied)
+    variants = [Variant(line, trial.run) for line, trial in zip(axes, bases, strict=True)]
+    variants = put_baseline_first(variants, sweep)
+    ladder = ladders.build_ladder(variants, sweep, choose_rates(variants, sweep, is_auto))
     ladder_law.rehearse(ladder)
-    planned = _expand_planned(launcher, ladder, overrides)
-    print(ladders.format_ladder(ladder, base, [_predict_hours(trial.run) for trial in planned]), flush=True)
+    planned = _expand_planned(launcher, ladder, overrides, varied)
+    print(ladders.format_ladder(ladder, [_predict_hours(trial.run) for trial in planned]), flush=True)
+    tuning = _expand_tuning(launcher, ladder, overrides, (*varied, *TUNED), sweep)
+    planned += [trial for _, trial in tuning]
     if launcher.session.is_dry_run:
         launcher.session.codes += launcher.start(list({trial.id: trial for trial in planned}.values()))
         return
@@ -90,17 +121,80 @@ def climb(launcher: LadderLauncher, overrides: Sequence[str], sweep: Sweep) -> N
         raise ConfigError("hydra.launcher.wait=false: a ladder goes on when runs have ended; leave it out.")
     launcher.check_inputs(planned)
     ids = sorted(identity.compute_portable_trial_id(trial.run) for trial in planned)  # it may go on on other machines
-    Climb(launcher, overrides, ladder, identity.compute_digest(ids)).run()
+    tuned = _tune(launcher, ladder, tuning, sweep)
+    if tuned is not None:
+        Climb(launcher, overrides, varied, tuned, identity.compute_digest(ids), len(tuning)).run()
 
 
-def _expand_planned(launcher: LadderLauncher, ladder: Ladder, overrides: Sequence[str]) -> list[Trial]:
+TUNED = ("model.dim", "optimizer.lr")
+"""The settings that name a run that tunes, beside those of its variant."""
+
+
+def _expand_tuning(
+    launcher: LadderLauncher, ladder: Ladder, overrides: Sequence[str], shown: Sequence[str], sweep: Sweep
+) -> list[tuple[TuningRun, Trial]]:
+    """Return the runs that tune learning rates, checked, and print what they cost; none of them with another rule."""
+    from titan.sweep.ladder_tuning import list_tuning_runs
+
+    if sweep.lr_rule != "tuned":
+        return []
+    runs = list_tuning_runs(ladder, sweep)
+    trials = _expand(launcher, overrides, [run.list_overrides() for run in runs], 0, shown)
+    hours = [_predict_hours(trial.run) for trial in trials]
+    known = [hour for hour in hours if hour is not None]
+    cost = format_rounded(sum(known)) if len(known) == len(hours) else "unknown"
+    tokens = format_count(sum(run.trunk.rungs[-1].tokens for run in runs))
+    print(f"tuning before that: {len(runs)} runs, {tokens} tokens, device-hours {cost}\n", flush=True)
+    return list(zip(runs, trials, strict=True))
+
+
+def _tune(
+    launcher: LadderLauncher, ladder: Ladder, tuning: Sequence[tuple[TuningRun, Trial]], sweep: Sweep
+) -> Ladder | None:
+    """Run what tunes learning rates, and return the ladder with these; None where a run failed."""
+    from titan.sweep import ladder_tuning
+
+    if not tuning:
+        return ladder
+    codes = launcher.start([trial for _, trial in tuning])
+    launcher.session.codes += codes
+    if any(codes):
+        return None
+    losses = [_read_metric(Path(trial.run.directory)) for _, trial in tuning]
+    tuned = ladder_tuning.find_best_rates([run for run, _ in tuning], losses)
+    rates = ladder_tuning.extrapolate_rates(tuned)
+    print("\n".join(["", *ladder_tuning.describe_tuned(tuned), f"learning rates {rates.description}"]), flush=True)
+    return ladders.build_ladder(ladder.variants, sweep, rates)
+
+
+def put_baseline_first(variants: Sequence[Variant], sweep: Sweep) -> list[Variant]:
+    """Return the variants with that of `sweep.baseline` first, which the others are compared with.
+
+    Raises:
+        ConfigError: where none has its settings.
+    """
+    wanted = dict(sweep.baseline or {})
+
+    def is_baseline(variant: Variant) -> bool:
+        own = {_get_key(override): override.partition("=")[2] for override in variant.overrides}
+        return all(name in own and is_same_value(value, own[name]) for name, value in wanted.items())
+
+    if len(variants) > 1 and not any(map(is_baseline, variants)):
+        labels = ", ".join(variant.label for variant in variants)
+        raise ConfigError(f"sweep.baseline={wanted}: is none of the ladder's variants; there are {labels}.")
+    return sorted(variants, key=lambda variant: not is_baseline(variant))
+
+
+def _expand_planned(
+    launcher: LadderLauncher, ladder: Ladder, overrides: Sequence[str], varied: Sequence[str]
+) -> list[Trial]:
     """Return all runs of a ladder, checked, in the order of `list_costs`; branches as runs without a checkpoint."""
     lines = [
         line
         for trunk in ladder.trunks
         for line in (trunk.list_overrides(), *(trunk.list_planned_overrides(rung) for rung in trunk.rungs))
     ]
-    return _expand(launcher, overrides, lines, 0, ("model.dim", "training.seed", "training.steps"))
+    return _expand(launcher, overrides, lines, 0, (*varied, "model.dim", "training.seed", "training.steps"))
 
 
 def _expand(
@@ -127,20 +221,31 @@ def _predict_hours(run: Run) -> float | None:
 class Climb:
     """A ladder that runs."""
 
-    def __init__(self, launcher: LadderLauncher, overrides: Sequence[str], ladder: Ladder, key: str) -> None:
+    def __init__(
+        self,
+        launcher: LadderLauncher,
+        overrides: Sequence[str],
+        varied: Sequence[str],
+        ladder: Ladder,
+        key: str,
+        count: int,
+    ) -> None:
         """Take a ladder that is checked.
 
         Args:
             launcher: starts its runs.
-            overrides: of the command line.
+            overrides: of the command line, which all variants share.
+            varied: the settings that distinguish variants.
             ladder: what is to run.
             key: digest of its settings.
+            count: runs that were launched before.
 
         Raises:
             ConfigError: where the directory has another ladder.
         """
         self.launcher, self.overrides, self.ladder, self.key = launcher, overrides, ladder, key
-        self.root, self.count = launcher.root, 0
+        self.shown = (*varied, *ladders.SHOWN)
+        self.root, self.count = launcher.root, count
         prediction = predictions.read(self.root)
         if prediction is not None and prediction.key != key:
             raise ConfigError(
@@ -155,11 +260,18 @@ class Climb:
             return
         prediction = predictions.read(self.root) or self._predict(measured)
         print(f"\npredicted at {prediction.time}, before the largest size ran: {self.root / predictions.PREDICTION}")
-        for rung, loss in zip(self.ladder.largest.rungs, prediction.losses, strict=True):
-            print(f"  {rung.label}: {_format_prediction(loss)}", flush=True)
-        outcome = self._train((self.ladder.largest,))
+        for trunk, rung, loss in self._pair_predictions(prediction):
+            print(f"  {_name(trunk, rung)}: {_format_prediction(loss)}", flush=True)
+        for content in prediction.details.get("speedups", ()):
+            print(f"  {content['text']}", flush=True)
+        outcome = self._train(self.ladder.largest)
         if outcome is not None:
-            self._score(prediction, [m.loss for m in outcome])
+            self._score(prediction, measured, outcome)
+
+    def _pair_predictions(self, prediction: LadderPrediction) -> list[tuple[Trunk, Rung, predictions.PredictedLoss]]:
+        """Return the rungs of the largest size with their predictions."""
+        rungs = [(trunk, rung) for trunk in self.ladder.largest for rung in trunk.rungs]
+        return [(trunk, rung, loss) for (trunk, rung), loss in zip(rungs, prediction.losses, strict=True)]
 
     def _predict(self, measured: Sequence[MeasuredRung]) -> LadderPrediction:
         """Write the prediction of the largest size.
@@ -170,9 +282,9 @@ class Climb:
         """
         from titan.sweep import ladder_law
 
-        (largest,) = self._expand([self.ladder.largest.list_overrides()])
+        largest = self._expand([trunk.list_overrides() for trunk in self.ladder.largest])
         begun = {trial.id for trial in ledger.read_trials(self.root) if trial.submissions}
-        if largest.id in begun or Path(largest.run.directory).exists():
+        if any(trial.id in begun or Path(trial.run.directory).exists() for trial in largest):
             raise ConfigError(
                 f"{self.root}: has runs of the largest size and no {predictions.PREDICTION} from before; a prediction "
                 "would come too late: start the ladder anew under another name."
@@ -196,12 +308,12 @@ class Climb:
         if not self._start(trials):
             return None
         return [
-            MeasuredRung(rung, trunk.seed, _read_loss(Path(trial.run.directory)), trial.run.directory)
+            MeasuredRung(trunk, rung, _read_loss(Path(trial.run.directory)), trial.run.directory)
             for (trunk, rung, _), trial in zip(branches, trials, strict=True)
         ]
 
     def _expand(self, lines: Sequence[Sequence[str]]) -> list[Trial]:
-        return _expand(self.launcher, self.overrides, lines, self.count, ladders.SHOWN)
+        return _expand(self.launcher, self.overrides, lines, self.count, self.shown)
 
     def _start(self, trials: list[Trial]) -> bool:
         """Run a batch; return whether all of it finished."""
@@ -210,21 +322,61 @@ class Climb:
         self.launcher.session.codes += codes
         return not any(codes)
 
-    def _score(self, prediction: LadderPrediction, losses: Sequence[float]) -> None:
-        """Print and write what came of the prediction, and add the longest run to the user's record."""
-        rows = list(zip(self.ladder.largest.rungs, prediction.losses, losses, strict=True))
-        scores = [{"length": r.length, "d": p.d, "loss": loss, "inside": p.holds(loss)} for r, p, loss in rows]
-        write_json(self.root / predictions.SCORE, {"digest": prediction.digest, "scores": scores})
+    def _score(
+        self, prediction: LadderPrediction, measured: Sequence[MeasuredRung], outcome: Sequence[MeasuredRung]
+    ) -> None:
+        """Print and write what came of the prediction, and add the longest run of each variant to the user's record."""
+        from titan.sweep import ladder_law
+
+        rows = [(*pair, m.loss) for pair, m in zip(self._pair_predictions(prediction), outcome, strict=True)]
+        speedups = ladder_law.measure_speedups(self.ladder, [*measured, *outcome])
+        scores = [
+            {"variant": t.variant.label, "length": r.length, "d": p.d, "loss": loss, "inside": p.holds(loss)}
+            for t, r, p, loss in rows
+        ]
+        content = {"digest": prediction.digest, "scores": scores}
+        if speedups:
+            content["speedups"] = [_describe_rung(speedup, self.ladder.variants[0]) for speedup in speedups]
+        write_json(self.root / predictions.SCORE, content)
         print("\nthe largest size, predicted before it ran, and measured")
-        for rung, predicted, loss in rows:
+        for trunk, rung, predicted, loss in rows:
             verdict = "inside" if predicted.holds(loss) else "outside"
-            print(f"  {rung.label}: {_format_prediction(predicted)}, measured {format_fixed(loss)}: {verdict}")
+            print(f"  {_name(trunk, rung)}: {_format_prediction(predicted)}, measured {format_fixed(loss)}: {verdict}")
+        self._print_speedups(speedups)
+        self._record(prediction, [(p, loss) for trunk, rung, p, loss in rows if rung == trunk.rungs[-1]])
+        print(f"python -m titan.law {summary.shorten_path(str(self.root))} shows the law of all sizes.", flush=True)
+
+    def _print_speedups(self, speedups: Sequence[RungSpeedup]) -> None:
+        """Print the measured speed-up of each variant at each rung."""
+        from titan.scaling.rung_speedups import describe_rung
+
+        for name in dict.fromkeys(found.variant for found in speedups):
+            print(f"\n{name} against {self.ladder.variants[0].label}, as measured at each rung")
+            for found in speedups:
+                if found.variant == name:
+                    print(f"  {describe_rung(found)}")
+
+    def _record(self, prediction: LadderPrediction, longest: Sequence[tuple[predictions.PredictedLoss, float]]) -> None:
+        """Add the outcome of the longest run of each variant to the user's record, and print the record's sum."""
         try:
-            predictions.add_score(self.root, prediction, losses[-1], _read_clock())
+            for predicted, loss in longest:
+                predictions.add_score(self.root, prediction, predicted, loss, _read_clock())
         except OSError as error:
             print(f"{predictions.find_record()}: the record of predictions can't be written ({error.strerror}).")
         print(predictions.read_record(prediction.losses[-1].level).describe())
-        print(f"python -m titan.law {summary.shorten_path(str(self.root))} shows the law of all sizes.", flush=True)
+
+
+def _name(trunk: Trunk, rung: Rung) -> str:
+    return ", ".join(filter(None, (trunk.variant.label, rung.label)))
+
+
+def _describe_rung(found: RungSpeedup, baseline: Variant) -> dict[str, Any]:
+    from titan.sweep import ladder_law
+
+    return {
+        "variant": found.variant, "baseline": baseline.label, "n": found.n, "d": found.d, "pairs": found.pairs,
+        "baseline_loss": found.baseline_loss, "loss": found.loss, **ladder_law.describe_shares(found.speedup),
+    }  # fmt: skip
 
 
 def _pair_branches(trunks: Sequence[Trunk], trials: Sequence[Trial]) -> Iterator[tuple[Trunk, Rung, Path]]:
@@ -244,12 +396,18 @@ def _read_loss(directory: Path) -> float:
     Raises:
         RunError: where it has none that is finite.
     """
-    loss = read_result(directory)[0].get("validation_loss")
-    if not isinstance(loss, float) or not math.isfinite(loss):
+    loss = _read_metric(directory)
+    if not math.isfinite(loss):
         raise RunError(
             f"{directory}: has no finite validation loss, so the ladder has no law; see python -m titan.status."
         )
     return loss
+
+
+def _read_metric(directory: Path) -> float:
+    """Return the final validation loss of a run; infinite where it has none that is finite."""
+    loss = read_result(directory)[0].get("validation_loss")
+    return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
 
 
 def _read_clock() -> str:

@@ -255,7 +255,7 @@ def _build_sweeper_class() -> Any:
             parsed = parser.parse_overrides([*self._parse_config(), *arguments])
             Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
             OmegaConf.save(self.config, Path(self.config.hydra.sweep.dir) / "multirun.yaml")
-            return ladder.climb(self.launcher, ladder.list_fixed_overrides(parsed), sweep)
+            return ladder.climb(self.launcher, parsed, sweep)
 
     return GridSweeper
 

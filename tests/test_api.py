@@ -19,11 +19,12 @@ import yaml
 
 from launchers import start
 from tests.support.runs import TINY
-from titan import api
+from titan import api, law
 from titan import plan as plan_command
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError, RunError
 from titan.metrics.reader import merge_steps
+from titan.report.render import law_export
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = f"""
@@ -222,6 +223,22 @@ def test_a_rank_of_torchrun_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="rank 1 of 2 of torchrun or srun"):
         api.train(run)
+
+
+def test_law_gives_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [f"{n},{d},{2 + 40 * n**-0.3 + 80 * d**-0.3}" for n in (1e7, 3e7, 9e7) for d in (2e8, 8e8, 3.2e9)]
+    (tmp_path / "runs.csv").write_text("\n".join(["N,D,loss", *rows]))
+    monkeypatch.chdir(tmp_path)
+    found = api.law("runs.csv", target="200M,8B", replicates=100)
+    assert law.main(["runs.csv", "target=200M,8B", "replicates=100", "to=a.json"]) == 0
+    assert json.loads(law_export.format_json(found)) == json.loads(Path("a.json").read_text())
+    (corpus,) = found.corpora
+    assert corpus.laws[0].floor.plain == pytest.approx(2, abs=0.05)
+    target = corpus.rungs[-1]
+    assert (target.n, target.d, target.is_fitted, target.loss) == (2e8, 8e9, False, None)
+    assert "floor E" in str(found) and "&lt;" not in found._repr_html_()
+    with pytest.raises(ConfigError, match=r"no-runs\.csv: there is no such file"):
+        api.law(["no-runs.csv"])
 
 
 def test_compare_gives_findings(trained: api.Result) -> None:

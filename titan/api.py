@@ -7,6 +7,7 @@
     saved = api.open_run(result.directory)
     saved.metrics["loss"], saved.config["optimizer"]["lr"], saved.checkpoints[-1].path
     findings = api.compare(["runs/first", "runs/second"], margin=0.01)
+    api.law("runs/ladder", target="1.4B,28B").corpora[0].laws[0].floor
     api.plan("recipe=train_8b").days
 
 Where a command prints a sentence and exits with 2 or 1, these functions raise ConfigError or RunError.
@@ -40,9 +41,13 @@ from titan.errors import EXIT_REQUEUE, ConfigError, ReasonReceiver, RunError, de
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
 from titan.files.run_directory import check_run_directory
+from titan.law import Settings as LawSettings
+from titan.law import study_sources
 from titan.metrics.reader import METRICS, read_steps
 from titan.report import comparison, history
 from titan.report.findings import Comparison
+from titan.report.law_findings import LawFindings, collect_findings
+from titan.report.render import law_text
 from titan.report.render.sentences import format_answers, format_lead
 from titan.run import certificate
 from titan.run.directory import read_attempts, read_result
@@ -53,6 +58,7 @@ __all__ = [
     "AttemptRecord",
     "Comparison",
     "ConfigError",
+    "LawFindings",
     "Plan",
     "Result",
     "Run",
@@ -61,6 +67,7 @@ __all__ = [
     "SavedRun",
     "compare",
     "compose",
+    "law",
     "open_run",
     "plan",
     "train",
@@ -435,3 +442,39 @@ class NotebookComparison(Comparison):
     def list_answers(self) -> list[tuple[str, list[str]]]:
         """Return the label of each variant but the baseline, and the answers for it in sentences."""
         return [(variant.label, list(parts)) for variant, parts in format_answers(self)]
+
+
+def law(
+    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    target: str | None = None,
+    holdout: str | None = None,
+    baseline: str | None = None,
+    embeddings: bool = False,
+    extrapolate: bool = False,
+    replicates: int = 1000,
+    seed: int = 0,
+) -> LawFindings:
+    """Fit a scaling law to runs and return every figure that `titan.law` prints, as data; see docs/laws.md.
+
+    Args:
+        sources: directories of runs or sweeps, or one CSV file with columns N, D and loss.
+        target: parameters and tokens to predict, as in "1.4B,28B".
+        holdout: runs with more parameters are predicted instead of fitted, as in "500M".
+        baseline: variant that the others are compared with; None: the first.
+        embeddings: whether embeddings and head count as parameters.
+        extrapolate: whether to predict beyond 30 times the compute of the largest rung.
+        replicates: fits to randomised losses, for intervals.
+        seed: of random numbers.
+
+    Raises:
+        ConfigError: for a source that is not there, runs that determine no law, and a target out of reach.
+    """
+    names = [sources] if isinstance(sources, (str, os.PathLike)) else sources
+    values = {
+        "target": target, "holdout": holdout, "baseline": baseline, "embeddings": embeddings,
+        "extrapolate": extrapolate, "replicates": replicates, "seed": seed,
+    }  # fmt: skip
+    options = settings.build(LawSettings, {"sources": [str(name) for name in names], **values})
+    table, studies = study_sources(options)
+    return collect_findings(table, studies, law_text.format_studies(table, studies))

@@ -62,8 +62,9 @@ class Settings:
     batch: int = setting(2, "try, noise, chain: pairs that are launched together", at_least=1, cap=10_000)
     hypothesis: str | None = setting(None, "try, result: why the idea should help", any_text=True)
     idea: str | tuple[str, ...] | None = setting(
-        None, "show, result: an idea's id, or its changes as another program names them; null: the overrides"
+        None, "show, result, withdraw: an idea's id, or its changes as another program names them; null: the overrides"
     )
+    reason: str | None = setting(None, "withdraw: why", any_text=True)
     seed: int | None = setting(None, "result: seed of both runs", at_least=0)
     baseline_loss: float | str | None = setting(None, "result: final metric of the baseline's run, or diverged")
     loss: float | str | None = setting(None, "result: final metric of the idea's run, or diverged")
@@ -74,7 +75,7 @@ class Settings:
     to: str | None = setting(None, f"page: an HTML file; null: {PAGE} in the campaign's folder")
 
 
-VERBS = ("open", "noise", "try", "result", "list", "show", "chain", "page")
+VERBS = ("open", "noise", "try", "result", "withdraw", "list", "show", "chain", "page")
 COMMAND = Command(
     "titan.campaign",
     "Keep a book of many small comparisons, and keep noise out of the baseline.",
@@ -82,13 +83,14 @@ COMMAND = Command(
         "study open model=debug training.steps=200": "the baseline, as overrides of titan.train",
         "study noise": "runs of the baseline against itself: the noise floor",
         'study try optimizer.lr=2e-3 hypothesis="a higher rate"': "train pairs until the evidence decides",
+        "study withdraw optimizer.lr=2e-3": "an idea that was a mistake, before it is judged",
         "study list": "all ideas, with their evidence",
         "study chain": "what all kept changes are worth on fresh seeds",
         "study page": "the same as a page",
         """study '{"verb": "try", "idea": ["optimizer.lr=2e-3"]}'""": "a request as JSON; requests=FILE: one a line",
     },
     Settings,
-    overrides="Other words are overrides of titan.train: of the baseline (open), or the idea's changes to it (try).",
+    overrides="Other words are overrides of titan.train: of the baseline (open), or the idea's changes to it.",
     notes=f"Verbs: {', '.join(VERBS)}. Each request is answered with a line of JSON on stdout; runs print on stderr.",
 )
 
@@ -146,7 +148,7 @@ def _read_verb(words: Sequence[str]) -> str:
 
 def _add_overrides(settings: Settings, verb: str, overrides: Sequence[str]) -> Settings:
     """Return the request with the other words where the verb has them."""
-    name = {"open": "baseline", "try": "idea", "result": "idea"}.get(verb)
+    name = {"open": "baseline", "try": "idea", "result": "idea", "withdraw": "idea"}.get(verb)
     if not overrides:
         return settings
     if name is None:
@@ -262,6 +264,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "noise": ("pairs", "batch", "losses"),
     "try": ("idea", "hypothesis", "pairs", "batch"),
     "result": ("idea", "hypothesis", "seed", "baseline_loss", "loss"),
+    "withdraw": ("idea", "reason"),
     "list": (),
     "show": ("idea",),
     "chain": ("pairs", "batch"),
@@ -304,6 +307,14 @@ def _add_result(session: Session, request: Settings) -> dict[str, Any]:
         check_overrides(request.idea)
     before, after = (parse_loss(name, getattr(request, name)) for name in ("baseline_loss", "loss"))
     return session.add_result(request.idea, request.seed, before, after, request.hypothesis)
+
+
+def _withdraw(session: Session, request: Settings) -> dict[str, Any]:
+    if request.idea is None:
+        raise ConfigError("withdraw: idea is missing; give its id, or its changes.")
+    if isinstance(request.idea, tuple):
+        check_overrides(request.idea)
+    return session.withdraw(request.idea, request.reason)
 
 
 def parse_loss(name: str, value: float | str | None) -> float | None:
@@ -375,6 +386,7 @@ ANSWERS: Mapping[str, Callable[[Session, Settings], dict[str, Any]]] = {
     "noise": _measure_noise,
     "try": _try_idea,
     "result": _add_result,
+    "withdraw": _withdraw,
     "list": _list_ideas,
     "show": _show_idea,
     "chain": _measure_chain,

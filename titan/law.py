@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -42,7 +42,7 @@ class Settings:
     replicates: int = setting(1000, "fits to randomised losses, for intervals", at_least=100, cap=100_000)
     seed: int = setting(0, "of random numbers", at_least=0)
     to: str | tuple[str, ...] | None = setting(
-        None, f"files to write: .html; null: {PAGE} beside the runs or the file; []: none"
+        None, f"files to write: .html, .csv or .json; null: {PAGE} beside the runs or the file; []: none"
     )
 
 
@@ -53,6 +53,7 @@ COMMAND = Command(
         "runs/ladder": "all finished runs of a sweep",
         "runs.csv target=1.4B,28B": "any table; predict a size and length",
         "runs.csv holdout=500M": "fit the runs up to a size, and score those above",
+        "runs.csv to=[law.html,law.csv,law.json]": "write these files instead, also for other programs",
     },
     Settings,
     notes="Says what rungs do not determine, such as the floor. Writes the same with charts to an HTML page.",
@@ -66,24 +67,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_law(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    files = None if settings.to is None else check_output_files(settings.to, (".html",))
-    _check_sources(settings.sources)
-    target = None if settings.target is None else _parse_target(settings.target)
+    files = None if settings.to is None else check_output_files(settings.to, tuple(_WRITERS))
+    table, studies = study_sources(settings)
 
     from titan.report.render import law_text
     from titan.scaling.fit import LEVEL
-    from titan.scaling.study import Question, study_table
     from titan.sweep import predictions
+
+    print(law_text.format_studies(table, studies), end="")
+    if (record := predictions.read_record(LEVEL)).scored:
+        print(f"\n{record.describe()}")
+    _write_files(table, studies, settings.sources[0], files, command_line.words)
+    return 0
+
+
+def study_sources(settings: Settings) -> tuple[Table, list[Study | LadderStudy]]:
+    """Return the table of some runs and what it shows, for each corpus.
+
+    Raises:
+        ConfigError: where a source or a target is no such thing, and where the runs can't determine a law.
+    """
+    _check_sources(settings.sources)
+    target = None if settings.target is None else _parse_target(settings.target)
+
+    from titan.scaling.study import Question, study_table
 
     holdout = None if settings.holdout is None else _parse_count(f"holdout={settings.holdout}", settings.holdout)
     table = _read_table(settings)
     question = Question(target, holdout, settings.baseline, settings.extrapolate, settings.replicates, settings.seed)
-    studies = study_table(table, question)
-    print(law_text.format_studies(table, studies), end="")
-    if (record := predictions.read_record(LEVEL)).scored:
-        print(f"\n{record.describe()}")
-    _write_pages(table, studies, settings.sources[0], files, command_line.words)
-    return 0
+    return table, study_table(table, question)
 
 
 def _check_sources(sources: Sequence[str]) -> None:
@@ -125,14 +137,14 @@ def _parse_count(typed: str, text: str) -> float:
     return value
 
 
-def _write_pages(
+def _write_files(
     table: Table,
     studies: Sequence[Study | LadderStudy],
     source: str,
     files: Sequence[Path] | None,
     words: Sequence[str],
 ) -> None:
-    """Write the pages; the default one may fail, as without jinja2 or permission."""
+    """Write the files; the default page may fail, as without jinja2 or permission."""
     if files == ():
         return
     made = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.law', *words])}"
@@ -140,9 +152,7 @@ def _write_pages(
     print()
     for file in [folder / PAGE] if files is None else files:
         try:
-            from titan.report.render.law_html import render_page
-
-            write_output_file(file, render_page(table, studies, made))
+            write_output_file(file, _WRITERS[file.suffix](table, studies, made))
         except (RunError, ImportError) as error:
             if files is not None and isinstance(error, RunError):
                 raise
@@ -152,6 +162,33 @@ def _write_pages(
             print(f"{reason}; give another file with to=FILE, or pip install 'titan[compare]'.")
         else:
             print(f"written: {file}")
+
+
+def _render_html(table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
+    from titan.report.render.law_html import render_page
+
+    return render_page(table, studies, made)
+
+
+def _render_csv(table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
+    from titan.report.law_findings import collect_findings
+    from titan.report.render.law_export import format_csv
+
+    return format_csv(collect_findings(table, studies))
+
+
+def _render_json(table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
+    from titan.report.law_findings import collect_findings
+    from titan.report.render.law_export import format_json
+
+    return format_json(collect_findings(table, studies))
+
+
+_WRITERS: dict[str, Callable[[Table, Sequence[Study | LadderStudy], str], str]] = {
+    ".html": _render_html,
+    ".csv": _render_csv,
+    ".json": _render_json,
+}
 
 
 def cli() -> None:

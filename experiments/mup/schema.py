@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from experiments.mup.exponents import ModelScale, compute_factor
 from titan.config.settings import setting
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Transfer(Decoder):
     """The base, at whose shape the settings of the optimizer are those of the command line; a mix-in of a family."""
+
+    SIZE_FREE: ClassVar[tuple[str, ...]] = ("transfer", "base_dim", "base_layers", "base_head_dim")
 
     transfer: Literal["both", "width", "depth", "none"] = setting(
         "both", "over what hyperparameters transfer from the base to this shape"

@@ -117,6 +117,20 @@ def test_requests_of_a_file_are_answered_a_line_each(ask: Ask, capfd: pytest.Cap
     assert answers[5]["error"].startswith("seed=1: this idea has used it") and screen.err.count("titan: ") == 2
 
 
+def test_an_idea_is_withdrawn(ask: Ask) -> None:
+    ask("open", "baseline=mine")
+    idea = ask("result", "idea=a mistake", "seed=1", "baseline_loss=2", "loss=1.9")["idea"]
+    answer = ask("withdraw", "idea=a mistake", "reason=wrong branch")
+    assert (answer["idea"], answer["state"], answer["budget_spent"]) == (idea, "withdrawn", 0.0)
+    assert ask(json.dumps({"verb": "withdraw", "idea": idea}))["text"] == answer["text"]
+    assert ask("list")["ideas"] == {"withdrawn": 1}
+    ask("withdraw", code=2, error="withdraw: idea is missing")
+    ask("withdraw", "idea=other", code=2, error="this campaign has no such idea")
+    ask("page")
+    page = PageReader(Path("runs/study/campaign.html").read_text())
+    assert "Taken back before they were judged" in page.text and "a mistake" in page.text
+
+
 def test_requests_of_stdin(ask: Ask, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     ask("open", "baseline=mine")
     monkeypatch.setattr(sys, "stdin", ['{"verb": "noise", "losses": [1.0, 1.1, 1.2, 1.1]}\n', '{"verb": "list"}\n'])

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.made_runs import Story, StoryAttempt, make_run
 from tests.support.made_tables import chinchilla, make_table, thrifty
+from tests.support.tiers import full
 from titan import law
 from titan.report.law_runs import read_runs
+from titan.report.render import law_export
 
 FEW = "replicates=100"
 
@@ -66,6 +73,74 @@ def test_variants_in_other_proportions_are_compared_by_compute(
     (tmp_path / "runs.csv").write_text("variant,N,D,flops,loss\na,1e7,2e8,3,2.5\n")
     assert law.main(["runs.csv"]) == 2
     assert "flops=3 in line 2 is less than one per parameter and token" in capsys.readouterr().err
+
+
+FIGURE = re.compile(r"(?<![\w.<>])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:(?=[kMBT]\b)\w| ?%)?")
+SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 0.01}
+
+
+def list_leaves(value: Any) -> list[float]:
+    """All numbers of a JSON value."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    own = [float(value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+    return own + [number for part in parts for number in list_leaves(part)]
+
+
+def is_shown(figure: str, numbers: Sequence[float]) -> bool:
+    """Whether a figure on the screen is one of some numbers, rounded as the screen rounds."""
+    unit = figure[-1] if figure[-1] in "kMBT%" else ""
+    text = figure.rstrip("kMBT% ")
+    scale, mantissa, exponent = SCALES[unit], *[*text.split("e"), "0"][:2]
+    digits = len(mantissa.partition(".")[2])
+    tolerance = 0.51 * 10.0 ** (int(exponent) - digits) * scale
+    return any(abs(number - float(text) * scale) <= tolerance for number in numbers)
+
+
+def find_missing_figures(shown: str, content: Any) -> list[str]:
+    """The lines of the screen with a figure that the JSON lacks; constants of the text are known."""
+    numbers = [*list_leaves(content), 0.05, 0.9, 0.0, 1.0, 30.0]
+    numbers += [float(corpus["runs"] + corpus["not_fitted"]) for corpus in content["corpora"]]
+    numbers += [float(len(corpus["rungs"])) for corpus in content["corpora"]]
+    numbers += [float(sum(rung["is_fitted"] for rung in corpus["rungs"])) for corpus in content["corpora"]]
+    for corpus in content["corpora"]:
+        for rung in corpus["rungs"]:
+            if rung["loss"] and not rung["is_fitted"]:  # by how much the plain law misses a loss, in percent
+                numbers.append(rung["loss"] / rung["plain"] - 1)
+    return [
+        f"{figure}: {line}"
+        for line in shown.splitlines()
+        for figure in FIGURE.findall(re.sub(r"sd \d+|\(seeds and.*?\)", "", line))
+        if not is_shown(figure, numbers)
+    ]
+
+
+@pytest.mark.parametrize(
+    "words", [["target=160M,3.2B"], full(["holdout=100M", "baseline=b"])], ids=["target", "holdout"]
+)
+def test_json_has_every_figure_of_the_screen(words: list[str], table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert law.main(["runs.csv", *words, FEW, "to=[a.json,a.csv]"]) == 0
+    shown = capsys.readouterr().out.partition("\nwritten")[0]
+    content = json.loads((table / "a.json").read_text())
+    assert content["format"] == law_export.FORMAT and len(FIGURE.findall(shown)) > 60
+    assert find_missing_figures(shown, content) == []
+    for path in ("noise", "floor", "terms", "bend", "size_exponent"):
+        cut = json.loads((table / "a.json").read_text())
+        cut["corpora"][0]["laws"][0].pop(path)
+        assert find_missing_figures(shown, cut), f"figures of {path} are looked for"
+
+
+def test_csv_has_a_row_per_rung_and_documented_columns(table: Path) -> None:
+    assert law.main(["runs.csv", "target=160M,3.2B", FEW, "to=a.csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO((table / "a.csv").read_text())))
+    assert tuple(rows[0]) == law_export.COLUMNS and len(rows) == 40
+    documented = (Path(__file__).parents[2] / "docs/laws.md").read_text()
+    assert [name for name in law_export.RUNG_COLUMNS if f"`{name}`" not in documented] == []
+    targets = [row for row in rows if row["is_fitted"] == "false"]
+    assert [(row["variant"], row["is_inside"]) for row in targets] == [("a", "true"), ("b", "true")]
+    assert all(float(row["predicted_low"]) < float(row["loss"]) < float(row["predicted_high"]) for row in targets)
+    with_speedup = [row for row in rows if row["flops"]]
+    assert len(with_speedup) == 20 and {row["variant"] for row in with_speedup} == {"b"}
+    assert all(float(row["flops_low"]) <= float(row["flops"]) <= float(row["flops_high"]) for row in with_speedup)
 
 
 def test_names_in_a_table_are_escaped(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +220,26 @@ def test_runs_of_other_data_and_settings_are_apart(tmp_path: Path) -> None:
     make_run(tmp_path / "c", Story(seed=1, digest="f" * 16), "optimizer.lr=0.003")
     table = read_runs([str(tmp_path)])
     assert table.variants == ("lr=0.001", "lr=0.003") and len(table.corpora) == 2
+
+
+def test_variants_are_named_by_what_is_no_rule_of_size(tmp_path: Path) -> None:
+    """A recipe's own rate at each size, and a setting of the model that each of its shapes has in two values."""
+    for dim in (32, 64):
+        for optimizer, rate in (("adamw", 0.032), ("muon", 0.32)):
+            overrides = f"model.dim={dim}", f"optimizer={optimizer}", f"optimizer.lr={rate / dim}"
+            make_run(tmp_path / f"{dim}-{optimizer}", Story(), *overrides)
+            make_run(tmp_path / f"{dim}-{optimizer}-cap", Story(), *overrides, "model.logit_cap=30")
+    table = read_runs([str(tmp_path)])
+    assert len(table) == 8 and sorted(table.variants) == sorted(
+        f"optimizer={optimizer} logit_cap={cap}" for optimizer in ("adamw", "muon") for cap in ("null", "30.0")
+    )
+
+
+def test_settings_that_each_shape_of_a_model_has_name_no_variant(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", Story(), "model.dim=32", "model.tied=true")
+    make_run(tmp_path / "b", Story(), "model.dim=64", "model.tied=false")
+    table = read_runs([str(tmp_path)])
+    assert table.variants == ("",) and any("model.tied: a function of size" in note for note in table.notes)
 
 
 def test_a_law_of_runs(

@@ -249,3 +249,76 @@ def test_the_same_pair_twice_counts_once(session: Session) -> None:
     campaign = read_campaign(*session.book.read())
     assert campaign is not None and len(campaign.ideas[answer["idea"]].stages["screen"]) == 1
     assert list_overrides(campaign) == ("model=debug",)
+
+
+class TestWithdraw:
+    """Taking back an idea: an entry more, no budget that was not spent, and no second chance."""
+
+    def test_before_any_evidence_it_spends_nothing(self, session: Session, trainer: ScriptedTrainer) -> None:
+        trainer.fail_at = 0
+        with pytest.raises(KeyboardInterrupt):
+            session.try_idea(("useless=1",))
+        before = session.book.file.read_bytes()
+        answer = session.withdraw(("useless=1.0",), "a typing error")
+        assert session.book.file.read_bytes().startswith(before), "nothing is changed or removed"
+        assert (answer["state"], answer["budget_spent"], answer["confirmation"]) == ("withdrawn", 0.0, None)
+        assert answer["text"].startswith("withdrawn before it was judged (a typing error); no budget was spent.")
+        assert session.withdraw(answer["idea"]) == answer, "a second time adds nothing"
+        trainer.fail_at = None
+        assert session.try_idea(("good=1",))["confirmation"] == 1
+
+    def test_after_a_confirmation_began_its_budget_stays_spent(self, session: Session) -> None:
+        for seed in range(5):
+            idea = session.add_result(("good=1",), seed, 5.0, 2.0)["idea"]
+        assert session.add_result(idea, 50, 5.0, 2.0)["confirmation"] == 1
+        answer = session.withdraw(idea)
+        assert answer["budget_spent"] == pytest.approx(0.05 / 2) and "0.025 of the budget stays" in answer["text"]
+        other = session.try_idea(("better=1",))
+        assert other["state"] == "kept" and other["confirmation"] == 2 and other["needed"] == 120
+
+    def test_resumed_it_goes_on_with_its_evidence(self, session: Session) -> None:
+        for seed in range(5):
+            idea = session.add_result(("good=1",), seed, 5.0, 2.0)["idea"]
+        before = session.add_result(idea, 50, 5.0, 2.0)
+        session.withdraw(idea)
+        after = session.add_result(idea, 51, 5.0, 2.0)
+        assert (after["state"], after["confirmation"]) == ("confirming", 1)
+        assert after["confirm"]["pairs"] == before["confirm"]["pairs"] + 1 and after["seeds"][:6] == before["seeds"]
+
+    def test_pairs_that_come_after_it_do_not_keep_the_idea(self, session: Session) -> None:
+        """As of a process that trains it meanwhile; the evidence counts once somebody takes it up again."""
+        for seed in range(5):
+            idea = session.add_result(("good=1",), seed, 5.0, 2.0)["idea"]
+        session.withdraw(idea)
+        with session.book.locked() as writer:
+            for seed in range(60, 72):
+                writer.append(
+                    "pair", idea=idea, stage="confirm", seed=seed, baseline_loss=5.0, loss=2.0, baseline=0
+                )  # fmt: skip
+        campaign = session.read()
+        assert campaign.ideas[idea].state == "withdrawn" and not campaign.kept and campaign.confirmations == 1
+        assert session.try_idea(("good=1",))["state"] == "kept"
+
+    def test_what_was_judged_stays(self, session: Session) -> None:
+        kept, rejected = session.try_idea(("good=1",)), None
+        with pytest.raises(ConfigError, match="was judged, kept"):
+            session.withdraw(kept["idea"])
+        rejected = session.try_idea(("bad=1",))
+        with pytest.raises(ConfigError, match="was judged, rejected"):
+            session.withdraw(("bad=1",))
+        with pytest.raises(ConfigError, match="this campaign has no such idea"):
+            session.withdraw(("useless=1",))
+        assert session.read().ideas[rejected["idea"]].state == "rejected"
+
+    def test_a_process_that_trains_it_stops_after_its_batch(self, session: Session, trainer: ScriptedTrainer) -> None:
+        train = trainer.train
+
+        def withdraw_meanwhile(*arguments: Any) -> list[float | None]:
+            losses = train(*arguments)
+            if len(trainer.runs) == 4:
+                Session(session.folder, trainer).withdraw(("useless=1",))
+            return losses
+
+        trainer.train = withdraw_meanwhile  # type: ignore[method-assign]
+        answer = session.try_idea(("useless=1",))
+        assert answer["state"] == "withdrawn" and answer["screen"]["pairs"] == 2 and len(trainer.runs) == 4

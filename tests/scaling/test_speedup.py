@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.made_tables import chinchilla, make_table, thrifty
+from tests.support.tiers import full
 from titan.errors import ConfigError
+from titan.scaling import rung_speedups
 from titan.scaling.fit import Fit, fit_law
+from titan.scaling.rung_speedups import compare_rungs
 from titan.scaling.speedup import Measured, Speedup, compare_laws, effective_speedup, find_ratio
+from titan.scaling.table import Table
 
 N, D = 1.6e8, 3.2e9
 
@@ -108,3 +114,42 @@ def test_rungs_in_one_proportion_compare_along_it() -> None:
     speedup = compare_laws(fit_law(table, 200), "a", "b", 1e9, 2e10)
     assert_share(speedup, 0.5**0.5, 0.2)
     assert speedup.flops is not None and speedup.flops.low <= 0.5 <= speedup.flops.high
+
+
+class TestRungs:
+    """Speed-ups as measured at each rung that two variants have in common."""
+
+    @pytest.mark.parametrize("repeats", [full(1), 3])
+    def test_they_are_what_made_the_losses(self, fit: Fit, repeats: int) -> None:
+        table = make_table((chinchilla, thrifty(0.8)), seed_sd=0.002, seeds=repeats)
+        found = compare_rungs(fit, table, "a", "b")
+        assert len(found) == len({*zip(table.n, table.d, strict=True)})
+        assert {rung.pairs for rung in found} == ({repeats} if repeats > 1 else {0, 1} & {found[0].pairs})
+        shares = [rung.speedup.tokens for rung in found]
+        assert all(share is not None and share.low - 0.02 < 0.8 < share.high + 0.02 for share in shares)
+
+    @pytest.mark.full
+    def test_noise_that_pairs_share_is_no_noise_of_their_difference(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A deviation of each rung and seed that both runs of the pair have."""
+        table = make_table((chinchilla, thrifty(0.8)), seeds=3)
+        deviations = 0.02 * np.random.default_rng(0).normal(size=len(table) // 2)
+        small = 0.0005 * np.random.default_rng(1).normal(size=len(table))
+        noisy = replace(table, loss=table.loss * np.exp(np.tile(deviations, 2) + small))
+        law = fit_law(noisy, 200)
+        paired = self.measure_widths(law, noisy)
+        monkeypatch.setattr(rung_speedups, "LEAST_FREEDOM", 1000)
+        assert np.median(paired) < 0.15 and np.median(self.measure_widths(law, noisy)) > 2 * np.median(paired)
+
+    @staticmethod
+    def measure_widths(law: Fit, table: Table) -> list[float]:
+        shares = [rung.speedup.tokens for rung in rung_speedups.compare_rungs(law, table, "a", "b")]
+        return [share.high - share.low for share in shares if share]
+
+    def test_rungs_are_the_same_within_a_few_percent_of_parameters_and_with_equal_tokens(self, fit: Fit) -> None:
+        table = make_table((chinchilla, thrifty(0.8)))
+        own = np.array([name == "b" for name in table.variant])
+        wider = replace(table, n=np.where(own, 1.03 * table.n, table.n))
+        longer = replace(table, d=np.where(own, 1.03 * table.d, table.d))
+        few = np.arange(len(table)) % 20 < 2
+        assert len(compare_rungs(fit, wider.select(few), "a", "b")) == 2 and not compare_rungs(fit, longer, "a", "b")
+        assert find_ratio(wider, "a", "b", 6 * wider.n * wider.d) == pytest.approx(1.03)

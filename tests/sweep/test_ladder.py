@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.support.tiers import full
 from titan.errors import RunError
 from titan.model.schema import Llama
 from titan.run.run import Run
-from titan.sweep import ladder, ledger, predictions
+from titan.sweep import ladder, ladder_sizes, ladder_tuning, ledger, predictions
 from titan.sweep.predictions import PredictedLoss
 from titan.sweep.schema import Sweep
 
@@ -59,7 +60,7 @@ class FakeTrainer:
         directory = Path(run.directory)
         for step in run.checkpoint.at:
             write_checkpoint(directory, step)
-        body = ladder.count_body(run.model)
+        body = ladder_sizes.count_body(run.model)
         loss = FLOOR + 40 * body**-0.4 + 60 * run.training.total_tokens**-0.35 + SCATTER * math.sin(11 * len(self.runs))
         content = {"finished": True, "step": run.training.steps, "validation_loss": loss + self.changes(run)}
         directory.mkdir(parents=True, exist_ok=True)
@@ -99,23 +100,24 @@ def test_a_size_has_heads_of_the_same_width_and_the_rest_in_proportion(
     heads: tuple[int, int], head: int, layers: int, times: int
 ) -> None:
     base = replace(BASE, dim=heads[0] * head, heads=heads[0], kv_heads=heads[1], layers=layers, ffn=8 * heads[0] * head)
-    scaled = ladder.scale_model(base, times * head)
+    scaled = ladder_sizes.scale_model(base, times * head)
     assert (scaled.dim, scaled.heads, scaled.head_size) == (times * head, times, head)
     assert scaled.heads % scaled.kv_heads == 0 and scaled.heads // scaled.kv_heads <= base.heads // base.kv_heads
     assert abs(scaled.layers - base.layers * scaled.dim / base.dim) <= max(0.5, scaled.layers * (scaled.layers == 1))
     assert scaled.ffn == 8 * scaled.dim and scaled.vocab == base.vocab
-    assert ladder.scale_model(base, base.dim) == base
+    assert ladder_sizes.scale_model(base, base.dim) == base
 
 
 def test_the_vocabulary_is_no_part_of_the_parameters() -> None:
     for tied in (False, True):
-        small, large = (ladder.count_body(replace(BASE, vocab=vocab, tied=tied)) for vocab in (64, 4096))
+        small, large = (ladder_sizes.count_body(replace(BASE, vocab=vocab, tied=tied)) for vocab in (64, 4096))
         assert small == large == sum(BASE.block_parameters(k) for k in range(BASE.layers)) + BASE.dim
 
 
 def test_branches_end_at_their_lengths_and_read_the_same_batches() -> None:
     base = compose_test_run([*TINY, "model.dim=32", "model.heads=4", "evaluation.tokens=64"])
-    found = ladder.build_ladder(base, [], Sweep(sizes=(16, 24, 8), lengths=(30.0, 60.0), seeds=3))
+    variant = ladder_sizes.Variant((), base)
+    found = ladder.build_ladder([variant], Sweep(sizes=(16, 24, 8), lengths=(30.0, 60.0), seeds=3))
     assert [(trunk.size.model.dim, trunk.seed) for trunk in found.trunks] == [(8, 0), (8, 1), (8, 2), (16, 0), (24, 0)]
     for trunk in found.trunks:
         assert trunk.size.lr == pytest.approx(base.optimizer.lr * 32 / trunk.size.model.dim, rel=1e-5)
@@ -124,7 +126,7 @@ def test_branches_end_at_their_lengths_and_read_the_same_batches() -> None:
             asked = rung.length * trunk.size.parameters
             assert asked <= rung.tokens == rung.steps * 128 < asked + 128
             assert rung.decay_steps == round(0.2 * rung.steps)
-    costs = list(ladder.list_costs(found, base))
+    costs = list(ladder.list_costs(found))
     trunk = found.trunks[0]
     assert sum(tokens for other, tokens, _ in costs if other == trunk) == 128 * (
         trunk.steps + sum(rung.decay_steps for rung in trunk.rungs)
@@ -147,7 +149,7 @@ def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
     assert [run["dim"] for run in content["runs"]] == [8] * 6 + [16] * 3 + [24] * 3 and len(content["losses"]) == 3
     largest = content["losses"][-1]
     assert (largest["n"], largest["n_all"]) == (
-        ladder.count_body(trainer.runs[-1].model),
+        ladder_sizes.count_body(trainer.runs[-1].model),
         trainer.runs[-1].model.parameters(),
     )
     assert (
@@ -156,6 +158,105 @@ def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
     assert largest["low"] < line["loss"] < largest["high"] and line["inside"] is True
     shown = capsys.readouterr().out
     assert "your predictions so far: 1 of 1 inside 90 %" in shown and "dim 32 (predicted)" in shown
+
+
+VARIANTS = ("optimizer.weight_decay=0.1,0.3",)
+
+
+def make_wins(run: Run) -> float:
+    """The change of the loss with the larger weight decay: the law of one that needs 0.7 of the tokens."""
+    tokens = run.training.total_tokens
+    wins = run.optimizer.weight_decay == 0.3
+    return 60 * ((tokens / 0.7) ** -0.35 - tokens**-0.35) if wins else 0.0
+
+
+@pytest.mark.full
+def test_a_ladder_over_variants_predicts_and_scores_each(
+    trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.changes = make_wins
+    assert climb(*VARIANTS, "sweep.seeds=2") == 0
+    rows: dict[float, list[tuple[int, int, int]]] = {}
+    for run in trainer.runs:
+        rows.setdefault(run.optimizer.weight_decay, []).append((run.model.dim, run.training.seed, run.training.steps))
+    assert rows[0.1] == rows[0.3] and len(trainer.runs) == 2 * 20, "the same sizes, seeds and lengths"
+    begun = [event["time"] for event in ledger.read_events(Path("runs/s")) if event["event"] == "started"]
+    written = Path("runs/s/prediction.json").stat().st_mtime
+    assert sum(time <= written for time in begun) == 32, "before any run of the largest size"
+    prediction, score = read("prediction.json"), read("score.json")
+    labels = ["optimizer.weight_decay=0.1", "optimizer.weight_decay=0.3"]
+    assert [loss["variant"] for loss in prediction["losses"]] == [labels[0]] * 3 + [labels[1]] * 3
+    assert [line["variant"] for line in read_record()] == labels and prediction["shared"] is True
+    (speedup,) = prediction["speedups"]
+    assert speedup["flops"]["low"] < 0.7 < speedup["flops"]["high"] < 1 and speedup["variant"] == labels[1]
+    assert len(score["speedups"]) == 12 and {found["pairs"] for found in score["speedups"]} == {1, 2}
+    assert all(found["flops"]["low"] < 0.715 and 0.7 < found["flops"]["high"] < 0.8 for found in score["speedups"])
+    assert all(entry["inside"] for entry in score["scores"]) and len(score["scores"]) == 6
+    shown = capsys.readouterr().out
+    assert f"{labels[1]} against {labels[0]}, as measured at each rung" in shown
+    assert f"dim 32, {labels[1]} (predicted)" in shown and "2 of 2 inside 90 %" in shown
+
+
+@pytest.mark.full
+def test_the_baseline_of_a_ladder_over_variants_is_chosen(trainer: FakeTrainer) -> None:
+    trainer.changes = make_wins
+    assert climb(*VARIANTS, "sweep.baseline={optimizer.weight_decay:0.30}") == 0
+    (speedup,) = read("prediction.json")["speedups"]
+    assert speedup["baseline"] == "optimizer.weight_decay=0.3" and speedup["flops"]["value"] > 1.2
+
+
+def make_best_rate(run: Run) -> float:
+    """The change of the loss by a learning rate that is best at 0.02 / sqrt(width / 8)."""
+    return 0.2 * math.log(run.optimizer.lr / (0.02 / math.sqrt(run.model.dim / 8))) ** 2
+
+
+@pytest.mark.full
+def test_rates_are_tuned_at_the_smallest_sizes(trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer.changes = make_best_rate
+    trainer.fails = lambda count: count == 12
+    given = ("sweep.lr_rule=tuned", "optimizer.lr=5e-3", "sweep.tuned_factors=[0.25,0.5,1,2]")
+    assert climb(*given) == 1
+    trainer.fails = lambda count: False
+    assert climb(*given) == 0 and len(trainer.runs) == 1 + 8 + 16, "what has finished is not trained again"
+    tuning, rest = trainer.runs[:8], trainer.runs[8:]
+    assert [run.model.dim for run in tuning] == [8] * 4 + [16] * 4
+    assert [run.optimizer.lr for run in tuning[:4]] == [0.005, 0.01, 0.02, 0.04]
+    assert {run.training.steps for run in tuning[:4]} == {21}, "the longest length"
+    rates = {run.model.dim: run.optimizer.lr for run in rest}
+    assert rates == pytest.approx({dim: 0.02 / math.sqrt(dim / 8) for dim in (8, 16, 24, 32)}, rel=0.02)
+    shown = capsys.readouterr().out
+    assert "tuning before that: 8 runs" in shown and "the end of what" not in shown
+    assert re.search(r"learning rates tuned: 0\.05\d* / width\^0\.(4[89]|5[012])\n", shown)
+
+
+@pytest.mark.parametrize(
+    ("best", "power", "is_edge"),
+    [
+        pytest.param(lambda width: 0.02 * (8 / width) ** 0.5, 0.5, False, id="between"),
+        pytest.param(lambda width: 0.02 * (8 / width) ** 2, 1.0, False, id="no-steeper-than-width"),
+        pytest.param(lambda width: 0.008 * (width / 8), 0.0, False, id="no-rise"),
+        pytest.param(lambda width: 10.0, 1.0, True, id="edge"),
+    ],
+)
+def test_the_rule_of_tuned_rates(best: Callable[[int], float], power: float, is_edge: bool) -> None:
+    base = compose_test_run([*TINY, "model.dim=32", "model.heads=4", "evaluation.tokens=64"])
+    base = replace(base, optimizer=replace(base.optimizer, lr=0.005))
+    sweep = Sweep(sizes=(8, 16, 24, 32), lengths=(30.0, 60.0), lr_rule="tuned", tuned_factors=(0.125, 0.25, 0.5, 1, 2))
+    variant = ladder_sizes.Variant((), base)
+    made = ladder.build_ladder([variant], sweep)
+    runs = ladder_tuning.list_tuning_runs(made, sweep)
+    losses = [3 + math.log(run.lr / best(run.trunk.size.model.dim)) ** 2 for run in runs]
+    losses[0] = math.inf  # it diverged
+    tuned = ladder_tuning.find_best_rates(runs, losses)
+    assert [rate.is_edge for rate in tuned] == [is_edge] * 2
+    assert any("wider sweep.tuned_factors" in line for line in ladder_tuning.describe_tuned(tuned)) == is_edge
+    rates = ladder_tuning.extrapolate_rates(tuned)
+    small, large = (rates.compute(variant, ladder_sizes.scale_model(base.model, dim), 10) for dim in (8, 32))
+    assert small / large == pytest.approx(4**power, rel=0.02)
+    if not is_edge:
+        assert small * rates.compute(variant, ladder_sizes.scale_model(base.model, 16), 10) == pytest.approx(
+            best(8) * best(16), rel=0.05
+        )
 
 
 @pytest.mark.full
@@ -250,9 +351,12 @@ def test_a_plan_has_all_runs_and_starts_none(trainer: FakeTrainer, capsys: pytes
         full(["sweep.sizes=[8,12,24,32]"], "12 has no whole number of heads", id="heads"),
         full(["sweep.lengths=[0.01,1]"], "too few for a warm-up", id="short"),
         full(["sweep.lengths=[1,1.001,2,4]"], "two of them decay over as many steps at width 8", id="close"),
-        full(["model.dim=32,64"], "varies sizes and lengths only", id="varied-size"),
+        full(["model.dim=32,64"], "a ladder decides it, so it can't be an axis", id="varied-size"),
         full(["sweep.lengths=1,2,4"], "sweep.lengths=1,2,4: is a list", id="no-list"),
-        full(["training.seed=1,2"], "varies sizes and lengths only", id="varied-seed"),
+        full(["training.seed=1,2"], "a ladder decides it, so it can't be an axis", id="varied-seed"),
+        pytest.param(["training.seq_len=32,64"], "has another training.seq_len than", id="varied-rows"),
+        full(["parallelism=single,ddp"], "learns the same as parallelism=single", id="same-variants"),
+        full(["optimizer=adamw,muon", "sweep.baseline={optimizer:lion}"], "is none of the", id="no-baseline"),
         full(["schedule=cosine"], "give schedule=wsd", id="cosine"),
         full(["schedule.decay=0"], "schedule.decay=0: the branches", id="no-decay"),
         full(["training.steps=10"], "training.steps=10: a ladder decides it", id="steps"),
@@ -260,7 +364,9 @@ def test_a_plan_has_all_runs_and_starts_none(trainer: FakeTrainer, capsys: pytes
         full(["sweep.budget=flops"], "sweep.budget=flops: a ladder decides", id="budget"),
         full(["checkpoint=off"], "checkpoint.mode=off: a ladder", id="no-checkpoints"),
         full(["evaluation.tokens=0"], "evaluation.tokens=0: a ladder", id="no-evaluation"),
-        full(["optimizer.lr=auto"], "optimizer.lr=", id="lr-auto"),
+        full(["optimizer.lr=auto"], "optimizer.lr=auto: the rule is of runs with 215M", id="lr-auto"),
+        full(["sweep.lr_rule=tuned", "sweep.tuned_sizes=4"], "and fewer sizes than sweep.sizes has, 4", id="tuned-all"),
+        full(["optimizer.lr=auto", "sweep.lr_rule=width"], "is a rule, and so is sweep.lr_rule=width", id="two-rules"),
         full(["model=qwen3_moe_debug"], "there is no rule for model.", id="experts"),
         full(
             ["hydra/launcher=slurm", "hydra.launcher.wait=false"], "hydra.launcher.wait=false: a ladder", id="no-wait"
@@ -294,8 +400,8 @@ class TestPredictions:
             predictions.write_once(own, str(number), "t", [self.LOSS], {})
             found = predictions.read(own)
             assert found is not None
-            predictions.add_score(tmp_path, found, 3.0 + number, "now")
-            predictions.add_score(tmp_path, found, 3.0 + number, "now")
+            predictions.add_score(tmp_path, found, self.LOSS, 3.0 + number, "now")
+            predictions.add_score(tmp_path, found, self.LOSS, 3.0 + number, "now")
             if number == 0:
                 with predictions.find_record().open("a") as file:
                     file.write('{"digest": "x", "lev')

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
+from titan.evidence.budget import compute_share
 from titan.evidence.campaign import Campaign, Idea, SeedPair, find_size
 
 
@@ -31,11 +32,17 @@ def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> di
         "confirm": _describe_stage(campaign, idea.stages["confirm"]),
         "confirmation": idea.confirmation,
         "needed": round(campaign.find_threshold(idea), 1),
+        "budget_spent": round_figures(compute_spent(campaign, idea)),
         **describe_size(campaign, pairs),
         "seeds": [pair.seed for stage in idea.stages.values() for pair in stage],
         "next_seed": campaign.take_seeds(1)[0],
         "text": format_idea(campaign, idea),
     }
+
+
+def compute_spent(campaign: Campaign, idea: Idea) -> float:
+    """Return the part of the campaign's budget that an idea has spent: nothing before its confirmation."""
+    return 0.0 if idea.confirmation is None else compute_share(campaign.rules.budget, idea.confirmation)
 
 
 def _describe_stage(campaign: Campaign, pairs: Sequence[SeedPair]) -> dict[str, Any]:
@@ -73,6 +80,11 @@ def format_idea(campaign: Campaign, idea: Idea) -> str:
         return f"kept, as baseline {idea.kept_as}: {size}; {counts}"
     if idea.state == "rejected":
         return f"rejected, not shown to be better: {size}; {counts}"
+    if idea.state == "withdrawn":
+        why = f" ({idea.reason})" if idea.reason else ""
+        spent = compute_spent(campaign, idea)
+        budget = f"{spent:.2g} of the budget stays spent" if spent else "no budget was spent"
+        return f"withdrawn before it was judged{why}; {budget}. {size}; {counts}"
     if idea.state == "older baseline":
         return f"not decided: baseline {idea.baseline} is no longer the baseline; try it again. {size}; {counts}"
     return f"not decided yet ({idea.state}): {size}; {counts}"

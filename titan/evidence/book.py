@@ -143,6 +143,8 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
         "pairs": int,
     },
     "extended": {"idea": str, "pairs": int},
+    "withdrawn": {"idea": str, "reason": str | None},
+    "resumed": {"idea": str},
     "seeds": {"idea": str, "stage": str, "seeds": list[int], "baseline": int},
     "pair": {
         "idea": str, "stage": str, "seed": int, "baseline_loss": float | None, "loss": float | None, "baseline": int,

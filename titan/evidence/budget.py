@@ -27,6 +27,16 @@ def find_threshold(budget: float, number: int) -> float:
     return number * (number + 1) / budget
 
 
+def compute_share(budget: float, number: int) -> float:
+    """Return the part of the budget that a confirmation spends, whatever becomes of it.
+
+    Args:
+        budget: see `find_threshold`.
+        number: see `find_threshold`.
+    """
+    return 1 / find_threshold(budget, number)
+
+
 def is_futile(log_e_value: float, remaining_pairs: int, threshold: float) -> bool:
     """Return whether no further pairs can reach a threshold: a pair at most doubles an e-value."""
     return log_e_value + remaining_pairs * math.log(2) < math.log(threshold) - 1e-9

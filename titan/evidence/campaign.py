@@ -5,6 +5,8 @@ Events, by kind:
     opened     the first baseline and the rules; the first such event counts
     idea       changes to the baseline with the number `baseline`; `idea` is the hypothesis' id
     extended   an idea may use more pairs
+    withdrawn  an idea was submitted by mistake; it is not kept, and its pairs and its confirmation's number stay
+    resumed    a withdrawn idea goes on where it was
     seeds      seeds taken for a stage of an idea, before they are trained, so that no other process takes them
     pair       the losses of the baseline and the idea on one seed; a loss of null: that run diverged
 
@@ -28,7 +30,7 @@ from titan.evidence.paired import compute_log_e_values, find_interval
 Changes = str | tuple[str, ...]
 """Overrides of titan.train, or a text of a program that trains by itself."""
 NOISE, CHAIN = "noise", "chain"
-State = Literal["screening", "confirming", "kept", "rejected", "older baseline"]
+State = Literal["screening", "confirming", "kept", "rejected", "older baseline", "withdrawn"]
 CONFIRM_FACTOR = 2
 """A confirmation may use so many times the pairs of a screen."""
 
@@ -98,6 +100,8 @@ class Idea:
         confirmation: the number of its confirmation; None before it.
         state: see `State`.
         kept_as: the number of the baseline that it became.
+        is_withdrawn: whether it was withdrawn and not resumed.
+        reason: why it was withdrawn, in the user's words.
     """
 
     id: str
@@ -111,6 +115,8 @@ class Idea:
     confirmation: int | None = None
     state: State = "screening"
     kept_as: int | None = None
+    is_withdrawn: bool = False
+    reason: str | None = None
 
     @property
     def stage(self) -> str:
@@ -275,18 +281,37 @@ def _add_evidence(campaign: Campaign, idea: Idea, stage: str, pair: SeedPair) ->
 
 
 def _confirm(campaign: Campaign, idea: Idea) -> None:
-    """Count a confirmation that begins, and keep the idea where its evidence now suffices."""
+    """Count a confirmation that begins, also of a withdrawn idea, and keep the idea where its evidence now suffices."""
     if idea.confirmation is None:
         campaign.confirmations += 1
         idea.confirmation = campaign.confirmations
+    _keep_proven(campaign, idea)
+
+
+def _keep_proven(campaign: Campaign, idea: Idea) -> None:
+    """Make an idea the baseline where its evidence suffices."""
     if idea.state != "kept" and _judge(campaign, idea) == "kept":
         idea.state = "kept"
         campaign.kept.append(idea.id)
         idea.kept_as = len(campaign.kept)
 
 
+def _withdraw(campaign: Campaign, event: Mapping[str, Any]) -> None:
+    if (idea := campaign.ideas.get(event["idea"])) is not None and idea.state != "kept":
+        idea.is_withdrawn, idea.reason = True, event["reason"]
+
+
+def _resume(campaign: Campaign, event: Mapping[str, Any]) -> None:
+    if (idea := campaign.ideas.get(event["idea"])) is not None:
+        idea.is_withdrawn = False
+        if idea.stages["confirm"]:
+            _keep_proven(campaign, idea)
+
+
 def _judge(campaign: Campaign, idea: Idea) -> State:
     """Return the state of an idea by its evidence: the best e-value so far counts, as Ville's inequality allows."""
+    if idea.is_withdrawn:
+        return "withdrawn"
     screen, confirm = (campaign.compute_evidence(idea.stages[stage]) for stage in ("screen", "confirm"))
     is_screened = bool(screen) and max(screen) >= math.log(SCREEN)
     is_current = idea.baseline == len(campaign.kept)
@@ -301,4 +326,7 @@ def _judge(campaign: Campaign, idea: Idea) -> State:
     return "confirming" if is_screened else "screening"
 
 
-_APPLIED = {"idea": _add_idea, "extended": _extend, "seeds": _take_seeds, "pair": _add_pair}
+_APPLIED = {
+    "idea": _add_idea, "extended": _extend, "withdrawn": _withdraw, "resumed": _resume, "seeds": _take_seeds,
+    "pair": _add_pair,
+}  # fmt: skip

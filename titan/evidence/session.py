@@ -169,6 +169,7 @@ class Session:
         variant = self.identify(campaign, changes)
         trained = 0
         with self._lock_idea(variant.id):
+            self._resume(variant.id)
             while seeds := self._take_seeds(variant, hypothesis, pairs, batch):
                 self._train_idea(variant, seeds)
                 trained += len(seeds)
@@ -261,13 +262,8 @@ class Session:
         """
         if not 0 <= seed < MAX_SEED:
             raise ConfigError(f"seed={seed}: must be at least 0 and below 2**63.")
-        campaign = self.read()
-        known = campaign.ideas.get(changes) if isinstance(changes, str) else None
-        variant = (
-            self.identify(campaign, changes)
-            if known is None
-            else CampaignVariant(known.changes, known.id, known.result_id, known.baseline)
-        )
+        variant = self._find_variant(changes)
+        self._resume(variant.id)
         with self.book.locked() as writer:
             idea = self._record_idea(writer, variant, hypothesis)
             if is_open := idea.state in ("screening", "confirming"):
@@ -282,6 +278,44 @@ class Session:
                     baseline=idea.baseline,
                 )
         return describe_tried(self.read(), variant, from_book=not is_open)
+
+    def _find_variant(self, changes: Changes) -> CampaignVariant:
+        """Return an idea by its id, or what changes to the present baseline are; see `identify`."""
+        campaign = self.read()
+        known = campaign.ideas.get(changes) if isinstance(changes, str) else None
+        if known is None:
+            return self.identify(campaign, changes)
+        return CampaignVariant(known.changes, known.id, known.result_id, known.baseline)
+
+    def withdraw(self, changes: Changes, reason: str | None = None) -> dict[str, Any]:
+        """Withdraw an idea that is not judged yet; its pairs stay, and so does the budget that it has spent.
+
+        A process that is training it stops after its batch.
+
+        Args:
+            changes: its changes, or its id.
+            reason: why.
+
+        Raises:
+            ConfigError: when there is no such idea, and when it was judged.
+        """
+        variant = self._find_variant(changes)
+        with self.book.locked() as writer:
+            idea = self.read().ideas.get(variant.id)
+            if idea is None:
+                raise ConfigError(f"withdraw: {variant.id}: this campaign has no such idea; the verb list names them.")
+            if idea.state in ("kept", "rejected"):
+                raise ConfigError(f"withdraw: {idea.id}: was judged, {idea.state}, and stays in the book as that.")
+            if idea.state != "withdrawn":
+                writer.append("withdrawn", idea=idea.id, reason=reason)
+        return describe_tried(self.read(), variant, from_book=True)
+
+    def _resume(self, id: str) -> None:
+        """Let an idea that was withdrawn go on where it was: with all its pairs, and the number of its confirmation."""
+        with self.book.locked() as writer:
+            idea = self.read().ideas.get(id)
+            if idea is not None and idea.is_withdrawn:
+                writer.append("resumed", idea=id)
 
     def measure_noise(self, pairs: int, batch: int = 2) -> dict[str, Any]:
         """Train pairs of the present baseline, each on two seeds, until there are so many.

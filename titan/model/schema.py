@@ -45,6 +45,8 @@ class Decoder(DecoderCounts):
 
     FREE: ClassVar[tuple[str, ...]] = ()
     """Settings on which weights of this shape do not depend."""
+    SIZE_FREE: ClassVar[tuple[str, ...]] = ()
+    """Settings of a family that stay the same at all sizes of a ladder (`titan.sweep.ladder_sizes`)."""
 
     dim: int = setting(256, "width of the hidden states", at_least=1, cap=WIDEST)
     layers: int = setting(6, "number of blocks", at_least=1, cap=10_000)

@@ -20,10 +20,15 @@ from titan.report.findings import RunResult
 from titan.scaling.table import Table
 
 EXECUTION = re.compile(
-    r"(parallelism|memory|compile|checkpoint|metrics|cluster|debug|profile|evaluation|model)(\..*)?"
-    r"|devices|hardware|parent|data|continued|name|training\.(steps|tokens|global_batch|seed|repeat)"
+    r"(parallelism|memory|compile|checkpoint|metrics|cluster|debug|profile|evaluation)(\..*)?"
+    r"|model\.(dim|layers|heads|kv_heads|head_dim|ffn|vocab)|devices|hardware|parent|data|continued|name|training\.(steps|tokens|global_batch|seed|repeat)"
 )
 """Settings that distinguish no variants of a law: sizes, lengths, data, and how runs were executed."""
+
+NAMED = 2
+"""Trunks that are named, where there are more."""
+MODEL = re.compile(r"model\b")
+NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,11 @@ class _Rung:
     def place(self) -> tuple[float, int]:
         """Return its size and length."""
         return self.counts[0], self.result.tokens
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the width and depth of its model, which variants share whose parameters differ a little."""
+        return (self.raw.model.dim, self.raw.model.layers) if self.raw.model else (0, 0)
 
 
 def read_runs(directories: Sequence[str], count_all: bool = False) -> Table:
@@ -63,13 +73,21 @@ def read_runs(directories: Sequence[str], count_all: bool = False) -> Table:
             elif counts is not None:
                 (trunks if _is_trunk(raw) else rungs).append(_Rung(raw, result, group.settings, counts))
     if rungs:
-        left_out += [
-            f"{rung.raw.directory.name}: its learning rate stays constant, and others decay" for rung in trunks
-        ]
+        left_out += _describe_trunks([rung.raw.directory.name for rung in trunks])
     rungs = rungs or trunks
     if not rungs:
         raise ConfigError(f"{directories[0]}: has no finished run with a loss; a law needs final losses.")
     return _build_table(*_choose_losses(rungs), left_out, count_all)
+
+
+def _describe_trunks(names: Sequence[str]) -> list[str]:
+    """Return that trunks are left out: one by one, or many in one sentence."""
+    if len(names) <= NAMED:
+        return [f"{name}: its learning rate stays constant, and others decay" for name in names]
+    shown = ", ".join(names[:NAMED])
+    return [
+        f"{len(names)} runs, {shown} and others: their learning rate stays constant, and that of the other runs decays"
+    ]
 
 
 def _is_trunk(raw: RawRun) -> bool:
@@ -143,26 +161,46 @@ def _compute_flops(raw: RawRun) -> float:
 
 
 def _name_variants(rungs: Sequence[_Rung]) -> tuple[tuple[str, ...], list[str]]:
-    """Return the variant of each run, and the numbers that size and length determine, as a ladder's learning rate."""
+    """Return the variant of each run, and the settings that size and length determine, as a ladder's learning rate."""
     names = [name for name in dict.fromkeys(key for r in rungs for key in r.settings) if not EXECUTION.fullmatch(name)]
     values = {name: [rung.settings.get(name, "") for rung in rungs] for name in names}
     names = [name for name in names if len(set(values[name])) > 1]
-    dropped = [name for name in names if _is_determined(values[name], [rung.place for rung in rungs])]
+    dropped = [name for name in names if MODEL.match(name) and _follows_shape(values[name], rungs)]
+    numbers = [name for name in names if name not in dropped and all(map(NUMBER.fullmatch, values[name]))]
+    texts = [name for name in names if name not in (*dropped, *numbers)]
+    words = [tuple(values[name][k] for name in texts) for k in range(len(rungs))]
+    dropped += [name for name in numbers if _is_determined(values[name], words, [rung.place for rung in rungs])]
     kept = [name for name in names if name not in dropped]
     labels = tuple(
         sanitize_line(" ".join(f"{name.rpartition('.')[2]}={values[name][k]}" for name in kept))
         for k in range(len(rungs))
     )
-    return labels, dropped
+    return labels, [name for name in dropped if name != "model"]
 
 
-def _is_determined(values: Sequence[str], places: Sequence[tuple[float, int]]) -> bool:
-    """Return whether a setting is a number of which each size and length has one value."""
-    by_place: dict[tuple[float, int], set[str]] = {}
-    for value, place in zip(values, places, strict=True):
-        by_place.setdefault(place, set()).add(value)
-    are_numbers = all(re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", value) for value in values)
-    return are_numbers and len(by_place) > 1 and all(len(found) == 1 for found in by_place.values())
+def _follows_shape(values: Sequence[str], rungs: Sequence[_Rung]) -> bool:
+    """Return whether each shape of a model has one value of a setting, as where models of a family differ in it."""
+    pairs = {(rung.shape, value) for rung, value in zip(rungs, values, strict=True)}
+    return len(pairs) == len({shape for shape, _ in pairs})
+
+
+def _is_determined(
+    values: Sequence[str], words: Sequence[tuple[str, ...]], places: Sequence[tuple[float, int]]
+) -> bool:
+    """Return whether a number has one value at each size and length, and not one at all of them.
+
+    Args:
+        values: of the number; [runs].
+        words: the settings that are no numbers: runs with the same ones are compared; [runs].
+        places: sizes and lengths; [runs].
+    """
+    by_place: dict[tuple[tuple[str, ...], tuple[float, int]], set[str]] = {}
+    by_words: dict[tuple[str, ...], set[str]] = {}
+    for value, own, place in zip(values, words, places, strict=True):
+        by_place.setdefault((own, place), set()).add(value)
+        by_words.setdefault(own, set()).add(value)
+    varies = any(len(found) > 1 for found in by_words.values())
+    return varies and len(by_place) > 1 and all(len(found) == 1 for found in by_place.values())
 
 
 def _name_corpora(rungs: Sequence[_Rung]) -> tuple[str, ...]:

@@ -26,15 +26,25 @@ def apply_learning_rate(run: Run) -> Run:
     """
     if run.optimizer.lr != "auto":
         return run
-    _check_kind(run)
-    parameters, tokens = count_parameters(run), run.training.total_tokens
-    rate = float(f"{step_law.compute_learning_rate(parameters, tokens):.{DIGITS}g}")
-    _check_range("parameters without embedding and head", step_law.PARAMETERS, parameters, rate)
-    _check_range("tokens", step_law.TOKENS, tokens, rate)
-    _check_batch(run, tokens)
+    rate = compute_learning_rate(run)
     others = tuple(o for o in run.overrides if o.lstrip("+").partition("=")[0] != SETTING)
     optimizer = dataclasses.replace(run.optimizer, lr=rate)
     return dataclasses.replace(run, optimizer=optimizer, overrides=(*others, f"{SETTING}={rate}"))
+
+
+def compute_learning_rate(recipe: Recipe) -> float:
+    """Return the rule's number for a recipe, and warn where it is an extrapolation.
+
+    Raises:
+        ConfigError: where no published run resembles this one.
+    """
+    _check_kind(recipe)
+    parameters, tokens = count_parameters(recipe), recipe.training.total_tokens
+    rate = float(f"{step_law.compute_learning_rate(parameters, tokens):.{DIGITS}g}")
+    _check_range("parameters without embedding and head", step_law.PARAMETERS, parameters, rate)
+    _check_range("tokens", step_law.TOKENS, tokens, rate)
+    _check_batch(recipe, tokens)
+    return rate
 
 
 def count_parameters(recipe: Recipe) -> int:

@@ -6,7 +6,7 @@ known, r follows from how steeply loss falls with tokens there: by a law, or by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,9 +20,12 @@ from titan.scaling.table import Table
 DRAWS = 4000
 WIDEST = np.log(100.0)
 """Ratios are looked for from 1/100 to 100."""
-STEPS = 50
+STEPS = 26
+"""Halvings of that range: to a part in ten million."""
 FLATTEST, STEEPEST = 0.0, 0.6
 """Exponents of D of curves through two losses: 0 is a logarithm; published laws have 0.2 to 0.5."""
+NEAR_N, NEAR_D = 0.05, 0.01
+"""Relative differences in N and in D up to which rungs of two variants are the same: their tokens have to be equal."""
 HALVES = 0.5
 """Share of draws without a ratio from which none is stated."""
 
@@ -266,8 +269,17 @@ def find_ratio(table: Table, baseline: str, variant: str, cost: Numbers) -> floa
             if other == name and cost[k] > 0:
                 found.setdefault((table.n[k], table.d[k]), []).append(float(cost[k]))
         means.append({place: float(np.mean(values)) for place, values in found.items()})
-    ratios = [means[1][place] / means[0][place] for place in means[0] if place in means[1]]
+    pairs = [(value, find_nearest(place, means[1])) for place, value in means[0].items()]
+    ratios = [means[1][place] / value for value, place in pairs if place is not None]
     return float(np.median(ratios)) if ratios else None
+
+
+def find_nearest(place: tuple[float, float], others: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return the N and D of another variant's rung that is the same as one with this N and D; None without any."""
+    near = [
+        other for other in others if abs(other[0] / place[0] - 1) <= NEAR_N and abs(other[1] / place[1] - 1) <= NEAR_D
+    ]
+    return min(near, key=lambda other: abs(other[0] / place[0] - 1) + abs(other[1] / place[1] - 1), default=None)
 
 
 def scale_interval(interval: QuantileInterval, factor: float) -> QuantileInterval:

@@ -15,6 +15,7 @@ from titan.scaling.floor import Floor, profile_floor
 from titan.scaling.ladders import LadderStudy, are_ladders, study_ladders
 from titan.scaling.law import Numbers, compute_log_losses
 from titan.scaling.replicates import Law
+from titan.scaling.rung_speedups import RungSpeedup, compare_rungs
 from titan.scaling.speedup import Speedup, compare_laws, find_ratio
 from titan.scaling.table import Table
 
@@ -24,6 +25,8 @@ SPLITS = 81
 """Sizes at which the loss of a given compute is computed."""
 BEYOND = 3.0
 """How far beyond the sizes of the rungs the best one is looked for."""
+MOST_RUNGS = 100
+"""Rungs times variants up to which speed-ups are computed at each rung."""
 EDGES = 0.05
 """Share of replicates whose best size is at the edge of the sizes, from which it is not determined."""
 
@@ -83,7 +86,9 @@ class Study:
         held: runs that were not fitted.
         floors: of each law, by its variants.
         predictions: of targets and of runs that were not fitted.
-        speedups: of each variant over the first one.
+        speedups: of each variant over the first one, by the laws, at `place`.
+        rung_speedups: likewise, as measured at each rung that both have.
+        place: the target, else the first variant's largest rung.
         optima: by variant.
     """
 
@@ -93,6 +98,8 @@ class Study:
     floors: Mapping[tuple[str, ...], Floor]
     predictions: tuple[LossPrediction, ...]
     speedups: Mapping[str, Speedup]
+    rung_speedups: Mapping[str, Sequence[RungSpeedup]]
+    place: Target
     optima: Mapping[str, Optimum]
 
 
@@ -159,6 +166,8 @@ def _study_corpus(table: Table, corpus: str, question: Question) -> Study | Ladd
         floors,
         tuple(_predict_all(fit, held, question)),
         {name: _compare(fit, baseline, name, place) for name in fit.variants[1:]},
+        _compare_rungs(fit, table, baseline),
+        place,
         {name: find_optimum(fit.laws[name], name, 6 * place.n * place.d) for name in fit.variants},
     )
 
@@ -182,6 +191,13 @@ def _check_no_target(question: Question) -> None:
 def _compare(fit: Fit, baseline: str, name: str, place: Target) -> Speedup:
     flops, hours = (find_ratio(fit.table, baseline, name, cost) for cost in (fit.table.flops, fit.table.hours))
     return compare_laws(fit, baseline, name, place.n, place.d, flops or 1.0, hours)
+
+
+def _compare_rungs(fit: Fit, table: Table, baseline: str) -> dict[str, list[RungSpeedup]]:
+    """Return the speed-ups at common rungs; none of them where the variants are too many for an answer in seconds."""
+    others = fit.variants[1:]
+    rungs = len({*zip(table.n, table.d, strict=True)})
+    return {name: compare_rungs(fit, table, baseline, name) for name in others if rungs * len(others) <= MOST_RUNGS}
 
 
 def _find_held(table: Table, question: Question) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

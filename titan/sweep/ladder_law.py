@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan.errors import ConfigError
 from titan.scaling.fit import Fit, fit_law
+from titan.scaling.rung_speedups import RungSpeedup, compare_rungs
+from titan.scaling.speedup import Speedup, compare_laws
 from titan.scaling.table import Table
 from titan.sweep.ladder import Ladder, Rung, Trunk
 from titan.sweep.predictions import PredictedLoss
@@ -18,10 +21,10 @@ REHEARSED = 20
 
 
 class MeasuredRung(NamedTuple):
-    """The validation loss of a rung with a seed, and where it was measured."""
+    """The validation loss of a rung of a trunk, and where it was measured."""
 
+    trunk: Trunk
     rung: Rung
-    seed: int
     loss: float
     directory: str = ""
 
@@ -40,14 +43,12 @@ def rehearse(ladder: Ladder) -> None:
 
 def _make_losses(trunks: Sequence[Trunk]) -> list[MeasuredRung]:
     return [
-        MeasuredRung(r, t.seed, 2.0 + 40 * r.size.parameters**-0.3 + 80 * r.tokens**-0.3)
-        for t in trunks
-        for r in t.rungs
+        MeasuredRung(t, r, 2.0 + 40 * t.size.parameters**-0.3 + 80 * r.tokens**-0.3) for t in trunks for r in t.rungs
     ]
 
 
 def predict_largest(ladder: Ladder, measured: Sequence[MeasuredRung]) -> tuple[list[PredictedLoss], dict[str, Any]]:
-    """Return the predicted losses of the largest size, and what the prediction rests on.
+    """Return the predicted losses of the largest size of each variant, and what the prediction rests on.
 
     Args:
         ladder: the ladder.
@@ -57,42 +58,97 @@ def predict_largest(ladder: Ladder, measured: Sequence[MeasuredRung]) -> tuple[l
         ConfigError: where the losses can't determine a law.
     """
     fit = fit_law(_build_table(measured))
+    shared = {} if len(ladder.variants) == 1 else {"shared": len(set(map(id, fit.laws.values()))) == 1}
     return _predict(fit, ladder.largest), {
         "counted": fit.table.counted,
+        **shared,
+        "speedups": [_describe_speedup(ladder, trunk, _compare(fit, ladder, trunk)) for trunk in ladder.largest[1:]],
         "runs": [
             {
-                "dim": m.rung.size.model.dim, "n": m.rung.size.parameters, "n_all": m.rung.size.model.parameters(),
-                "d": m.rung.tokens, "seed": m.seed, "loss": m.loss, "directory": m.directory,
+                "variant": m.trunk.variant.label, "dim": m.trunk.size.model.dim, "n": m.trunk.size.parameters,
+                "n_all": m.trunk.size.model.parameters(), "d": m.rung.tokens, "seed": m.trunk.seed, "loss": m.loss,
+                "directory": m.directory,
             }
             for m in measured
         ],
     }  # fmt: skip
 
 
-def _predict(fit: Fit, largest: Trunk) -> list[PredictedLoss]:
-    size = largest.size
+def _compare(fit: Fit, ladder: Ladder, trunk: Trunk) -> Speedup:
+    """Return the speed-up of a variant at the largest size and the longest length, by both laws."""
+    baseline = ladder.largest[0]
+    flops = _count_flops(trunk) / _count_flops(baseline)
+    return compare_laws(
+        fit, baseline.variant.label, trunk.variant.label, baseline.size.parameters, baseline.rungs[-1].tokens, flops
+    )
+
+
+def _count_flops(trunk: Trunk) -> float:
+    """Return the FLOPs of a token."""
+    return float(trunk.size.model.flops_per_token(trunk.variant.base.training.seq_len))
+
+
+def _describe_speedup(ladder: Ladder, trunk: Trunk, speedup: Speedup) -> dict[str, Any]:
+    first, longest = ladder.largest[0], ladder.largest[0].rungs[-1]
+    return {
+        "variant": trunk.variant.label, "baseline": first.variant.label, "dim": first.size.model.dim,
+        "n": first.size.parameters, "d": longest.tokens, **describe_shares(speedup),
+        "text": speedup.describe(trunk.variant.label, first.variant.label),
+    }  # fmt: skip
+
+
+def describe_shares(speedup: Speedup) -> dict[str, Any]:
+    """Return the shares of tokens and FLOPs as plain data; None where they are not determined."""
+    return {
+        "tokens": None if speedup.tokens is None else asdict(speedup.tokens),
+        "flops": None if speedup.flops is None else asdict(speedup.flops),
+    }
+
+
+def measure_speedups(ladder: Ladder, measured: Sequence[MeasuredRung]) -> list[RungSpeedup]:
+    """Return the speed-up of each variant at each rung, the largest included; none with one variant.
+
+    Args:
+        ladder: the ladder.
+        measured: all rungs.
+
+    Raises:
+        ConfigError: where the losses can't determine a law.
+    """
+    if len(ladder.variants) == 1:
+        return []
+    table = _build_table(measured)
+    fit, baseline = fit_law(table), ladder.variants[0].label
+    names = [variant.label for variant in ladder.variants[1:] if variant.label in fit.laws]
+    return [found for name in names for found in compare_rungs(fit, table, baseline, name)]
+
+
+def _predict(fit: Fit, largest: Sequence[Trunk]) -> list[PredictedLoss]:
     predicted = []
-    for rung in largest.rungs:
-        interval = fit.predict(size.parameters, rung.tokens)
-        predicted.append(
-            PredictedLoss(
-                size.model.dim, size.parameters, size.model.parameters(), rung.tokens, interval.value, interval.low,
-                interval.high, interval.level,
-            )
-        )  # fmt: skip
+    for trunk in largest:
+        size, label = trunk.size, trunk.variant.label
+        for rung in trunk.rungs:
+            interval = fit.predict(size.parameters, rung.tokens, label)
+            predicted.append(
+                PredictedLoss(
+                    size.model.dim, size.parameters, size.model.parameters(), rung.tokens, interval.value,
+                    interval.low, interval.high, interval.level, label,
+                )
+            )  # fmt: skip
     return predicted
 
 
 def _build_table(measured: Sequence[MeasuredRung]) -> Table:
-    count = len(measured)
+    tokens = np.array([float(m.rung.tokens) for m in measured])
     return Table(
-        n=np.array([float(m.rung.size.parameters) for m in measured]),
-        d=np.array([float(m.rung.tokens) for m in measured]),
+        n=np.array([float(m.trunk.size.parameters) for m in measured]),
+        d=tokens,
         loss=np.array([m.loss for m in measured]),
-        seed=tuple(str(m.seed) for m in measured),
-        variant=("",) * count,
-        corpus=("",) * count,
+        seed=tuple(str(m.trunk.seed) for m in measured),
+        variant=tuple(m.trunk.variant.label for m in measured),
+        corpus=("",) * len(measured),
         name=tuple(m.rung.label for m in measured),
-        other_n=np.array([float(m.rung.size.model.parameters()) for m in measured]),
+        other_n=np.array([float(m.trunk.size.model.parameters()) for m in measured]),
         counted="without embeddings",
+        flops=tokens * np.array([_count_flops(m.trunk) for m in measured]),
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class PredictedLoss:
         low: lower end of its interval.
         high: upper end.
         level: of the interval.
+        variant: its label; empty in a ladder with one variant.
     """
 
     dim: int
@@ -47,6 +48,7 @@ class PredictedLoss:
     low: float
     high: float
     level: float
+    variant: str = ""
 
     def holds(self, loss: float) -> bool:
         """Return whether a loss lies inside the interval."""
@@ -60,14 +62,16 @@ class LadderPrediction:
     Attributes:
         key: digest of the ladder's settings: which ladder it is for.
         time: when it was written, as ISO 8601.
-        losses: of the largest size, the shortest length first.
+        losses: of the largest size of each variant, the shortest length first.
         digest: of all the content but the time: a ladder that is repeated predicts the same.
+        details: what else it has: the runs that were fitted, and the speed-ups that their law predicts.
     """
 
     key: str
     time: str
     losses: tuple[PredictedLoss, ...]
     digest: str
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_once(folder: Path, key: str, time: str, losses: Sequence[PredictedLoss], details: dict[str, Any]) -> None:
@@ -78,7 +82,7 @@ def write_once(folder: Path, key: str, time: str, losses: Sequence[PredictedLoss
         key: see `LadderPrediction`.
         time: see `LadderPrediction`.
         losses: see `LadderPrediction`.
-        details: what else is kept: the runs that were fitted, and the law.
+        details: what else is kept; see `LadderPrediction`.
     """
     content = {"key": key, "losses": [asdict(loss) for loss in losses], **details}
     text = json.dumps({"format": FORMAT, "time": time, "digest": _compute_digest(content), **content}, indent=1) + "\n"
@@ -114,9 +118,8 @@ def read(folder: Path) -> LadderPrediction | None:
         time, digest = content.pop("time"), content.pop("digest")
         if digest != _compute_digest(content):
             raise ValueError("it was changed")
-        return LadderPrediction(
-            content["key"], time, tuple(PredictedLoss(**loss) for loss in content["losses"]), digest
-        )
+        key, losses = content.pop("key"), content.pop("losses")
+        return LadderPrediction(key, time, tuple(PredictedLoss(**loss) for loss in losses), digest, content)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -156,19 +159,19 @@ def find_record() -> Path:
     return Path(home) / "titan" / RECORD
 
 
-def add_score(folder: Path, prediction: LadderPrediction, loss: float, time: str) -> None:
-    """Add the outcome of a ladder's longest run to the user's record, once.
+def add_score(folder: Path, prediction: LadderPrediction, predicted: PredictedLoss, loss: float, time: str) -> None:
+    """Add the outcome of the longest run of a variant to the user's record, once.
 
     Args:
         folder: the ladder's directory.
         prediction: of the ladder.
-        loss: the validation loss of the largest size at the longest length.
+        predicted: of the largest size at the longest length.
+        loss: the validation loss there.
         time: when it was scored, as ISO 8601.
 
     Raises:
         OSError: when the record can't be written.
     """
-    predicted = prediction.losses[-1]
     line = {
         "time": time, "predicted_at": prediction.time, "digest": prediction.digest, "folder": str(folder),
         **asdict(predicted), "loss": loss, "inside": predicted.holds(loss),
@@ -179,7 +182,8 @@ def add_score(folder: Path, prediction: LadderPrediction, loss: float, time: str
         locks.acquire(record.fileno(), str(file))
         record.seek(0)
         lines = record.read()
-        if any(other and other["digest"] == prediction.digest for other in map(_parse_line, lines.splitlines())):
+        others = [other for other in map(_parse_line, lines.splitlines()) if other]
+        if (prediction.digest, predicted.variant) in [(o["digest"], o.get("variant", "")) for o in others]:
             return
         start = b"" if not lines or lines.endswith(b"\n") else b"\n"  # after a line that a kill cut short
         record.write(start + json.dumps(line).encode() + b"\n")

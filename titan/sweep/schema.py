@@ -61,9 +61,19 @@ class Sweep:
         cap=100,
         later=True,
     )
-    lr_rule: Literal["width", "fixed"] = setting(
-        "width",
-        "of a ladder: width: optimizer.lr times the recipe's width over that of the size; fixed: the same for all",
+    lr_rule: Literal["width", "fixed", "tuned"] | None = setting(
+        None,
+        "of a ladder: width: optimizer.lr times the recipe's width over that of the size; fixed: the same for all; "
+        "tuned: at the smallest sizes, and extrapolated; null: fixed where the model scales its learning rates by "
+        "size, else width",
+        later=True,
+    )
+    tuned_sizes: int = setting(2, "of lr_rule=tuned: how many of the smallest sizes are tuned", at_least=1, later=True)
+    tuned_factors: tuple[float, ...] = setting(
+        (0.25, 0.5, 1.0, 2.0),
+        "of lr_rule=tuned: multiples of the rate by width that are tried at each tuned size",
+        above=0,
+        cap=1e3,
         later=True,
     )
     worst: float | None = setting(

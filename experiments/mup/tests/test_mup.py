@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,17 @@ import torch
 from experiments.mup import coordinates
 from experiments.mup.exponents import FIGURES, ROLES, ModelScale, compute_factor, find_role, read_table
 from experiments.mup.schema import Llama, Qwen3, Qwen3Moe
-from tests.support.runs import compose_tiny_run, read_learned_values, read_step_records, train_run
+from launchers.command import plan_command
+from tests.support.composing import compose_test_run
+from tests.support.runs import TINY, compose_tiny_run, read_learned_values, read_step_records, train_run
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.optimizer.schema import SGD, AdamW, Muon
 from titan.optimizer.update_factors import build_optimizer
+from titan.sweep.ladder import build_ladder
+from titan.sweep.ladder_rates import choose_rates
+from titan.sweep.ladder_sizes import Variant
+from titan.sweep.schema import Sweep
 
 CONF = f"hydra.searchpath=[file://{Path(__file__).resolve().parents[1] / 'conf'}]"
 SHAPE: dict[str, Any] = {"vocab": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "base_dim": 16, "base_layers": 2}
@@ -112,6 +119,35 @@ def test_a_parameter_without_a_role_is_rejected() -> None:
     assert find_role("layers.10.attention.q_norm.weight") == "block_norm"
     with pytest.raises(ConfigError, match=r"layers\.0\.extra\.weight has no role"):
         find_role("layers.0.extra.weight")
+
+
+def test_a_ladder_leaves_rates_to_the_model() -> None:
+    """Sizes vary width and depth, the base stays, and the learning rate is that of the base at every size."""
+    model = Llama(**{**SHAPE, "heads": 8, "kv_heads": 4, "dim": 64, "layers": 4, "ffn": 96, "base_dim": 32})
+    base = replace(compose_test_run([*TINY]), model=model)
+    ladder = build_ladder([Variant((), base)], Sweep(sizes=(16, 32, 64, 128), lengths=(8.0, 16.0), seeds=1))
+    shapes = [(t.size.model.dim, t.size.model.layers, t.size.lr) for t in ladder.trunks]
+    rate = base.optimizer.peak_lr
+    assert shapes == [(16, 1, rate), (32, 2, rate), (64, 4, rate), (128, 8, rate)]
+    assert {(t.size.model.base_dim, t.size.model.base_layers) for t in ladder.trunks} == {(32, 2)}
+    factors = [t.size.model.update_factors(base.optimizer)["layers.0.attention.wq.weight"].lr for t in ladder.trunks]
+    assert factors == [2.0, 1.0, 0.5, 0.25] and "the model scales it" in ladder.rule
+    control = Variant((), replace(base, model=replace(model, transfer="none")))
+    assert choose_rates([control], Sweep()).description == "in proportion to 1 / width"
+    with pytest.raises(ConfigError, match="scales its learning rates"):
+        choose_rates([Variant((), base)], Sweep(), is_auto=True)
+
+
+@pytest.mark.full
+def test_a_ladder_is_planned_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    planned: list[Any] = []
+    sizes = ["sweep.sizes=[16,32,64,96]", "sweep.lengths=[8,16,32]", "sweep.seeds=1", "model.transfer=both,none"]
+    shape = ["model.dim=64", "model.layers=4", "model.heads=8", "model.kv_heads=4", "model.ffn=96", "model.base_dim=32"]
+    command = ["-m", CONF, "sweep=ladder", "model=mup_llama", *shape, *sizes, "cluster=cpu", "name=s"]
+    assert plan_command(command, lambda run: 1, lambda trials: planned.extend(trials) or [0] * len(trials)) == 0
+    assert len(planned) == 2 * 16 and {trial.run.model.base_dim for trial in planned} == {32}
+    assert {trial.run.optimizer.lr for trial in planned} == {planned[0].run.optimizer.lr}
 
 
 def test_attention_scale() -> None:

@@ -21,6 +21,8 @@ GROUPS = (
      "Not shown to be better with the pairs that were allowed, which does not show that they are useless."),
     ("older baseline", "Not decided, of an older baseline",
      "Their baseline is no longer the baseline; try them again."),
+    ("withdrawn", "Withdrawn",
+     "Taken back before they were judged. Their pairs stay, and so does the budget of confirmations that had begun."),
 )  # fmt: skip
 """States of ideas that were not kept, with a heading and a note."""
 NONE = ""

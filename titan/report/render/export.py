@@ -40,13 +40,13 @@ def format_csv(comparison: Comparison) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, [*COLUMNS, *extra_columns], restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _format_field(value) for name, value in row.items()} for row in rows)
+    writer.writerows({name: format_field(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
 
 
 def format_json(comparison: Comparison) -> str:
     """Return all results in full precision; keys are the fields of `titan.report.findings`, not finite is null."""
-    return json.dumps({"format": FORMAT, **_convert_to_plain(comparison)}, indent=1, allow_nan=False) + "\n"
+    return json.dumps({"format": FORMAT, **convert_to_plain(comparison)}, indent=1, allow_nan=False) + "\n"
 
 
 def _build_row(variant: Variant, run: RunResult) -> dict[str, Any]:
@@ -100,22 +100,22 @@ def _build_failed_row(failed: FailedRun) -> dict[str, Any]:
     return {"run": failed.label, "directory": failed.directory, "state": failed.state, "reason": failed.reason}
 
 
-def _format_field(value: Any) -> Any:
+def format_field(value: Any) -> Any:
     """Return a CSV field: true and false as in JSON, empty where unknown or not finite."""
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 
-def _convert_to_plain(value: Any) -> Any:
+def convert_to_plain(value: Any) -> Any:
     """Return results as JSON values, without curves."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: _convert_to_plain(element) for name, element in fields.items() if not isinstance(element, Curves)}
+        return {name: convert_to_plain(element) for name, element in fields.items() if not isinstance(element, Curves)}
     if isinstance(value, Mapping):
-        return {str(name): _convert_to_plain(element) for name, element in value.items()}
+        return {str(name): convert_to_plain(element) for name, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_convert_to_plain(element) for element in value]
+        return [convert_to_plain(element) for element in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value

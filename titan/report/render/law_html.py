@@ -14,6 +14,8 @@ from titan.report.render import law_text
 from titan.report.render.law_charts import draw_floor, draw_rungs
 from titan.report.render.template import POLICY, content, load_template
 from titan.scaling.ladders import LadderStudy
+from titan.scaling.rung_speedups import describe_rung
+from titan.scaling.speedup import format_share
 from titan.scaling.study import LossPrediction, Study, list_rungs
 from titan.scaling.table import Table
 
@@ -77,7 +79,9 @@ def _build_section(study: Study, number: int) -> dict[str, Any]:
     predictions = {p.variant: [q for q in study.predictions if q.variant == p.variant] for p in study.predictions}
     lines = [line.strip() for line in law_text.format_study(study) if line.strip()]
     tabled = {law_text.describe_prediction(p) for p in study.predictions}
-    sentences = [line for line in lines if line not in tabled and not line.startswith("loss of a new run")]
+    tabled |= {describe_rung(found) for rungs in study.rung_speedups.values() for found in rungs}
+    headings = "loss of a new run", law_text.RUNG_LINES, "and "  # those of tables, and the ends of long lists
+    sentences = [line for line in lines if line not in tabled and not line.startswith(headings)]
     names = study.fit.variants[:MOST_CHARTS]
     charts = [draw_rungs(study.fit, name, predictions.get(name, []), f"{number}-{k}") for k, name in enumerate(names)]
     charts += [draw_floor(floor, variants, f"{number}-{k}") for k, (variants, floor) in enumerate(study.floors.items())]
@@ -85,6 +89,7 @@ def _build_section(study: Study, number: int) -> dict[str, Any]:
         "heading": sanitize_nested(study.corpus or "All runs"),
         "sentences": sanitize_nested(sentences[1:] if study.corpus else sentences),
         "predictions": sanitize_nested([_format_prediction(p) for p in study.predictions]),
+        "speedups": sanitize_nested(_list_speedups(study)),
         "charts": charts,
         "rungs": sanitize_nested(_list_rungs(study)),
     }
@@ -118,6 +123,19 @@ def _format_prediction(prediction: LossPrediction) -> list[str]:
         "" if prediction.observed is None else f"{prediction.observed:.3f}",
         f"{prediction.plain:.3f}",
     ]
+
+
+def _list_speedups(study: Study) -> list[list[str]]:
+    rows = []
+    for name, rungs in study.rung_speedups.items():
+        for found in rungs:
+            shares = (found.speedup.flops, found.speedup.tokens, found.speedup.hours)
+            cells = [format_share(share) if share else "not determined" for share in shares[:2]]
+            hours = format_share(shares[2]) if shares[2] else ""
+            losses = [f"{found.loss:.4f}", f"{found.baseline_loss:.4f}"]
+            place = [format_count(found.n), format_count(found.d)]
+            rows.append([law_text.name_variant(name), *place, *cells, hours, *losses, str(found.pairs)])
+    return rows
 
 
 def _list_rungs(study: Study) -> list[list[str]]:

@@ -14,11 +14,14 @@ from titan.scaling.floor import Floor
 from titan.scaling.ladders import ComputeFactor, LadderStudy
 from titan.scaling.law import BEND, DATA, SHARED, SIZE, Numbers
 from titan.scaling.replicates import Law
+from titan.scaling.rung_speedups import describe_rung
 from titan.scaling.study import LossPrediction, Optimum, Study
 from titan.scaling.table import Table
 
 SHOWN = 30
-"""Predictions in a terminal."""
+"""Predictions, and rungs of a variant, in a terminal."""
+RUNG_LINES = "as measured at each rung, with the slope of the baseline's law, what"
+"""How the line before the speed-ups at rungs begins."""
 
 
 def format_studies(table: Table, studies: Sequence[Study | LadderStudy]) -> str:
@@ -42,10 +45,7 @@ def format_study(study: Study) -> list[str]:
         lines += [f"  {line}" for line in list_parameters(law)]
         lines += [describe_noise(law)]
     lines += _format_predictions(study.predictions)
-    lines += [
-        speedup.describe(name_variant(name), name_variant(study.fit.variants[0]))
-        for name, speedup in study.speedups.items()
-    ]
+    lines += _format_speedups(study)
     return [*lines, *(describe_optimum(name, optimum) for name, optimum in study.optima.items())]
 
 
@@ -188,6 +188,18 @@ def _format_predictions(predictions: Sequence[LossPrediction]) -> Iterator[str]:
     if scored:
         inside = sum(bool(p.is_inside) for p in scored)
         yield f"{inside} of {format_plural(len(scored), 'held-out rung')} inside their {LEVEL:.0%} intervals"
+
+
+def _format_speedups(study: Study) -> Iterator[str]:
+    """Yield the speed-up of each variant by the laws, then as measured at each rung."""
+    baseline = name_variant(study.fit.variants[0])
+    for name, speedup in study.speedups.items():
+        yield speedup.describe(name_variant(name), baseline)
+        if rungs := study.rung_speedups.get(name):
+            yield f"{RUNG_LINES} {name_variant(name)} needs for {baseline}'s loss:"
+            yield from (f"  {describe_rung(rung)}" for rung in rungs[:SHOWN])
+        if len(rungs or ()) > SHOWN:
+            yield f"  and {len(rungs or ()) - SHOWN} more, on the page"
 
 
 def describe_optimum(name: str, optimum: Optimum) -> str:
