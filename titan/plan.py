@@ -136,6 +136,7 @@ def _check_files(settings: Settings) -> tuple[Path, ...]:
 def _plan_run(
     run: Run, settings: PlanSettings, files: Sequence[Path], overrides: tuple[str, ...], provenance: str
 ) -> int:
+    estimate.check_sharding(run)
     refinement = _fit_runs(run, settings.fit) if settings.fit is not None else None
     factors = refinement.factors if refinement else UNCHANGED
     search_result = _search_layouts(run, settings, factors) if settings.search else None

@@ -213,6 +213,20 @@ def test_a_failed_compilation_changes_no_settings() -> None:
     assert torchs_settings() == before
 
 
+@pytest.mark.parametrize(("backend", "gets"), [("inductor", {"max_fusion_size": 3}), ("aot_eager", None)])
+def test_settings_of_inductor_are_for_its_graphs_only(backend: str, gets: dict[str, int] | None) -> None:
+    seen: list[Any] = []
+
+    def noting(graph: Any, inputs: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs.get("config_patches"))
+        return graph
+
+    graph: Any = torch.fx.symbolic_trace(torch.nn.Identity())
+    with patch("torch._dynamo.lookup_backend", lambda name: noting):
+        ConfiguredBackend(backend, inductor=(("max_fusion_size", 3),))(graph, [])
+    assert seen == [gets]
+
+
 def through(stages: list[ModelStage]) -> None:
     """One step through stages as a pipeline takes it, and an evaluation."""
     for train in (True, False):

@@ -15,6 +15,7 @@ from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
 from titan.parallelism.strategy import (
+    ModelSharding,
     Strategy,
     assign_groups,
     blocks_are_alike,
@@ -80,6 +81,7 @@ def test_blocks_that_are_alike(match: tuple[str, ...], alike: bool) -> None:
         pytest.param(Strategy(match=("layers.*.wz",)), False, r"match=.*no module of the model matches", id="nothing"),
         pytest.param(Strategy(match=("layers",)), False, r"match=.*no module of the model matches layers", id="layers"),
         pytest.param(Strategy(match=("head",), shard=3), False, r"g\.shard=3: does not divide the 4 ranks", id="ranks"),
+        pytest.param(ModelSharding(match=("head",)), False, r"match=\[head\]: .* shards the whole model", id="model"),
         pytest.param(Strategy(match=("head",)), True, r"match=.*share a weight.*match both", id="tied"),
     ],
 )
@@ -121,6 +123,7 @@ def test_parameters_are_sharded_as_their_group_says_and_another_sharding_resumes
     ("group", "message"),
     [
         pytest.param(f"_target_: {OWN}.Idle, match: [head]", "Idle.wrap did not apply fully_shard to head", id="idle"),
+        full(f"_target_: {OWN}.IdleModel", "IdleModel.wrap did not shard all parameters of norm.", id="idle-model"),
         full(f"_target_: {OWN}.Columns, match: ['*.w2']", "Columns can't shard layers.0.feed_forward.w2", id="uneven"),
     ],
 )

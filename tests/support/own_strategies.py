@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan.parallelism.schema import Layout
-from titan.parallelism.strategy import Strategy
+from titan.parallelism.strategy import ModelSharding, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,14 @@ class Kept(Strategy):
 @dataclass(frozen=True, kw_only=True)
 class Idle(Strategy):
     """Forgets to shard."""
+
+    def wrap(self, modules: list[Any], mesh: Any, options: Mapping[str, Any]) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleModel(ModelSharding):
+    """Forgets to shard the model."""
 
     def wrap(self, modules: list[Any], mesh: Any, options: Mapping[str, Any]) -> None:
         pass

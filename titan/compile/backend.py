@@ -6,7 +6,7 @@ The compiler's modules are imported inside functions, because importing them tak
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,11 +30,14 @@ class ConfiguredBackend:
         name: torch's backend.
         share: activation memory budget, see `titan.memory.schema.Memory.share`.
         keep_buffers: whether backward leaves saved activations intact for a second backward pass.
+        inductor: names and values of `torch._inductor.config`, for forward and backward; no effect with another
+            backend.
     """
 
     name: str
     share: float | None = None
     keep_buffers: bool = False
+    inductor: tuple[tuple[str, Any], ...] = ()
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable[..., Any]:
         """Compile a graph with the settings."""
@@ -46,6 +49,8 @@ class ConfiguredBackend:
                 stack.enter_context(_set_activation_budget(self.share))
             if self.keep_buffers:
                 stack.enter_context(_without_donated_buffers())
+            if self.name == "inductor" and self.inductor:
+                kwargs["config_patches"] = {**dict(self.inductor), **(kwargs.get("config_patches") or {})}
             compiled: Callable[..., Any] = lookup_backend(self.name)(graph, inputs, **kwargs)
         return count_calls(compiled)
 
@@ -118,6 +123,7 @@ def compile_stage(
     share: float | None = None,
     keep_buffers: bool = False,
     parts: Sequence[Sequence[Part]] | None = None,
+    inductor: Mapping[str, Any] | None = None,
 ) -> list[GraphLabel]:
     """Compile a stage in place: parameter names stay, and hooks registered later run outside of the compiled code.
 
@@ -136,13 +142,14 @@ def compile_stage(
         keep_buffers: leave saved activations intact in backward, for schedules that compute the gradients of inputs
             and of weights in two passes.
         parts: of each block, see `titan.model.parts`; None: each is one part.
+        inductor: settings of `torch._inductor.config`, by name, for these graphs.
 
     Returns:
         What is compiled.
     """
     if settings.scope == "off":
         return []
-    backend = ConfiguredBackend(settings.backend, share, keep_buffers)
+    backend = ConfiguredBackend(settings.backend, share, keep_buffers, tuple(sorted((inductor or {}).items())))
     blocks = [[Part(block)] for block in stage.model.blocks()] if parts is None else parts
     if settings.scope == "model" and all(map(is_one_part, blocks)):
         label = GraphLabel("model")

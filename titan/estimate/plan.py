@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from titan.cluster.known_devices import look_up_peak_tflops
 from titan.console.notebook import build_table, format_fields
 from titan.console.numbers import format_rounded
+from titan.errors import ConfigError
 from titan.estimate import memory, operations, overhead
 from titan.estimate.constants import Constants, load_constants
 from titan.estimate.known_hardware import describe_unmeasured
@@ -165,6 +166,15 @@ def build_interval(value: float, error: float) -> PredictedValue:
     return PredictedValue(value, value / (1 + error), value * (1 + error))
 
 
+def check_sharding(recipe: Recipe) -> None:
+    """Raise ConfigError where a strategy shards the model in another way than FSDP, which alone is estimated."""
+    if (sharding := recipe.parallelism.model_sharding) is not None:
+        raise ConfigError(
+            f"parallelism.groups: titan.plan estimates FSDP, and {sharding._target_} shards the model; leave the group "
+            "out for the figures of FSDP."
+        )
+
+
 def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) -> Plan:
     """Return the plan of a recipe.
 
@@ -175,8 +185,9 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
         machine: the node that the run gets.
 
     Raises:
-        ConfigError: when a figure of the hardware is missing.
+        ConfigError: when a figure of the hardware is missing, or the sharding is not estimated.
     """
+    check_sharding(recipe)
     hardware = resolve_hardware(recipe.cluster, machine)
     speeds = derive_device_speeds(recipe, hardware, machine, layout)
     constants = load_constants()

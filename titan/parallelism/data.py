@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from titan.errors import RunError
 from titan.parallelism import accumulation
-from titan.parallelism.strategy import DEFAULT, Sharding
+from titan.parallelism.strategy import DEFAULT, ModelSharding, Sharding
 from titan.parallelism.units import Unit, build_placement_options, list_units
 
 
@@ -36,7 +37,7 @@ def shard_stage(
 
     Each unit (`titan.parallelism.units`) is gathered in the compute type when it is used. The backward pass of an
     embedding needs no weight. Tied embedding and head are one unit, which stays gathered from the forward pass of the
-    embedding to the backward pass of the head.
+    embedding to the backward pass of the head. A `ModelSharding` among the groups replaces all that.
 
     Args:
         stage: the module whose forward pass uses all of its `model`.
@@ -63,8 +64,12 @@ def shard_stage(
         options["mp_policy"] = fp32_policy if unit.names == ["norm"] else cast_policy
         options["reshard_after_forward"] = unit.reshard if unit.sharding.mesh == mesh else bool(unit.reshard)
         _wrap_modules([model.get_submodule(name) for name in unit.names], unit, options)
-    if mesh is not None:
-        _shard_root(stage, mesh, common | {"mp_policy": fp32_policy, "reshard_after_forward": False}, prefetch)
+    root_options = common | {"mp_policy": fp32_policy, "reshard_after_forward": False}
+    whole = next((group for group in groups.values() if isinstance(group.strategy, ModelSharding)), None)
+    if whole is not None:
+        _wrap_modules([stage], Unit(["the rest of the model"], whole, False, {}), root_options)
+    elif mesh is not None:
+        _shard_root(stage, mesh, root_options, prefetch)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -111,8 +116,17 @@ def _wrap_modules(modules: list[nn.Module], unit: Unit, options: Any) -> None:
         strategy.wrap(modules, mesh, options)
     except (NotImplementedError, AssertionError, TypeError) as error:
         raise RunError(f"{strategy._target_} can't shard {' and '.join(names)}: {error}") from error
-    if any(not isinstance(module, FSDPModule) for module in modules):
+    if isinstance(strategy, ModelSharding):
+        if not all(_is_sharded(parameter, mesh) for module in modules for parameter in module.parameters()):
+            raise RunError(f"{strategy._target_}.wrap did not shard all parameters of {' and '.join(names)}.")
+    elif any(not isinstance(module, FSDPModule) for module in modules):
         raise RunError(f"{strategy._target_}.wrap did not apply fully_shard to {' and '.join(names)}.")
+
+
+def _is_sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+    """Return whether a parameter is a DTensor over the dimensions of a mesh, among others."""
+    dims = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return set(mesh.mesh_dim_names or ()) <= set(dims or ())
 
 
 def _set_prefetch(model: Any, count: int) -> None:

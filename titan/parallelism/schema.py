@@ -9,7 +9,7 @@ from typing import Literal
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.parallelism.strategy import Strategy
+from titan.parallelism.strategy import ModelSharding, Strategy, find_model_sharding
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 """The mesh's dimensions, outermost first: ranks that are adjacent along the last one are adjacent in a node."""
@@ -235,10 +235,18 @@ class Parallelism:
                 "parallelism.expert=0: must be 1 or more, or -1 for all ranks of shard, context and tensor."
             )
 
+    @property
+    def model_sharding(self) -> ModelSharding | None:
+        """What shards the whole model in another way than FSDP; None: FSDP does."""
+        return find_model_sharding((self.groups or {}).values())
+
     def resolve_reshard(self, layout: Layout) -> bool | int:
-        """Whether a block's gathered weights are freed after its forward pass; a number: reshard over so many ranks."""
+        """Whether a block's gathered weights are freed after its forward pass; a number: reshard over so many ranks.
+
+        Only FSDP's micro-batches share what is gathered, so that nothing else keeps it by default.
+        """
         if self.reshard == "auto":
-            return layout.pipeline == 1
+            return layout.pipeline == 1 or self.model_sharding is not None
         return self.reshard == "always" if isinstance(self.reshard, str) else self.reshard
 
     def resolve_prefetch(self, layout: Layout) -> int:
@@ -251,6 +259,8 @@ class Parallelism:
 
     def accumulates_whole(self, layout: Layout) -> bool:
         """Whether gradients stay unsharded from micro-batch to micro-batch."""
+        if self.model_sharding is not None:
+            return False
         return layout.pipeline > 1 if self.accumulate == "auto" else self.accumulate == "whole"
 
     def compute_row_multiple(self, layout: Layout) -> int:

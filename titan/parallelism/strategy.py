@@ -96,8 +96,45 @@ class Strategy:
         return f"{class_prefix}sharded over {mesh.size(-1)} rank{'s' if mesh.size(-1) > 1 else ''}{replicas}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelSharding(Strategy):
+    """A strategy that shards the whole model in another way than `fully_shard`, as the only group.
+
+    `wrap` is called for each unit, the innermost first, and last for the stage, whose remaining parameters it shards
+    too. Afterwards
+
+    - every parameter is a DTensor with its former name, over `mesh` and, where it was a DTensor over tensor ranks, over
+      both: the placements of `fully_shard`, so that any checkpoint resumes;
+    - the backward pass of each micro-batch adds the sum over the ranks of the mesh to a parameter's gradient.
+
+    Modules are compiled when they are called first, with what `wrap` did to them.
+    """
+
+    match: tuple[str, ...] = setting(("*",), "patterns of module names: ['*'], all of them")
+
+    def compiler_settings(self) -> dict[str, Any]:
+        """Return the settings of `torch._inductor.config`, by name, with which a stage is compiled."""
+        return {}
+
+    def wrap(self, modules: list[nn.Module], mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
+        """Shard the parameters of modules; see the class.
+
+        Args:
+            modules: as in `Strategy.wrap`, or the stage.
+            mesh: of `mesh`.
+            options: `mp_policy` with the types in which weights are gathered and gradients reduced, and
+                `reshard_after_forward`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.wrap")
+
+
 DEFAULT = Strategy(match=())
 """The strategy of modules that no group matches."""
+
+
+def find_model_sharding(groups: Iterable[Strategy]) -> ModelSharding | None:
+    """Return the strategy that shards the whole model in another way than FSDP; None: FSDP does."""
+    return next((group for group in groups if isinstance(group, ModelSharding)), None)
 
 
 def assign_groups(names: Iterable[str], groups: Mapping[str, Strategy]) -> dict[str, str]:
@@ -185,6 +222,11 @@ def check_groups(groups: Mapping[str, Strategy], parameters: Sequence[str], layo
     for name, group in groups.items():
         _check_match(name, group, names)
         _check_shards(name, group, layout)
+        if isinstance(group, ModelSharding) and (group.match != ("*",) or len(groups) > 1):
+            raise ConfigError(
+                f"parallelism.groups.{name}.match={format_value(group.match)}: {group._target_} shards the whole "
+                f"model; give ['*'], and no group but parallelism.groups.{name}."
+            )
     if tied and assigned.get("tok_embeddings") != assigned.get("head"):
         name = assigned.get("head") or assigned["tok_embeddings"]
         raise ConfigError(

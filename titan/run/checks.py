@@ -311,6 +311,7 @@ def _check_sharding(run: Run) -> None:
         )
     if parallelism.groups:
         strategy.check_groups(parallelism.groups, run.model.parameter_names(), layout, run.model.tied)
+        _check_model_sharding(run)
     if isinstance(parallelism.reshard, int) and (
         layout.sharded % parallelism.reshard or layout.sharded == parallelism.reshard
     ):
@@ -331,6 +332,28 @@ def _check_sharding(run: Run) -> None:
         )
     if run.memory.offload and (layout.sharded == 1 or layout.only_replicated):
         raise ConfigError("memory.offload=true: only sharded weights can be in host memory; give parallelism=fsdp.")
+
+
+def _check_model_sharding(run: Run) -> None:
+    """Reject what only FSDP does where a strategy shards the whole model in another way."""
+    parallelism, sharding = run.parallelism, run.parallelism.model_sharding
+    if sharding is None:
+        return
+    rejected = {
+        f"parallelism.reshard={parallelism.reshard}": isinstance(parallelism.reshard, int),
+        f"parallelism.accumulate={parallelism.accumulate}": parallelism.accumulate == "whole",
+        f"parallelism.prefetch={parallelism.prefetch}": parallelism.prefetch not in ("auto", 0),
+        f"parallelism.reduce_buffers={parallelism.reduce_buffers}": parallelism.reduce_buffers > 1,
+        "parallelism.separate_reduce=true": parallelism.separate_reduce,
+        "parallelism.symmetric_memory=true": parallelism.symmetric_memory,
+        f"parallelism.expert={parallelism.expert}": run.layout.expert > 1,
+        "memory.offload=true": run.memory.offload,
+    }
+    if setting := next((name for name, is_set in rejected.items() if is_set), None):
+        raise ConfigError(
+            f"{setting}: only FSDP has it, and {sharding._target_} shards the model (parallelism.groups); leave one of "
+            "them out."
+        )
 
 
 def _check_accumulation(run: Run) -> None:

@@ -187,15 +187,17 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
         model.in_halves = True
     parts = _list_block_parts(model, mesh, groups, parallelism.resolve_reshard(run.layout))
     first, is_compiled = int(next(iter(model.layers))), run.compile.scope != "off"
+    own_sharding = parallelism.model_sharding
     checkpoint_blocks(model.blocks(), run.memory, first, parts, is_compiled)
     labels = compile_stage(
         stage,
         run.compile,
-        fullgraph=mesh is None and not hands_on,
+        fullgraph=(mesh is None or own_sharding is not None) and not hands_on,
         fullgraph_blocks=not hands_on,
         share=run.memory.share,
         keep_buffers=run.staging.splits_backward,
         parts=parts,
+        inductor=own_sharding.compiler_settings() if own_sharding is not None else {},
     )
     if mesh is not None and (gathered := _select_float8_gathered(run)):
         low_precision.use_float8_gather(model, gathered)

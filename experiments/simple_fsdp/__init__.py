@@ -1,0 +1,1 @@
+"""SimpleFSDP: parameters sharded by a parametrisation that the compiler sees as part of the model's graph."""
