@@ -52,6 +52,15 @@ SMALL = [
     "metrics.plot=false", "metrics.wandb=false",
 ]  # fmt: skip
 
+FEW_ROWS = [
+    "dataset.images=64",
+    "dataset.validation=0",
+    "training.steps=1",
+    "evaluation.tokens=0",
+    "metrics.plot=false",
+]
+"""For models whose rows have a length that their settings give."""
+
 ELSEWHERE = (
     "dataset=c4", "dataset=fineweb_edu", "OWNER/NAME", "meta-llama/", "s3://bucket", "srun --nodes 16",
     "bench_8b_128 cluster.nodes=4", "bench_8b_128 hydra/launcher=slurm$", "train_8b cluster=h200", "to=mine/cluster",
@@ -269,6 +278,7 @@ def train_small(run: Run, **_: Any) -> int:
     """Train what a command composed, at a size that takes no time; what needs several ranks is composed only."""
     if run.layout.devices > 1 or (run.compile.scope != "off" and not run.compile_why.endswith("of work")):
         return 0
+    small = SMALL if run.model.row_format is None else FEW_ROWS
     replaced = (
         "name",
         "hydra.",
@@ -278,12 +288,12 @@ def train_small(run: Run, **_: Any) -> int:
         "checkpoint.decay_steps",
         "training.tokens",
         "training.hours",
-        *(small.partition("=")[0] for small in SMALL),
+        *(override.partition("=")[0] for override in small),
     )
     kept = [o for o in run.overrides if not o.startswith(replaced)]
     vocabulary = [f"model.vocab={run.model.vocab}"]
     directory = f"hydra.run.dir={Path.cwd()}/small/{len(list(Path.cwd().glob('small/*')))}"
-    return launch([*kept, *SMALL, *vocabulary, directory], TRAIN)
+    return launch([*kept, *small, *vocabulary, directory], TRAIN)
 
 
 TRAIN = start.run_local

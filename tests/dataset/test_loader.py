@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from titan.dataset.loader import (
     Batch,
     BatchShape,
     Loader,
+    hash_key,
     hash_row,
     read_first_rows,
 )
@@ -34,6 +36,7 @@ from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequence
 from titan.dataset.shards import Corpus, open_corpus
 from titan.errors import RunError
 from titan.parallelism.data_shard import DataShard
+from titan.parallelism.microbatches import Microbatches
 from titan.training.schema import Training
 
 SEQ_LEN = 4
@@ -215,6 +218,31 @@ def test_epochs_go_on_without_a_gap(corpus: Corpus) -> None:
     rows = [tuple(row) for batch in read(alone(corpus), plan(1), DataShard(0, 1), 2 * ROWS) for row in rows_of(batch)]
     assert len(set(rows[:ROWS])) == len(set(rows[ROWS:])) == ROWS
     assert rows[:ROWS] != rows[ROWS:]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_row_has_the_same_key_on_all_ranks_and_after_a_restart(masks: bool, corpus: Corpus) -> None:
+    """A function of the seed and the row's number, which goes on where an epoch ends."""
+
+    def read_keys(ranks: int, step: int, steps: int) -> list[list[int]]:
+        shares = [DataShard(rank, ranks) for rank in range(ranks)]
+        options: Any = {"mask_documents": masks, "has_keys": True}
+        batches = [read(alone(corpus), plan(5), share, steps, step=step, **options) for share in shares]
+        parts = [[Microbatches.from_fields(torch.from_numpy(b.fields).long()) for b in each] for each in batches]
+        assert all(rows.documents is None or masks for each in parts for rows in each)
+        assert all(
+            torch.equal(part.to_fields(), Microbatches.from_fields(part.to_fields()).to_fields())
+            for each in parts
+            for part in each
+        )
+        return [[int(key) for each in parts for key in each[i].keys.flatten() if key] for i in range(steps)]  # type: ignore[union-attr]
+
+    whole = read_keys(1, 1, 10)
+    assert whole == [[hash_key(0, 5 * step + row) for row in range(5)] for step in range(10)]
+    assert read_keys(3, 1, 10) == whole and read_keys(2, 8, 3) == whole[7:]
+    assert len({key for keys in whole for key in keys}) == 50 and max(max(whole)) > 2**60
+    first = read_first_rows(corpus.validation, SEQ_LEN, 2, masks, False, has_keys=True)
+    assert all(0 <= value < 2**31 for value in first[-1].flatten())
 
 
 def test_documents_are_kept_apart(corpus: Corpus) -> None:

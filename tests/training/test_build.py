@@ -131,8 +131,9 @@ def test_a_part_of_rows_has_its_own_positions_and_documents() -> None:
     """Rotation is relative, so that no training would show positions of another token."""
     tokens = torch.arange(24).view(1, 2, 12)
     positions, documents, indices = tokens % 5, tokens // 5, torch.tensor([0, 1, 10, 11])
-    part = Microbatches(tokens, tokens + 1, positions, documents).select_tokens(indices)
-    expected = [t[..., [0, 1, 10, 11]] for t in (tokens, tokens + 1, positions, documents)]
+    keys = torch.tensor([[7, 8]])
+    part = Microbatches(tokens, tokens + 1, positions, documents, keys).select_tokens(indices)
+    expected = [*(t[..., [0, 1, 10, 11]] for t in (tokens, tokens + 1, positions, documents)), keys]
     assert all(torch.equal(a, b) for a, b in zip(part, expected, strict=True) if a is not None)
     assert torch.equal(Microbatches(tokens).select_tokens(indices).positions, indices)  # type: ignore[arg-type]
-    assert [t is None for t in Microbatches(tokens).select_tokens(indices)] == [False, True, False, True]
+    assert [t is None for t in Microbatches(tokens).select_tokens(indices)] == [False, True, False, True, True]

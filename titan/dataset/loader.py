@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
-from titan.parallelism.data_shard import DataShard
+from titan.parallelism.data_shard import KEY_BITS, DataShard
 from titan.training.schema import Training
 
 IGNORED = -100
 """The target of a token that doesn't count in the loss (torch's `ignore_index`)."""
 TOKENS, TARGETS, POSITIONS, DOCUMENTS = range(4)
-"""The fields of a batch. The last two exist only with document masks."""
+"""The fields of a batch. The last two exist only with document masks; the keys of rows come after them."""
 
 _ORDER_BLOCK = 4096
 _POLL_SECONDS = 0.5
@@ -77,9 +77,9 @@ class Batch:
     """This rank's part of one step.
 
     Attributes:
-        fields: int32 [2 or 4, microbatches, rows, seq_len]: tokens (0 in rows of weight zero), targets (the token that
-            follows; `IGNORED` where there is nothing to predict), and with document masks each token's position in its
-            document and the document's number in the row.
+        fields: int32 [2 to 5, microbatches, rows, seq_len]: tokens (0 in rows of weight zero), targets (the token that
+            follows; `IGNORED` where there is nothing to predict), with document masks each token's position in its
+            document and the document's number in the row, and with keys each row's key (`split_key`), then zeros.
         first: the number of the whole step's first row; skipped rows have numbers too.
         last: the number of its last row.
         rows_read: number of rows read in total when this step is done.
@@ -121,16 +121,27 @@ def hash_row(number: int, row: NDArray[Any]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-class BatchBuilder:
-    """Writes rows into fields: tokens, targets and, with document masks, positions and documents."""
+def hash_key(*parts: int | str) -> int:
+    """Return 62 bits of BLAKE2b: the key of a row in training from (seed, number), of an evaluation row from others."""
+    digest = blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - 2 * KEY_BITS)
 
-    def __init__(self, seq_len: int, mask_documents: bool) -> None:
-        """Read rows of `seq_len` tokens, with document masks if `mask_documents`."""
-        self.seq_len, self.mask_documents = seq_len, mask_documents
+
+def split_key(key: int) -> tuple[int, int]:
+    """Return a key's lower and upper bits, each of which fits into int32."""
+    return key % 2**KEY_BITS, key >> KEY_BITS
+
+
+class BatchBuilder:
+    """Writes rows into fields: tokens, targets, with document masks positions and documents, and keys if asked for."""
+
+    def __init__(self, seq_len: int, mask_documents: bool, has_keys: bool = False) -> None:
+        """Read rows of `seq_len` tokens, with document masks if `mask_documents`, with keys if `has_keys`."""
+        self.seq_len, self.mask_documents, self.has_keys = seq_len, mask_documents, has_keys
 
     def allocate(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
-        """Return uninitialised fields [2 or 4, *shape]."""
-        return np.empty((4 if self.mask_documents else 2, *shape), dtype=np.int32)
+        """Return uninitialised fields [2 to 5, *shape]."""
+        return np.empty(((4 if self.mask_documents else 2) + self.has_keys, *shape), dtype=np.int32)
 
     def fill_padding(self, fields: NDArray[np.int32]) -> NDArray[np.int32]:
         """Fill the fields with rows of weight zero and return them."""
@@ -141,15 +152,16 @@ class BatchBuilder:
         return fields
 
     def fill_row(
-        self, row_fields: NDArray[np.int32], split: TokenSplit, row: int, masked: bool
+        self, row_fields: NDArray[np.int32], split: TokenSplit, row: int, masked: bool, key: int = 0
     ) -> tuple[NDArray[Any], int, int]:
-        """Write one row into fields [2 or 4, seq_len].
+        """Write one row into fields [2 to 5, seq_len].
 
         Args:
             row_fields: the row's fields.
             split: the split to read.
             row: the index of the row in the split.
             masked: whether the corpus has a loss mask.
+            key: of the row, see `hash_key`.
 
         Returns:
             The stored tokens [seq_len + 1], the number of targets that count, and the number of attention pairs (see
@@ -158,6 +170,9 @@ class BatchBuilder:
         start, length = row * self.seq_len, self.seq_len
         stored = split.read(start, length + 1)
         row_fields[TOKENS], row_fields[TARGETS] = stored[:-1], stored[1:]
+        if self.has_keys:
+            row_fields[-1] = 0
+            row_fields[-1, :2] = split_key(key)
         if masked:
             row_fields[TARGETS][~split.read_loss_mask(start, length + 1)[1:]] = IGNORED
         pairs = (
@@ -192,6 +207,7 @@ class Loader:
         step: int = 1,
         prefetch: int = 4,
         mask_documents: bool = False,
+        has_keys: bool = False,
         is_reader: bool = True,
         patience: float = 1800.0,
         log: Callable[[str], None] = lambda line: None,
@@ -207,6 +223,7 @@ class Loader:
             step: the first step.
             prefetch: number of batches to read ahead.
             mask_documents: whether to add document masks.
+            has_keys: whether to add keys of rows.
             is_reader: whether this rank reads; otherwise its fields are blank, to be received from the rank that reads.
             patience: seconds to wait for data that are being prepared.
             log: called with a log line every 20 seconds while `next` waits for such data.
@@ -221,7 +238,7 @@ class Loader:
         self._step, self._is_reader, self._patience = step, is_reader, patience
         self._log, self._is_stopped = log, is_stopped
         self._last_step, self._gave_up = step - 1, False
-        self._builder = BatchBuilder(shape.seq_len, mask_documents)
+        self._builder = BatchBuilder(shape.seq_len, mask_documents, has_keys)
         self._batches: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._free_slots = threading.Semaphore(prefetch)
         self._closed = threading.Event()
@@ -349,7 +366,9 @@ class Loader:
         flat, hash_sum, valid, pairs = fields.reshape(len(fields), -1, self._shape.seq_len), 0, 0, 0
         for slot, (number, k, row) in enumerate(zip(numbers.tolist(), corpus_ids.tolist(), rows.tolist(), strict=True)):
             corpus = self._mixture.sources[k].corpus
-            stored, valid_count, pair_count = self._builder.fill_row(flat[:, slot], corpus.train, row, corpus.masked)
+            key = hash_key(self._training.seed, number) if self._builder.has_keys else 0
+            filled = self._builder.fill_row(flat[:, slot], corpus.train, row, corpus.masked, key)
+            stored, valid_count, pair_count = filled
             hash_sum, valid, pairs = hash_sum + hash_row(number, stored), valid + valid_count, pairs + pair_count
         self._builder.fill_padding(flat[:, len(rows) :])
         bounds = self._mixture.compute_row_numbers(np.array([rows_before, rows_before + phase.rows - 1]))
@@ -361,14 +380,15 @@ class _LoaderClosedError(Exception):
 
 
 def read_first_rows(
-    split: TokenSplit, seq_len: int, rows: int, mask_documents: bool, masked: bool
+    split: TokenSplit, seq_len: int, rows: int, mask_documents: bool, masked: bool, has_keys: bool = False
 ) -> NDArray[np.int32]:
-    """Return the first `rows` rows of a split, or all if it has fewer: fields [2 or 4, rows, seq_len], see `Batch`.
+    """Return the first `rows` rows of a split, or all if it has fewer: fields [2 to 5, rows, seq_len], see `Batch`.
 
-    Documents are shuffled when they are prepared, so the first rows are a fair sample.
+    Documents are shuffled when they are prepared, so the first rows are a fair sample. Their keys are the same for all
+    seeds.
     """
-    builder = BatchBuilder(seq_len, mask_documents)
+    builder = BatchBuilder(seq_len, mask_documents, has_keys)
     fields = builder.allocate((min(rows, split.count_rows(seq_len)), seq_len))
     for i in range(fields.shape[1]):
-        builder.fill_row(fields[:, i], split, i, masked)
+        builder.fill_row(fields[:, i], split, i, masked, hash_key("evaluation", i))
     return fields

@@ -57,6 +57,11 @@ class Dataset:
     )
     stream: bool = setting(False, "train while the data are still being prepared; needs dataset.window", science=False)
 
+    @property
+    def row_format(self) -> str | None:
+        """What the ids of a document mean, which is a row; None: tokens, which rows are cut from at any place."""
+        return None
+
     @abstractmethod
     def build(self) -> Source:
         """Return the source of documents that these settings describe."""

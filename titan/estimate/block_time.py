@@ -69,7 +69,8 @@ class RankWork:
         self.recipe, self.layout, self.microbatches, self.speeds = recipe, layout, microbatches, speeds
         self.model, self.precision, self.tensor = recipe.model, recipe.precision, layout.tensor
         self.rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
-        self.tokens = self.rows * recipe.training.seq_len / layout.context
+        self.row_tokens = self.model.count_row_tokens(recipe.training.seq_len)
+        self.tokens = self.rows * self.row_tokens / layout.context
         self.merged = merged
         self.compiled = recipe.compile.fuses
         self.compiles_routing = self.compiled and layout.expert == 1  # an exchange of tokens is in no graph
@@ -77,7 +78,7 @@ class RankWork:
         self.fsdp = not layout.only_replicated and layout.sharded * layout.replicate > 1
         self.regathers = regathers_input(recipe, layout)
         self._blocks: dict[str, BlockTime] = {}
-        self.head_layer, self.quantized = _select_layers(self.model, self.precision, self.tensor)
+        self.head_layers, self.quantized = _select_layers(self.model, self.precision, self.tensor)
 
     # ---- operations ----
 
@@ -276,10 +277,11 @@ class BlockTime:
     @cached_property
     def _attention_seconds(self) -> tuple[float, float]:
         rank, model = self.rank, self.rank.model
-        length, heads = rank.recipe.training.seq_len, model.heads / rank.tensor
+        length, heads = rank.row_tokens, model.heads / rank.tensor
         if rank.recipe.training.attention == "flex":  # only it skips what a mask of chunks hides
             length = int(model.attention_span(length, self.layer))
-        return operations.estimate_attention(rank.tokens, length, heads, model.head_size, rank.speeds)
+        queries = rank.tokens * (1 if model.is_causal else 2)
+        return operations.estimate_attention(queries, length, heads, model.head_size, rank.speeds)
 
     def _estimate_elementwise(self, part: str) -> float:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
@@ -503,10 +505,9 @@ class WeightBytes(NamedTuple):
 
 
 @lru_cache(256)
-def _select_layers(model: Decoder, precision: Precision, tensor: int) -> tuple[Matmul, set[str]]:
-    """Return the head, and the names of the linear layers that compute in 8 bits."""
-    layers = model.linear_layers()
-    return layers["head"], set(precision.select_layers(layers, tensor).quantized)
+def _select_layers(model: Decoder, precision: Precision, tensor: int) -> tuple[dict[str, Matmul], set[str]]:
+    """Return the head's linear layers, and the names of the linear layers that compute in 8 bits."""
+    return model.head_matmuls(), set(precision.select_layers(model.linear_layers(), tensor).quantized)
 
 
 def _merge_layers(layers: Mapping[str, Matmul]) -> dict[str, Matmul]:

@@ -184,12 +184,22 @@ def find_largest_degrees(recipe: Recipe, devices_per_node: int, depth: int = 2) 
     """Return the largest useful degree of each dimension that may be "auto"."""
     tensor = math.gcd(devices_per_node, compute_tensor_divisor(recipe.model))
     expert = math.gcd(devices_per_node, getattr(recipe.model, "experts", 1))
-    return {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2, "expert": expert}
+    degrees = {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2, "expert": expert}
+    lacking = list_lacking_degrees(recipe)
+    return {name: 1 if name in lacking else degree for name, degree in degrees.items()}
+
+
+def list_lacking_degrees(recipe: Recipe) -> set[str]:
+    """Return the dimensions of a layout along which the model can't be split."""
+    lacks = set(recipe.model.LACKS)
+    splits_rows = recipe.parallelism.sequence_parallel and "sequence_parallel" in lacks
+    return (lacks & {"pipeline", "context"}) | ({"tensor"} if splits_rows else set())
 
 
 def compute_tensor_divisor(model: Decoder) -> int:
     """Return the number whose divisors tensor parallelism may have: of heads, and of the widths that it splits."""
-    split = [matmul.inputs if matmul.rowwise else matmul.outputs for matmul in model.linear_layers().values()]
+    matmuls = (matmul for matmul in model.linear_layers().values() if matmul.split(2) != matmul)
+    split = [matmul.inputs if matmul.rowwise else matmul.outputs for matmul in matmuls]
     return math.gcd(model.kv_heads, model.heads, *set(split))
 
 

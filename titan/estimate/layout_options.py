@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titan.estimate.fit import compute_tensor_divisor
+from titan.estimate.fit import compute_tensor_divisor, list_lacking_degrees
 from titan.estimate.plan import count_ranks_per_node
 from titan.parallelism.pipeline.schedules import SCHEDULES, PipelineSchedule
 from titan.parallelism.schema import Layout
@@ -108,7 +108,7 @@ def iterate_layouts(recipe: Recipe, devices: int, machine: Machine) -> Iterator[
     """Yield the degrees that divide the devices, the model's heads and widths, the rows and their length."""
     model, training = recipe.model, recipe.training
     per_node = count_ranks_per_node(recipe.cluster, machine, devices)
-    divisor = compute_tensor_divisor(recipe.model)
+    divisor, lacking = compute_tensor_divisor(recipe.model), list_lacking_degrees(recipe)
     for tensor in list_divisors(math.gcd(devices, divisor)):
         if tensor > per_node:
             continue
@@ -117,7 +117,8 @@ def iterate_layouts(recipe: Recipe, devices: int, machine: Machine) -> Iterator[
                 if training.seq_len % (2 * context * tensor) and context * tensor > 1:
                     continue
                 data = devices // tensor // pipeline // context
-                if data > training.rows:
+                degrees = {"tensor": tensor, "pipeline": pipeline, "context": context}
+                if data > training.rows or any(degrees[name] > 1 for name in lacking):
                     continue
                 for shard in list_divisors(data):
                     layout = Layout(pipeline, data // shard, shard, context, tensor)

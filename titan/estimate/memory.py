@@ -274,7 +274,7 @@ class _RankMemory(RankSizes):
 
     def _estimate_base(self) -> Usage:
         """Return what is in memory in every phase: weights, optimizer state, the batch, pipeline buffers."""
-        fields = 3 if self.recipe.dataset.mask_documents else 2
+        fields = (3 if self.recipe.dataset.mask_documents else 2) + self.recipe.model.uses_keys
         batch = INDEX_BYTES * fields * count_rank_rows(self.recipe, self.layout) * self.recipe.training.seq_len
         base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
         return base.add_parts(activations=batch, communication=self._count_message_bytes())

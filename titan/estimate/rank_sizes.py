@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from titan.compile.compiler import read_torch_version
 from titan.estimate.regather import regathers_input
 from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, HeadActivations, RankBatch
-from titan.model.counts import Matmul
 from titan.parallelism.pipeline.stage_gathers import MOST_GATHERED
 from titan.parallelism.pipeline.stage_plan import splits_backward
 from titan.parallelism.schema import count_key_repeats
@@ -158,7 +157,8 @@ class RankSizes:
         self.device, self.exchange_copies = device, 2 if device == "cpu" else 1
         model, precision = recipe.model, recipe.precision
         rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
-        self.tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
+        self.row_tokens = model.count_row_tokens(recipe.training.seq_len)
+        self.tokens = math.ceil(rows * self.row_tokens / layout.context)
         self.share = RankBatch(
             self.tokens,
             precision.bytes,
@@ -230,8 +230,8 @@ class RankSizes:
         """Count the weight elements of this rank before FSDP shards them."""
         model, tensor = self.recipe.model, self.layout.tensor
         first, last = (any(getattr(stage, end) for stage in self.stages.values()) for end in ("first", "last"))
-        self.embedding_elements = model.embedding_parameters() / tensor if first else 0.0
-        self.head_elements = 0.0 if self._has_tied_head() or not last else model.vocab * model.dim / tensor + model.dim
+        self.embedding_elements = model.split_embedding_parameters(tensor) if first else 0.0
+        self.head_elements = 0.0 if self._has_tied_head() or not last else model.split_head_parameters(tensor)
         blocks = self.sum_rank(lambda block: block.elements)
         self.elements = blocks + self.embedding_elements + self.head_elements
 
@@ -291,8 +291,8 @@ class RankSizes:
 
     def _size_ends(self) -> None:
         """Compute the bytes of the embedding's and the head's weights as FSDP gathers them, or as casts of them."""
-        head = Matmul(self.recipe.model.dim, self.recipe.model.vocab)
-        used = float(self.recipe.precision.count_used_bytes({"head": head}, self.sharding))
+        heads = self.recipe.model.head_matmuls()
+        used = float(self.recipe.precision.count_used_bytes(heads, self.sharding))
         used = used if any(stage.last for stage in self.stages.values()) else 0.0
         self.head_gathered, self.head_cast = (used, 0.0) if self.fsdp else (0.0, used)
         self.embedding_gathered = self.recipe.precision.bytes * self.embedding_elements if self.fsdp else 0.0
@@ -303,9 +303,10 @@ class RankSizes:
         """Return the bytes that a stage saves for backward of one micro-batch."""
         rotation: float = 4 * self.recipe.model.rotary_size * self.tokens  # cosines and sines in float32
         if self.layout.pipeline == 1:
-            rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
+            rotation /= math.ceil(self.tokens * self.layout.context / self.row_tokens)
         ends = self.head.saved + self.head_cast if stage.last else self._count_kept_output(stage)
         ends += self.input * self._keeps_input_apart(stage)
+        ends += self.recipe.model.embedding_activations(self.share) * stage.first
         return self._count_saved_by_blocks(stage.layers) + ends + rotation + self._count_mask_bytes()
 
     def _count_kept_output(self, stage: StageBlocks) -> float:

@@ -81,7 +81,7 @@ def compute_roofline(recipe: Recipe, microbatches: int, rates: DeviceRates) -> R
         microbatches: micro-batches in one step.
         rates: see `DeviceRates`.
     """
-    tokens = recipe.training.global_batch
+    tokens = recipe.training.rows * recipe.model.count_row_tokens(recipe.training.seq_len)
     matmul, matmul_8bit = _count_matmul_flops(recipe)
     return Roofline(
         {
@@ -90,7 +90,7 @@ def compute_roofline(recipe: Recipe, microbatches: int, rates: DeviceRates) -> R
             "attention": tokens * _count_attention_flops(recipe) / rates.attention,
             "casts": _count_cast_bytes(recipe, microbatches) / rates.copy,
             "elementwise": tokens * _sum_elementwise_bytes(recipe) / rates.copy,
-            "loss": tokens * 3 * recipe.precision.bytes * recipe.model.vocab / rates.copy,
+            "loss": tokens * 3 * recipe.precision.bytes * _count_head_outputs(recipe.model) / rates.copy,
             "clipping and optimizer": count_update_bytes(recipe) / rates.copy,
         },
         tokens,
@@ -105,14 +105,20 @@ def _compute_recomputed_share(recipe: Recipe) -> float:
 
 def _count_matmul_flops(recipe: Recipe) -> tuple[float, float]:
     """Return FLOPs per token of the linear layers, forward and backward: in the compute type, and in 8 bits."""
-    matmuls = recipe.model.linear_layers()
+    matmuls, heads = recipe.model.linear_layers(), recipe.model.head_matmuls()
     quantized = set(recipe.precision.select_layers(matmuls).quantized)
     totals = [0.0, 0.0]
     for name, matmul in matmuls.items():
-        recomputed_flops = 0.0 if name == "head" else 2 * _compute_recomputed_share(recipe)
-        totals[name in quantized] += (6 + recomputed_flops) * matmul.inputs * matmul.outputs
+        recomputed_flops = 0.0 if name in heads else 2 * _compute_recomputed_share(recipe)
+        size = matmul.inputs * matmul.outputs * matmul.compute_token_share(1)
+        totals[name in quantized] += (6 + recomputed_flops) * size
     totals[0] += (6 + 2 * _compute_recomputed_share(recipe)) * _count_routed_parameters(recipe.model)
     return totals[0], totals[1]
+
+
+def _count_head_outputs(model: Decoder) -> float:
+    """Return the outputs of the head per token."""
+    return sum(matmul.outputs * matmul.compute_token_share(1) for matmul in model.head_matmuls().values())
 
 
 def _count_routed_parameters(model: Decoder) -> float:
@@ -123,12 +129,13 @@ def _count_routed_parameters(model: Decoder) -> float:
 
 
 def _count_attention_flops(recipe: Recipe) -> float:
-    """Return FLOPs per token of causal attention: 2 matmuls forward, 5 backward (arXiv:2307.08691, section 3.1)."""
-    seq_len = recipe.training.seq_len
+    """Return FLOPs per token of attention: 2 matmuls forward, 5 backward (arXiv:2307.08691, section 3.1)."""
+    seq_len = recipe.model.count_row_tokens(recipe.training.seq_len)
     square = recipe.model.sum_over_blocks(
         lambda layer: recipe.model.attention_flops(seq_len, layer)
     )  # 6 matmuls of all pairs
-    return (7 + 2 * _compute_recomputed_share(recipe)) * square / 12
+    pairs = 12 if recipe.model.is_causal else 6
+    return (7 + 2 * _compute_recomputed_share(recipe)) * square / pairs
 
 
 def _count_cast_bytes(recipe: Recipe, microbatches: int) -> float:
@@ -170,11 +177,7 @@ def _count_block_bytes(model: Decoder, element: int, part: str, layer: int) -> f
 def count_elementwise_bytes(
     model: Decoder, element: int, part: str, tensor: int = 1, sequence: int = 1, layer: int = 0
 ) -> float:
-    """Return bytes per token of norms, RoPE, SwiGLU's gate and residual additions of a block.
-
-    Forward, in elements: each of two norms, with the addition before it, reads 2D and writes 2D; RoPE reads and writes
-    queries and keys; the gate reads 2F and writes F. Backward: a norm reads 2D and the gradient of the sum, and writes
-    D; the gate reads 3F and writes 2F.
+    """Return bytes per token of norms, RoPE, activations and residual additions of a block.
 
     Args:
         model: the shape.
@@ -184,10 +187,8 @@ def count_elementwise_bytes(
         sequence: ranks that the residual stream is split over.
         layer: the block.
     """
-    width = sum(m.outputs for name, m in model.block_matmuls(layer).items() if name.endswith(".w1"))
-    rotated = model.attention_elements(layer)
-    stream, gate = (8, 3) if part == "forward" else (8, 5)
-    return element * (stream * model.dim / sequence + (rotated + gate * width) / tensor)
+    stream, split = model.elementwise_elements(part, layer)
+    return element * (stream / sequence + split / tensor)
 
 
 def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0, expert: int = 1) -> float:

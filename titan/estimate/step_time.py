@@ -168,6 +168,7 @@ class StepModel(RankWork):
         if kind == "F":
             for block, size, _ in self.group_block_times(layers):
                 _add_parts(work, block.forward.work, size)
+            _add_parts(work, self.estimate_embedding("F") if layers.start == 0 else {}, 1)
             _add_parts(work, self.estimate_head("F") if last else {}, 1)
             return work
         split = {"B": 1.0, "I": 0.5, "W": 0.5}[kind]
@@ -175,15 +176,27 @@ class StepModel(RankWork):
             _add_parts(work, block.backward.work, size * split)
             work["recomputation"] += recomputed * block.recomputation.seconds * (1.0 if kind != "W" else 0.0)
         _add_parts(work, self.estimate_head("B") if last else {}, split)
+        _add_parts(work, self.estimate_embedding("B") if layers.start == 0 else {}, split)
+        return work
+
+    def estimate_embedding(self, kind: str) -> SecondsByCause:
+        """Return the time of an embedding's matmuls, whose inputs need no gradients; a look-up has none."""
+        part, matmuls = "forward" if kind == "F" else "weight", self.model.embedding_matmuls()
+        work = SecondsByCause()
+        if matmuls:
+            work["matmuls"] = sum(self.estimate_matmul(name, matmul, part) for name, matmul in matmuls.items())
         return work
 
     def estimate_head(self, kind: str) -> SecondsByCause:
         """Return the time of final norm, head and loss of a micro-batch."""
-        outputs = self.head_layer.split(self.tensor).outputs
-        parallel = outputs if self.recipe.parallelism.loss_parallel else self.head_layer.outputs
+        head_layer = list(self.head_layers.values())[-1]
+        outputs = head_layer.split(self.tensor).outputs
+        parallel = outputs if self.recipe.parallelism.loss_parallel else head_layer.outputs
         parts = ("forward",) if kind == "F" else ("input", "weight")
         work = SecondsByCause()
-        work["matmuls"] = sum(self.estimate_matmul("head", self.head_layer, part) for part in parts)
+        work["matmuls"] = sum(
+            self.estimate_matmul(name, layer, part) for name, layer in self.head_layers.items() for part in parts
+        )
         # logits are written in the compute type, read for maximum and sum in fp32, and their gradient likewise
         size = {"F": 2 * self.precision.bytes + 4, "B": 2 * self.precision.bytes + 8}[kind]
         traffic = self.speeds.loss if self.speeds.loss and not self.compiled else self.eager**0.5

@@ -18,6 +18,7 @@ from titan.estimate.rank_sizes import GIB
 from titan.generation.schema import Settings
 from titan.parallelism.schema import Layout
 from titan.precision.schema import Precision
+from titan.run.model_limits import require_tokens
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
@@ -66,6 +67,7 @@ def build_job(
     Raises:
         ConfigError: when prompts, layout or memory don't fit the model or the machine.
     """
+    require_tokens(weights.model, settings.source)
     tokenizer = None if weights.tokenizer is None else load_tokenizer(weights.tokenizer)
     prompts = _encode_prompts(settings, texts, tokenizer)
     model = weights.model

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from titan.config.settings import format_value
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     from titan.model.schema import Decoder
     from titan.model.schema_deepseek import DeepseekV3
+
+
+def check_unused(model: Decoder) -> None:
+    """Raise ConfigError for a setting that the family has no use for."""
+    for field in fields(model):
+        value = getattr(model, field.name)
+        if field.name in model.UNUSED and value != field.default:
+            raise ConfigError(
+                f"model.{field.name}={format_value(value)}: {type(model).__name__} has no use for it; leave it out."
+            )
 
 
 def check_heads(model: Decoder) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from titan.console.numbers import describe_parameters
 from titan.model.activations import (
@@ -82,6 +82,8 @@ class DecoderCounts:
     vocab: int
     tied: bool
     logit_cap: float | None
+    is_causal: ClassVar[bool] = True
+    """Whether a token attends to no later ones, so that half of all pairs are computed."""
 
     @property
     @abstractmethod
@@ -99,6 +101,10 @@ class DecoderCounts:
         for layer in range(self.layers) if layers is None else layers:
             layers_by_kind.setdefault(self.kind(layer), []).append(layer)
         return layers_by_kind
+
+    def count_row_tokens(self, seq_len: int) -> int:
+        """Return the tokens that blocks compute of a row of `training.seq_len` ids."""
+        return seq_len
 
     def needs_mask(self, seq_len: int) -> bool:
         """Return whether attention in rows of a length needs a mask, besides causality and documents."""
@@ -118,7 +124,19 @@ class DecoderCounts:
             for name, matmul in matmuls.items()
         }
         order = sorted(blocks, key=lambda name: int(name.split(".")[1]))
-        return {name: blocks[name] for name in order} | {"head": Matmul(self.dim, self.vocab)}
+        return self.embedding_matmuls() | {name: blocks[name] for name in order} | self.head_matmuls()
+
+    def embedding_matmuls(self) -> dict[str, Matmul]:
+        """Return the linear layers of an embedding that is no look-up, by the name of their module."""
+        return {}
+
+    def embedding_activations(self, batch: RankBatch) -> float:
+        """Return the bytes that an embedding which is no look-up saves for backward."""
+        return 0.0
+
+    def head_matmuls(self) -> dict[str, Matmul]:
+        """Return the linear layers of the head by the name of their module, the one with the outputs last."""
+        return {"head": Matmul(self.dim, self.vocab)}
 
     def matmuls(self) -> dict[str, Matmul]:
         """Return linear layers and experts, by the name of the module that has one or all of a block's experts."""
@@ -128,8 +146,8 @@ class DecoderCounts:
             if self.expert_parameters(layer)
             for name, matmul in self.expert_matmuls(layer).items()
         }
-        linear = self.linear_layers()
-        return {name: linear[name] for name in linear if name != "head"} | experts | {"head": linear["head"]}
+        linear, heads = self.linear_layers(), self.head_matmuls()
+        return {name: linear[name] for name in linear if name not in heads} | experts | heads
 
     def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
         """Return the linear layers of a block by the name of their module in it."""
@@ -150,8 +168,9 @@ class DecoderCounts:
         return attention + 3 * self.dim * self.ffn
 
     def matmul_parameters(self) -> int:
-        """Return the parameters of the blocks' linear layers and of the head, tied or not."""
-        return int(self.sum_over_blocks(self.block_matmul_parameters)) + self.vocab * self.dim
+        """Return the parameters of all linear layers, the head's tied or not."""
+        ends = sum(matmul.size for matmul in (self.embedding_matmuls() | self.head_matmuls()).values())
+        return int(self.sum_over_blocks(self.block_matmul_parameters)) + ends
 
     def block_parameters(self, layer: int = 0) -> int:
         """Return the exact number of parameters of one block."""
@@ -191,6 +210,14 @@ class DecoderCounts:
         """Return the parameters of the final norm and the head; a tied head on another stage is a replica."""
         return self.dim + self.vocab * self.dim
 
+    def split_embedding_parameters(self, tensor: int) -> float:
+        """Return the parameters of the embedding on one of `tensor` ranks."""
+        return self.embedding_parameters() / tensor
+
+    def split_head_parameters(self, tensor: int) -> float:
+        """Return the parameters of the final norm and the head on one of `tensor` ranks."""
+        return self.vocab * self.dim / tensor + self.dim
+
     def parameters(self) -> int:
         """Return the exact number of parameters: embedding, blocks and head; a tied weight counts once."""
         tied = self.embedding_parameters() if self.tied else 0
@@ -228,6 +255,24 @@ class DecoderCounts:
         """Return the elements per token that attention reads and writes beside its matmuls: of rotated heads."""
         return 2 * self.head_size * (self.heads + self.kv_heads)
 
+    def elementwise_elements(self, part: str, layer: int = 0) -> tuple[float, float]:
+        """Return the elements per token that a block's operations beside matmuls read and write in a pass.
+
+        Forward: each of two norms, with the addition before it, reads 2D and writes 2D; RoPE reads and writes queries
+        and keys; the gate reads 2F and writes F. Backward: a norm reads 2D and the gradient of the sum, and writes D;
+        the gate reads 3F and writes 2F.
+
+        Args:
+            part: "forward" or "backward".
+            layer: the block.
+
+        Returns:
+            Those of the residual stream, and those of heads and of the feed-forward width, which tensor ranks split.
+        """
+        width = sum(m.outputs for name, m in self.block_matmuls(layer).items() if name.endswith(".w1"))
+        gate = 3 if part == "forward" else 5
+        return 8 * self.dim, self.attention_elements(layer) + gate * width
+
     def head_flops(self) -> float:
         """Return FLOPs per token of the head, forward and backward."""
         return float(6 * self.vocab * self.dim)
@@ -237,7 +282,8 @@ class DecoderCounts:
 
         6 for each parameter of a linear layer that computes the token and 12 * layers * heads * head_dim * seq_len for
         attention scores and values, not halved for causality and without recomputation (arXiv:2204.02311, appendix B).
-        The embedding counts none.
+        The embedding counts none. A token is an id of a row, of which blocks may compute another number of tokens
+        (`count_row_tokens`).
         """
         return self.sum_over_blocks(lambda layer: self.block_flops(seq_len, layer)) + self.head_flops()
 

@@ -72,11 +72,11 @@ class DecoderModel(nn.Module):
         """Create the modules of a `titan.model.schema.Decoder`."""
         super().__init__()
         self.config = config
-        self.tok_embeddings: Embedding | None = Embedding(config.vocab, config.dim)
+        self.tok_embeddings: Any = self.build_embedding()
         # Keyed by index, so that parameter names stay when a pipeline stage keeps only some of the layers.
         self.layers = nn.ModuleDict({str(i): self.block_at(i) for i in range(config.layers)})
-        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
-        self.head: Head | None = Head(config.dim, config.vocab)
+        self.norm: Any = self.build_norm()
+        self.head: Any = self.build_head()
         self.mask: Callable[..., Any] = make_mask
         self.find_keys: Callable[[DocumentTokens], DocumentTokens] | None = None
         self.aliases: dict[str, str] = {}
@@ -90,6 +90,18 @@ class DecoderModel(nn.Module):
             self.head.weight = self.tok_embeddings.weight
         self.register_buffer("inv_freq", torch.empty(config.rotary_size // 2), persistent=False)
         self.init_buffers(self.inv_freq.device)
+
+    def build_embedding(self) -> Any:
+        """Return what maps a row's ids to hidden states, in the type of its attribute `dtype`; None: its weights'."""
+        return Embedding(self.config.vocab, self.config.dim)
+
+    def build_norm(self) -> Any:
+        """Return what `forward` applies to the last block's output."""
+        return RMSNorm(self.config.dim, self.config.norm_eps)
+
+    def build_head(self) -> Any:
+        """Return what maps what `forward` returns, and a row's targets, to the summed loss, a float32 scalar."""
+        return Head(self.config.dim, self.config.vocab)
 
     def block(self) -> nn.Module:
         """Return one block, of a family in which all are equal."""

@@ -227,8 +227,11 @@ def join_with_gradient(first: Tensor, rest: Tensor, extra: Tensor) -> Tensor:
 def set_head_loss(
     head: Head | None, terms: Sequence[Term] = (), chunk: int | None = None, cap: float | None = None
 ) -> None:
-    """Set how a head, on the stage that has it, computes its loss; without terms, chunk and cap nothing changes."""
-    if head is None:
+    """Set how a head, on the stage that has it, computes its loss; without terms, chunk and cap nothing changes.
+
+    A head of another class computes another loss (`titan.run.model_limits` rejects these settings).
+    """
+    if not isinstance(head, Head):
         return
     if terms or cap is not None:
         head.fused = Objective(tuple(terms), cap, chunk)

@@ -47,6 +47,16 @@ class Decoder(DecoderCounts):
     """Settings on which weights of this shape do not depend."""
     SIZE_FREE: ClassVar[tuple[str, ...]] = ()
     """Settings of a family that stay the same at all sizes of a ladder (`titan.sweep.ladder_sizes`)."""
+    UNUSED: ClassVar[tuple[str, ...]] = ()
+    """Settings that a family has no use for: another value than the default is rejected."""
+    SPLIT: ClassVar[tuple[str, ...]] = ("kv_heads", "heads", "ffn", "vocab")
+    """Settings that the degree of tensor parallelism must divide."""
+    LACKS: ClassVar[tuple[str, ...]] = ()
+    """Techniques that a family's module does not support, of `titan.run.model_limits.TECHNIQUES`: they are rejected."""
+    predicts_tokens: ClassVar[bool] = True
+    """Whether the head gives logits of the next token; if not, `titan.run.model_limits` rejects what needs them."""
+    uses_keys: ClassVar[bool] = False
+    """Whether the module's `forward` gets `keys`, from which it draws what is random in a step."""
 
     dim: int = setting(256, "width of the hidden states", at_least=1, cap=WIDEST)
     layers: int = setting(6, "number of blocks", at_least=1, cap=10_000)
@@ -80,6 +90,16 @@ class Decoder(DecoderCounts):
         """Width of the part of a head that RoPE rotates."""
         return self.head_size
 
+    @property
+    def row_format(self) -> str | None:
+        """What the ids of a row mean, in words that a dataset says too; None: tokens, one after the other."""
+        return None
+
+    @property
+    def evaluation_figures(self) -> tuple[str, ...]:
+        """Names of what the head returns behind the loss where no gradients are computed: evaluation/NAME/loss."""
+        return ()
+
     @abstractmethod
     def build(self) -> DecoderModel:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
@@ -91,8 +111,12 @@ class Decoder(DecoderCounts):
         Raises:
             ConfigError: with the first such setting, its value and what to change.
         """
+        checks.check_unused(self)
         self.check_heads()
         checks.check_rope(self)
+
+    def check_rows(self, seq_len: int) -> None:
+        """Raise ConfigError for a `training.seq_len` other than the ids of a row that the module reads."""
 
     def check_heads(self) -> None:
         """Raise ConfigError for heads that the family's attention does not have."""

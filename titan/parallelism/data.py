@@ -102,8 +102,8 @@ def _shard_root(stage: Any, mesh: DeviceMesh, options: Mapping[str, Any], prefet
     """Shard what is in none of the units, and set what is gathered when."""
     model = stage.model
     DEFAULT.wrap([stage], mesh, options)
-    if model.tok_embeddings is not None and not (model.config.tied and model.head is not None):
-        model.tok_embeddings.set_unshard_in_backward(False)
+    if isinstance(model.tok_embeddings, nn.Embedding) and not (model.config.tied and model.head is not None):
+        cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)
     _set_prefetch(model, prefetch)
 
 

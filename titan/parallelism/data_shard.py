@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KEY_BITS = 31
+"""Bits of each of the two numbers that the key of a row is stored as."""
+
 
 @dataclass(frozen=True)
 class DataShard:

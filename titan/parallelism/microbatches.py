@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from titan.parallelism.data_shard import KEY_BITS
 
 
 class Microbatches(NamedTuple):
@@ -16,21 +19,43 @@ class Microbatches(NamedTuple):
         targets: the same shape; None for logits.
         positions: the same shape, or [T] for all rows; None: 0 to T - 1.
         documents: the same shape as tokens: document ids, within which attention stays. None: one document per row.
+        keys: int64 [microbatches, rows]: 62 random bits of each row, from which a model draws what is random in a step;
+            a function of the seed and the row's number in the run. None: the model draws nothing.
     """
 
     tokens: Tensor
     targets: Tensor | None = None
     positions: Tensor | None = None
     documents: Tensor | None = None
+    keys: Tensor | None = None
 
-    def select_microbatch(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return micro-batch i: tokens, targets, positions and document ids, the arguments of `ModelStage.forward`."""
+    @classmethod
+    def from_fields(cls, fields: Tensor) -> Microbatches:
+        """Return the rows of a batch's fields, int64 [2 to 5, microbatches, rows, seq_len]; see `Batch.fields`."""
+        parts = list(fields)
+        if len(parts) % 2 == 0:
+            return cls(*parts)
+        key = parts.pop()
+        return cls(*parts)._replace(keys=key[..., 0] + (key[..., 1] << KEY_BITS))
+
+    def to_fields(self) -> Tensor:
+        """Return the fields that `from_fields` reads."""
+        parts = [part for part in self[:4] if part is not None]
+        if self.keys is not None:
+            plane = torch.zeros_like(self.tokens)
+            plane[..., 0], plane[..., 1] = self.keys % 2**KEY_BITS, self.keys >> KEY_BITS
+            parts.append(plane)
+        return torch.stack(parts)
+
+    def select_microbatch(self, i: int) -> tuple[Any, ...]:
+        """Return micro-batch i: the arguments of `ModelStage.forward`, without keys where there are none."""
         positions = self.positions
         return (
             self.tokens[i],
             None if self.targets is None else self.targets[i],
             positions[i] if positions is not None and positions.dim() > 1 else positions,
             None if self.documents is None else self.documents[i],
+            *(() if self.keys is None else (self.keys[i],)),
         )
 
     def iterate_microbatches(self) -> Iterator[Microbatches]:
@@ -42,10 +67,11 @@ class Microbatches(NamedTuple):
                 None if self.targets is None else self.targets[i : i + 1],
                 positions[i : i + 1] if positions is not None and positions.dim() > 1 else positions,
                 None if self.documents is None else self.documents[i : i + 1],
+                None if self.keys is None else self.keys[i : i + 1],
             )
 
     def select_tokens(self, indices: Tensor) -> Microbatches:
         """Return the tokens of each row at `indices`, int64 [T], with their positions."""
         positions = indices if self.positions is None else self.positions[..., indices]
         targets, documents = (None if part is None else part[..., indices] for part in (self.targets, self.documents))
-        return Microbatches(self.tokens[..., indices], targets, positions, documents)
+        return Microbatches(self.tokens[..., indices], targets, positions, documents, self.keys)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from titan.model.custom_op import register_operation
-from titan.model.layers import FusedLoss, Product, cross_entropy, look_up
+from titan.model.layers import FusedLoss, Head, Product, cross_entropy, look_up
 from titan.model.loss import Results, compute_loss_in_chunks, linear_cross_entropy, make_fake_results, measure_logits
 from titan.model.loss_terms import Objective, Vocabulary
 from titan.parallelism import collectives
@@ -64,7 +64,7 @@ def apply_tensor_plan(
             _STYLES[style](module, mesh, sequence_parallel)
     if tied:
         model.head.weight = model.tok_embeddings.weight
-    if model.head is not None:
+    if isinstance(model.head, Head):
         group = mesh.get_group()
         model.head.complete_logits = partial(_gather_logits, complete=model.head.complete_logits, group=group)
         model.head.loss = partial(_compute_gathered_loss, group=group)
@@ -127,7 +127,7 @@ def local_shard(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _has_tied_weights(model: Any) -> bool:
     if model.head is None or model.tok_embeddings is None:
         return False
-    return model.head.weight is model.tok_embeddings.weight
+    return model.config.tied and model.head.weight is model.tok_embeddings.weight
 
 
 def _distribute_weight(module: nn.Module, mesh: DeviceMesh, placement: Placement, sums_gradient: bool = False) -> None:

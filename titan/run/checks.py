@@ -24,6 +24,7 @@ from titan.parallelism.pipeline.stage_plan import list_overlaps, plan_stages
 from titan.precision.schema import CAPABILITY, HARDWARE
 from titan.precision.selection import QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
+from titan.run.model_limits import check_limits
 from titan.weights.hf_config import FAMILIES, OWN_MODELS
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     Raises:
         ConfigError: for a combination that can't work.
     """
+    check_limits(run)
+    _check_split(run)
     if not is_titan_class(type(run.model)):  # tests check titan's own, without torch here
         layout, gate = run.layout, run.memory.checkpointing == "gate"
         run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert, gate=gate)
@@ -231,15 +234,20 @@ def _check_matmuls(run: Run) -> None:
         )
 
 
-def _check_tensor(run: Run) -> None:
-    """Reject matmuls that can't be split into equal parts, and the overlap that needs a GPU."""
-    degree, model, parallelism = run.layout.tensor, run.model, run.parallelism
-    for name in ("kv_heads", "heads", "ffn", "vocab"):
+def _check_split(run: Run) -> None:
+    """Reject matmuls that can't be split into equal parts."""
+    degree, model = run.layout.tensor, run.model
+    for name in model.SPLIT:
         if getattr(model, name) % degree:
             raise ConfigError(
                 f"parallelism.tensor={degree}: does not divide model.{name}={getattr(model, name)}; "
                 f"give a divisor of it, such as {math.gcd(degree, getattr(model, name))}."
             )
+
+
+def _check_tensor(run: Run) -> None:
+    """Reject the overlap that needs a GPU, and gathering again where it does not work."""
+    degree, parallelism = run.layout.tensor, run.parallelism
     if parallelism.async_tensor:
         needed = {
             "parallelism.tensor above 1": degree > 1,

@@ -28,6 +28,7 @@ from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
 from titan.parallelism.schema import Layout, Parallelism
 from titan.profile.schema import Profile
+from titan.run.model_limits import require_tokens
 from titan.run.resolve import resolve
 from titan.run.run import Run
 from titan.run.schema import Recipe
@@ -74,6 +75,7 @@ def shrink_run(target: Run, machine: Machine, directory: str) -> Shrunk:
     Raises:
         ConfigError: when the shrunk run can't be composed, or has too many ranks.
     """
+    require_tokens(target.model, "titan.prove")
     layout = shrink_layout(target)
     if layout.devices > MOST_RANKS:
         raise ConfigError(

@@ -187,7 +187,7 @@ class Audit:
     def _compute(self, fields: Tensor) -> OutputPrints:
         """Compute one micro-batch as in training, without its backward pass."""
         with OutputPrints(self.train_step.stages[0], 0) as prints:
-            self.train_step.repeat_forward(Microbatches(*fields))
+            self.train_step.repeat_forward(Microbatches.from_fields(fields))
         for stage in self.train_step.stages:
             data.reshard_parameters(stage)
         return prints
@@ -239,7 +239,7 @@ class Audit:
 
 def _select(rows: Microbatches, microbatch: int) -> Tensor:
     """Return the fields of one micro-batch, int64 [fields, 1, rows, T]."""
-    return torch.stack([part[microbatch : microbatch + 1] for part in rows if part is not None])
+    return Microbatches._make(None if part is None else part[microbatch : microbatch + 1] for part in rows).to_fields()
 
 
 def count_expert_span(expert: int, stride: int) -> int:

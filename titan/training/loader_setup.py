@@ -22,6 +22,7 @@ def build_loader(
         step=step + 1,
         prefetch=run.dataset.prefetch,
         mask_documents=run.dataset.mask_documents,
+        has_keys=run.model.uses_keys,
         is_reader=world.reads_data,
         patience=run.cluster.timeout,
         log=show,

@@ -36,6 +36,7 @@ class ModelStage(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Compute this part of the model.
 
@@ -44,11 +45,13 @@ class ModelStage(nn.Module):
             targets: int64 [rows, seq_len].
             positions: see `titan.model.decoder.DecoderModel.forward`.
             document_ids: see `DecoderModel.forward`.
+            keys: int64 [rows], for a model that draws random numbers (`titan.model.schema.Decoder.uses_keys`).
 
         Returns:
             Hidden states; from the last stage the summed loss (an fp32 scalar), or without targets the logits.
         """
-        hidden: Tensor = self.model(x, positions, document_ids)
+        inputs = (x, positions, document_ids)
+        hidden: Tensor = self.model(*inputs) if keys is None else self.model(*inputs, keys=keys)
         return hidden if self.model.head is None else self.model.head(hidden, targets)
 
     def iterate_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -75,6 +78,7 @@ class StageWithLosses(ModelStage):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> Any:
         """Compute this part of the model; see `ModelStage.forward`.
 
@@ -84,9 +88,10 @@ class StageWithLosses(ModelStage):
             terms' sum times their coefficients, and the same sums and counts.
         """
         if targets is None or not torch.is_grad_enabled():
-            return super().forward(x, targets, positions, document_ids)
+            return super().forward(x, targets, positions, document_ids, keys)
         valid = targets.chunk(self.sequence_parallel_size, 1)[self.tensor_rank % self.sequence_parallel_size] != IGNORED
-        hidden, term_values, counts = self.model(x, positions, document_ids, valid)
+        drawn = {} if keys is None else {"keys": keys}
+        hidden, term_values, counts = self.model(x, positions, document_ids, valid, **drawn)
         block_sums = torch.cat([term_values.where(valid, 0).sum((1, 2)), counts.flatten()])
         weighted_terms = weigh_figures(block_sums, list(self.model.losses.values()))
         if self.model.head is None:
@@ -224,14 +229,18 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, rows: Microbatches) -> Tensor:
-        """Return this rank's summed loss on whole rows, without gradients; see `backward`."""
+        """Return this rank's summed loss on whole rows, without gradients; see `backward`.
+
+        A vector with the sums of the model's `evaluation_figures` behind it, where it has any.
+        """
         losses = []
         for microbatch in self._select_local_rows(rows).iterate_microbatches():
             losses += self.runner.forward(microbatch)
             self.world.activity.record_progress()
+        figures = len(self.stages[0].model.config.evaluation_figures)
         if not losses or not self.world.counts_loss:
-            return torch.zeros((), device=rows.tokens.device)
-        return torch.stack(losses).sum()
+            return torch.zeros((1 + figures,) if figures else (), device=rows.tokens.device)
+        return torch.stack(losses).sum(0)
 
     def repeat_forward(self, rows: Microbatches) -> None:
         """Run forward of one micro-batch of whole rows as in training; gradients stay as they are.

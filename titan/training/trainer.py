@@ -232,7 +232,7 @@ class Trainer:
         fields = torch.from_numpy(batch.fields)
         if self.world.device.type == "cuda":
             fields = fields.pin_memory().to(self.world.device, non_blocking=True)
-        return Microbatches(*self.world.broadcast_rows(fields).long())
+        return Microbatches.from_fields(self.world.broadcast_rows(fields).long())
 
     def _pack_metrics(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return this rank's part of the step's vector."""

@@ -124,7 +124,7 @@ def test_a_parameter_without_a_role_is_rejected() -> None:
 def test_a_ladder_leaves_rates_to_the_model() -> None:
     """Sizes vary width and depth, the base stays, and the learning rate is that of the base at every size."""
     model = Llama(**{**SHAPE, "heads": 8, "kv_heads": 4, "dim": 64, "layers": 4, "ffn": 96, "base_dim": 32})
-    base = replace(compose_test_run([*TINY]), model=model)
+    base = replace(compose_test_run([*TINY, "evaluation.tokens=64"]), model=model)
     ladder = build_ladder([Variant((), base)], Sweep(sizes=(16, 32, 64, 128), lengths=(8.0, 16.0), seeds=1))
     shapes = [(t.size.model.dim, t.size.model.layers, t.size.lr) for t in ladder.trunks]
     rate = base.optimizer.peak_lr

@@ -154,6 +154,7 @@ class Pricing:
                 seconds += operations.estimate_cast(m, n, k, self.recipe.precision.bytes, factor, self.speeds)
             return seconds
         queries, keys, heads, size = event.shape
+        queries *= 1 if self.recipe.model.is_causal else 2
         forward, backward = operations.estimate_attention(queries, keys, heads, size, self.speeds)
         return backward if "backward" in event.name else forward
 

@@ -185,7 +185,7 @@ class Pipeline:
         """Run one micro-batch after another through all stages; see `titan.training.train_step.MicrobatchRunner`."""
         out = []
         for i in range(len(rows.tokens)):
-            x, targets, positions, documents = rows.select_microbatch(i)
+            x, targets, positions, documents = rows._replace(keys=None).select_microbatch(i)
             positions = _expand_positions(positions, x)
             hidden = x
             for number, stage in self.stages.items():

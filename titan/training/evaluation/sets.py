@@ -64,7 +64,12 @@ def build_eval_sets(
         _wait_for_rows(source, count, run.cluster.timeout, show, stopped)
         corpus = source.corpus
         fields = read_first_rows(
-            corpus.validation, run.training.seq_len, count, run.dataset.mask_documents, corpus.masked
+            corpus.validation,
+            run.training.seq_len,
+            count,
+            run.dataset.mask_documents,
+            corpus.masked,
+            run.model.uses_keys,
         )
         targets = fields[TARGETS][fields[TARGETS] != IGNORED]
         if targets.size:
@@ -97,22 +102,29 @@ def build_file_sets(run: Run, world: World, tokenizer: Tokenizer | None) -> dict
 def _build_eval_set(run: Run, world: World, fields: NDArray[np.int32], token_bytes: NDArray[np.uint16]) -> EvalSet:
     """Return the set of whole rows, which all ranks have read."""
     targets = fields[TARGETS][fields[TARGETS] != IGNORED]
-    rows = Microbatches(*torch.from_numpy(_select_local_rows(run, world, fields)).to(world.device).long())
-    return EvalSet(rows, targets.size, int(token_bytes[targets].sum()))
+    local_fields = torch.from_numpy(_select_local_rows(run, world, fields)).to(world.device).long()
+    rows = Microbatches.from_fields(local_fields)
+    text_bytes = int(token_bytes[targets].sum()) if run.model.predicts_tokens else 0
+    return EvalSet(rows, targets.size, text_bytes)
 
 
 def evaluate_sets(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
     """Return the mean loss per token and bits per byte, over all sources and, where there are several, of each.
 
-    All ranks call it together.
+    With the model's `evaluation_figures`, over all sources. All ranks call it together.
     """
-    losses = {
-        name: world.all_reduce(train_step.evaluate(eval_set.rows).double()).item() for name, eval_set in sets.items()
+    names = train_step.stages[0].model.config.evaluation_figures
+    sums = {
+        name: world.all_reduce(train_step.evaluate(eval_set.rows).double()).reshape(-1).tolist()
+        for name, eval_set in sets.items()
     }
+    losses = {name: values[0] for name, values in sums.items()}
     metrics = _compute_metrics("", sum(losses.values()), list(sets.values()))
     for name, eval_set in sets.items() if len(sets) > 1 else ():
         metrics |= _compute_metrics(f"/{name}", losses[name], [eval_set])
-    return metrics
+    count = sum(eval_set.count for eval_set in sets.values())
+    totals = [sum(values) for values in zip(*sums.values(), strict=True)]
+    return metrics | {f"evaluation/{name}/loss": total / count for name, total in zip(names, totals[1:], strict=True)}
 
 
 def evaluate_files(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
@@ -168,7 +180,7 @@ def _select_local_rows(run: Run, world: World, fields: NDArray[np.int32]) -> NDA
     total, shard, size = fields.shape[1], world.data_shard, run.microbatch_rows
     rank_rows = shard.slice_rows(total)
     shape = (math.ceil(shard.count_slots(total) / size), size, run.training.seq_len)
-    reader = BatchBuilder(run.training.seq_len, run.dataset.mask_documents)
+    reader = BatchBuilder(run.training.seq_len, run.dataset.mask_documents, run.model.uses_keys)
     out = reader.fill_padding(reader.allocate(shape))
     out.reshape(len(out), -1, shape[-1])[:, : len(rank_rows)] = fields[:, rank_rows.start : rank_rows.stop]
     return out

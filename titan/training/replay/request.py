@@ -24,6 +24,7 @@ from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.command_line import quote_value
 from titan.run.lineage import count_rows_read, find_parent
+from titan.run.model_limits import require_tokens
 from titan.run.run import Run
 from titan.training.side_jobs import recompose
 from titan.training.side_jobs.recompose import Compose
@@ -121,6 +122,7 @@ def plan_replay(
         )
     command, notes = recompose.build_command(document, overrides, EXCLUDED_OVERRIDES)
     run = recompose.disable_outputs(compose(overrides, command), Evaluation(every=0, tokens=0), scratch)
+    require_tokens(run.model, "titan.replay")
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     lineage_parent = find_parent(replace(run, directory=name), [], mix, has_checkpoint=False)

@@ -37,7 +37,7 @@ class _LogitLoss(torch.autograd.Function):
 def fuse_losses(heads: Iterable[Head | None]) -> None:
     """Let heads compute their losses as in one graph; one of split, capped or chunked logits remains as it is."""
     for head in heads:
-        if head is not None and (count := _count_figures(head)):
+        if isinstance(head, Head) and (count := _count_figures(head)):
             head.fused = partial(_compute_loss, count=count)
 
 

@@ -116,7 +116,8 @@ def _record_step(run: Run, train_step: TrainStep, recorder: EventRecorder, fake:
         device = train_step.world.device
         tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         documents = torch.zeros(shape, dtype=torch.int64, device=device) if run.dataset.mask_documents else None
-        train_step.backward(Microbatches(tokens, targets, documents=documents), 1.0)
+        keys = torch.zeros(shape[:2], dtype=torch.int64, device=device) if run.model.uses_keys else None
+        train_step.backward(Microbatches(tokens, targets, documents=documents, keys=keys), 1.0)
         for parameter in train_step.parameters():
             if parameter.grad is not None:
                 recorder.label_tensor(parameter.grad, "gradients")

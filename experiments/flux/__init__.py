@@ -1,0 +1,1 @@
+"""A rectified-flow transformer of images, trained by titan's trainer."""
