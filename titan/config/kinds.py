@@ -24,6 +24,7 @@ PATHS: dict[str, str] = {
     "titan.model.schema_deepseek.DeepseekV3": "titan.model.schema_deepseek.DeepseekV3",
     "titan.model.schema_moe.Qwen3Moe": "titan.model.schema_moe.Qwen3Moe",
     "titan.optimizer.AdamW": "titan.optimizer.schema.AdamW",
+    "titan.optimizer.External": "titan.optimizer.external.schema.External",
     "titan.optimizer.Muon": "titan.optimizer.schema.Muon",
     "titan.optimizer.SGD": "titan.optimizer.schema.SGD",
     "titan.schedule.Constant": "titan.schedule.schema.Constant",

@@ -439,7 +439,7 @@ def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...]) -> 
         return _convert_tuple(value, arguments, path)
     if origin is collections.abc.Mapping:
         return _convert_mapping(value, arguments, path)
-    if kind is bool and isinstance(value, bool):
+    if kind is Any or (kind is bool and isinstance(value, bool)):
         return value
     if kind is int and not isinstance(value, bool):
         if isinstance(value, int):

@@ -44,13 +44,13 @@ def compute_on_owners(
     device = torch.device(mesh.device_type)
     own_matrix = torch.empty(0)
     for like, shard, owner in zip(likes, shards, owners, strict=True):
-        matrix = _gather_matrix(shard.to(device), like, mesh)
+        matrix = gather_matrix(shard.to(device), like, mesh)
         own_matrix = matrix if owner == own_coordinate else own_matrix
     if own_coordinate in owners:  # after all gathers, so that no owner waits for another's computation
         own_matrix = compute(own_matrix)
     for like, box, shard, owner in zip(likes, boxes, shards, owners, strict=True):
         matrix = own_matrix if owner == own_coordinate else torch.empty(like.shape, dtype=shard.dtype, device=device)
-        _broadcast_matrix(matrix, own_coordinate, owner, mesh)
+        broadcast_matrix(matrix, own_coordinate, owner, mesh)
         yield matrix[box].to(shard.device)
 
 
@@ -63,7 +63,7 @@ def find_coordinate(rank: int, shape: tuple[int, ...]) -> list[int]:
     return indices[::-1]
 
 
-def _gather_matrix(shard: Tensor, like: DTensor, mesh: DeviceMesh) -> Tensor:
+def gather_matrix(shard: Tensor, like: DTensor, mesh: DeviceMesh) -> Tensor:
     """Return the whole matrix of which this rank has the shard `shard`, with the placements of `like`."""
     sharded = DTensor.from_local(shard, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
     for dimension in range(mesh.ndim):  # one at a time: FSDP shards what tensor parallelism has sharded
@@ -72,7 +72,7 @@ def _gather_matrix(shard: Tensor, like: DTensor, mesh: DeviceMesh) -> Tensor:
     return sharded.to_local()
 
 
-def _broadcast_matrix(matrix: Tensor, own_coordinate: list[int], owner: list[int], mesh: DeviceMesh) -> None:
+def broadcast_matrix(matrix: Tensor, own_coordinate: list[int], owner: list[int], mesh: DeviceMesh) -> None:
     """Broadcast a tensor from its owner to all ranks, one mesh dimension after the other."""
     for dimension, source in enumerate(owner):
         if own_coordinate[dimension + 1 :] == owner[dimension + 1 :]:

@@ -38,7 +38,7 @@ class GroupSettings(NamedTuple):
     Attributes:
         weight_decay: its weight decay.
         factor: its learning rate as a factor of optimizer.lr.
-        orthogonal: whether Muon updates it.
+        orthogonal: whether Muon updates it, or an external optimizer.
     """
 
     weight_decay: float
@@ -143,6 +143,14 @@ class Optimizer:
         if self.groups:
             check_groups(self.groups, model.parameter_names())
         check_update_factors(model.update_factors(self), model)
+
+    def measure(self, model: Decoder) -> Optimizer:
+        """Return these settings with what must be measured of the optimizer before work starts; here nothing."""
+        return self
+
+    def list_packages(self) -> tuple[str, ...]:
+        """Return the top-level packages beside titan and torch that the settings name as texts."""
+        return ()
 
     def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
         """Return how a parameter is updated, from its name in the whole model and its number of dimensions."""

@@ -14,6 +14,7 @@ from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
+from titan.optimizer.external.schema import External
 from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
 from titan.run.schema import Recipe
 from titan.schedule import schema as schedule
@@ -28,7 +29,7 @@ PLUGGABLE: dict[str, dict[str, Any]] = {
         "base": Decoder,
     },
     "dataset": {**KINDS, "base": Dataset},
-    "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon, "base": Optimizer},
+    "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon, "external": External, "base": Optimizer},
     "schedule": {**schedule.KINDS, "base": schedule.Schedule},
 }
 """Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A user's own

@@ -23,6 +23,7 @@ from titan.config import kinds
 from titan.config.settings import to_plain
 from titan.console.text import redact_nested
 from titan.hooks.schema import Hook
+from titan.optimizer.external import packages
 from titan.run import own_code
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ def describe_code(run: Run | None = None) -> dict[str, Any]:
     imports a user's own packages there are their digests too.
     """
     own_digests = own_code.compute_digests(run) if run is not None else {}
+    foreign = [] if run is None else [p for p in run.optimizer.list_packages() if not packages.is_own(p)]
     versions = {name: _find_version(name) for name in PACKAGES}
     diff = read_git_diff()
     return {
@@ -192,6 +194,7 @@ def describe_code(run: Run | None = None) -> dict[str, Any]:
         "commit": _read_frozen("code", {}).get("commit") or run_git("rev-parse", "HEAD"),
         "diff": hashlib.sha256(diff.encode()).hexdigest()[:12] if diff else None,
         **versions,
+        **({"optimizer": [packages.find_version(package) for package in foreign]} if foreign else {}),
         **({"own": own_digests} if own_digests else {}),
     }
 

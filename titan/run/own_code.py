@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan.optimizer.external.packages import is_own
+
 if TYPE_CHECKING:
     from titan.run.run import Run
 
@@ -40,6 +42,8 @@ def list_uses(run: Run) -> dict[str, tuple[str, ...]]:
     names: dict[str, list[str]] = {name.partition(".")[0]: [] for name in run.modules}
     for name, cls in find_classes({axis: getattr(run, axis) for axis in (*run.axes(), "hooks")}):
         names.setdefault(cls.__module__.partition(".")[0], []).append(name)
+    for package in filter(is_own, run.optimizer.list_packages()):
+        names.setdefault(package, []).append("optimizer.cls")
     own_packages = names.keys() - {"titan"} - sys.stdlib_module_names
     return {package: tuple(names[package]) for package in sorted(own_packages)}
 

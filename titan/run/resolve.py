@@ -94,7 +94,7 @@ def _check_axes(recipe: Recipe) -> Recipe:
     recipe.evaluation.check()
     recipe.cluster.check()
     hooks.check_hooks(recipe.hooks)
-    return recipe
+    return dataclasses.replace(recipe, optimizer=recipe.optimizer.measure(recipe.model))
 
 
 def _apply_machine(recipe: Recipe, machine: Machine, remote: bool) -> Recipe:

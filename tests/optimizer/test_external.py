@@ -1,0 +1,252 @@
+"""Optimizers of other packages: what is found out about each, and that layouts then do the same with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.test_manager import in_two_attempts
+from tests.support import external_optimizers as table
+from tests.support.runs import are_identical, compose_tiny_run, read_step_records, train_run
+from tests.support.tiers import full
+from titan.errors import ConfigError
+from titan.optimizer.external.classify import RejectedError, Verdict, classify
+from titan.optimizer.external.constructor import load_constructor
+from titan.optimizer.external.schema import External
+
+OWN = "tests.support.own_optimizers."
+SHAPES: dict[str, tuple[int, ...]] = {
+    "tok_embeddings.weight": (400, 16), "layers.0.wq.weight": (24, 16), "norm.weight": (16,),
+}  # fmt: skip
+STACKS = {**SHAPES, "layers.0.experts.w1": (4, 12, 16)}
+
+
+def judge(cls: str, shapes: Any = SHAPES, is_stacked: bool = False, **arguments: Any) -> Verdict:
+    chosen = {n: s for n, s in shapes.items() if not is_stacked or n.startswith("layers.")}
+    return classify(load_constructor(cls if "." in cls else OWN + cls, arguments), chosen, is_stacked)
+
+
+@pytest.mark.parametrize(
+    ("cls", "shapes", "split"),
+    [
+        pytest.param("Signs", SHAPES, "elements", id="elementwise"),
+        full("torch.optim.Adam", STACKS, "elements", id="torch-adam-amsgrad"),
+        pytest.param("MatrixNorms", STACKS, "matrices", id="matrices"),
+        pytest.param("TrustRatio", STACKS, "whole", id="trust-ratio"),
+        full("Clipped", SHAPES, "whole", id="clipped-by-the-mean-square"),
+        full("CoupledDecay", SHAPES, "whole", id="decay-by-a-norm"),
+        pytest.param("LaterWhole", SHAPES, "whole", id="elementwise-in-the-first-steps"),
+        pytest.param("LargeWhole", SHAPES, "whole", id="elementwise-where-small"),
+        full("GroupCount", SHAPES, "elements", id="count-in-the-group"),
+        full("EarlyState", SHAPES, "elements", id="state-from-the-third-step"),
+        full("Noisy", SHAPES, "whole", id="seeded-noise"),
+        full("torch.optim.Adafactor", SHAPES, "whole", id="torch-adafactor"),
+        full("torch.optim.ASGD", SHAPES, "elements", id="torch-asgd"),
+        full("torch.optim.AdamW", STACKS, "elements", id="torch-adamw"),
+    ],
+)
+def test_what_an_optimizer_updates_by_itself(cls: str, shapes: Any, split: str) -> None:
+    arguments = {"amsgrad": True} if cls == "torch.optim.Adam" else {}
+    assert judge(cls, shapes, **arguments).split == split
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        pytest.param("Joint", "jointly", id="several-parameters"),
+        pytest.param("Hidden", "outside of its state", id="an-attribute"),
+        pytest.param("NoisySystem", "random numbers", id="noise-of-the-system"),
+        full("Unscheduled", "no schedule has an effect", id="no-schedule"),
+        pytest.param("Closed", "closure", id="a-closure"),
+        pytest.param("LateState", "late differs", id="late-state"),
+        full("ObjectState", "ObjectState, which no checkpoint holds", id="an-object"),
+        full("MatricesOnly", "raises ValueError on vectors: only matrices", id="matrices-only"),
+        full("torch.optim.LBFGS", "closure", id="torch-lbfgs"),
+        full("torch.optim.SparseAdam", "does not support dense gradients", id="torch-sparse-adam"),
+        full("torch.optim.Rprop", "no schedule has an effect", id="torch-rprop"),
+    ],
+)
+def test_what_no_layout_could_repeat_is_rejected(cls: str, reason: str) -> None:
+    with pytest.raises(RejectedError, match=reason):
+        judge(cls)
+
+
+@pytest.mark.full
+def test_matrices_alone_may_be_all_that_a_class_takes() -> None:
+    assert judge("MatricesOnly", STACKS, is_stacked=True).split == "matrices"
+    with pytest.raises(RejectedError, match="ratio differs between matrices"):
+        judge("TrustRatio", STACKS, is_stacked=True)
+
+
+@pytest.mark.full
+def test_what_is_state_is_found_and_its_bytes() -> None:
+    verdict = judge("GroupCount")
+    assert (verdict.traits.counters, verdict.traits.settled) == (("k",), 1)
+    assert judge("EarlyState").traits.settled == 3
+    verdict = judge("MatrixNorms")
+    elements, rows = 400 * 16 + 16, 400 + 1
+    assert verdict.other_bytes == pytest.approx((4 * elements + 4 * rows) / elements, rel=0.01)
+    assert verdict.matrix_bytes == pytest.approx(4 * (1 + 1 / 16))
+    assert (verdict.largest, verdict.largest_bytes) == (6400, 4 * (6400 + 400))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        pytest.param(["optimizer.cls=nowhere.Adam"], "nowhere is not installed here; install nowhere", id="missing"),
+        pytest.param(["optimizer.cls=torch.optim.Adan"], "torch.optim has no Adan", id="no-such-class"),
+        pytest.param(["optimizer.cls=torch.nn.Linear"], "no torch.optim.Optimizer", id="no-optimizer"),
+        pytest.param(["optimizer.cls=AdamW"], "names no module", id="no-module"),
+        pytest.param([], "optimizer.cls is missing", id="no-class"),
+        pytest.param(
+            ["optimizer.cls=torch.optim.AdamW", "optimizer.args={beta:1}"], "no argument beta; .*betas", id="argument"
+        ),
+        pytest.param(
+            ["optimizer.cls=torch.optim.AdamW", "optimizer.args={lr:1}"], "titan passes lr itself", id="lr-argument"
+        ),
+        pytest.param(
+            ["optimizer.cls=torch.optim.Adafactor", "optimizer.split=elements"],
+            "needs more than that: .*give auto",
+            id="split",
+        ),
+        pytest.param(
+            ["optimizer.cls=torch.optim.SGD", "precision=bf16_pure"], "precision.weights=bf16", id="weights-in-bf16"
+        ),
+        pytest.param(
+            ["optimizer.cls=torch.optim.Rprop", "optimizer.weight_decay=0.1"], "no argument weight_decay", id="decay"
+        ),
+        pytest.param(
+            ["optimizer.cls=torch.optim.Muon"], "give optimizer.parameters=matrices", id="muon-of-all-parameters"
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work(settings: list[str], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        compose_tiny_run(tmp_path, "optimizer=external", *settings)
+
+
+def build_case(cls: str, parameters: str = "all") -> table.Case:
+    return table.Case(cls if "." in cls else OWN + cls, parameters=parameters, weight_decay=0.1)
+
+
+OF_EACH_KIND = (
+    build_case("TrustRatio"), build_case("MatrixNorms"), build_case("Signs"), build_case("GroupCount"),
+    build_case("EarlyState"), build_case("Noisy"), build_case("MatricesOnly", "matrices"),
+    build_case("FirstCounts"), build_case("NoisySigns", "matrices"),
+)  # fmt: skip
+SOME = OF_EACH_KIND[:2]
+"""Those of the quick tier."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        pytest.param("fsdp", SOME, id="fsdp-some"),
+        *(full(layout, OF_EACH_KIND, id=layout.replace(" ", "_")) for layout in table.LAYOUTS),
+        full("fsdp of 3", OF_EACH_KIND, id="fsdp_of_3"),
+    ],
+)
+def test_layouts_make_of_the_same_gradients_what_one_device_makes(
+    layout: str, cases: tuple[table.Case, ...], tmp_path: Path
+) -> None:
+    model = table.EXPERTS if layout == "ep" else table.DENSE
+    settings = table.LAYOUTS.get(layout, ("parallelism.shard=3",))
+    one, several = compose_tiny_run(tmp_path, *model), compose_tiny_run(tmp_path, *model, *settings)
+    measured = table.measure_cases(cases, one.model)
+    optimizers = {name: found for name, found in measured.items() if isinstance(found, External)}
+    assert len(optimizers) == len(cases)
+    expected, found = table.step_layout(one, optimizers), table.step_layout(several, optimizers)
+    for name in optimizers:
+        assert not found[name].problem
+        assert float(table.find_difference(found[name], expected[name].weights)) <= table.BOUND
+
+
+@pytest.mark.full
+def test_a_wrong_split_would_be_seen(tmp_path: Path) -> None:
+    """With the verdict of an elementwise optimizer, one of the whole tensor becomes another on two ranks."""
+    one, several = (compose_tiny_run(tmp_path, *table.DENSE, *s) for s in ((), table.LAYOUTS["fsdp"]))
+    case = build_case("TrustRatio")
+    settings = table.measure_cases([case], one.model)[case.name]
+    assert isinstance(settings, External) and settings.measured
+    wrong = dataclasses.replace(settings, measured={**settings.measured, "split": "elements"})
+    expected = table.step_layout(one, {"it": settings})["it"].weights
+    found = table.step_layout(several, {"it": wrong})["it"]
+    assert float(table.find_difference(found, expected)) > 100 * table.BOUND
+
+
+@pytest.mark.full
+def test_one_device_does_what_the_class_does(tmp_path: Path) -> None:
+    run = compose_tiny_run(tmp_path, *table.DENSE)
+    cases = [case for case in OF_EACH_KIND if "Noisy" not in case.cls and case.parameters == "all"]
+    measured = table.measure_cases(cases, run.model)
+    found = table.step_layout(run, measured)  # type: ignore[arg-type]
+    for name, settings in measured.items():
+        assert isinstance(settings, External)
+        assert float(table.find_difference(found[name], table.step_class(run, settings))) <= table.BOUND
+
+
+@pytest.mark.parametrize(
+    ("cls", "before", "after"),
+    [
+        full("EarlyState", "fsdp", "tp", id="early-state-fsdp-tp"),
+        full("MatrixNorms", "fsdp", "tp", id="matrices-fsdp-tp"),
+        full("TrustRatio", "tp", "fsdp", id="trust-ratio-tp-fsdp"),
+        full("GroupCount", "fsdp", "single", id="count-fsdp-single"),
+        full("Noisy", "fsdp", "hsdp", id="noise-fsdp-hsdp"),
+        full("torch.optim.Adafactor", "fsdp", "fsdp", id="adafactor-fsdp-fsdp"),
+        full("Signs", "single", "pp", id="signs-single-pp"),
+    ],
+)
+def test_a_checkpoint_goes_on_in_another_layout(cls: str, before: str, after: str, tmp_path: Path) -> None:
+    layouts = {"single": (), **table.LAYOUTS}
+    path = cls if "." in cls else OWN + cls
+    settings = (
+        "model.kv_heads=2",
+        "optimizer=external",
+        f"optimizer.cls={path}",
+        "optimizer.lr=0.01",
+        "training.steps=5",
+    )
+    one, two = (compose_tiny_run(tmp_path / "parts", *settings, *layouts[name]) for name in (before, after))
+    first, second = in_two_attempts(one, two)
+    saved = {n: t for rank in first for n, t in rank.last.items()}
+    for rank in second:
+        assert are_identical(rank.first, {name: saved[name] for name in rank.first})
+    whole = compose_tiny_run(tmp_path / "whole", *settings, *layouts[before])
+    train_run(whole)
+    for line, wanted in zip(read_step_records(two), read_step_records(whole), strict=True):
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+def test_weights_to_evaluate_are_those_of_eval() -> None:
+    """Here the mean of the weights before each step."""
+    verdict = judge("Averaged")
+    settings = External(cls=f"{OWN}Averaged", lr=0.1, weight_decay=0.0, measured=verdict.to_document())
+    weights = {name: torch.nn.Parameter(table.make_gradient(name, shape, 0)) for name, shape in SHAPES.items()}
+    optimizer: Any = settings.build(weights.items())
+    before = []
+    for step in range(3):
+        before.append({name: weight.detach().clone() for name, weight in weights.items()})
+        table.set_gradients(weights.items(), step)
+        optimizer.step()
+    for name, weight in weights.items():
+        mean = torch.stack([values[name] for values in before]).mean(0)
+        torch.testing.assert_close(optimizer.evaluation_weights(weight), mean)
+        assert not torch.equal(weight, mean)
+
+
+def test_a_parameter_without_gradient_stays_as_it_is() -> None:
+    settings = External(cls=f"{OWN}Signs", lr=0.1, weight_decay=0.1, measured=judge("Signs").to_document())
+    weights = {name: torch.nn.Parameter(table.make_gradient(name, shape, 0)) for name, shape in SHAPES.items()}
+    optimizer = settings.build(weights.items())
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    for step in range(2):
+        table.set_gradients([(n, w) for n, w in weights.items() if n != "norm.weight" or step == 1], step)
+        optimizer.step()
+        assert torch.equal(weights["norm.weight"], before["norm.weight"]) == (step == 0)
+    counts = {name: float(optimizer.state[weight]["state/steps"]) for name, weight in weights.items()}
+    assert counts == {"tok_embeddings.weight": 2, "layers.0.wq.weight": 2, "norm.weight": 1}

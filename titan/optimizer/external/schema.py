@@ -1,0 +1,178 @@
+"""`optimizer=external`: an optimizer of any package, by its class. Free of torch until a run is composed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from titan.config.settings import format_value, setting
+from titan.errors import ConfigError
+from titan.optimizer.external.packages import find_version
+from titan.optimizer.schema import BLOCKS, GroupSettings, Optimizer
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Parameter
+
+    from titan.model.schema import Decoder
+    from titan.optimizer.external.classify import Verdict
+
+SPLITS = ("elements", "matrices", "whole")
+"""What an optimizer updates by itself, from the smallest on."""
+WORKING_COPIES = 3
+"""Copies of a gathered parameter beside its state: itself, its gradient, and what its update computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class External(Optimizer):
+    """An optimizer of any package; what it needs of a parameter is measured (`titan.optimizer.external.classify`)."""
+
+    cls: str = setting(help="its class, such as torch.optim.Adafactor")
+    args: Mapping[str, Any] | None = setting(
+        None, "further arguments of its constructor, {NAME: VALUE,...}; lr and weight_decay are titan's", hashed=False
+    )
+    parameters: Literal["all", "matrices"] = setting(
+        "all", "what it updates; matrices: those of blocks, each expert's by itself, and AdamW updates the rest"
+    )
+    split: Literal["auto", "elements", "matrices", "whole"] = setting(
+        "auto",
+        "what it may update by itself; auto: as measured; whole: gather whole parameters in any case",
+        science=False,
+    )
+    measured: Mapping[str, Any] | None = setting(
+        None, "what titan has measured, which run.yaml records; leave it out", in_ids=False, hashed=False
+    )
+
+    def check(self, model: Decoder, weight_bytes: int = 4) -> None:
+        """Raise ConfigError for weights in bf16, and for a weight decay that the class lacks; see `Optimizer.check`."""
+        super().check(model, weight_bytes)
+        if weight_bytes < 4:
+            raise ConfigError(
+                "precision.weights=bf16: what an external optimizer does is measured with weights in fp32; give "
+                "precision.weights=fp32."
+            )
+        decays = [self.weight_decay, *(group.weight_decay or 0.0 for group in (self.groups or {}).values())]
+        if any(decays) and "weight_decay" not in _load(self.cls, self._pack_arguments()).takes:
+            raise ConfigError(
+                f"optimizer.weight_decay={format_value(max(decays))}: {self.cls} has no argument weight_decay; give 0."
+            )
+
+    def measure(self, model: Decoder) -> External:
+        """Return the same with what was measured.
+
+        Raises:
+            ConfigError: for an optimizer with which layouts would differ.
+        """
+        stacked = self.parameters == "matrices"
+        verdict = _measure(self.cls, self._pack_arguments(), _list_shapes(model, stacked), stacked)
+        if self.split != "auto" and SPLITS.index(self.split) < SPLITS.index(verdict.split):
+            raise ConfigError(
+                f"optimizer.split={self.split}: {self.cls} needs more than that: {verdict.reason}; give auto."
+            )
+        return dataclasses.replace(self, measured=verdict.to_document())
+
+    @property
+    def chosen_split(self) -> str:
+        """What the optimizer updates by itself in this run."""
+        return str((self.measured or {}).get("split", "whole")) if self.split == "auto" else self.split
+
+    def _pack_arguments(self) -> str:
+        return json.dumps(dict(self.args or {}), sort_keys=True)
+
+    def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
+        """Return the same, with `orthogonal` for what the class updates."""
+        updated = self.parameters == "all" or (dimensions in (2, 3) and name.startswith(BLOCKS))
+        return super().choose_settings(name, dimensions)._replace(orthogonal=updated)
+
+    def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+        """Return the torch optimizer for `parameters`, which runs the class on plain tensors."""
+        from titan.optimizer.external.sharded import build_sharded
+
+        constructor, named = _load(self.cls, self._pack_arguments()), list(parameters)
+        names: dict[Any, str] = {parameter: name for name, parameter in named}
+        return build_sharded(self, constructor, self.param_groups(named), names)
+
+    def list_packages(self) -> tuple[str, ...]:
+        """Return the package of the class."""
+        return (self.cls.partition(".")[0],)
+
+    def describe(self) -> str:
+        """Return the class, its package's version, and what is gathered for it."""
+        measured = self.measured or {}
+        gathers = {
+            "elements": "updates each shard by itself",
+            "matrices": "gathers each matrix",
+            "whole": "gathers each parameter",
+        }[self.chosen_split]
+        rest = " of the blocks; adamw for the rest" if self.parameters == "matrices" else ""
+        words = f"{self.cls} ({measured.get('package', '')}) {gathers}{rest}"
+        return "; ".join(filter(None, [words, super().describe()]))
+
+    def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
+        """Return the bytes of state, by what was measured of the model's parameters; see `Optimizer.state_bytes`."""
+        measured = self.measured or {}
+        per_matrix, per_other = (float(measured.get(key, 0.0)) for key in ("matrix_bytes", "other_bytes"))
+        return int(per_matrix * matrices + per_other * other_parameters)
+
+    def working_bytes(self, matrix: int, elements: int, device: str) -> int:
+        """Return the bytes of a whole parameter, its gradient and its state, before and after; see `WORKING_COPIES`."""
+        measured = self.measured or {}
+        if self.chosen_split == "elements":
+            return 4 * elements
+        return int(4 * WORKING_COPIES * measured.get("largest", matrix) + 2 * measured.get("largest_bytes", 0))
+
+
+@functools.cache
+def _load(path: str, packed: str) -> Any:
+    from titan.optimizer.external.constructor import load_constructor
+
+    return load_constructor(path, json.loads(packed))
+
+
+@functools.cache
+def _measure(path: str, packed: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], is_stacked: bool) -> Verdict:
+    """Return the verdict on a class, measured once in a process.
+
+    Raises:
+        ConfigError: where it is rejected.
+    """
+    from titan.optimizer.external.classify import RejectedError, classify
+
+    try:
+        verdict = classify(_load(path, packed), dict(shapes), is_stacked)
+    except RejectedError as error:
+        hint = "" if is_stacked else _suggest_matrices(path, packed, shapes)
+        raise ConfigError(f"optimizer.cls={path}: {error}; {hint or 'choose another optimizer'}.") from error
+    return verdict._replace(package=find_version(path.partition(".")[0]))
+
+
+def _suggest_matrices(path: str, packed: str, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
+    """Return the advice for a class that takes the matrices of blocks only; empty where it takes none."""
+    from titan.optimizer.external.classify import RejectedError, classify
+
+    matrices = {name: shape for name, shape in shapes if is_block_matrix(name, shape)}
+    try:
+        classify(_load(path, packed), matrices, True)
+    except RejectedError:
+        return ""
+    return "give optimizer.parameters=matrices"
+
+
+def is_block_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a parameter is a matrix of a block, or a stack of them."""
+    return len(shape) in (2, 3) and name.startswith(BLOCKS)
+
+
+@functools.cache
+def _list_shapes(model: Decoder, is_stacked: bool) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the parameters of a model that the class updates, with their shapes."""
+    import torch
+
+    with torch.device("meta"):
+        module: Any = model.build()
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    return tuple((n, s) for n, s in shapes.items() if not is_stacked or is_block_matrix(n, s))
