@@ -288,8 +288,8 @@ ESTIMATES = (
     define_fault(
         "estimate: what is computed again takes no time",
         "titan/estimate/roofline.py",
-        "(6 + recomputed_flops) * matmul.inputs",
-        "6 * matmul.inputs",
+        "(6 + recomputed_flops) * size",
+        "6 * size",
         "estimate/test_roofline.py::test_recomputation_takes_time",
     ),
     define_fault(
@@ -518,13 +518,13 @@ LADDERS = (
     define_fault(
         "ladders: a prediction counts twice",
         "titan/sweep/predictions.py",
-        'other["digest"] == prediction.digest',
-        "False",
+        "if (prediction.digest, predicted.variant) in",
+        "if () in",
         "sweep/test_ladder.py::TestPredictions::test_a_line_that_a_kill_cut_short_is_stated_and_lost_alone",
     ),
     define_fault(
         "ladders: embeddings are parameters",
-        "titan/sweep/ladder.py",
+        "titan/sweep/ladder_sizes.py",
         "model.embedding_parameters() * (1 if model.tied else 2)",
         "0",
         "sweep/test_ladder.py::test_the_vocabulary_is_no_part_of_the_parameters",
@@ -532,8 +532,8 @@ LADDERS = (
     define_fault(
         "ladders: the largest size is fitted",
         "titan/sweep/ladder.py",
-        "return self.trunks[:-1]",
-        "return self.trunks",
+        "for trunk in self.trunks if trunk.size.model.dim != self._most)",
+        "for trunk in self.trunks)",
         "sweep/test_ladder.py::test_a_ladder_predicts_before_the_largest_runs_and_scores_it",
     ),
     define_fault(
@@ -545,7 +545,7 @@ LADDERS = (
     ),
     define_fault(
         "ladders: heads are wider at larger sizes",
-        "titan/sweep/ladder.py",
+        "titan/sweep/ladder_sizes.py",
         "dim=width, layers=layers, heads=heads,",
         "dim=width, layers=layers, heads=base.heads,",
         "sweep/test_ladder.py::test_a_size_has_heads_of_the_same_width_and_the_rest_in_proportion",

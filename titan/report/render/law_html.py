@@ -105,6 +105,7 @@ def _build_ladder_section(study: LadderStudy) -> dict[str, Any]:
         "heading": sanitize_nested(study.corpus or "All runs"),
         "sentences": sanitize_nested(sentences[1:] if study.corpus else sentences),
         "predictions": [],
+        "speedups": [],
         "charts": [],
         "rungs": sanitize_nested(rungs),
     }
