@@ -239,11 +239,13 @@ GRIDS = {
 """What is varied in each grid, and how."""
 LADDERS = ["ladder"]
 """Sweeps that are no grids: tests/sweep/test_ladder.py."""
+SEVERAL = ["optimizers"]
+"""Grids over several settings, each of them in the baseline or averaged over."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", select_cases([name for name in FILES["sweep"] if name not in ("branches", *LADDERS)], ("learning_rate",))
+    "name", select_cases([name for name in FILES["sweep"] if name not in ("branches", *LADDERS, *SEVERAL)], ("learning_rate",))
 )
 def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
@@ -274,7 +276,7 @@ def test_every_branch_of_the_sweep_decays(tmp_path: Path, monkeypatch: pytest.Mo
     assert [run.training.steps for run in runs] == [4, 5]
 
 
-@pytest.mark.parametrize("name", [name for name in FILES["sweep"] if name not in LADDERS])
+@pytest.mark.parametrize("name", [name for name in FILES["sweep"] if name not in (*LADDERS, *SEVERAL)])
 def test_a_sweep_says_what_it_asks_and_its_baseline_is_one_of_its_arms(name: str) -> None:
     content = yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text())
     assert content["sweep"]["question"].endswith("?")
@@ -304,4 +306,13 @@ def test_the_dense_twin_of_experts_differs_by_the_routers_only() -> None:
 
 
 def test_no_sweep_is_left_out() -> None:
-    assert sorted([*GRIDS, *LADDERS]) == FILES["sweep"]
+    assert sorted([*GRIDS, *LADDERS, *SEVERAL]) == FILES["sweep"]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_the_baseline_of_a_sweep_over_several_settings_is_one_of_its_values(name: str) -> None:
+    content = yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text())
+    params, baseline = content["hydra"]["sweeper"]["params"], content["sweep"]["baseline"]
+    assert baseline and content["sweep"]["question"].endswith("?")
+    assert all(str(value) in str(params[key]).split(",") for key, value in baseline.items())
+    assert len(str(params["training.seed"]).split(",")) == 3

@@ -280,7 +280,8 @@ def test_all_commands_are_here() -> None:
     declared = [
         module for module in list(sys.modules.values()) if isinstance(getattr(module, "COMMAND", None), Command)
     ]
-    assert {module.COMMAND.name for module in declared} == {case.name for case in CASES} - {"titan.train"}
+    names = {module.COMMAND.name for module in declared if module.COMMAND.name.startswith("titan.")}
+    assert names == {case.name for case in CASES} - {"titan.train"}
 
 
 @pytest.mark.full

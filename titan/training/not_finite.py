@@ -10,6 +10,7 @@ that the rank is found too.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -107,7 +108,9 @@ def investigate_step(
     """
     weights = _list_not_finite((name, p.detach()) for name, p in train_step.named_parameters())
     tracer, compiled = NonFiniteTracer(train_step, run), run.compile.scope != "off"
-    with tracer, force_eager(compiled), nullcontext() if _uses_flex(run) else tracer.op_mode:
+    operations = nullcontext() if _uses_flex(run) else tracer.op_mode
+    with tracer, force_eager(compiled), operations, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the tracer's views, which nothing writes to
         train_step.backward(rows, scale)
     gradients = _list_not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
     train_step.optimizer.zero_grad(set_to_none=True)
