@@ -245,7 +245,8 @@ SEVERAL = ["optimizers"]
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", select_cases([name for name in FILES["sweep"] if name not in ("branches", *LADDERS, *SEVERAL)], ("learning_rate",))
+    "name",
+    select_cases([name for name in FILES["sweep"] if name not in ("branches", *LADDERS, *SEVERAL)], ("learning_rate",)),
 )
 def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
