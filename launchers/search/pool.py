@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launchers.search.space import Space, format_values
-from launchers.search.stopping import StoppingRule
 from launchers.trials import Trial
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
@@ -83,6 +82,8 @@ class TrialPool:
             worst: the objective of a trial that has none that is finite.
             expand: returns the checked trial of drawn values and a number; raises ConfigError.
         """
+        from launchers.search.stopping import StoppingRule  # it imports numpy
+
         self.study, self.space, self.settings = study, space, settings
         self.sweep, self.worst, self.expand = sweep, worst, expand
         self._stopping = StoppingRule(study, space, settings.pruner)

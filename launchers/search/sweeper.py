@@ -18,7 +18,6 @@ from launchers.search import space as spaces
 from launchers.search import study as studies
 from launchers.search.pool import HOOK_OVERRIDE, TrialPool, write_best
 from launchers.search.space import Space
-from launchers.search.stopping import check_pruning
 from launchers.session import SweepSession, TrialSource
 from launchers.trials import Trial
 from titan.config import settings
@@ -111,6 +110,8 @@ def run_search(
 
     corners = [expand(spaces.format_values(corner), 0) for corner in spaces.list_corners(space)]
     worst = launcher.check_feedback(corners)
+    from launchers.search.stopping import check_pruning  # it imports numpy
+
     check_pruning(options, sweep, direction, space, [trial.run for trial in corners])
     launcher.check_inputs(corners)
     begin()

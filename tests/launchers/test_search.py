@@ -341,7 +341,8 @@ def test_what_can_not_work_is_one_sentence(
 @pytest.mark.full
 def test_a_search_of_real_runs_is_killed_goes_on_and_prunes(tmp_path: Path) -> None:
     overrides = [
-        "evaluation.tokens=64", "evaluation.every=20", "training.steps=600", "metrics.sample_tokens=0",
+        "evaluation.tokens=64", "evaluation.every=20", "training.steps=1200", "metrics.sample_tokens=0",
+        "schedule.decay=0.95",
         "hydra.sweeper.sampler=grid", "hydra.sweeper.startup_trials=1", "hydra.sweeper.pruner=median",
         "optimizer.lr=1e-2,1e-3,1e-6",
     ]  # fmt: skip
@@ -358,7 +359,7 @@ def test_a_search_of_real_runs_is_killed_goes_on_and_prunes(tmp_path: Path) -> N
     assert "lr=0.01" not in "".join(line for line in again.stdout.splitlines() if "started" in line)
     results = {f.parent.name: json.loads(f.read_text()) for f in root.glob("*/result.json")}
     assert results["lr-0.01"]["finished"] and len(results) == 3
-    assert results["lr-1e-6"]["ended_by"]["hook"] == HOOK and results["lr-1e-6"]["step"] < 600
+    assert results["lr-1e-6"]["ended_by"]["hook"] == HOOK and results["lr-1e-6"]["step"] < 1200
     assert "study: 1 complete, 2 pruned" in again.stdout and "best: optimizer.lr=0.01" in again.stdout
     compared = subprocess.run(
         [sys.executable, "-m", "titan.compare", str(root)], cwd=tmp_path, capture_output=True, text=True, check=True
