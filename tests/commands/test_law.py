@@ -68,6 +68,11 @@ def test_variants_in_other_proportions_are_compared_by_compute(
     assert "compared by compute: FLOPs of a divided by those of the variant with the same loss" in shown
     assert "(the lowest that both reach): factor 3.0" in shown
     assert "(the lowest of all, beyond the rungs of one): factor 3.0" in shown
+    assert law.main(["runs.csv", "to=[law.html,law.json,law.csv]"]) == 0
+    (corpus,) = json.loads((tmp_path / "law.json").read_text())["corpora"]
+    assert [f["factor"] for f in corpus["factors"]["<b>"]] == pytest.approx([3, 3], rel=0.01) and corpus["laws"] == []
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "law.csv").read_text())))
+    assert len(rows) == 8 and {row["plain"] for row in rows} == {""}
     page = (tmp_path / "law.html").read_text()
     assert "Variants are compared by compute, without a law." in page and "&lt;b&gt; against a" in page
     (tmp_path / "runs.csv").write_text("variant,N,D,flops,loss\na,1e7,2e8,3,2.5\n")
