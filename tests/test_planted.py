@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import planted
+from tests.support import planted, tiers
 from tests.support.fault import Fault
 
 SUM = "def total(a, b):\n    return a + b\n"
@@ -37,6 +37,18 @@ def test_every_fault_has_its_place() -> None:
         ]
     assert lost == []
     assert len({fault.name for fault in planted.FAULTS}) == len(planted.FAULTS) >= 60
+
+
+def test_named_tests_are_in_the_quick_tier(request: pytest.FixtureRequest) -> None:
+    """Of files that are collected in this session."""
+    if tiers.choose_tier() != "quick":
+        pytest.skip("another tier")
+    names = {item.nodeid for item in request.session.items}
+    starts = {name.partition("[")[0] for name in names}
+    files = {name.partition("::")[0] for name in names}
+    known = names | starts | files | {start.rpartition("::")[0] for start in starts}
+    missing = {test for fault in planted.FAULTS for test in fault.tests if test.partition("::")[0] in files} - known
+    assert not missing
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,11 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
 
 QUICK = (
     "qwen3_moe-ep_zbv-none-2", "qwen3_moe-ep_in_tp-full-1", "capacity-ep_cp", "muon-ep_hsdp",
-    "halves-deepseek_v3-ep_hsdp-none",
+    "documents-ep_tp",
 )  # fmt: skip
 REST = (
-    "qwen3_moe-ep_hsdp-none-4", "documents-ep_tp", "muon-ep_pp", "pairs-deepseek_v3-ep_pp-DualPipeV-none",
-    "pairs-llama4-ep_pp-paired-selective",
+    "qwen3_moe-ep_hsdp-none-4", "halves-deepseek_v3-ep_hsdp-none", "muon-ep_pp",
+    "pairs-deepseek_v3-ep_pp-DualPipeV-none", "pairs-llama4-ep_pp-paired-selective",
 )  # fmt: skip
 
 
