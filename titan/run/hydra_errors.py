@@ -32,6 +32,11 @@ HYDRA_HINTS = {
 """What replaces Hydra's messages, by how they begin."""
 
 
+def _is_missing_folder(error: BaseException | None) -> bool:
+    """Whether it is Hydra's warning of a folder to search that isn't there, which is an error here."""
+    return isinstance(error, UserWarning) and str(error).endswith(" is not available.")
+
+
 class HydraErrors:
     """Turn errors of Hydra and OmegaConf into a ConfigError of one sentence. A context manager."""
 
@@ -47,7 +52,7 @@ class HydraErrors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.warnings.__exit__(None, None, None)
         ExtraConfigs.search_folders = ()
-        if isinstance(error, (HydraException, OmegaConfBaseException, UserWarning)):
+        if isinstance(error, (HydraException, OmegaConfBaseException)) or _is_missing_folder(error):
             if (config_error := _find_config_error(error)) is not None:
                 raise config_error from None  # with `error` as its cause, the chain would be a circle
             raise self._build_error(error) from error

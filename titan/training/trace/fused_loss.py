@@ -53,4 +53,4 @@ def _count_figures(head: Head) -> int:
 
 def _compute_loss(hidden: Tensor, weight: Tensor, targets: Tensor, product: Product, count: int) -> Tensor:
     figures: Tensor = _LogitLoss.apply(product(hidden, weight), count)  # type: ignore[no-untyped-call]
-    return figures if count > 1 else figures[0]
+    return figures if count > 1 else figures[0].clone()  # FSDP warns of views
