@@ -14,7 +14,7 @@ import torch
 from tests.support.corruption import flip_bit
 from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import compose_tiny_run, read_step_records, train_run
-from tests.support.tiers import full, select_cases
+from tests.support.tiers import full, select_cases, thorough
 from titan import replay
 from titan.checkpoint import select
 from titan.run.directory import read_attempts
@@ -95,7 +95,7 @@ def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["parallelism=3d", pytest.param("parallelism=4d", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("layout", ["parallelism=fsdp_tp", thorough("parallelism=3d"), thorough("parallelism=4d")])
 def test_all_layouts_see_the_same(run: Run, tmp_path: Path, layout: str) -> None:
     alone, split = (replayed(run, tmp_path, "step=5", words) for words in ("parallelism=single", layout))
     assert [t["row"] for t in split["tokens"]] == [t["row"] for t in alone["tokens"]]

@@ -22,7 +22,7 @@ from tests.support.matrix_experts import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.runs import RankOutcome, are_identical, compose_tiny_run, read_step_records, train_run
-from tests.support.tiers import full, select_cases
+from tests.support.tiers import full, select_cases, thorough
 from titan.config import warning
 from titan.errors import ConfigError
 from titan.model import experts as model_experts
@@ -46,7 +46,7 @@ REST = (
 
 
 @pytest.mark.parametrize(
-    "case", select_cases([pytest.param(case, id=case.id) for case in list_cases()], QUICK, 12, REST)
+    "case", select_cases([pytest.param(case, id=case.id) for case in list_cases()], QUICK, 36, REST)
 )
 def test_gradients_of_each_expert_are_those_of_one_device(
     case: LayoutCase, one_device: OneDevice, tmp_path: Path
@@ -123,10 +123,10 @@ def test_the_exchange_computes_what_one_rank_does(choices: str, dtype: torch.dty
     ("before", "after"),
     [
         ("ep", "single"),
-        full("ep_fsdp", "single"),
+        thorough("ep_fsdp", "single"),
         full("single", "ep_tp"),
-        full("ep_4d", "ep"),
-        full("ep_cp", "tp"),
+        thorough("ep_4d", "ep"),
+        thorough("ep_cp", "tp"),
         full("ep_pp", "ep_hsdp"),
     ],
 )
@@ -221,8 +221,11 @@ def test_experts_that_a_dense_model_lacks_are_warned_of(capsys: pytest.CaptureFi
 @pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
-    [(), LAYOUTS["ep"], (*LAYOUTS["ep"], "parallelism.halves=true", "memory=selective")],
-    ids=["single", "ep", "halves"],
+    [
+        thorough((), id="single"),
+        pytest.param(LAYOUTS["ep"], id="ep"),
+        thorough((*LAYOUTS["ep"], "parallelism.halves=true", "memory=selective"), id="halves"),
+    ],
 )
 def test_compiled_blocks_learn_the_same(layout: tuple[str, ...], tmp_path: Path) -> None:
     losses = []

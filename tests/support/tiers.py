@@ -52,6 +52,11 @@ def full(*values: Any, id: str | None = None, marks: Any = ()) -> Any:
     return pytest.param(*values, id=id, marks=[pytest.mark.full, *other_marks])
 
 
+def thorough(*values: Any, id: str | None = None) -> Any:
+    """Return a case that only `make test-all` runs: one more of a mechanism that takes long."""
+    return pytest.param(*values, id=id, marks=pytest.mark.thorough)
+
+
 def list_further(generate: Callable[[], Iterable[Any]], one_in: int = 1, rest: Sequence[str] = ()) -> list[Any]:
     """Return the cases of a large table that `make test` leaves out, generated only where they run.
 
