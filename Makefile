@@ -22,7 +22,7 @@ train: $(ENV)            ## train a small Llama on real text
 test: $(VENV)/.test      ## every law, and most mechanisms once: about four minutes on two cores
 	$(PYTEST) $(ARGS)
 
-test-rest: $(VENV)/.test ## what `make test` leaves out, and CI runs too: about twenty minutes
+test-rest: $(VENV)/.test ## what `make test` leaves out, and CI runs too: about forty minutes
 	TITAN_TESTS=rest $(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: about an hour
