@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
@@ -32,7 +32,7 @@ HYDRA_HINTS = {
 """What replaces Hydra's messages, by how they begin."""
 
 
-def _is_missing_folder(error: BaseException | None) -> bool:
+def _is_missing_folder(error: BaseException | None) -> TypeGuard[UserWarning]:
     """Whether it is Hydra's warning of a folder to search that isn't there, which is an error here."""
     return isinstance(error, UserWarning) and str(error).endswith(" is not available.")
 
