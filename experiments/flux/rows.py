@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from experiments.flux.shapes import describe_rows
 from titan.config.settings import MISSING, setting
 from titan.dataset.documents import Document, Source, SourcePart, content_digest
 from titan.dataset.schema import Dataset
+from titan.dataset.sources.files import compute_file_digest
 from titan.errors import ConfigError
 
 PART_IMAGES = 64
 VERSION = 1
-CHUNK = 2**24
 
 
 class RowsSource(Source):
@@ -38,11 +37,8 @@ class RowsSource(Source):
     def digest(self, memo: Path | None = None) -> str:
         """Return the digest of the file and its division."""
         self._open()
-        digest = blake2b(digest_size=32)
-        with open(self.path, "rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        return content_digest("rows", VERSION, self.ids, self.vocab_size, digest.hexdigest())
+        content = compute_file_digest(Path(self.path).absolute(), memo).hex()
+        return content_digest("rows", VERSION, self.ids, self.vocab_size, content)
 
     def parts(self) -> list[SourcePart]:
         """Return consecutive images."""

@@ -216,6 +216,29 @@ def test_a_model_without_a_plan_is_counted_and_not_split() -> None:
         model.check_module(tensor=2)
 
 
+def test_a_head_that_skips_settings_of_the_loss_is_rejected() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(SMALL["vocab"], SMALL["dim"]))
+
+    class Model(llama.LlamaModel):
+        def build_head(self) -> Any:
+            return Plain()
+
+    @dataclass(frozen=True, kw_only=True)
+    class PlainLlama(Llama):
+        def build(self) -> Any:
+            return Model(self)
+
+    class Images(PlainLlama):
+        predicts_tokens = False
+
+    with pytest.raises(ConfigError, match="the head is a Plain, on which settings of logits and the loss"):
+        PlainLlama(**SMALL).check_module()
+    Images(**SMALL).check_module()
+
+
 def test_experts_of_another_number_are_rejected() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Wider(Qwen3Moe):

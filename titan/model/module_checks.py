@@ -20,6 +20,7 @@ from titan.model.built_counts import BuiltCounts
 from titan.model.core import GUIDE, AttentionCore, KeyValueCore, RecurrentCore, find_unknown, iterate_cores
 from titan.model.core_contract import find_core_error
 from titan.model.experts import ExpertLinear, MixtureOfExperts
+from titan.model.layers import Head
 from titan.model.parts import find_gated_layers
 from titan.model.schema import Decoder
 from titan.model.tensor_plan import find_plan_errors
@@ -49,6 +50,7 @@ def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int
         _find_expert_errors(model, schema, name, expert),
         _find_gate_errors(model, schema, name) if gate else iter(()),
         _find_compute_errors(model, name),
+        _find_head_errors(model, schema, name),
         _find_count_errors(model, schema, name),
     ):
         if (error := next(errors, None)) is not None:
@@ -156,6 +158,15 @@ def _find_compute_errors(model: Any, name: str) -> Iterator[str]:
                 f"experts, their ends, their weights and whether there is no padding ({error}); derive it from "
                 "titan.model.experts.Experts."
             )
+
+
+def _find_head_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:
+    """Yield whether settings of logits and of the loss would be skipped."""
+    if schema.predicts_tokens and not isinstance(model.head, Head):
+        yield (
+            f"model={name}: the head is a {type(model.head).__name__}, on which settings of logits and the loss have "
+            "no effect; derive it from titan.model.layers.Head, or state predicts_tokens = False."
+        )
 
 
 def _find_count_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:

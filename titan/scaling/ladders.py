@@ -162,7 +162,7 @@ class LadderStudy:
 def are_ladders(table: Table) -> bool:
     """Return whether the rungs of each variant have tokens in one proportion to parameters, and not all in the same.
 
-    There, N and D of a variant can't be told apart, and across variants a difference of proportions is no other than
+    There, N and D of a variant can't be distinguished, and across variants a difference of proportions is no other than
     one of recipes.
     """
     names = table.variants

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,6 +17,7 @@ from experiments.flux import captions, module, sample, shapes
 from experiments.flux.draw import NOISE, TIME, draw_normal
 from experiments.flux.module import patchify, unpatchify
 from experiments.flux.names import convert_weights
+from experiments.flux.rows import Rows
 from experiments.flux.schema import Flux
 from experiments.flux.text import embed_caption, embed_words
 from tests.support.composing import compose_test_run
@@ -160,6 +162,41 @@ def test_images_are_rows() -> None:
     image = row[8:].reshape(8, 12, 3)
     assert tuple(image[0, 0]) == captions.COLOURS[picture.background]
     assert (image == captions.COLOURS[picture.colour]).all(-1).any()
+
+
+def save_rows(path: Path, count: int = 40) -> Any:
+    """Leave the file that another program would: captions of 8 ids, then 8 x 6 x 3 values."""
+    rows = np.random.default_rng(0).integers(0, 256, (count, 8 + 8 * 6 * 3), dtype=np.uint16)
+    np.save(path, rows)
+    return rows
+
+
+def test_rows_of_a_file_are_documents(tmp_path: Path) -> None:
+    saved = save_rows(path := tmp_path / "rows.npy", 150)
+    settings = {"height": 8, "width": 6, "channels": 3, "text_tokens": 8, "levels": 256}
+    source = Rows(path=str(path), **settings).build()
+    found = [document for part in source.parts() for document in source.documents(part)]
+    assert len(source.parts()) == 3 and np.array_equal(np.stack(found), saved)  # type: ignore[arg-type]
+    before = source.digest()
+    saved[149, 151] ^= 1
+    np.save(path, saved)
+    assert source.digest() != before
+    with pytest.raises(ConfigError, match=r"has \[150, 152\] values of type uint16"):
+        Rows(path=str(path), **settings | {"width": 8}).build().digest()
+    path.write_text("no array")
+    with pytest.raises(ConfigError, match="is no readable NumPy file"):
+        source.digest()
+
+
+@pytest.mark.full
+def test_a_file_of_rows_trains(tmp_path: Path) -> None:
+    save_rows(path := tmp_path / "rows.npy")
+    run = compose_test_run([
+        *(word for word in TINY if not word.startswith("dataset.images")), "dataset=image_rows", f"dataset.path={path}",
+        "dataset.channels=3", "dataset.text_tokens=8", "dataset.levels=256", f"hydra.run.dir={tmp_path / 'run'}",
+    ])  # fmt: skip
+    train_run(run)
+    assert [record["step"] for record in read_step_records(run)] == [1, 2, 3]
 
 
 # ---- layouts
