@@ -9,7 +9,8 @@ OWN     = $(findstring $(VENV),$(RUN))
 ENV     = $(if $(OWN),$(VENV)/.titan,)
 GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
-PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+# each worker computes on one thread: those of three workers would wait for each other on two cores
+PYTEST  = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help train test test-rest test-all tables planted chaos hangs rehearse rehearse-faults cuda-names lint bench modes gpu gpu-speeds clean
 
