@@ -54,9 +54,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of other tiers."""
-    left_out = [item for item in items if not tiers.is_selected(item)]
+    selected = tiers.select_items(items)
+    kept = {item.nodeid for item in selected}
+    left_out = [item for item in items if item.nodeid not in kept]
     if left_out:
-        items[:] = [item for item in items if tiers.is_selected(item)]
+        items[:] = selected
         config.hook.pytest_deselected(items=left_out)
 
 

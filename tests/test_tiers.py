@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CASES = [pytest.param(number, id=f"case-{number}") for number in range(400)]
 
 
-def item(*marks: str) -> Any:
+def item(name: str, *marks: str) -> Any:
     """A test with marks."""
-    return SimpleNamespace(iter_markers=lambda: [SimpleNamespace(name=name) for name in marks])
+    return SimpleNamespace(nodeid=name, iter_markers=lambda: [SimpleNamespace(name=name) for name in marks])
 
 
 def marks_of(cases: list[Any]) -> list[str]:
@@ -66,9 +66,19 @@ def test_a_case_that_is_named_runs_in_whichever_tier(
 
 @each_tier
 def test_each_test_is_in_the_tiers_of_its_marks(tier: str) -> None:
-    tests = {"plain": item(), "further": item("full"), "beyond": item("thorough"), "both": item("full", "thorough")}
-    selected = {name for name, test in tests.items() if tiers.is_selected(test)}
-    assert selected == {"quick": {"plain"}, "rest": {"further"}, "all": set(tests)}[tier]
+    tests = [item("plain"), item("further", "full"), item("beyond", "thorough"), item("both", "full", "thorough")]
+    selected = [test.nodeid for test in tiers.select_items(tests)]
+    assert selected == {"quick": ["plain"], "rest": ["further"], "all": [test.nodeid for test in tests]}[tier]
+
+
+@pytest.mark.parametrize("tier", ["rest"], indirect=True)
+def test_the_rest_tier_has_a_sample_of_the_cases_of_each_test(tier: str) -> None:
+    cases = [item(f"a.py::test_{size}[{number}]", "full") for size in (1, 5, 40) for number in range(size)]
+    whole = [item(f"a.py::test_whole[{number}]", "full", tiers.EVERY) for number in range(7)]
+    selected = [test.nodeid for test in tiers.select_items([*cases, *whole])]
+    assert [sum(f"test_{size}[" in name for name in selected) for size in (1, 5, 40, "whole")] == [1, 2, 10, 7]
+    shuffled = {test.nodeid for test in tiers.select_items([*whole, *reversed(cases)])}
+    assert shuffled == set(selected), "the sample does not depend on the order"
 
 
 def test_a_further_case_has_its_mark_beside_others() -> None:

@@ -41,7 +41,7 @@ def elements(_: int, __: int, run: Run) -> int:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("model", "layout"), select_cases(CASES, ("deepseek_v3_debug-tp", "llama4_debug-ep-tp"), one_in=2)
+    ("model", "layout"), select_cases(CASES, ("deepseek_v3_debug-tp", "llama4_debug-ep-tp"), one_in=5)
 )
 def test_weights_that_tensor_ranks_split_are_divided(model: str, layout: str) -> None:
     common = (f"model={model}", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")

@@ -1,13 +1,15 @@
 """Which tests run: the quick tier (`make test`), the rest (`make test-rest`) or all (`make test-all`).
 
 The quick tier has every law, what finds the planted faults, and most mechanisms once, as far as four minutes go. Tests
-and cases with the mark `full` are further ones, which CI runs too, and those with the mark `thorough` are cases of
-large tables beyond a sample. Cases of large tables are generated only for the tier that runs them (`select_cases`,
-`list_further`): pytest takes longer to collect a case than some take to run.
+and cases with the mark `full` are further ones: `make test-rest`, which CI runs too, runs one in `ONE_IN` of the cases
+of each test. Those with the mark `thorough` are beyond these, and only `make test-all` runs them. Cases of large tables
+are generated only for the tier that runs them (`select_cases`, `list_further`): pytest takes longer to collect a case
+than some take to run.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +20,10 @@ import pytest
 VARIABLE = "TITAN_TESTS"
 """The environment variable that names the tier."""
 TIERS = ("quick", "rest", "all")
+ONE_IN = 4
+"""Of the further cases of a test, `make test-rest` runs one in so many, and at least one."""
+EVERY = "every_case"
+"""The mark of tests of which it runs all."""
 
 
 def choose_tier() -> str:
@@ -38,12 +44,34 @@ def choose_by_arguments(arguments: Sequence[str]) -> None:
         os.environ[VARIABLE] = "all"
 
 
-def is_selected(item: pytest.Item) -> bool:
-    """Return whether a test belongs to the tier that this session runs."""
-    tier, marks = choose_tier(), {mark.name for mark in item.iter_markers()}
+def select_items(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that belong to the tier that this session runs, in their order."""
+    tier, marks_of = choose_tier(), {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
     if tier == "all":
-        return True
-    return "thorough" not in marks and ("full" in marks) == (tier == "rest")
+        return list(items)
+    in_tier = [
+        i for i in items if "thorough" not in marks_of[i.nodeid] and ("full" in marks_of[i.nodeid]) == (tier == "rest")
+    ]
+    if tier == "quick":
+        return in_tier
+    sample = _sample_cases([item.nodeid for item in in_tier if EVERY not in marks_of[item.nodeid]])
+    return [item for item in in_tier if EVERY in marks_of[item.nodeid] or item.nodeid in sample]
+
+
+def _sample_cases(names: Iterable[str]) -> set[str]:
+    """Return one in `ONE_IN` of the cases of each test, and at least one, chosen by a hash of their names."""
+    cases: dict[str, list[str]] = {}
+    for name in names:
+        cases.setdefault(name.partition("[")[0], []).append(name)
+    return {
+        name
+        for of_test in cases.values()
+        for name in sorted(of_test, key=_hash_name)[: math.ceil(len(of_test) / ONE_IN)]
+    }
+
+
+def _hash_name(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 def full(*values: Any, id: str | None = None, marks: Any = ()) -> Any:
@@ -62,18 +90,19 @@ def list_further(generate: Callable[[], Iterable[Any]], one_in: int = 1, rest: S
 
     Args:
         generate: returns the cases, each a `pytest.param` with an id.
-        one_in: `make test-rest` runs one in so many, chosen by a hash of their ids; `make test-all` runs all.
+        one_in: `make test-rest` runs one in so many, chosen by a hash of their ids; 1: as of any test (`ONE_IN`).
         rest: the ids of those that `make test-rest` runs in any case.
     """
     if choose_tier() == "quick":
         return []
-    marked = [_mark_further(c, c.id in rest or zlib.crc32(str(c.id).encode()) % one_in == 0) for c in generate()]
+    marked = [_mark_further(c, c.id in rest or _hash_name(str(c.id)) % one_in == 0, one_in) for c in generate()]
     return [case for case, in_sample in marked if in_sample or choose_tier() == "all"]
 
 
-def _mark_further(case: Any, in_sample: bool) -> tuple[Any, bool]:
-    mark = pytest.mark.full if in_sample else pytest.mark.thorough
-    return pytest.param(*case.values, id=case.id, marks=[*case.marks, mark]), in_sample
+def _mark_further(case: Any, in_sample: bool, one_in: int) -> tuple[Any, bool]:
+    marks = [pytest.mark.full if in_sample else pytest.mark.thorough]
+    every = [getattr(pytest.mark, EVERY)] if one_in > 1 else []  # a sample already
+    return pytest.param(*case.values, id=case.id, marks=[*case.marks, *marks, *every]), in_sample
 
 
 def select_cases(cases: Iterable[Any], quick: Sequence[str], one_in: int = 1, rest: Sequence[str] = ()) -> list[Any]:
@@ -82,7 +111,7 @@ def select_cases(cases: Iterable[Any], quick: Sequence[str], one_in: int = 1, re
     Args:
         cases: each a `pytest.param` with an id, or a text that is its own id.
         quick: the ids of those that `make test` runs.
-        one_in: of the others, `make test-rest` runs one in so many.
+        one_in: of the others, `make test-rest` runs one in so many; 1: as of any test (`ONE_IN`).
         rest: the ids of others that `make test-rest` runs in any case.
 
     Raises:
