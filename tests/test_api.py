@@ -75,6 +75,7 @@ def test_the_result_is_what_the_run_wrote(trained: api.Result) -> None:
     assert trained.losses.tolist()[::2] == [trained.first_loss, trained.last_loss]
 
 
+@pytest.mark.full
 def test_a_finished_run_is_not_trained_again(trained: api.Result) -> None:
     again = api.train(api.compose(f"resume={trained.directory}"), in_process=True)
     assert again.values == trained.values
@@ -95,6 +96,7 @@ def test_open_run(trained: api.Result) -> None:
     assert "rows" not in saved.metrics
 
 
+@pytest.mark.full
 def test_frame_has_a_row_per_step(trained: api.Result) -> None:
     pytest.importorskip("pandas")
     frame = api.open_run(trained.directory).frame()
@@ -217,6 +219,7 @@ def test_train_takes_the_main_thread(tmp_path: Path) -> None:
     assert errors == ["api.train: handles signals, which only the main thread can; call it from there."]
 
 
+@pytest.mark.full
 def test_a_rank_of_torchrun_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = api.compose(*TINY, f"hydra.run.dir={tmp_path}/run")
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
@@ -225,6 +228,7 @@ def test_a_rank_of_torchrun_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.
         api.train(run)
 
 
+@pytest.mark.full
 def test_law_gives_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [f"{n},{d},{2 + 40 * n**-0.3 + 80 * d**-0.3}" for n in (1e7, 3e7, 9e7) for d in (2e8, 8e8, 3.2e9)]
     (tmp_path / "runs.csv").write_text("\n".join(["N,D,loss", *rows]))

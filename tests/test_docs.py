@@ -134,7 +134,7 @@ def table() -> list[Any]:
     return tiers.select_cases(found, quick, one_in=8)
 
 
-SECONDS = ("name=grid", "runs/grid", "titan.replay", "titan.prove", "model=llama405b", "sweep=")
+SECONDS = ("name=grid", "name=jobs", "runs/grid", "titan.replay", "titan.prove", "model=llama405b", "sweep=")
 """In commands that take seconds."""
 
 

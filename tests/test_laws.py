@@ -56,9 +56,7 @@ CASES = [
     pytest.param("fsdp2", (CLIPPED,), id="fsdp2-clipped"),
     pytest.param("hsdp4", (CLIPPED,), id="hsdp4-clipped"),
 ]
-QUICK = (
-    "ddp2", "fsdp2", "ddp2-microbatches2", "fsdp3-uneven-microbatches2-tied", "fsdp2-no-reshard", "fsdp2-checkpointing",
-)  # fmt: skip
+QUICK = ("ddp2", "fsdp2", "ddp2-microbatches2")
 LEARNING = (*QUICK, "fsdp4-a-rank-without-rows", "hsdp4")
 LATER = {"single-microbatches3", "fsdp2-microbatches2", "single-checkpointing", "hsdp4-clipped", "single-compile"}
 """What begins after the start, and changes no rows either."""

@@ -51,6 +51,7 @@ def test_console_script_is_declared(site: Path) -> None:
     assert "titan-profile = titan.profile.command:cli" in entry_points.read_text()
 
 
+@pytest.mark.full
 def test_a_script_composes_with_the_api(site: Path, tmp_path: Path) -> None:
     done = python(site, tmp_path, "-c", "from titan import api; print(api.compose('model=debug').model.layers)")
     assert done.stdout == "6\n", done.stderr

@@ -203,6 +203,7 @@ def test_a_side_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no such setting" in wrong["failure"] and "seconds" not in wrong
 
 
+@pytest.mark.full
 def test_a_case_that_can_not_be_composed_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [SpeedCase("none", ("training.sleep=1",))]
     assert list(command._measure_speeds(cases, [], {}, command.Settings(rounds=1, steps=1))) == []
@@ -241,6 +242,7 @@ def test_host_synchronisation_is_located(monkeypatch: pytest.MonkeyPatch) -> Non
     assert modes == ["error", "default"] * 3
 
 
+@pytest.mark.full
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert command.main(["suite=gpu"]) == 2

@@ -39,6 +39,7 @@ def test_traffic_counts_what_operations_read_and_write() -> None:
     assert set(expert_traffic.MATMULS).isdisjoint(forward.bytes | backward.bytes)
 
 
+@pytest.mark.full
 def test_sides_of_steps_differ_in_the_experts() -> None:
     dense, moe = (
         compose_test_run([*side, "name=x"]) for side in experts.list_step_pairs().pop("step, experts / dense")

@@ -62,6 +62,7 @@ def test_the_tensors_of_a_simulated_rank_are_its_items() -> None:
     assert describe_items(items).boxes == of_last.boxes
 
 
+@pytest.mark.full
 def test_the_simulated_ranks_save_whole_tensors(tmp_path: Path) -> None:
     run = scale.compose_scale_run(16)
     sizes = compute_parameter_sizes(run)

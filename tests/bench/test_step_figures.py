@@ -70,6 +70,7 @@ def test_no_price_is_negative() -> None:
     assert step_figures.solve_least_squares(causes, [2.0, 1.0], [1.0, 1.0]) == pytest.approx([1.5, 0.0])
 
 
+@pytest.mark.full
 def test_more_ranks_than_cores_take_turns() -> None:
     """What the host does takes longer by ranks per core; a rank that waits in a pipeline leaves its core to others."""
     run = _compose_run(SHAPES[1], "fsdp")
@@ -81,6 +82,7 @@ def test_more_ranks_than_cores_take_turns() -> None:
     assert idle[0] < 0.1 * idle[1]
 
 
+@pytest.mark.full
 def test_the_measured_memory_of_a_process_counts() -> None:
     run = _compose_run(SHAPES[0], "single")
     hardware = replace(run.cluster.hardware, process_gib=0.3)

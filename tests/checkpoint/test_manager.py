@@ -170,6 +170,7 @@ def test_when_checkpoints_are_saved_and_which_are_kept(settings: list[str], fold
     assert [f.name for f in manifest.list_complete(tmp_path)] == found
 
 
+@pytest.mark.full
 def test_on_stop_false_saves_nothing_at_a_stop(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "checkpoint.on_stop=false", "training.steps=9")
     assert train_run(run, stop_at(2))[0].code == 130

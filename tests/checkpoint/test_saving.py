@@ -365,6 +365,7 @@ def _dies(trainer: Trainer) -> None:
     raise RuntimeError("killed")
 
 
+@pytest.mark.full
 def test_what_follows_a_save_may_fail_and_the_checkpoint_stays(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,6 +385,7 @@ def test_what_follows_a_save_may_fail_and_the_checkpoint_stays(
     assert "step 2: the checkpoint is complete, but: No space left on device" in capfd.readouterr().out
 
 
+@pytest.mark.full
 def test_a_failed_save_whose_remains_can_not_be_removed_ends(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ def compute(value: int) -> tuple[int, int]:
     return value, os.getpid()
 
 
+@pytest.mark.full
 def test_each_call_has_a_process_of_its_own() -> None:
     """More calls than workers: the later ones start from this process, too."""
     results = map_in_forks(compute, [(value,) for value in range(1, 8)], 2, 60)

@@ -241,6 +241,7 @@ def test_a_recorded_baseline_imports_nothing_that_the_user_has_not_typed(
     assert "the run has recorded this setting, which names a URL" in ask('{"verb": "noise"}', code=2)["error"]
 
 
+@pytest.mark.full
 def test_the_page_lists_the_chain_and_the_evidence(ask: Ask, tmp_path: Path) -> None:
     ask("open", "baseline=<b>mine</b>", "slope=0.1")
     kept = {"next_seed": 1, "state": ""}

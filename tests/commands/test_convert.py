@@ -263,6 +263,7 @@ def test_a_bar_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "2.00M/2.00M" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
     script = (
         "import sys, titan.convert as c\n"
@@ -275,6 +276,7 @@ def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
     assert all(word in done.stdout for word in ("SOURCE", "to=", "meta_ranks=1", "overwrite=false", "Exit codes"))
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_a_conversion_names_its_files(tmp_path: Path) -> None:
     write_hf(tmp_path / "a", LLAMA)
     assert convert.main([f"{tmp_path}/a", f"to={tmp_path}/b", "format=titan"]) == 0

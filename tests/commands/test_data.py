@@ -71,6 +71,7 @@ def test_a_document_of_one_token_is_counted_in_the_singular() -> None:
     assert list(lines) == ["       1 token   '0'", "       2 tokens  '1 2'"]
 
 
+@pytest.mark.full
 def test_sources_of_a_mixture_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     two = ["+dataset@dataset.sources.a=synthetic", "+dataset@dataset.sources.b=synthetic"]
     small = ["dataset.sources.a.tokens=3000", "dataset.sources.b.tokens=9000", "dataset.weights={a: 1, b: 1}"]

@@ -173,6 +173,7 @@ def test_wrong_settings_end_with_2(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_sets_of_one_name_are_rejected(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "a" / "b.txt", tmp_path / "c" / "b.txt"]
     for file in files:

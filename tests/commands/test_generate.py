@@ -51,6 +51,7 @@ def lines(folder: Path, tmp_path: Path, *more: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().split("\n")[:-1]]
 
 
+@pytest.mark.full
 def test_a_single_prompt_is_continued_on_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(folder), "prompt=def main(: no list", *FAST]) == 0
     screen = capsys.readouterr()
@@ -86,6 +87,7 @@ def test_several_prompts_come_in_order(folder: Path, tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == shown
 
 
+@pytest.mark.full
 def test_prompts_of_json_lines(folder: Path, tmp_path: Path) -> None:
     texts = ["two\nlines", "x", "a\u2028separator\x85"]
     content = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
@@ -140,6 +142,7 @@ def test_ids_outside_of_the_tokenizer_are_never_sampled(folder: Path, tmp_path: 
     assert 4000 < max(drawn) < TITAN4K.vocab_size == 4096 < MODEL.vocab
 
 
+@pytest.mark.full
 def test_a_stop_text_ends_it(folder: Path, tmp_path: Path) -> None:
     (free,) = lines(folder, tmp_path, "prompt=import")
     word = TITAN4K.decode(free["tokens"][4:6])

@@ -131,6 +131,7 @@ def test_the_command_lines_of_a_page_plan_to_its_figures(
     assert "written: a.html" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_secrets_are_not_written(tmp_path: Path) -> None:
     file = tmp_path / "a.html"
     assert plan.main([*RUN, "name=https://me:hush@host/x", f"to={file}"]) == 0
@@ -221,6 +222,7 @@ SEARCHED = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_search_needs_no_layout_and_keeps_typed_degrees(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     assert plan.main([*SEARCHED, "parallelism.tensor=4", f"to={file}"]) == 0
@@ -232,6 +234,7 @@ def test_a_search_needs_no_layout_and_keeps_typed_degrees(capsys: pytest.Capture
     assert {math.prod(layout.values()) for layout in layouts} == {8}
 
 
+@pytest.mark.full
 def test_a_search_keeps_typed_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     typed = ["memory=full", "parallelism.schedule=GPipe", "parallelism.pipeline=2", "parallelism.microbatches=4"]
     file = tmp_path / "plan.json"

@@ -52,6 +52,7 @@ def test_a_second_time_there_is_nothing_to_do(arguments: list[str], capsys: pyte
     assert rows(capsys.readouterr().out) == first | {"shards": "1, complete"}
 
 
+@pytest.mark.full
 def test_a_dry_run_writes_nothing(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main([*arguments, "dry_run=true"]) == 0
     assert set(rows(capsys.readouterr().out)) == {"source", "shards", "tokenizer", "folder"}
@@ -79,6 +80,7 @@ def test_a_model_too_large_for_this_machine_is_fine(arguments: list[str]) -> Non
     assert prepare.main([*large, *arguments]) == 0
 
 
+@pytest.mark.full
 def test_every_corpus_is_prepared(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +144,7 @@ def test_what_is_prepared_already_is_said(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "data: already prepared, in s3://bucket/x\n"
 
 
+@pytest.mark.full
 def test_misplaced_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     mixture = ["dataset=mixture", "+dataset@dataset.sources.a=stdlib", "dataset.weights={a: 1}", "dataset.epochs=1"]
     assert prepare.main(mixture) == 2

@@ -148,6 +148,7 @@ def test_a_certificate_expires_with_a_file_of_actions(tmp_path: Path) -> None:
     assert keys[0] != keys[1]
 
 
+@pytest.mark.full
 def test_the_interface_for_notebooks_requires_it_too() -> None:
     with pytest.raises(ConfigError, match="no valid certificate"):
         api.train(compose_test_run([*PLAIN, "cluster.certificate=required"]))
@@ -158,6 +159,7 @@ def test_an_optimizer_without_state_is_proven() -> None:
     assert prove.main([*PLAIN, "parallelism=fsdp", "optimizer=sgd"]) == 0
 
 
+@pytest.mark.full
 def test_a_certificate_expires_with_the_code(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     key = certificate.compute_key(run)
     monkeypatch.setattr(certificate.identity, "read_git_diff", lambda: "another line")

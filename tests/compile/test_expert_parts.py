@@ -132,6 +132,7 @@ KINDS = 10
 """More than the graphs of one function that torch compiles."""
 
 
+@pytest.mark.full
 def test_blocks_of_different_kinds_share_the_graphs_of_equal_parts() -> None:
     torch._dynamo.reset()
     blocks = [torch.nn.Sequential(FeedForward(4, 4), FeedForward(4, 4)) for _ in range(KINDS)]

@@ -54,6 +54,7 @@ def imported() -> bool:
     return "theirs_pack" in sys.modules
 
 
+@pytest.mark.full
 def test_a_recipe_alone_imports_nothing() -> None:
     with pytest.raises(
         ConfigError, match=r"modules=\[theirs_pack\]: a configuration file asks for it.*TITAN_MODULES=theirs"

@@ -81,6 +81,7 @@ def test_control_characters_are_refused(overrides: list[str], laptop: Path, caps
     assert not list(laptop.iterdir())
 
 
+@pytest.mark.full
 def test_texts_that_may_have_lines_keep_them(laptop: Path) -> None:
     (laptop / "a.txt").write_text("x")
     run = compose_test_run(["dataset=text", f"dataset.path={laptop}/a.txt", "dataset.separator='\n\n'", "name=x"])
@@ -177,6 +178,7 @@ def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
     assert lineage._is_unchanged(other, before)
 
 
+@pytest.mark.full
 def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
     kinds = []
     for secret in (SECRET, OTHER):

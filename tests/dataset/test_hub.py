@@ -87,6 +87,7 @@ def test_folders_are_read_in_parts(
     assert read(source) == read(again)
 
 
+@pytest.mark.full
 def test_digests_differ_by_content_and_parameters_and_not_by_place(tmp_path: Path) -> None:
     for folder in "ab":
         (tmp_path / folder).mkdir()

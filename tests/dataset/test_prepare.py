@@ -111,6 +111,7 @@ def test_the_side_of_a_document_does_not_depend_on_the_corpus(corpus_file: Path,
     assert set(texts(part.train)) < set(texts(whole.train))
 
 
+@pytest.mark.full
 def test_units_divide_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = open_corpus(prepare(made(tmp_path)))
     monkeypatch.setattr(plans, "MIN_SHARD_BYTES", 1000)
@@ -163,6 +164,7 @@ def test_small_corpora_are_divided_when_they_can(
         assert not held_out
 
 
+@pytest.mark.full
 def test_a_single_text_file_gives_both_parts(tmp_path: Path) -> None:
     content = "".join(f"line {i} of a story that goes on\n" for i in range(30_000))
     (tmp_path / "story.txt").write_text(content)
@@ -269,6 +271,7 @@ def test_two_jobs_at_once_share_the_work(tmp_path: Path, small_units: None, monk
     assert leftovers(found[0]) == []
 
 
+@pytest.mark.full
 def test_who_waits_for_others_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, lines = made(tmp_path), list[str]()
     claim = units.lock_file(ensure_plan(slow), 0)
@@ -516,6 +519,7 @@ def test_what_comes_out_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest
         prepare(made(tmp_path))
 
 
+@pytest.mark.full
 def test_a_full_disk_is_a_sentence_and_work_goes_on(tmp_path: Path, small_units: None) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     big = made(

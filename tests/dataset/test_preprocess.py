@@ -323,6 +323,7 @@ def test_sizes_on_paper_are_those_on_disk(
         assert size == sum(f.stat().st_size for f in folder.glob(f"*.{kind}"))
 
 
+@pytest.mark.full
 def test_the_largest_corpora_have_small_plans() -> None:
     paper = estimate_footprint(60 * 10**12, 15 * 10**9, 15 * 10**12, 128_256)
     assert paper.shards == 27_940

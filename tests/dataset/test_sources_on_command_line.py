@@ -47,6 +47,7 @@ def test_a_source_of_ones_own(poems: Path) -> None:
     assert prepare(other.dataset) != prepare(run.dataset)
 
 
+@pytest.mark.full
 def test_a_source_of_ones_own_must_be_trusted(poems: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataset\._target_=poems_of_mine\.Poems.*add modules=\[poems_of_mine\]"):
         compose_test_run(["dataset=poems"])
@@ -102,6 +103,7 @@ def test_where_the_data_are_is_no_science() -> None:
     assert science("dataset=hub", "dataset.name=a") != science("dataset=hub", "dataset.name=a", "dataset.split=test")
 
 
+@pytest.mark.full
 def test_schemas_and_sources_need_no_heavy_package() -> None:
     heavy = ["torch", "datasets", "pyarrow", "zstandard", "tokenizers", "fsspec", "huggingface_hub"]
     modules = ["documents", "schema", "tokenizers.json_file", "tokenizers.load", "tokenizers.tokenizer"]

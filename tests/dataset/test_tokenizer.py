@@ -85,6 +85,7 @@ def test_a_rank_file_gets_an_end(tmp_path: Path) -> None:
     assert tokenizer.encode_document("abc") == [256, 99, 257]
 
 
+@pytest.mark.full
 def test_128000_ranks_are_llama3s(tmp_path: Path) -> None:
     write_ranks(tmp_path / "tokenizer.model", [*BYTES, *(b"%06d" % i for i in range(LLAMA3_RANKS - 256))])
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))

@@ -32,6 +32,7 @@ def predicted(one: Run) -> StepTime:
     return estimate_step(one, one.layout, one.microbatches, speeds())
 
 
+@pytest.mark.full
 def test_a_step_is_no_shorter_than_the_work_of_active_experts() -> None:
     one = run()
     step = predicted(one)
@@ -42,6 +43,7 @@ def test_a_step_is_no_shorter_than_the_work_of_active_experts() -> None:
     assert step.seconds < idle
 
 
+@pytest.mark.full
 def test_expert_parallel_ranks_exchange_rows_and_gather_fewer_weights() -> None:
     without, divided = (predicted(run(f"parallelism.expert={n}", "parallelism.microbatches=1")) for n in (1, 8))
     one = run("parallelism.expert=8", "parallelism.microbatches=1")
@@ -94,6 +96,7 @@ def test_small_experts_are_slower_than_one_matmul() -> None:
     assert many >= whole > operations.estimate_matmul(8192, 768, 2048, device)
 
 
+@pytest.mark.full
 def test_blocks_of_two_kinds_take_the_sum_of_their_times() -> None:
     one = run("memory=full", "parallelism.microbatches=2")
     dense, mixed, sparse = (predicted(with_two_kinds(one, n)).parts for n in (48, 12, 0))
@@ -110,6 +113,7 @@ def test_stages_have_equal_cost_where_blocks_differ() -> None:
     assert len(placed[0][1]) < 8 and max(flops) < 1.5 * sum(flops) / 4
 
 
+@pytest.mark.full
 def test_published_runs_move_the_time_of_models_with_experts_and_the_plan_states_their_ratios() -> None:
     moe, constants = run(), load_constants()
     dense = compose_test_run([*BASE[1:], "model=llama1b", "dataset.vocab=128256", "parallelism=fsdp"], remote=True)

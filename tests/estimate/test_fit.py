@@ -394,12 +394,14 @@ def test_a_planned_cluster_is_named(overrides: list[str], expected: str) -> None
     assert "this machine" not in str(caught.value) and "detected" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_format_that_the_planned_cluster_lacks_is_not_one_of_this_machine() -> None:
     line = ["dataset=synthetic", "cluster=a100", "model=llama1b", "parallelism=fsdp", "precision=float8"]
     with pytest.raises(ConfigError, match="and the cluster has NVIDIA A100"):
         compose_test_run(line, remote=True)
 
 
+@pytest.mark.full
 def test_micro_batches_that_titan_chooses_fit_the_plan() -> None:
     """Three micro-batches fit only without what allocators reserve in published runs."""
     run = compose_test_run(["recipe=train_1b", "optimizer=muon"], remote=True)

@@ -72,6 +72,7 @@ def test_ranks_share_out_the_matrices(layout: str, more: tuple[str, ...]) -> Non
     assert 0 < shared < alone
 
 
+@pytest.mark.full
 def test_experts_are_updated_where_they_are() -> None:
     """More expert-parallel ranks have fewer experts each; without FSDP they exchange no expert."""
     seconds = {

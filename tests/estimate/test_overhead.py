@@ -68,6 +68,7 @@ def test_buffers_of_deep_ep_have_room_for_all_ranks_tokens(ranks: int, top_k: in
     assert count_entries(ranks, 8, top_k) == entries
 
 
+@pytest.mark.full
 def test_a_plan_counts_the_buffers_of_deep_ep() -> None:
     layout = Layout(shard=64, expert=64)
     words = ["model=deepseek_v3_debug", "training.seq_len=4096", "training.global_batch=262144", "cluster=cpu"]

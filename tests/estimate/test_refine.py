@@ -101,6 +101,7 @@ def test_errors_are_of_runs_that_are_left_out() -> None:
     assert not refine.fit_factors(runs[1:]).time.left_out
 
 
+@pytest.mark.full
 def test_a_plan_takes_the_factors_and_the_interval() -> None:
     run = compose_test_run(["model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=pp", "cluster=h100",
                     "compile=block", "hydra.run.dir=/x"], remote=True)  # fmt: skip

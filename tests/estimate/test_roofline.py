@@ -48,6 +48,7 @@ def test_known_models_are_expected_near_their_roofline(model: str, expected: flo
     assert 0.85 * expected < most < 1.25 * expected
 
 
+@pytest.mark.full
 def test_parts_of_a_block_by_hand() -> None:
     run = run_of("model=debug", "model.layers=1", "training.seq_len=256", "training.global_batch=1024")
     parts, tokens = least(run, DeviceRates(1, 1, 1, 1)).parts, 1024

@@ -81,6 +81,7 @@ def test_bounds_are_never_above_what_they_bound(name: str) -> None:
         assert bound.compute_seconds(point) == pytest.approx(least_seconds), point
 
 
+@pytest.mark.full
 def test_degrees_of_expert_parallelism_are_tried() -> None:
     run = made("4-devices-experts")
     degrees = {(p.layout.sharded * p.layout.tensor, p.layout.expert) for p in iterate_options(run, 4, run.machine)}
@@ -109,6 +110,7 @@ def test_results_are_command_lines_that_compose_to_them() -> None:
         )
 
 
+@pytest.mark.full
 def test_nothing_fits() -> None:
     run = made("8-devices")
     small = compose_test_run([*COMMON, *RUNS["8-devices"]], remote=True)
@@ -120,6 +122,7 @@ def _with_memory(run: Run, gib: float) -> Run:
     return dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, memory_gib=gib))
 
 
+@pytest.mark.full
 def test_single_changes_fit_and_are_sorted() -> None:
     run = compose_test_run([*COMMON, *RUNS["8-devices"], "memory=full", "compile=off"], remote=True)
     results = find_best_changes(run, run.layout, run.microbatches, run.machine, keep=99)
@@ -131,6 +134,7 @@ def test_single_changes_fit_and_are_sorted() -> None:
     assert all(isinstance(r.candidate, LayoutCandidate) and r.gib <= has for r in results)
 
 
+@pytest.mark.full
 def test_a_layout_is_predicted_once_and_the_progress_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     predicted: list[LayoutCandidate] = []
     predict = search.predict_layout

@@ -94,6 +94,7 @@ def test_recomputation_is_what_checkpointing_costs() -> None:
     assert again["full"] == pytest.approx(forward, rel=0.25)
 
 
+@pytest.mark.full
 def test_more_microbatches_leave_a_pipeline_less_idle() -> None:
     idle = []
     for count in (4, 8, 16, 32):

@@ -71,6 +71,7 @@ def test_a_damaged_result_is_told_and_the_run_goes_on(harm: Any, said: str, tmp_
     assert not is_finished(tmp_path)
 
 
+@pytest.mark.full
 def test_a_result_of_another_run_is_told(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path)
     begin_run(run)

@@ -139,6 +139,7 @@ def test_a_row_does_not_depend_on_its_company(temperature: float) -> None:
     assert together == alone == backwards[::-1]
 
 
+@pytest.mark.full
 def test_the_seed_decides_and_samples_differ() -> None:
     model, given = tiny(), prompts()
     first = tokens(continued(model, given, samples=3, temperature=1.0))

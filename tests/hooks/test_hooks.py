@@ -186,6 +186,7 @@ def test_a_user_error(override: str, message: str, tmp_path: Path, capsys: pytes
     assert not (tmp_path / "run" / "run.yaml").exists()
 
 
+@pytest.mark.full
 def test_hooks_in_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
 

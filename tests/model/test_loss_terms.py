@@ -61,7 +61,7 @@ def test_figures_and_gradients(terms: tuple[Term, ...], cap: float | None, chunk
     check(terms, cap, chunk, None)
 
 
-@pytest.mark.parametrize("chunk", [full(None), 5])
+@pytest.mark.parametrize("chunk", [full(None), full(5)])
 def test_figures_and_gradients_of_one_graph(chunk: int | None) -> None:
     torch._dynamo.reset()
     check((Z, SMOOTH, OWN), 1.5, chunk, "aot_eager")

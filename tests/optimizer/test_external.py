@@ -145,7 +145,7 @@ SOME = OF_EACH_KIND[:2]
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        pytest.param("fsdp", SOME, id="fsdp-some"),
+        full("fsdp", SOME, id="fsdp-some"),
         *(full(layout, OF_EACH_KIND, id=layout.replace(" ", "_")) for layout in table.LAYOUTS),
         full("fsdp of 3", OF_EACH_KIND, id="fsdp_of_3"),
     ],
@@ -239,6 +239,7 @@ def test_weights_to_evaluate_are_those_of_eval() -> None:
         assert not torch.equal(weight, mean)
 
 
+@pytest.mark.full
 def test_a_parameter_without_gradient_stays_as_it_is() -> None:
     settings = External(cls=f"{OWN}Signs", lr=0.1, weight_decay=0.1, measured=judge("Signs").to_document())
     weights = {name: torch.nn.Parameter(table.make_gradient(name, shape, 0)) for name, shape in SHAPES.items()}

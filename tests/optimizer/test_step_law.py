@@ -44,6 +44,7 @@ def test_parameters_are_counted_as_published(numbered: Run) -> None:
         assert learning_rate.count_parameters(dataclasses.replace(numbered, model=model)) == published
 
 
+@pytest.mark.full
 def test_auto_is_a_number_in_the_record_and_in_ids(numbered: Run) -> None:
     run = compose_run([*SIZE, "optimizer.lr=auto"])
     assert run.optimizer.lr == run.optimizer.peak_lr == 0.001787

@@ -416,6 +416,7 @@ def rank_events(rank: int, world: int, balance: bool) -> tuple[list[str], int]:
     return events, pairs
 
 
+@pytest.mark.full
 def test_keys_are_sent_while_a_block_is_computed_and_later_keys_cost_nothing() -> None:
     even, uneven = (run_ranks(rank_events, 4, balance) for balance in (True, False))
     round_trip = ["hop", "block", *["wait", "hop", "block"] * 2, "wait", "block"]
@@ -568,6 +569,7 @@ def rank_hops(rank: int, world: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 def test_a_round_that_is_kept_is_not_made_again() -> None:
     backward = 2 + 1
     assert run_ranks(rank_hops, 2) == [{"plain": 1 + backward, "full": 2 + backward, "selective": 1 + backward}] * 2

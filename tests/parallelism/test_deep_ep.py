@@ -212,12 +212,14 @@ def test_where_deep_ep_cannot_run_it_is_refused(settings: tuple[str, ...], remot
         compose_test_run([*DEEPEP, *settings], remote=remote)
 
 
+@pytest.mark.full
 def test_a_cluster_that_has_the_package_is_planned_without_it() -> None:
     assert importlib.util.find_spec("deep_ep") is None
     run = compose_test_run([*DEEPEP, "cluster=h100", "cluster.devices=8"], remote=True)
     assert run.layout.expert == 8
 
 
+@pytest.mark.full
 def test_without_expert_parallelism_it_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     warning.warn_once.cache_clear()
     compose_test_run(["model=qwen3_moe_debug", "parallelism.dispatcher=deepep"])

@@ -107,6 +107,7 @@ def test_what_cannot_be_exchanged_so_is_rejected(settings: tuple[str, ...], mess
         compose_test_run(["parallelism=fsdp", *settings], remote="cluster=h100" in settings)
 
 
+@pytest.mark.full
 def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan.run.checks.read_torch_version", lambda: (2, 12))
     with pytest.raises(ConfigError, match=r"parallelism\.separate_reduce=true: needs torch 2\.13"):

@@ -106,6 +106,7 @@ def test_a_forward_of_ones_own_is_called(own: str) -> None:
     assert torch.allclose(block(x, *[(rotation, rotation)] * 2, (None, None)), expected, atol=1e-6)
 
 
+@pytest.mark.full
 def test_an_exchange_without_steps_is_refused() -> None:
     settings = ("model=qwen3_moe_debug", "parallelism=ep", "cluster=h100", "cluster.devices=2", "precision=bf16")
     with pytest.raises(ConfigError, match="nothing computes beside the exchange"):

@@ -22,11 +22,13 @@ from tests.support.runs import are_identical
 from tests.support.tiers import full, select_cases
 
 QUICK = (
-    "tp", "pp-tied", "tp-whole-sequence", "cp-ulysses-balanced", "cp-ring-in-order",
-    "fsdp-offloaded", "full-off-zbv", "window-cp-allgather", "linear-selective-cp",
+    "tp", "pp-tied", "tp-whole-sequence", "full-off-zbv", "window-cp-allgather", "linear-selective-cp",
 )  # fmt: skip
 """Kinds of schedule, ways to share a row and techniques, once each."""
 REST = (
+    "cp-ulysses-balanced",
+    "cp-ring-in-order",
+    "fsdp-offloaded",
     "ddp",
     "fsdp",
     "cp",

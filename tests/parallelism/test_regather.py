@@ -176,6 +176,7 @@ def test_a_forward_of_a_users_own_saves_what_it_gathers() -> None:
     assert (different, kept - gathered) == ([], feed_forward_bytes)
 
 
+@pytest.mark.full
 def test_a_layer_of_a_users_own_is_called() -> None:
     for different, kept, gathered in run_ranks(compare, 2, ScaledLlama(**SHAPE), torch.float32, ""):
         assert different == []
@@ -191,6 +192,7 @@ def train_hooked(rank: int, world: int) -> tuple[list[str], bool]:
     return [name for name in hooked.operations if name != "mm"], same and torch.equal(plain.loss, hooked.loss)
 
 
+@pytest.mark.full
 def test_a_hook_on_one_rank_changes_no_collectives() -> None:
     (first, first_same), (second, second_same) = run_ranks(train_hooked, 2, timeout=60)
     assert first_same and second_same
@@ -201,6 +203,7 @@ def list_operations(rank: int, world: int) -> list[str]:
     return train(Llama(**SHAPE | {"layers": 1}), regather=True).operations
 
 
+@pytest.mark.full
 def test_collectives_of_backward_run_beside_matmuls() -> None:
     region = ["all_gather_into_tensor", "mm", "mm", "wait_tensor", "reduce_scatter_tensor", "mm", "mm", "wait_tensor"]
     operations, _ = run_ranks(list_operations, 2)

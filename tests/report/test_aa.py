@@ -60,6 +60,7 @@ def test_an_injected_difference_is_found_with_the_seeds_told_beforehand(tmp_path
     assert found.difference.low < INJECTED < found.difference.high
 
 
+@pytest.mark.full
 def test_the_seeds_told_find_it_as_often_as_promised() -> None:
     random, found = np.random.default_rng(1), 0
     needed = compute_seeds_needed(INJECTED, np.sqrt(2) * SPREAD)

@@ -92,6 +92,7 @@ def test_names_that_would_be_mistaken_keep_their_axis(tmp_path: Path) -> None:
     assert set(found[1].settings) == {"model.vocab", "dataset.vocab", "dataset.longest"}
 
 
+@pytest.mark.full
 def test_what_differs_with_its_values(tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)), (S, (FSDP, "memory=full")))
     assert align.collect_differing_settings(found) == {"parallelism": ("single", "fsdp"), "memory": ("none", "full")}

@@ -76,6 +76,7 @@ def test_a_speed_of_few_steps_has_no_interval(tmp_path: Path) -> None:
     assert found is not None and found.low is None
 
 
+@pytest.mark.full
 def test_failures_are_listed_with_reasons(tmp_path: Path) -> None:
     make_run(tmp_path / "good", S, SINGLE)
     bad = make_run(tmp_path / "bad", replace(S, attempts=(StoryAttempt(0, 20),)), FSDP)
@@ -112,6 +113,7 @@ def test_how_many_seeds_the_margin_takes_is_told(tmp_path: Path) -> None:
     assert any("deviation of 0.0058 nats over 4 seeds" in note and "takes 4 seeds" in note for note in notes)
 
 
+@pytest.mark.full
 def test_pairs_tell_how_many_more_seeds_each_variant_takes(tmp_path: Path) -> None:
     for letter, setting, noise in (
         ("a", SINGLE, 0.0),

@@ -38,7 +38,7 @@ def find_note(folder: Path, settings: list[str], early: list[float] | None = Non
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        pytest.param(
+        full(
             WINDOWS,
             "as the ends do: 1.00 (rank correlation); the margin rule (hydra.sweeper.pruner=margin) would have stopped "
             "11 of them, saved",
@@ -62,6 +62,7 @@ def test_nothing_is_offered_where_no_loss_follows_the_decay(tmp_path: Path) -> N
     assert note.endswith("none has a loss between the decay of its rate and its end: stopping is not offered")
 
 
+@pytest.mark.full
 def test_a_best_variant_that_comes_from_behind_is_not_stopped(tmp_path: Path) -> None:
     """One is further behind than any that made it up before; as the only such one it would have been stopped."""
     note = find_note(tmp_path, WINDOWS, early=[1.0] + [0.0] * (COUNT - 1))

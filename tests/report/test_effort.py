@@ -68,6 +68,7 @@ def test_the_run_that_would_determine_it_is_named(tmp_path: Path) -> None:
     assert comparison.variants[0].effort is None and comparison.margin_share is None
 
 
+@pytest.mark.full
 def test_a_shorter_run_that_is_no_worse_shows_no_slope(tmp_path: Path) -> None:
     for seed in range(3):
         make_run(tmp_path / f"short{seed}", replace(S, seed=seed, steps=100, level=2.9))
@@ -75,6 +76,7 @@ def test_a_shorter_run_that_is_no_worse_shows_no_slope(tmp_path: Path) -> None:
     assert effort is not None and effort.tokens is None and "are not worse than it" in effort.text
 
 
+@pytest.mark.full
 def test_hours_of_other_hardware_are_not_compared(tmp_path: Path) -> None:
     make_runs(tmp_path, (200, 100), -0.05)
     for seed in range(3):
@@ -107,6 +109,7 @@ def test_a_margin_that_is_none_is_rejected(margin: str, tmp_path: Path) -> None:
         compare([tmp_path], Options(margin=margin))
 
 
+@pytest.mark.full
 def test_the_seeds_that_show_an_effect_follow_from_own_runs(tmp_path: Path) -> None:
     make_runs(tmp_path, (200, 100), -0.05)
     noise = power.read_noise(tmp_path)

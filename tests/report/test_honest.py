@@ -170,6 +170,7 @@ def test_the_variant_that_others_are_compared_with_is_the_baseline(tmp_path: Pat
     assert exact.label == "parallelism=single lr=0.001 weight_decay=0.1"
 
 
+@pytest.mark.full
 def test_of_learning_rates_that_have_not_come_to_an_end_none_is_best(tmp_path: Path) -> None:
     make_run(tmp_path / "a", S)
     for rate in ("1e-3", "1e9"):

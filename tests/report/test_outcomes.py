@@ -243,6 +243,7 @@ def batches(folder: Path, every: int = 10, **options: Any) -> Comparison:
     return grid(folder, (small, ("training.global_batch=128",)), (large, ("training.global_batch=256",)), **options)
 
 
+@pytest.mark.full
 def test_variants_of_unequal_tokens_are_judged_at_equal_ones(tmp_path: Path) -> None:
     found = batches(tmp_path)
     lead = sentences.format_lead(found)
@@ -311,6 +312,7 @@ def test_trials_that_shared_a_machine_are_neither_faster_nor_slower(
     assert variant.speed_ratio is not None and (variant.speed_ratio.low is None) == shared
 
 
+@pytest.mark.full
 def test_the_chart_over_a_varied_number(tmp_path: Path) -> None:
     variants = [
         rated(ADAMW, rate, level, level + 0.01) for rate, level in (("1e-3", 3.2), ("1e-2", 3.0), ("1e-1", 3.1))

@@ -111,6 +111,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.full
 def test_runs_of_another_kind_are_listed_with_the_reason(tmp_path: Path) -> None:
     make_run(tmp_path / "usable", Story(device=device()))
     for name, (story, overrides, _) in OTHERS.items():
@@ -148,6 +149,7 @@ def test_without_a_usable_run_the_plan_is_rejected(
         own_runs.read(str(tmp_path), planned_run()).fit_refinement()
 
 
+@pytest.mark.full
 def test_models_optimizers_and_masks_are_those_of_the_run(tmp_path: Path) -> None:
     overrides = ("model=qwen3_debug", "optimizer=muon", "dataset.mask_documents=true")
     make_run(tmp_path / "run", Story(device=device()), *overrides)

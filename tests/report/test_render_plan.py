@@ -95,6 +95,7 @@ def test_a_page_is_whole_and_needs_nothing(name: str) -> None:
     assert all(re.search(r'class="name"[^>]*>[^<]*(GiB|, m?s|in their order)', chart) for chart in charts)
 
 
+@pytest.mark.full
 def test_each_part_has_a_colour_and_a_name() -> None:
     colours = {cause: colour for causes in plan_charts.CAUSE_COLOURS.values() for cause, colour in causes.items()}
     assert set(colours) == set(CAUSES) and len(set(colours.values())) == len(CAUSES)
@@ -305,6 +306,7 @@ def test_ratios_have_the_decimals_of_times(error: float, speed: float, words: st
     assert not re.search(r"\b\d\.\d{3,}x", text + page)
 
 
+@pytest.mark.full
 def test_results_have_the_intervals_of_the_plan() -> None:
     outcome = searched()[0]
     assert outcome.search_result is not None

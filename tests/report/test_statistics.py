@@ -153,6 +153,7 @@ def test_pairs_to_show_that_there_is_no_difference(
     assert compute_pairs_needed(margin, spread, difference) == pairs
 
 
+@pytest.mark.full
 def test_blocks_keep_the_interval_honest_where_values_go_together() -> None:
     """Over many autocorrelated series 95% intervals from blocks hold the mean; from single values they do not."""
     random, held = np.random.default_rng(1), {"blocks": 0, "values": 0}

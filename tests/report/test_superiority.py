@@ -203,6 +203,7 @@ def test_unequal_time_is_ranked_by_bounds(tmp_path: Path, seconds: float, level:
     assert end.answer == answers[expected.split(":")[0]] and end.needed is None
 
 
+@pytest.mark.full
 def test_hours_are_those_of_the_runs_that_are_ranked(tmp_path: Path) -> None:
     base = seeds(*[0.0001 * n for n in range(9)])
     slow = [replace(story, seconds=story.seconds * 1.5, level=2.96 + 0.0001 * story.seed) for story in base]

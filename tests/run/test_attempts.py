@@ -96,6 +96,7 @@ def test_a_run_that_has_a_checkpoint_is_not_withdrawn() -> None:
     assert [document["attempt"] for document in read_attempts(Path(run.directory))] == [1]
 
 
+@pytest.mark.full
 def test_data_are_prepared_before_an_attempt_begins() -> None:
     run, files = tiny(), set()
     data = prepare_data(run)
@@ -169,6 +170,7 @@ def test_finished_run_starts_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "is finished: 3 steps" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_continuation() -> None:
     run = tiny()
     first = lived(run)
@@ -250,6 +252,7 @@ def test_refusal_names_every_field_that_differs() -> None:
     assert expected in str(refusal.value)
 
 
+@pytest.mark.full
 def test_lives_are_recorded_as_documents() -> None:
     first = lived(tiny())
     second = lived(tiny("parallelism=fsdp"))
@@ -427,6 +430,7 @@ def test_what_the_machine_lacks_is_a_sentence(code: int, said: str, capsys: pyte
     assert re.search(f"^titan: runs/x/log: .*{said}.* and give the same command again", err) and err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_run_yaml_that_was_cut_anywhere_is_recognised() -> None:
     run = tiny()
     lived(run)

@@ -63,6 +63,7 @@ def test_predicted_time_decides_the_steps() -> None:
     assert longer.training.steps == pytest.approx(2 * run.training.steps, abs=1)
 
 
+@pytest.mark.full
 def test_an_unfinished_run_keeps_the_steps_of_its_hours(tmp_path: Path) -> None:
     line = [*STEPLESS, "training.hours=1", f"hydra.run.dir={tmp_path}"]
     run = compose_test_run([*line, "training.step_seconds=100"])

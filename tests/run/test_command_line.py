@@ -162,6 +162,7 @@ def test_callbacks(words: list[str], code: int, calls: list[str], monkeypatch: p
     assert {line.rpartition(" ")[2] for line in seen if "job" in line} == {"1"}
 
 
+@pytest.mark.full
 def test_env_set_holds_where_the_run_is_and_then_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     (run,) = ran(*TINY, "+hydra.job.env_set.SET=b", "cluster.environment={MORE:c}", "name=x")
     seen: list[tuple[str | None, str | None]] = []

@@ -163,6 +163,7 @@ def test_schedules_that_older_torch_can_not_compile(monkeypatch: pytest.MonkeyPa
     assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "block"
 
 
+@pytest.mark.full
 def test_ranks_that_share_cores_compile_later(monkeypatch: pytest.MonkeyPatch) -> None:
     minutes = "training.steps=2000"  # about 7 on four cores
     assert on("cpu", minutes, monkeypatch=monkeypatch).compile.scope == "model"
@@ -195,6 +196,7 @@ def test_a_jobs_nodes_have_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.compile.scope == "block"  # a core for each rank, where one node has a core for four
 
 
+@pytest.mark.full
 def test_a_job_compiles_as_its_machines_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)  # none on the login node
     run = on("cpu", SHORT, "cluster=h100", monkeypatch=monkeypatch, remote=True)

@@ -250,6 +250,7 @@ def test_config_dir_adds_a_choice(other: Path) -> None:
     assert runs[0].model.layers == 3
 
 
+@pytest.mark.full
 def test_titan_conf_adds_choices(
     other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,6 +262,7 @@ def test_titan_conf_adds_choices(
         compose_run(["model=their"])
 
 
+@pytest.mark.full
 def test_recipe_chooses_on_several_axes_and_yields_to_the_command_line(
     other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,11 +336,13 @@ def test_whole_numbers(override: str, value: int) -> None:
     assert (steps, type(steps)) == (value, int)
 
 
+@pytest.mark.full
 def test_the_last_of_two_values_holds() -> None:
     run = compose_run(["training.steps=5", "model=llama1b", "training.steps=6", "model=debug"])
     assert (run.training.steps, run.choices["model"]) == (6, "debug")
 
 
+@pytest.mark.full
 def test_run_is_frozen_and_pickles() -> None:
     run = compose_run(["parallelism=fsdp", "optimizer=sgd", "name=x"])
     again = pickle.loads(pickle.dumps(run))

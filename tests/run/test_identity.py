@@ -169,6 +169,7 @@ def test_execution_choices_change_no_science(override: str, base: Run) -> None:
     assert of(compose_test_run([override])).science == of(base).science
 
 
+@pytest.mark.full
 def test_layout_as_resolved_is_execution() -> None:
     assert (
         of(compose_test_run(["parallelism=fsdp"])).execution

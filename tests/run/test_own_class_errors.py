@@ -78,6 +78,7 @@ def test_the_place_is_named(
     assert said in error and "Traceback" not in error
 
 
+@pytest.mark.full
 def test_a_class_that_is_not_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     sys.modules.update(before)
 
 
+@pytest.mark.full
 def test_untracked_experiments_count(experiment: Path) -> None:
     run = compose_run(["name=x", "+hooks.a={_target_:experiments.own_code_example.model.Logs}"])
     before = ids(run)

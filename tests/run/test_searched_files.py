@@ -126,6 +126,7 @@ def test_the_options_name_such_folders_too(
     assert setting in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_choice_that_leads_out_of_the_own_folders(
     folder: Path, compose: Callable[..., tuple[int, list[Run]]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def test_remainders_stay_remainders_and_chunks_stay_chunks(tmp_path: Path) -> No
     assert chunks.run.microbatches == 4 and chunks.run.model.heads == 2 * chunks.run.model.kv_heads
 
 
+@pytest.mark.full
 def test_all_stages_of_a_file_of_actions_are_kept(tmp_path: Path) -> None:
     rows = [[], []]  # type: ignore[var-annotated]
     for stage in range(6):
@@ -88,6 +89,7 @@ def test_a_deepseek_keeps_its_kinds_of_blocks_and_groups(tmp_path: Path) -> None
     assert len(model.kinds()) == 2 and model.parameters() < 1e6
 
 
+@pytest.mark.full
 def test_the_target_with_few_blocks_keeps_its_widths_and_degrees(tmp_path: Path) -> None:
     shrunk = shrink(tmp_path, *LLAMA, "parallelism=3d", "parallelism.tensor=8", "parallelism.pipeline=8", *CHUNKED)
     wide = widen_run(shrunk)
@@ -103,6 +105,7 @@ class WindowLlama(Llama):
     pattern: int = 3
 
 
+@pytest.mark.full
 def test_a_length_of_an_own_model_that_short_rows_do_not_reach_is_listed(tmp_path: Path) -> None:
     run = shrink(tmp_path, *LLAMA, "parallelism=fsdp").run
     own = replace(run, model=WindowLlama())

@@ -65,6 +65,7 @@ def test_an_experiment_is_answered_with_its_choice(typed: str) -> None:
         compose_run(["optimizer=lion"])
 
 
+@pytest.mark.full
 def test_an_added_setting_of_others_is_answered_like_a_plain_one() -> None:
     for typed in ("+trainer.max_steps=5", "++training.max_steps=5"):
         with pytest.raises(ConfigError, match=r"max_steps=5: there is no such setting; write training.steps=VALUE"):

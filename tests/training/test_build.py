@@ -31,6 +31,7 @@ def batch(microbatches: int, rows: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].reshape(microbatches, rows, 16), tokens[:, 1:].reshape(microbatches, rows, 16)
 
 
+@pytest.mark.full
 def test_says_each_transformation_in_order(tmp_path: Path) -> None:
     notes: list[str] = []
     built(compose_tiny_run(tmp_path, "memory=full", "compile=block", "compile.backend=eager"), notes)

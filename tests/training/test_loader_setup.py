@@ -218,6 +218,7 @@ def test_less_is_computed_where_documents_are_apart(tmp_path: Path) -> None:
     assert 128 * model.flops_per_token(2) < figures["true"] < 128 * model.flops_per_token(9)
 
 
+@pytest.mark.full
 def test_an_epoch_too_many_is_rejected(tmp_path: Path) -> None:
     run = mixture(tmp_path / "run", "training.steps=60", "dataset.sources.a.epochs=1")
     with pytest.raises(ConfigError, match=r"dataset.sources.a.epochs=1: training.steps=60 reads a 1\.\d+ times"):
@@ -225,6 +226,7 @@ def test_an_epoch_too_many_is_rejected(tmp_path: Path) -> None:
     lived(mixture(tmp_path / "run", "training.steps=20", "dataset.sources.a.epochs=1"))
 
 
+@pytest.mark.full
 def test_sources_of_different_tokenizers_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("some text\n" * 1000)
     other = ["+dataset@dataset.sources.c=text", f"dataset.sources.c.path={tmp_path}/x.txt"]
@@ -245,6 +247,7 @@ def test_ids_of_a_mixture(tmp_path: Path) -> None:
     assert again.ids.science == ids.science
 
 
+@pytest.mark.full
 def test_data_on_another_machine_are_not_to_be_prepared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no prepared data"):
         begin_run(

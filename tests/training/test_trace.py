@@ -100,6 +100,7 @@ def test_a_pipeline_is_traced_on_one_rank_of_each_stage() -> None:
     assert _fsdp_collectives._get_device_handle.__module__ == "torch.distributed.device_mesh"
 
 
+@pytest.mark.full
 def test_code_that_needs_values_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(optimizer: torch.optim.Optimizer) -> None:
         sum(p.grad.sum().item() for group in optimizer.param_groups for p in group["params"])

@@ -223,6 +223,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     assert 1 <= len(read_step_records(run)) <= 3
 
 
+@pytest.mark.full
 def test_a_save_that_has_finished_is_recorded_before_the_step_in_flight(tmp_path: Path) -> None:
     def finish_save_late(trainer: Trainer) -> None:
         poll = trainer.saving.poll_finished

@@ -97,6 +97,7 @@ def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: P
         assert (rank.failure, rank.extra) == (("no step", []) if fails else (None, [True]))
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path / "run", layout="ddp2")
     with lock_directory(Path(run.directory)):

@@ -94,6 +94,7 @@ def test_outputs_are_those_of_diffusers(
     assert (found - wanted).abs().max() / wanted.abs().max() < 1e-5
 
 
+@pytest.mark.full
 def test_the_shape_of_flux_dev_is_counted(tmp_path: Path) -> None:
     overrides = [CONF, "recipe=flux_dev", "dataset.path=latents.npy", "cluster=h100", "cluster.devices=8"]
     run = compose_test_run([*overrides, "parallelism.shard=8", "memory=full", f"hydra.run.dir={tmp_path}"], remote=True)
@@ -219,7 +220,7 @@ def alone(no_zeros: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any
     "options",
     [
         full(("parallelism=fsdp",), id="fsdp"),
-        pytest.param(("parallelism=tp", "parallelism.sequence_parallel=false"), id="tp"),
+        full(("parallelism=tp", "parallelism.sequence_parallel=false"), id="tp"),
         full(("parallelism=ddp", "cluster.devices=3"), id="ddp"),
         full(("parallelism=fsdp", "cluster.devices=3", "parallelism.microbatches=2"), id="fsdp-accumulated"),
         full(("parallelism=fsdp_tp", "parallelism.sequence_parallel=false"), id="fsdp_tp"),

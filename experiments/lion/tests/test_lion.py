@@ -32,6 +32,7 @@ def test_three_updates() -> None:
     np.testing.assert_allclose(parameter.detach().numpy(), weight, rtol=1e-12)
 
 
+@pytest.mark.full
 def test_its_settings_are_part_of_the_ids() -> None:
     run = compose_run([*SMALL, *LION, "name=x"])
     assert type(run.optimizer).__name__ == "Lion" and run.optimizer.lr == 3e-4

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from experiments.mixture import best, confirm, propose
 from experiments.mixture.swarm import Swarm, read_shares, read_swarm
+from tests.support.tiers import full
 from titan.errors import ConfigError
 
 SOURCES = ("books", "code", "web")
@@ -48,7 +49,7 @@ def test_mixtures_are_around_the_prior_and_have_the_sum_one() -> None:
     assert drawn[0] == pytest.approx(0.01 + prior * 0.97)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.01])
+@pytest.mark.parametrize("noise", [full(0.0), 0.01])
 def test_the_best_mixture_is_found(noise: float) -> None:
     swarm = make_swarm(48, noise)
     found = best.find_best(swarm, EQUAL, EQUAL, replicates=30)
@@ -59,6 +60,7 @@ def test_the_best_mixture_is_found(noise: float) -> None:
     assert found.correlation > 0.9 and found.error == pytest.approx(noise / 3**0.5, abs=0.02)
 
 
+@pytest.mark.full
 def test_sources_that_do_not_matter_give_no_better_mixture() -> None:
     swarm = make_swarm(32)
     flat = Swarm(SOURCES, swarm.weights, 4 + np.random.default_rng(1).normal(0, 0.01, swarm.losses.shape))

@@ -90,6 +90,7 @@ def test_the_table_is_complete() -> None:
             assert (lr.width + decay.width, lr.depth + decay.depth) == (0, 0)
 
 
+@pytest.mark.full
 def test_groups_of_the_user_come_on_top() -> None:
     schema = Llama(**WIDE)
     run: Any = compose_tiny_run(

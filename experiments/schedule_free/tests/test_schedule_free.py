@@ -66,6 +66,7 @@ def test_updates_are_the_published_ones() -> None:
         np.testing.assert_allclose(optimizer.evaluation_weights(parameter).detach().numpy(), x, rtol=1e-12)
 
 
+@pytest.mark.full
 def test_its_settings() -> None:
     run = compose_run([*TINY, *OWN, "name=x"])
     assert type(run.optimizer).__name__ == "ScheduleFree" and type(run.schedule).__name__ == "Constant"
@@ -108,6 +109,7 @@ def test_the_average_is_evaluated_sampled_exported_and_read(tmp_path: Path) -> N
     assert are_identical({name: weights.read(name) for name in weights.shapes}, expected)
 
 
+@pytest.mark.full
 def test_averages_of_averages(tmp_path: Path) -> None:
     """A moving average, and the mean of checkpoints, are over x."""
 

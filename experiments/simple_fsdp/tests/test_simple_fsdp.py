@@ -159,9 +159,7 @@ def test_it_learns_what_one_device_learns(name: str, tmp_path: Path) -> None:
     assert {key: value for key, value in found.items() if not value <= EXACT} == {}
 
 
-@pytest.mark.parametrize(
-    ("first", "then"), [pytest.param(SIMPLE, (), id="to-fsdp2"), full((), SIMPLE, id="from-fsdp2")]
-)
+@pytest.mark.parametrize(("first", "then"), [full(SIMPLE, (), id="to-fsdp2"), full((), SIMPLE, id="from-fsdp2")])
 def test_a_checkpoint_resumes_under_fsdp2_and_on_other_ranks(
     first: tuple[str, ...], then: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -213,6 +211,7 @@ def test_what_only_fsdp2_does_is_rejected(settings: list[str], message: str, tmp
         compose_tiny_run(tmp_path, *SIMPLE, "parallelism.shard=2", *settings)
 
 
+@pytest.mark.full
 def test_a_plan_of_it_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"titan\.plan estimates FSDP, and experiments\.simple_fsdp"):
         check_sharding(compose_tiny_run(tmp_path, *SIMPLE, "parallelism.shard=2"))
