@@ -204,6 +204,7 @@ def test_train_raises_what_the_launcher_reports(
     assert str(failed.value) == message
 
 
+@pytest.mark.full
 def test_train_takes_the_main_thread(tmp_path: Path) -> None:
     run, errors = api.compose(*TINY, f"hydra.run.dir={tmp_path}/run"), []
 

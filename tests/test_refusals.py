@@ -513,6 +513,7 @@ def test_data_that_does_not_fit(overrides: list[str], expected: str) -> None:
     refused(compose_run([*data, "dataset=jsonl", "name=x", *overrides]), expected, ".")
 
 
+@pytest.mark.full
 def test_directory_that_holds_something_else() -> None:
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/thesis.txt").write_text("mine")
@@ -522,6 +523,7 @@ def test_directory_that_holds_something_else() -> None:
     assert Path("runs/x/thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.full
 def test_directory_that_can_not_be_written_to() -> None:
     Path("runs").write_text("a file in the way")
     with pytest.raises(ConfigError) as refusal:
@@ -580,6 +582,7 @@ def test_another_experiment_in_the_directory(overrides: list[str], expected: str
     assert (Path(run.directory) / "run.yaml").read_text() == before
 
 
+@pytest.mark.full
 def test_fork_of_nothing() -> None:
     refused(tiny("checkpoint.resume=nope"), "checkpoint.resume=nope|no such directory|correct the path")
 

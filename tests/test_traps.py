@@ -57,6 +57,7 @@ def start(rank: int, world: int) -> tuple[Tensor, bool]:
     return whole, bool(torch.equal(first, second))
 
 
+@pytest.mark.full
 def test_ranks_do_not_draw_the_same_part() -> None:
     """torch's own initialisation of a DTensor on CPU gives every rank the same numbers."""
     (whole, repeated), (other, _) = run_ranks(start, 2)
@@ -77,6 +78,7 @@ def mixed(rank: int, world: int) -> tuple[float, float]:
     return total.item(), (4 * values.square().sum()).sqrt().item()
 
 
+@pytest.mark.full
 def test_a_norm_over_any_mix_of_meshes() -> None:
     """torch's clipping rejects mixed placements, and treats a shard of a shard as a whole tensor."""
     for found, expected in run_ranks(mixed, 4):
@@ -102,6 +104,7 @@ def coordinator(rank: int, world: int) -> list[tuple[type, bool]]:
     return found
 
 
+@pytest.mark.full
 def test_collectives_give_plain_tensors() -> None:
     """One that is still under way, in a compiled block, would give wrong gradients without a word."""
     for found in run_ranks(coordinator, 2):

@@ -180,6 +180,7 @@ def one_fails(run: Run, *rest: Any) -> dict[Any, SideResult]:
     return {"bare": SideResult(failure="CUDA out of memory"), "titan": SideResult((0.16, 0.15, 0.17), 30.0)}
 
 
+@pytest.mark.full
 def test_a_failed_side_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
     monkeypatch.setattr(speed, "measure_separately", one_fails)
@@ -260,6 +261,7 @@ def test_a_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert 0 < row["memory_gib"] < 4
 
 
+@pytest.mark.full
 def test_modes() -> None:
     run = command.compose.compose_run(["cluster.device=cpu"])
     titles = [mode.title for mode in activation_modes.list_modes(run)]

@@ -22,6 +22,7 @@ def test_a_loop_computes_what_a_grouped_matmul_does(product: experts.GroupedMatm
     assert ends[-1] == product.rows == len(x) and ends.unique().numel() > 1
 
 
+@pytest.mark.full
 def test_the_traffic_of_a_layer_takes_less_than_three_fifths_of_its_matmuls() -> None:
     """qwen3_30b_a3b on an H100, in eager mode; each pass by itself."""
     ratios = {each.title: each.ratios[0] for each in expert_traffic.compare_traffic("")}

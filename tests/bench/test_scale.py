@@ -28,6 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "LARGE", 16)
 
 
+@pytest.mark.full
 def test_a_measurement_is_of_cpu_time_and_of_memory_that_grows() -> None:
     def work(ranks: int, meter: scale.CostMeter) -> None:
         with meter:
@@ -50,6 +51,7 @@ def test_growth_is_that_of_the_largest(times: tuple[float, ...], growth: float |
     assert ("-" if growth is None else f"{growth:.1f}") in row.row()
 
 
+@pytest.mark.full
 def test_the_tensors_of_a_simulated_rank_are_its_items() -> None:
     run = scale.compose_scale_run(16)
     save, last = SimulatedSave(run, compute_parameter_sizes(run)), run.layout.sharded * run.layout.tensor - 1

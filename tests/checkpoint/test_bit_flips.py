@@ -56,6 +56,7 @@ def test_a_run_goes_on_from_the_checkpoint_before(mode: str, tmp_path: Path) -> 
     assert (folder / manifest.NAME).is_file() and not (folder / manifest.DIFFERS).exists()
 
 
+@pytest.mark.full
 def test_a_difference_before_the_first_checkpoint_is_no_obstacle(tmp_path: Path) -> None:
     """The run starts again: nothing that was saved is wrong."""
     folder = write_run_checkpoint(compose_tiny_run(tmp_path), 2)

@@ -89,6 +89,7 @@ class TestErrorsThatPass:
 
 
 class TestRunsOfTheSameName:
+    @pytest.mark.full
     def test_each_has_copies_of_its_own_below_runs(self, tmp_path: Path) -> None:
         places = {open_remote("s3://b/x", f"/a/runs/{name}").url for name in ("one/0", "two/0", "0")}
         assert places == {"s3://b/x/one/0", "s3://b/x/two/0", "s3://b/x/0"}
@@ -266,6 +267,7 @@ class TestWhatAUserDoes:
             start.run_local(compose_tiny_run(tmp_path, "training.steps=5"))
         assert [document["config"]["training"]["steps"] for document in read_attempts(tmp_path)] == [3]
 
+    @pytest.mark.full
     def test_a_life_that_has_trained_stays_recorded_whatever_ends_it(self, tmp_path: Path) -> None:
         run = compose_tiny_run(tmp_path)
         Path(run.directory).mkdir(exist_ok=True)

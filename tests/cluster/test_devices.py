@@ -442,6 +442,7 @@ def test_peaks_are_plausible(row: Any) -> None:
     assert row.bf16 is None or 1.5 < row.bf16 / row.fp32 < 40
 
 
+@pytest.mark.full
 def test_the_real_machine_without_torch() -> None:
     """detect() works here and imports no torch; a program that fails or is missing gives None."""
     code = (

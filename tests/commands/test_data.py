@@ -29,6 +29,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.full
 def test_rows_are_shown_by_step(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, *settings, "step=3-4", "characters=0")
     assert [line for line in lines if line.startswith("step")] == ["step 3: rows 8 to 11", "step 4: rows 12 to 15"]
@@ -57,6 +58,7 @@ def test_one_row_of_a_run(settings: list[str], capsys: pytest.CaptureFixture[str
     assert lines == expected
 
 
+@pytest.mark.full
 def test_rows_of_another_step_are_said_to_be(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, *settings, "step=3", "rows=1-2")
     assert lines[:2] == [

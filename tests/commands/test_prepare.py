@@ -139,6 +139,7 @@ def test_help_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.full
 def test_what_is_prepared_already_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main(["dataset=prepared", "dataset.path=s3://bucket/x"]) == 0
     assert capsys.readouterr().out == "data: already prepared, in s3://bucket/x\n"

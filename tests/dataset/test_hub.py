@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.hub_server import COMMIT, Repositories, serve_repositories
+from tests.support.tiers import full
 from titan.dataset.documents import Skip, Source
 from titan.dataset.sources import hub as module
 from titan.dataset.sources.hub import build_hub_source
@@ -121,7 +122,7 @@ def subsets(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fill", "given", "words"),
     [
-        pytest.param(c4, {"split": "test"}, ["dataset.split=test", "no such split", "splits: train"], id="split"),
+        full(c4, {"split": "test"}, ["dataset.split=test", "no such split", "splits: train"], id="split"),
         pytest.param(
             saved, {"split": "test"}, ["dataset.split=test", "no such split", "splits: train"], id="saved-split"
         ),

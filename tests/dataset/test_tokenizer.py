@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.tiers import full
 from titan.dataset.documents import Turn
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import LLAMA3_RANKS, cut_spaces, list_llama3_special, write_ranks
@@ -233,6 +234,7 @@ SPECIAL = ["<|end_of_text|>", "<|end", "a b", "\r\n", "  ", "\u3000", "é🙂", 
 
 
 @given(parts=st.lists(st.one_of(st.sampled_from(SPECIAL), st.text(max_size=20)), max_size=8), threads=st.integers(1, 2))
+@pytest.mark.full
 def test_arrays_hold_the_same_ids(parts: list[str], threads: int) -> None:
     tokenizer = load_tokenizer("titan4k")
     tokenizer.threads = threads
@@ -266,7 +268,7 @@ def llama3(folder: Path) -> Tokenizer:
     ("make", "name"),
     [
         pytest.param(lambda folder: titan4k(), "titan4k", id="built-in"),
-        pytest.param(ranks, "tokenizer.tiktoken", id="ranks"),
+        full(ranks, "tokenizer.tiktoken", id="ranks"),
         pytest.param(llama3, "tokenizer.model", id="llama3"),
         pytest.param(byte_level_json, "tokenizer.json", id="json"),
         pytest.param(

@@ -103,6 +103,7 @@ def run(tmp_path: Path) -> SimulatedRun:
     return SimulatedRun(16, 4, tmp_path)
 
 
+@pytest.mark.full
 def test_the_lowest_rank_knows_what_all_do(run: SimulatedRun) -> None:
     run.enter_phase(EVALUATING)
     list(run.measure_rates(60))
@@ -123,6 +124,7 @@ def test_a_node_that_ends_is_silent_and_another_one_reports(run: SimulatedRun) -
     assert run.nodes[1].states.build_run_state().silent_ranks == set(range(4))
 
 
+@pytest.mark.full
 def test_a_verdict_reaches_all_nodes(run: SimulatedRun) -> None:
     run.enter_phase(EVALUATING)
     list(run.measure_rates(60))

@@ -105,6 +105,7 @@ def test_blocks_of_two_kinds_take_the_sum_of_their_times() -> None:
         assert each[1] == pytest.approx((12 * each[0] + 36 * each[2]) / 48, rel=0.001)
 
 
+@pytest.mark.full
 def test_stages_have_equal_cost_where_blocks_differ() -> None:
     one = run("parallelism.pipeline=4", "parallelism.microbatches=8", "training.global_batch=1048576")
     wide = with_two_kinds(dataclasses.replace(one, model=dataclasses.replace(one.model, ffn=100_000)), 8)

@@ -117,6 +117,7 @@ def test_the_error_suggests_bf16_gradients_where_recomputation_does_not_suffice(
 
 
 @given(LAYOUTS, st.integers(8, 32))
+@pytest.mark.full
 def test_checkpointing_takes_less_and_fp32_more(layout: Layout, count: int) -> None:
     full = with_(memory=dataclasses.replace(BASE.memory, checkpointing="full"))
     fp32 = with_(precision=dataclasses.replace(BASE.precision, compute="fp32"))
@@ -136,6 +137,7 @@ def test_microbatches_are_the_fewest_that_fit(layout: Layout, gib: float) -> Non
 
 
 @given(st.integers(1, 10**15))
+@pytest.mark.full
 def test_microbatches_of_any_batch_are_found_at_once(rows: int) -> None:
     training = Training(global_batch=rows * 2048, seq_len=2048)
     assert 1 <= choose_microbatches(with_(training=training), Layout(shard=2), 80) <= rows
@@ -265,6 +267,7 @@ def test_unknown_memory_fits_everything() -> None:
     fit.check_memory(unknown, Layout(), machine, 1)
 
 
+@pytest.mark.full
 def test_check_rejects_exactly_what_exceeds_the_memory() -> None:
     machine = make_detector("gpu")()
     given = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))

@@ -52,6 +52,7 @@ def test_one_device_computes_every_matrix_and_exchanges_none() -> None:
     assert step_model(composed_run("fsdp")).estimate_update() < added_seconds("fsdp")
 
 
+@pytest.mark.full
 def test_owners_compute_the_largest_matrices_first_in_rounds() -> None:
     run = composed_run("fsdp", "optimizer=muon")
     model, small, large = step_model(run), MatrixShape(512, 512), MatrixShape(2048, 2048)

@@ -40,6 +40,7 @@ samples_with_noise = st.lists(
 
 
 @given(FACTOR, FACTOR, FACTOR, st.lists(SECONDS, min_size=5, max_size=5))
+@pytest.mark.full
 def test_factors_that_the_runs_were_made_with_are_found(
     computation: float, communication: float, memory: float, seconds: list[float]
 ) -> None:

@@ -199,6 +199,7 @@ def test_bounds_hold_for_memory_modes_that_are_typed(mode: str) -> None:
         assert bound.compute_gib(option) <= memory.estimate_peak(recipe, layout, count).gib * 1.000001, option
 
 
+@pytest.mark.full
 def test_a_schedule_from_a_file_is_not_searched() -> None:
     run = made("8-devices")
     with pytest.raises(ConfigError, match=r"parallelism.schedule=a.csv: a search compares schedules by name"):

@@ -168,6 +168,7 @@ def test_published_runs_are_met(row: dict[str, str]) -> None:
     assert abs(error) < math.log(1.1)
 
 
+@pytest.mark.full
 def test_the_makespan_of_the_timetable_is_the_step_without_what_follows_it() -> None:
     step = predicted(composed_run("pp", "cluster.devices=auto", "cluster.nodes=2", "parallelism.shard=4"))
     assert min(span.start for span in step.spans) == 0

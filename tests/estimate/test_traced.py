@@ -243,6 +243,7 @@ def test_a_trace_that_does_not_repeat_is_recognised() -> None:
         compose.compose_trace(broken, {0: (0, 9)}, 1, 1)
 
 
+@pytest.mark.full
 def test_counts_of_a_composed_trace() -> None:
     whole = compose.compose_trace(step(5, 4), {0: (0, 126)}, 1, 32)
     assert Counter(event.kind for event in whole.events) == Counter(event.kind for event in step(126, 32).events)

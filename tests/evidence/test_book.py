@@ -96,6 +96,7 @@ for seed in range(200):
 """
 
 
+@pytest.mark.full
 def test_two_processes_write_at_once(tmp_path: Path) -> None:
     """Each waits after a quarter of its lines until the other has begun: neither writes all before the other."""
     commands = [[sys.executable, "-c", WRITER, str(tmp_path), *names] for names in ("ab", "ba")]

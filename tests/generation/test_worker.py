@@ -77,6 +77,7 @@ def test_weights_are_kept_in_the_type_to_compute_in(tied: bool) -> None:
     assert torch.equal(model.head(model(row)), trained.head(trained(row)))
 
 
+@pytest.mark.full
 def test_in_fp32_it_is_the_same_model() -> None:
     trained = tiny()
     model = made(weights_of(trained), FP32, ALONE)

@@ -221,6 +221,7 @@ def test_several_hooks_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             compose_test_run(["modules=[tests]", typed])
 
 
+@pytest.mark.full
 def test_a_list_of_hooks_without_a_file_of_any() -> None:
     assert not compose_test_run(["name=x", "hooks=[]"]).hooks
     with pytest.raises(ConfigError, match=r"hooks=\[other\]: there is no such choice; put a file hooks/other.yaml"):

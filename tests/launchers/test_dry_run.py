@@ -45,6 +45,7 @@ def test_a_run_shows_its_plan_on_the_nodes_of_the_cluster(capsys: pytest.Capture
 AT_MOST = "at most {} by cluster.time, if each job is started once."
 
 
+@pytest.mark.full
 def test_data_that_are_not_here_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["cluster=h100", "parallelism=fsdp", *RUN, *DRY, "dataset=text", "dataset.path=here.txt"]) == 0
     sentence = (

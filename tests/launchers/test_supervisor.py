@@ -78,6 +78,7 @@ def test_the_cause_is_said_once(
     assert "another rank is gone" not in err
 
 
+@pytest.mark.full
 def test_a_rank_keeps_its_own_error_in_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks((tmp_path, ["consequence", "raises"]), 2, tmp_path, module=BODY)
     capfd.readouterr()

@@ -125,6 +125,7 @@ def kept(how: Memory) -> int:
     return watch.alive() if loss.requires_grad else 0
 
 
+@pytest.mark.full
 def test_keeps_what_the_mode_says() -> None:
     full, block = kept(Memory("full")), SHAPE.block_activations(RankBatch(4 * 16, 4, fused=False))
     assert kept(Memory("selective")) - full == SHAPE.layers * (block.selective - block.input)
@@ -219,6 +220,7 @@ def test_choices(choice: str, expected: Memory, tmp_path: Path) -> None:
     assert compose_tiny_run(tmp_path, f"memory={choice}").memory == expected
 
 
+@pytest.mark.full
 def test_a_budget_can_be_chosen_with_a_compiler(tmp_path: Path) -> None:
     how = compose_tiny_run(
         tmp_path, "memory=budget", "memory.budget=0.3", "compile=block", "compile.backend=aot_eager"

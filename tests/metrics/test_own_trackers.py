@@ -30,6 +30,7 @@ def named(cls: str, **values: object) -> str:
     return f"+metrics.trackers.mine={{_target_:{MODULE}.{cls}{''.join(f',{k}:{v}' for k, v in values.items())}}}"
 
 
+@pytest.mark.full
 def test_a_tracker_gets_every_record_and_resumes_by_the_runs_id(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "modules=[tests]", named("Lines", file="mine.jsonl"))
     attempt, mix = begin_run(run), build_run_mixture(run)

@@ -75,6 +75,7 @@ def dense(counts: Tensor, indices: Tensor) -> Tensor:
 
 
 @given(st.integers(1, 2), st.integers(1, 5 * BLOCK), st.sampled_from([0, 0.002, 0.01, 0.3]), st.integers(0, 9))
+@pytest.mark.full
 def test_blocks_show_what_a_mask_of_tokens_shows(rows: int, length: int, share: float, seed: int) -> None:
     ids = documents(rows, length, share, seed)
     mask = make_block_mask(ids, torch.arange(length)[None], torch.float32)

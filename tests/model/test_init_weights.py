@@ -288,6 +288,7 @@ def waits(rank: int, world: int) -> None:
     time.sleep(3600)  # were it not killed, the test would not end
 
 
+@pytest.mark.full
 def test_run_ranks_gives_results_in_order() -> None:
     def total(rank: int, world: int, start: int) -> tuple[int, Tensor]:
         value = torch.tensor([start + rank])

@@ -73,6 +73,7 @@ def test_bf16_differs_by_rounding_only(chunk: int) -> None:
         assert far(one.grad.float(), other.grad.float()) <= ROUNDED
 
 
+@pytest.mark.full
 def test_chunks_of_the_weights_gradient_are_summed_in_float32() -> None:
     """A sum in bf16 would lose what one chunk adds to that of hundreds."""
     hidden, weight, targets = torch.ones(1024, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16), 0

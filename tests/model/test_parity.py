@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiers import full
 from titan.model.layers import stretch_frequencies
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
@@ -216,13 +217,13 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
         pytest.param(Qwen3(**SMALL, **STRETCH, head_dim=16), id="qwen3-stretched-8"),
         pytest.param(Qwen3Moe(**SMALL, **MOE), id="qwen3-moe"),
         pytest.param(Llama4(**LLAMA4), id="llama4"),
-        pytest.param(Llama4(**LLAMA4, moe_every=2, qk_norm=False), id="llama4-interleaved"),
-        pytest.param(Llama4(**LLAMA4 | STRETCH, rope_low=2.0, rope_high=2.0), id="llama4-stretched"),
+        full(Llama4(**LLAMA4, moe_every=2, qk_norm=False), id="llama4-interleaved"),
+        full(Llama4(**LLAMA4 | STRETCH, rope_low=2.0, rope_high=2.0), id="llama4-stretched"),
         pytest.param(
             Llama4(**LLAMA4 | {"attention_chunk": None, "nope_every": 9, "top_k": 2}),
             id="llama4-whole-rows-of-2",
         ),
-        pytest.param(Llama4(**LLAMA4, attn_temperature_tuning=False), id="llama4-one-temperature"),
+        full(Llama4(**LLAMA4, attn_temperature_tuning=False), id="llama4-one-temperature"),
         pytest.param(Qwen3Moe(**SMALL, **MOE | {"norm_topk_prob": False, "top_k": 1}), id="qwen3-moe-of-1"),
         pytest.param(DeepseekV3(**LATENT, norm_eps=1e-3), id="deepseek-v3"),
         pytest.param(DeepseekV3(**GROUPS), id="deepseek-v3-groups-latent-queries"),

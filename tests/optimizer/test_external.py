@@ -35,7 +35,7 @@ def judge(cls: str, shapes: Any = SHAPES, is_stacked: bool = False, **arguments:
     [
         pytest.param("Signs", SHAPES, "elements", id="elementwise"),
         full("torch.optim.Adam", STACKS, "elements", id="torch-adam-amsgrad"),
-        pytest.param("MatrixNorms", STACKS, "matrices", id="matrices"),
+        full("MatrixNorms", STACKS, "matrices", id="matrices"),
         pytest.param("TrustRatio", STACKS, "whole", id="trust-ratio"),
         full("Clipped", SHAPES, "whole", id="clipped-by-the-mean-square"),
         full("CoupledDecay", SHAPES, "whole", id="decay-by-a-norm"),
@@ -108,18 +108,18 @@ def test_what_is_state_is_found_and_its_bytes() -> None:
         pytest.param(
             ["optimizer.cls=torch.optim.AdamW", "optimizer.args={lr:1}"], "titan passes lr itself", id="lr-argument"
         ),
-        pytest.param(
+        full(
             ["optimizer.cls=torch.optim.Adafactor", "optimizer.split=elements"],
             "needs more than that: .*give auto",
             id="split",
         ),
-        pytest.param(
+        full(
             ["optimizer.cls=torch.optim.SGD", "precision=bf16_pure"], "precision.weights=bf16", id="weights-in-bf16"
         ),
         pytest.param(
             ["optimizer.cls=torch.optim.Rprop", "optimizer.weight_decay=0.1"], "no argument weight_decay", id="decay"
         ),
-        pytest.param(
+        full(
             ["optimizer.cls=torch.optim.Muon"], "give optimizer.parameters=matrices", id="muon-of-all-parameters"
         ),
     ],

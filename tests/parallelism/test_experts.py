@@ -57,6 +57,7 @@ def test_gradients_of_each_expert_are_those_of_one_device(
     assert {name: value for name, value in found.items() if not value <= EXACT} == {}
 
 
+@pytest.mark.full
 def test_a_seed_whose_choice_rounding_may_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_experts, "select_top_k", model_experts.select_top_k)
     margin = ChoiceMargin()
@@ -181,6 +182,7 @@ def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str) ->
         compose_test_run(["model=qwen3_moe_debug", *settings])
 
 
+@pytest.mark.full
 def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
     layout = compose_test_run(["model=qwen3_moe_debug", "parallelism=3d", "parallelism.expert=-1"]).layout
     assert (layout.expert, layout.expert_shards, str(layout).split()[-2:]) == (4, 1, ["expert", "4"])

@@ -154,7 +154,7 @@ def test_gradients_are_bitwise_the_same_and_fewer_bytes_are_saved(name: str, dty
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [
-        pytest.param("float8", "", id="float8"),
+        full("float8", "", id="float8"),
         full("float8_rowwise", "", id="rowwise"),
         full("mxfp8", "", id="mxfp8"),
         full("float8", "aot_eager", id="compiled"),

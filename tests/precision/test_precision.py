@@ -511,6 +511,7 @@ def test_8_bit_settings_without_effect_are_dropped(tmp_path: Path) -> None:
     assert plain.precision == given.precision
 
 
+@pytest.mark.full
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(ConfigError, match=r"pip install 'titan\[float8\]'"):

@@ -98,6 +98,7 @@ def test_what_differs_with_its_values(tmp_path: Path) -> None:
     assert align.collect_differing_settings(found) == {"parallelism": ("single", "fsdp"), "memory": ("none", "full")}
 
 
+@pytest.mark.full
 def test_labels_of_runs_name_seed_and_repeat_only_where_these_vary(tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (Story(seed=1), (SINGLE,)), (S, (FSDP,)), (S, (FSDP,)))
     assert align.label_runs(found[0], found) == [f"{SINGLE} seed=0", f"{SINGLE} seed=1"]

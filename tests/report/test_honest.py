@@ -216,6 +216,7 @@ def test_a_sweeps_baseline_that_fits_several_variants_is_said(tmp_path: Path) ->
     assert any("baseline matches 2 variants: the first one found, lr=0.001, is used" in note for note in notes)
 
 
+@pytest.mark.full
 def test_speed_is_of_the_lives_that_used_memory_as_the_last(tmp_path: Path) -> None:
     make_run(tmp_path / "a", replace(S, attempts=(StoryAttempt(0, 20), StoryAttempt(20, 40, ("memory=full",)))))
     (variant,) = compare([tmp_path]).variants

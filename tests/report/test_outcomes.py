@@ -254,6 +254,7 @@ def test_variants_of_unequal_tokens_are_judged_at_equal_ones(tmp_path: Path) -> 
     assert "5,120" in table.format_report(found, 200) and format_answer(found.variants[1]).detail == "at equal tokens"
 
 
+@pytest.mark.full
 def test_where_nothing_is_at_equal_tokens_nothing_is_ranked(tmp_path: Path) -> None:
     found = batches(tmp_path, every=0)
     lead = " ".join(sentences.format_lead(found))

@@ -93,6 +93,7 @@ def test_sections_come_in_order() -> None:
     assert re.findall(r"<h2>(.*?)</h2>", render_page(shown_report.make_failures())) == ["Failures", "Settings"]
 
 
+@pytest.mark.full
 def test_a_large_comparison_stays_small() -> None:
     text = render_page(shown_report.make_many_variants(64, 10_000))
     assert len(text) < 1_000_000

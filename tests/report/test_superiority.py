@@ -358,6 +358,7 @@ def test_a_target_in_nats_is_none_for_other_tokens(tmp_path: Path) -> None:
     assert found.variants[0].reached is not None and found.variants[1].reached is None
 
 
+@pytest.mark.full
 def test_a_failed_run_does_not_draw_equal_tokens_to_its_end(tmp_path: Path) -> None:
     longer = [replace(story, steps=80) for story in BASE[:2]]
     failed = replace(S, seed=2, steps=80, attempts=(StoryAttempt(0, 10),))

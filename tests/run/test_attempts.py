@@ -79,6 +79,7 @@ def test_a_result_without_a_run_is_not_done() -> None:
     assert not completion.is_done(run)
 
 
+@pytest.mark.full
 def test_another_experiment_is_rejected_before_data_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     lived(tiny())
     prepared_runs: list[Run] = []
@@ -117,6 +118,7 @@ def test_start() -> None:
     assert open_corpus(attempt.corpora["data"]).train.tokens > 0
 
 
+@pytest.mark.full
 def test_life_without_a_checkpoint_starts_again() -> None:
     first = lived(tiny())
     again = lived(tiny())
@@ -194,6 +196,7 @@ def test_continuation_is_resumed_under_its_own_steps() -> None:
         begin_run(tiny())
 
 
+@pytest.mark.full
 def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
     run = tiny()
     lived(run)
@@ -243,6 +246,7 @@ def test_fork_is_another_experiment_than_a_fresh_run() -> None:
     assert lived(tiny("checkpoint.resume=runs/parent", name="y")).ids.science != fresh.ids.science
 
 
+@pytest.mark.full
 def test_refusal_names_every_field_that_differs() -> None:
     run = tiny()
     lived(run)
@@ -319,6 +323,7 @@ def test_what_titan_writes_is_no_obstacle(name: str, tmp_path: Path) -> None:
 # Checkpoints
 
 
+@pytest.mark.full
 def test_damaged_checkpoint_is_passed_over_on_resume() -> None:
     run = tiny()
     lived(run)

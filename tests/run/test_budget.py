@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.composing import compose_test_run
 from tests.support.runs import TINY, begin_run
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.run import identity
 from titan.run.branch import build_continuation
@@ -48,7 +49,7 @@ def test_tokens_make_the_same_run_as_their_steps() -> None:
     [
         pytest.param(["training.hours=1", "training.step_seconds=0.5"], 7200, id="one-device"),
         pytest.param(["training.hours=1", "training.step_seconds=0.5", "parallelism=fsdp"], 3600, id="two-devices"),
-        pytest.param(["recipe=shipped_8b", "training.tokens=1e9"], 15259, id="instead-of-a-recipes-steps"),
+        full(["recipe=shipped_8b", "training.tokens=1e9"], 15259, id="instead-of-a-recipes-steps"),
     ],
 )
 def test_a_budget_decides_the_steps(overrides: list[str], steps: int) -> None:
@@ -87,6 +88,7 @@ def test_where_the_time_of_a_step_is_from_is_said(settings: dict[str, Any], sent
     assert describe_hours(Training(**settings)) == sentence
 
 
+@pytest.mark.full
 def test_a_finished_run_is_continued_without_its_budget(tmp_path: Path) -> None:
     line = [*STEPLESS, "training.tokens=5000", f"hydra.run.dir={tmp_path}"]
     run = compose_test_run(line)

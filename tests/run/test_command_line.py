@@ -174,9 +174,7 @@ def test_env_set_holds_where_the_run_is_and_then_no_more(monkeypatch: pytest.Mon
     assert not {"SET", "MORE"} & set(os.environ)
 
 
-@pytest.mark.parametrize(
-    ("subdir", "there"), [pytest.param("conf", {"conf"}, id="named"), full("null", set(), id="none")]
-)
+@pytest.mark.parametrize(("subdir", "there"), [full("conf", {"conf"}, id="named"), full("null", set(), id="none")])
 def test_output_subdir(subdir: str, there: set[str]) -> None:
     run = begun(f"hydra.output_subdir={subdir}", "name=x")
     folders = {file.name for file in Path(run.directory).iterdir() if file.is_dir()}
@@ -198,6 +196,7 @@ def test_verbose_says_what_was_composed(capsys: pytest.CaptureFixture[str]) -> N
         root.manager._clear_cache()  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 def test_output_dir_can_be_named_in_a_value() -> None:
     run = compose_run(["checkpoint.path=${hydra:runtime.output_dir}/copies", "name=x"])
     assert run.checkpoint.path == f"{run.directory}/copies"
@@ -299,12 +298,14 @@ def test_a_message_is_one_line() -> None:
     assert format_message("a\n" + "x" * 1000 + " b\0") == "a\\n" + "x" * 97 + "…" + "x" * 40 + " b\\x00"
 
 
+@pytest.mark.full
 def test_a_refused_run_leaves_nothing_in_a_folder_of_others() -> None:
     Path("mine.txt").touch()
     assert run_command([*TINY, "hydra.run.dir=."], start.run_local) == 2
     assert [file.name for file in Path.cwd().iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.full
 def test_a_place_that_can_not_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = compose_run([*TINY, "hydra.run.dir=a/b/c"])
     made = os.mkdir

@@ -124,7 +124,7 @@ def test_gpus_that_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WAYS_OUT = [
     full(("memory=budget",), ("memory=selective", "compile=off"), id="budget"),
-    pytest.param(("memory=budget", "compile=block"), ("memory=selective", "compile=off"), id="budget-said"),
+    full(("memory=budget", "compile=block"), ("memory=selective", "compile=off"), id="budget-said"),
     full(("memory=budget", *ZBV), ("memory=full", "compile=off"), id="budget-zero-bubble"),
     full(("compile=model",), ("compile=off",), id="said"),
 ]
@@ -170,6 +170,7 @@ def test_ranks_that_share_cores_compile_later(monkeypatch: pytest.MonkeyPatch) -
     assert on("cpu", minutes, "parallelism=ddp", "cluster.devices=16", monkeypatch=monkeypatch).compile.scope == "off"
 
 
+@pytest.mark.full
 def test_the_measured_job_takes_about_as_long_as_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     run = on("cpu", "precision=fp32", monkeypatch=monkeypatch)
     assert estimate_eager_seconds(run) == pytest.approx(200 * 2048 / 3100 / 2, rel=0.1)  # four cores, not two
@@ -188,6 +189,7 @@ def test_what_a_core_does_follows_the_types(monkeypatch: pytest.MonkeyPatch) -> 
     assert seconds("precision=float8", "precision.emulate=true", fast=True) == pytest.approx(10 * fast)
 
 
+@pytest.mark.full
 def test_a_jobs_nodes_have_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = ("parallelism=ddp", "cluster.devices=16", "cluster.nodes=4", "training.steps=8000")
     run = on("cpu", *nodes, monkeypatch=monkeypatch, remote=True)

@@ -149,6 +149,7 @@ def test_cfg_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         assert set(content[axis]) - {"_target_"} == {f.name for f in dataclasses.fields(getattr(run, axis))}
 
 
+@pytest.mark.full
 def test_cfg_of_one_axis(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown("--cfg", "job", "-p", "model", "model=llama8b", capsys=capsys)
     assert "dim: 4096" in out and "steps" not in out
@@ -244,6 +245,7 @@ def test_search_path_adds_choices_of_every_group(other: Path, capsys: pytest.Cap
         compose_run(["recipe=pair"])
 
 
+@pytest.mark.full
 def test_config_dir_adds_a_choice(other: Path) -> None:
     runs: list[Run] = []
     assert run_command(["--config-dir", str(other), "model=theirs"], lambda run: runs.append(run) or 0) == 0  # type: ignore[func-returns-value]
@@ -327,7 +329,7 @@ def test_third_party_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("override", "value"),
     [
         full("training.steps=1e3", 1000, id="1e3"),
-        pytest.param("training.steps=12.0", 12, id="12.0"),
+        full("training.steps=12.0", 12, id="12.0"),
         full("training.steps=1_000", 1000, id="underscore"),
     ],
 )
@@ -374,6 +376,7 @@ def test_defaults_follow_from_the_machine(
     assert (run.precision.compute, run.layout.devices) == (compute, devices_)
 
 
+@pytest.mark.full
 def test_a_huge_batch_composes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     demand = fit.estimate_memory

@@ -63,6 +63,7 @@ def test_yaml_is_what_omegaconf_writes() -> None:
     assert hydra_private.dump_yaml(content) == OmegaConf.to_yaml(OmegaConf.create(content))
 
 
+@pytest.mark.full
 def test_no_other_module_uses_private_names() -> None:
     private = re.compile(r"^\s*(from|import) (hydra|omegaconf)\._|\bimport_module\(.hydra\._", re.MULTILINE)
     files = [file for top in ("titan", "launchers", "tests") for file in (ROOT / top).rglob("*.py")]

@@ -177,6 +177,7 @@ def test_layout_as_resolved_is_execution() -> None:
     )
 
 
+@pytest.mark.full
 def test_a_default_that_is_spelled_out_changes_nothing(base: Run) -> None:
     defaults = [
         f"{axis}.{field.name}={settings.format_value(field.default)}"

@@ -55,6 +55,7 @@ def test_a_link_under_a_name_that_a_run_writes_is_rejected(name: str, tmp_path: 
         pass
 
 
+@pytest.mark.full
 def test_a_link_in_place_of_hydras_folder_is_rejected(tmp_path: Path) -> None:
     run = compose_test_run([f"hydra.run.dir={tmp_path}/run", "hydra.output_subdir=composed"])
     (tmp_path / "run").mkdir()

@@ -69,6 +69,7 @@ def test_rows_of_another_format_are_rejected(tmp_path: Path) -> None:
         check_limits(limited(tmp_path, Format))
 
 
+@pytest.mark.full
 def test_settings_without_a_use_and_commands_are_rejected(tmp_path: Path) -> None:
     model = limited(tmp_path).model
     model.check()

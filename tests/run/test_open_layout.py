@@ -56,6 +56,7 @@ def resolve_searched(*overrides: str, works: bool = False) -> Run:
     return resolve_open_layout(changed, run.machine, run.directory, remote=True)
 
 
+@pytest.mark.full
 def test_a_layout_that_can_not_work_is_open_and_its_settings_stay() -> None:
     run = resolve_searched()
     assert run.is_layout_open and run.layout == Layout(shard=8) and run.parallelism.tensor == 3

@@ -92,6 +92,7 @@ def test_a_damaged_prediction_is_none(content: Any) -> None:
     assert prediction.parse_document({prediction.KEY: content}) is None
 
 
+@pytest.mark.full
 def test_predicting_imports_no_torch() -> None:
     program = "import sys, titan.run.prediction; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

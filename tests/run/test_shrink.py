@@ -114,6 +114,7 @@ def test_a_length_of_an_own_model_that_short_rows_do_not_reach_is_listed(tmp_pat
     assert not any("pattern" in text for text in list_uncovered(own))
 
 
+@pytest.mark.full
 def test_what_a_cpu_cannot_show_is_listed(tmp_path: Path) -> None:
     words = ("parallelism=fsdp", "precision=float8", "training.grow=[[8388608,16777216]]")
     listed = " ".join(shrink(tmp_path, *LLAMA, *words).uncovered)

@@ -14,6 +14,7 @@ from titan.run.hydra_session import HydraSession, compose_config
 from titan.run.schema import Recipe
 
 
+@pytest.mark.full
 def test_every_name_of_titan_exists_and_no_synonym_is_one() -> None:
     register_configs()
     with HydraSession():

@@ -160,6 +160,7 @@ def test_what_is_typed_counts_now_and_later(
     assert caches == [str(tmp_path / "cache"), "x", str(tmp_path / "cache")]
 
 
+@pytest.mark.full
 def test_a_foreign_record_asks_for_no_sweep_in_which_its_modules_counted(
     foreign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def test_without_a_slope_there_is_no_share() -> None:
     assert gaps.estimate_token_share(Gap(0.001, 0.01, 2), Gap(0.1, 0.01, 2), 0.5) is None
 
 
+@pytest.mark.full
 def test_intervals_hold_the_truth() -> None:
     """Three pairs of seeds; 90 % are asked for."""
     generator, inside, count = np.random.default_rng(1), 0, 300

@@ -66,6 +66,7 @@ def test_flops() -> None:
     assert spent[1] <= spent[0] * 1.2 and deeper.training.steps < first.training.steps
 
 
+@pytest.mark.full
 def test_time_counts_devices() -> None:
     runs = [set_seconds(RUNS[0], 1.0), set_seconds(RUNS[2], 2.0), set_seconds(compose("parallelism=fsdp"), 1.0)]
     equal = budget.equalise_steps(runs, VARIED, Sweep(budget="time"))

@@ -64,6 +64,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return fake
 
 
+@pytest.mark.full
 def test_wandb_receives_what_identifies_a_run(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +95,7 @@ def test_wandb_receives_what_identifies_a_run(
     assert (config["sweep"], config["variant"]) == ("grid", "optimizer.lr=0.1 schedule=cosine")
 
 
+@pytest.mark.full
 def test_a_run_of_its_own_has_its_own_group_and_no_sweep(tmp_path: Path, wandb: FakeWandb) -> None:
     (tmp_path / "single").mkdir()
     run = compose_tiny_run(tmp_path / "single", "metrics.wandb=true", "metrics.wandb_group=mine")
