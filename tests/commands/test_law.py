@@ -35,6 +35,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_table_gives_a_law_a_prediction_and_a_page(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert law.main(["runs.csv", "target=160M,3.2B", FEW]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -134,6 +135,7 @@ def test_json_has_every_figure_of_the_screen(words: list[str], table: Path, caps
         assert find_missing_figures(shown, cut), f"figures of {path} are looked for"
 
 
+@pytest.mark.full
 def test_csv_has_a_row_per_rung_and_documented_columns(table: Path) -> None:
     assert law.main(["runs.csv", "target=160M,3.2B", FEW, "to=a.csv"]) == 0
     rows = list(csv.DictReader(io.StringIO((table / "a.csv").read_text())))
@@ -180,6 +182,7 @@ def test_what_is_rejected(words: list[str], sentence: str, table: Path, capsys: 
     assert sentence in screen.err and screen.err.count("\n") == 1 and "L =" not in screen.out
 
 
+@pytest.mark.full
 def test_corpora_have_laws_of_their_own(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (table / "runs.csv").read_text().splitlines()
     rows = [f"{row},{'c4' if row.startswith('a') else 'pile'}" for row in lines[1:]]
@@ -219,6 +222,7 @@ def test_runs_are_a_table(ladder: Path) -> None:
     assert table.loss[table.name.index("run-0-20")] == pytest.approx(final)
 
 
+@pytest.mark.full
 def test_runs_of_other_data_and_settings_are_apart(tmp_path: Path) -> None:
     make_run(tmp_path / "a", Story(), "optimizer.lr=0.001")
     make_run(tmp_path / "b", Story(seed=1), "optimizer.lr=0.003")
@@ -227,6 +231,7 @@ def test_runs_of_other_data_and_settings_are_apart(tmp_path: Path) -> None:
     assert table.variants == ("lr=0.001", "lr=0.003") and len(table.corpora) == 2
 
 
+@pytest.mark.full
 def test_variants_are_named_by_what_is_no_rule_of_size(tmp_path: Path) -> None:
     """A recipe's own rate at each size, and a setting of the model that each of its shapes has in two values."""
     for dim in (32, 64):
@@ -240,6 +245,7 @@ def test_variants_are_named_by_what_is_no_rule_of_size(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_settings_that_each_shape_of_a_model_has_name_no_variant(tmp_path: Path) -> None:
     make_run(tmp_path / "a", Story(), "model.dim=32", "model.tied=true")
     make_run(tmp_path / "b", Story(), "model.dim=64", "model.tied=false")
@@ -247,6 +253,7 @@ def test_settings_that_each_shape_of_a_model_has_name_no_variant(tmp_path: Path)
     assert table.variants == ("",) and any("model.tied: a function of size" in note for note in table.notes)
 
 
+@pytest.mark.full
 def test_a_law_of_runs(
     ladder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_hit_does_not_tokenise_again(corpus_file: Path, monkeypatch: pytest.Mo
     assert prepare(dataset(moved, prefetch=9, workers=3)) == folder
 
 
+@pytest.mark.full
 def test_what_changes_the_content_changes_the_digest(corpus_file: Path, tmp_path: Path) -> None:
     from titan.dataset.tokenizers.rank_file import write_ranks
 

@@ -36,6 +36,7 @@ def skipped(source: Source) -> list[Skip]:
     return [document for document in every if isinstance(document, Skip)]
 
 
+@pytest.mark.full
 def test_stdlib_is_the_library_without_tests() -> None:
     source = build_stdlib_source()
     found = [Path(part.name) for part in source.parts()]

@@ -159,6 +159,7 @@ def test_a_rank_that_does_not_beat_is_silent_and_the_next_one_writes(tmp_path: P
     assert not states.is_writer()
 
 
+@pytest.mark.full
 def test_where_ranks_share_no_memory_one_of_them_reports(tmp_path: Path) -> None:
     """Each in a container, for example."""
     now = [0.0]

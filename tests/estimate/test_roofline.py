@@ -99,6 +99,7 @@ def test_rates_come_from_what_was_measured() -> None:
     )
 
 
+@pytest.mark.full
 def test_more_rows_are_never_slower_a_token() -> None:
     run = run_of("model=debug", "training.seq_len=256")
     batches = [replace(run, training=replace(run.training, global_batch=rows * 256)) for rows in (1, 2, 3, 8, 64)]

@@ -206,6 +206,7 @@ def test_a_schedule_from_a_file_is_not_searched() -> None:
         search_layouts(run, 8, run.machine, typed={"schedule": "a.csv"})
 
 
+@pytest.mark.full
 def test_settings_that_no_layout_has_are_named() -> None:
     run, typed = made("8-devices"), {"stages": 7, "checkpointing": "full"}
     with pytest.raises(ConfigError, match=r"has parallelism.stages=7 memory.checkpointing=full; leave one of them out"):

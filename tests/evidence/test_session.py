@@ -158,6 +158,7 @@ def test_one_process_at_a_time_trains_an_idea(session: Session, trainer: Scripte
         session.try_idea(("good=1",))
 
 
+@pytest.mark.full
 def test_decisions_are_those_of_the_simulation(tmp_path: Path, trainer: ScriptedTrainer) -> None:
     """Random ideas, entered one result at a time, pass the screen as `tests.support.campaigns` says, and when."""
     rng = np.random.default_rng(8)

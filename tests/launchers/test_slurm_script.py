@@ -58,6 +58,7 @@ def test_shapes(overrides: list[str], nodes: int, ranks: int, gpus: int) -> None
     assert (found.nodes, found.ranks, found.gpus, found.devices) == (nodes, ranks, gpus, nodes * ranks)
 
 
+@pytest.mark.full
 def test_ranks_that_do_not_fill_nodes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.nodes=3: 8 ranks .* don't spread evenly over 3 nodes"):
         derive_job_shape(job("cluster=cpu", "parallelism=3d", "cluster.nodes=3"))
@@ -101,6 +102,7 @@ def test_jobs_that_no_site_can_run(override: str, sentence: str) -> None:
         job(override)
 
 
+@pytest.mark.full
 def test_what_is_asked_for_is_said_to_sbatch(tmp_path: Path) -> None:
     site = {
         "partition": "p", "account": "a", "qos": "q", "reservation": "r", "constraint": "c", "exclude": "n1",
@@ -325,6 +327,7 @@ def test_a_job_whose_rank_died_is_restarted_elsewhere_while_it_gets_on(
     assert left == record + "6\n" * note.startswith("restart")
 
 
+@pytest.mark.full
 def test_the_script_reads_what_ranks_write(tmp_path: Path) -> None:
     """Several errors, of which the one on n3 came first; a rank on n1 had only lost the connection to it."""
     errors = (("n1", 0.5, True), ("n2", 2.0, False), ("n3", 1.0, False), ("n4", 3.0, False))

@@ -141,6 +141,7 @@ def test_finite(value: Any, expected: Any) -> None:
     assert replace_non_finite(value) == expected
 
 
+@pytest.mark.full
 def test_memory_is_that_of_this_process() -> None:
     before = peak_memory_gib(torch.device("cpu"))
     block = torch.ones(2**26)

@@ -222,6 +222,7 @@ def test_a_checkpoint_goes_on_in_another_layout(cls: str, before: str, after: st
         assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_weights_to_evaluate_are_those_of_eval() -> None:
     """Here the mean of the weights before each step."""
     verdict = judge("Averaged")

@@ -226,6 +226,7 @@ def test_pairs_that_do_nothing_are_refused(settings: tuple[str, ...], message: s
         compose_test_run(["model=qwen3_moe_debug", "model.layers=4", *LAYOUT, *settings], remote=True)
 
 
+@pytest.mark.full
 def test_a_file_whose_overlaps_are_no_pairs_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.csv"
     file.write_text(build_paired_schedule())

@@ -86,6 +86,7 @@ def test_variants_and_their_labels(points: list[Point], labels: list[str], tmp_p
     assert [group.label for group in groups(tmp_path, *points)] == labels
 
 
+@pytest.mark.full
 def test_names_that_would_be_mistaken_keep_their_axis(tmp_path: Path) -> None:
     found = groups(tmp_path, (S, ()), (S, ("dataset.longest=400", "dataset.vocab=63", "model.vocab=63")))
     assert found[1].label == "model.vocab=63 dataset.vocab=63 longest=400"
@@ -217,6 +218,7 @@ def test_the_baseline(option: str | None, asked: dict[str, str], places: list[in
         rank.find_baselines(found, option, asked)
 
 
+@pytest.mark.full
 def test_a_label_of_sampled_numbers_names_the_baseline(tmp_path: Path) -> None:
     rates = ("0.00031622776601683794", "0.0010743298123456789")
     found = groups(tmp_path, *((S, (f"optimizer.lr={rate}",)) for rate in rates))
@@ -227,6 +229,7 @@ def test_a_label_of_sampled_numbers_names_the_baseline(tmp_path: Path) -> None:
         assert rank.find_baselines(found, f"optimizer.lr={rate}", {}) == [index]
 
 
+@pytest.mark.full
 def test_labels_of_close_numbers_keep_the_digits_that_distinguish_them(tmp_path: Path) -> None:
     found = groups(tmp_path, (S, ("optimizer.lr=0.00012345678",)), (S, ("optimizer.lr=0.00012345679",)))
     assert [group.label for group in found] == ["lr=0.00012345678", "lr=0.00012345679"]

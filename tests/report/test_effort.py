@@ -54,12 +54,14 @@ def test_a_variant_needs_a_share_of_the_baselines_tokens(truth: float, tmp_path:
     assert "as compute: reaches the baseline's loss with" in effort.text
 
 
+@pytest.mark.full
 def test_one_pair_of_seeds_gives_no_interval(tmp_path: Path) -> None:
     effort = find_variant(make_runs(tmp_path, (200, 100), -0.05, seeds=1)).effort
     assert effort is not None and effort.tokens is not None and effort.tokens.low is None
     assert "one pair of seeds gives no interval" in effort.text
 
 
+@pytest.mark.full
 def test_the_run_that_would_determine_it_is_named(tmp_path: Path) -> None:
     comparison = make_runs(tmp_path, (200,), -0.05)
     effort = find_variant(comparison).effort

@@ -213,6 +213,7 @@ def test_without_validation_the_end_of_training_is_compared(tmp_path: Path) -> N
     assert found is not None and found.answer == "yes" and "final training loss" in found.text
 
 
+@pytest.mark.full
 def test_other_validation_rows_are_not_compared(tmp_path: Path) -> None:
     for seed in range(2):
         make_run(tmp_path / f"a{seed}", replace(S, seed=seed))

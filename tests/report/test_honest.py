@@ -207,6 +207,7 @@ def test_an_execution_setting_that_an_older_titan_lacked_splits_no_variant(tmp_p
     assert len(variant.runs) == 2
 
 
+@pytest.mark.full
 def test_a_sweeps_baseline_that_fits_several_variants_is_said(tmp_path: Path) -> None:
     asked = SweepSpec(baseline={"parallelism": "single"})
     for name, rate in (("a", "1e-3"), ("b", "3e-3")):

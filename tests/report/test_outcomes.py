@@ -79,6 +79,7 @@ def test_divergence_is_an_outcome(
     assert sentences.format_lead(found)[0].startswith(f"Best so far: {first}")
 
 
+@pytest.mark.full
 def test_the_first_sentence_and_the_table_say_what_the_means_do_not(tmp_path: Path) -> None:
     found, judged = against(tmp_path, (-0.1, None, -0.101, -0.099, None, -0.098))
     lead = " ".join(sentences.format_lead(found))
@@ -262,6 +263,7 @@ def test_where_nothing_is_at_equal_tokens_nothing_is_ranked(tmp_path: Path) -> N
     assert format_answer(found.variants[1]).main == "inconclusive" and "Best" not in lead
 
 
+@pytest.mark.full
 def test_by_the_target_the_batch_that_needs_fewer_tokens_wins(tmp_path: Path) -> None:
     found = batches(tmp_path, target=3.3)
     lead = " ".join(sentences.format_lead(found))
@@ -327,6 +329,7 @@ def test_the_chart_over_a_varied_number(tmp_path: Path) -> None:
     assert chart.html.count('class="cross"') == 1 and chart.html.count("<circle") == 7 and "Crosses" in chart.caption
 
 
+@pytest.mark.full
 def test_no_chart_where_no_number_was_varied(tmp_path: Path) -> None:
     assert draw_settings(grid(tmp_path, (seeds((0.0,)), (ADAMW,)), (seeds((0.1,)), (MUON,)))) is None
 

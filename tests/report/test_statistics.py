@@ -38,6 +38,7 @@ def test_a_paired_interval_and_its_p_are_those_of_students_test(values: list[flo
 
 
 @given(VALUES, VALUES)
+@pytest.mark.full
 def test_independent_samples_are_compared_as_welch_does(a: list[float], b: list[float]) -> None:
     found, reference = compare_means(a, b), scipy.stats.ttest_ind(a, b, equal_var=False)
     assert found.compute_p_value() == pytest.approx(reference.pvalue, abs=1e-12)

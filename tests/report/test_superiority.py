@@ -129,6 +129,7 @@ def test_holms_correction_is_over_the_variants(tmp_path: Path) -> None:
         assert found.answer == "undecided" and found.p_holm == pytest.approx(4 * alone.p)
 
 
+@pytest.mark.full
 def test_seeds_that_are_not_the_same_are_compared_without_pairs(tmp_path: Path) -> None:
     others = [replace(story, seed=story.seed + 10) for story in seeds(-0.05, -0.03, -0.055, -0.04)]
     found = qualities(compared(tmp_path, (BASE, ()), (others, (WD,))))["the end"]
@@ -140,6 +141,7 @@ def test_one_seed_each_that_is_not_the_same_says_nothing(tmp_path: Path) -> None
     assert found.difference is None and "no seed in common" in found.text
 
 
+@pytest.mark.full
 def test_an_unfinished_decay_is_not_ranked(tmp_path: Path) -> None:
     half = [replace(story, attempts=(StoryAttempt(0, 30),), level=2.0) for story in BASE]
     found = compared(tmp_path, (BASE, ()), (half, (WD,)))
@@ -153,6 +155,7 @@ def test_an_unfinished_decay_is_not_ranked(tmp_path: Path) -> None:
     assert any("4 of 4 runs not finished" in note for note in found.variants[1].notes)
 
 
+@pytest.mark.full
 def test_more_tokens_are_named_and_compared_at_equal_ones(tmp_path: Path) -> None:
     longer = [replace(story, steps=80) for story in BASE]
     found = compared(tmp_path, (BASE, ()), (longer, ()))
@@ -212,6 +215,7 @@ def test_hours_are_those_of_the_runs_that_are_ranked(tmp_path: Path) -> None:
     assert "fewer device-hours" not in end.text and end.answer == "undecided"
 
 
+@pytest.mark.full
 def test_unequal_time_without_validations_before_the_end_names_the_steps(tmp_path: Path) -> None:
     base = [replace(story, every=0) for story in BASE]
     other = [replace(story, seconds=story.seconds * 1.25, level=2.9) for story in base]
@@ -239,6 +243,7 @@ def test_the_budget_of_a_sweep_decides(tmp_path: Path) -> None:
         assert verdict.at == at
 
 
+@pytest.mark.full
 def test_no_difference_in_more_time_is_not_equality(tmp_path: Path) -> None:
     other = [
         replace(story, seconds=story.seconds * 2, level=story.level + 0.001 * (-1) ** story.seed) for story in BASE
@@ -247,12 +252,14 @@ def test_no_difference_in_more_time_is_not_equality(tmp_path: Path) -> None:
     assert ends["the end"].answer == "no" and ends["equal device-hours"].answer != "no"
 
 
+@pytest.mark.full
 def test_equal_device_hours_at_the_end_are_ranked(tmp_path: Path) -> None:
     faster = [replace(story, steps=80, seconds=S.seconds / 2, level=2.9) for story in BASE]
     found = qualities(compared(tmp_path, (BASE, ()), (faster, ())))
     assert found["equal device-hours"].answer == "yes" and found["the end"].answer == "undecided"
 
 
+@pytest.mark.full
 def test_device_hours_on_other_hardware_are_not_compared(tmp_path: Path) -> None:
     other = [replace(story, device=H200 | {"name": "AMD MI300X"}) for story in BASE]
     found = compared(tmp_path, (BASE, ()), (other, (WD,)))
@@ -286,6 +293,7 @@ def test_by_what_variants_are_compared(
     assert found.difference.estimate == pytest.approx(-0.105 * (0.4 if measure == "bits per byte" else 1))
 
 
+@pytest.mark.full
 def test_each_source_of_a_mixture(tmp_path: Path) -> None:
     sources = {"web": 0.0, "code": 0.1}
     other = {"web": 0.02, "code": 0.05}
@@ -322,11 +330,13 @@ def test_the_best_of_several_learning_rates_speaks_for_its_variant(tmp_path: Pat
     assert "rates is 0.001" in variants["lr=0.003 weight_decay=0.2"].notes[0]
 
 
+@pytest.mark.full
 def test_a_sweep_of_learning_rates_alone_compares_them(tmp_path: Path) -> None:
     found = compared(tmp_path, rated("1e-3", 0.3, 0.3), rated("3e-3", 0.1, 0.11))
     assert found.variants[1].quality and not any("tuned" in note or "best" in note for note in found.variants[1].notes)
 
 
+@pytest.mark.full
 def test_a_variant_with_one_learning_rate_says_that_it_is_not_tuned(tmp_path: Path) -> None:
     found = compared(tmp_path, (BASE, ()), (BASE, (WD,)))
     assert all("learning rate not tuned" in variant.notes for variant in found.variants)
@@ -337,6 +347,7 @@ def reached(variant: Variant) -> tuple[int, int, float | None]:
     return variant.reached.runs, variant.reached.reached, variant.reached.median_tokens
 
 
+@pytest.mark.full
 def test_the_time_to_a_target_is_censored(tmp_path: Path) -> None:
     make_run(tmp_path / "early", replace(S, seed=0, level=2.0))
     make_run(tmp_path / "middle", replace(S, seed=1, level=2.4))

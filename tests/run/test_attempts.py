@@ -70,6 +70,7 @@ def finish(run: Run) -> None:
     (Path(run.directory) / "result.json").write_text(json.dumps(result))
 
 
+@pytest.mark.full
 def test_a_result_without_a_run_is_not_done() -> None:
     run = tiny()
     lived(run)

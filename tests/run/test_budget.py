@@ -57,6 +57,7 @@ def test_a_budget_decides_the_steps(overrides: list[str], steps: int) -> None:
     assert compose_test_run([*own, *overrides, "name=x"], remote=not own).training.steps == steps
 
 
+@pytest.mark.full
 def test_predicted_time_decides_the_steps() -> None:
     run = compose_test_run(["recipe=shipped_8b", "training.hours=8", "name=x"], remote=True)
     longer = compose_test_run(["recipe=shipped_8b", "training.hours=16", "name=x"], remote=True)

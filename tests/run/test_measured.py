@@ -47,6 +47,7 @@ def test_settings_that_change_no_steps_time_may_differ(overrides: tuple[str, ...
     assert measure_step(compose(tmp_path, *overrides)) == pytest.approx(0.5)
 
 
+@pytest.mark.full
 def test_runs_on_another_number_of_nodes_are_rejected(tmp_path: Path) -> None:
     file = make(tmp_path / "a", 0.5) / "run.yaml"
     text = file.read_text()
@@ -56,6 +57,7 @@ def test_runs_on_another_number_of_nodes_are_rejected(tmp_path: Path) -> None:
         measure_step(compose(tmp_path))
 
 
+@pytest.mark.full
 def test_each_variant_is_measured_by_its_own_runs(tmp_path: Path) -> None:
     make(tmp_path / "a", 0.5)
     make(tmp_path / "b", 0.25, FSDP)
@@ -66,6 +68,7 @@ def test_each_variant_is_measured_by_its_own_runs(tmp_path: Path) -> None:
     assert measure_step(compose(tmp_path / "b", FSDP)) == pytest.approx(0.25)
 
 
+@pytest.mark.full
 def test_a_run_of_an_older_version_is_measured(tmp_path: Path) -> None:
     file = make(tmp_path / "a", 0.5, FSDP) / "run.yaml"
     text = file.read_text().replace("    prefetch: auto\n", "    prefetch: 0\n")
@@ -118,6 +121,7 @@ def test_a_folder_without_a_finished_run_is_rejected(story: dict[str, Any] | Non
         measure_step(compose(tmp_path))
 
 
+@pytest.mark.full
 def test_the_first_steps_of_the_last_attempt_do_not_count(tmp_path: Path) -> None:
     directory = make(tmp_path / "a", 0.5, attempts=(StoryAttempt(0, 20), StoryAttempt(20, 40)))
     lines = directory / "metrics.jsonl"
@@ -127,6 +131,7 @@ def test_the_first_steps_of_the_last_attempt_do_not_count(tmp_path: Path) -> Non
     assert measure_step(compose(tmp_path)) == pytest.approx(0.5)
 
 
+@pytest.mark.full
 def test_a_run_that_has_changed_is_read_again(tmp_path: Path) -> None:
     lines = make(tmp_path / "a", 0.5) / "metrics.jsonl"
     assert measure_step(compose(tmp_path)) == pytest.approx(0.5)
@@ -134,6 +139,7 @@ def test_a_run_that_has_changed_is_read_again(tmp_path: Path) -> None:
     assert measure_step(compose(tmp_path)) == pytest.approx(0.75)
 
 
+@pytest.mark.full
 def test_hours_by_measured_steps(tmp_path: Path) -> None:
     make(tmp_path / "a", 0.5)
     stepless = [o for o in TINY if not o.startswith("training.steps")]

@@ -62,6 +62,7 @@ def test_what_a_family_lacks_is_rejected(changes: dict[str, Any], sentence: str,
         check_limits(limited(tmp_path, **changes))
 
 
+@pytest.mark.full
 def test_rows_of_another_format_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"dataset=titan.dataset.schema.Synthetic: its rows are tokens, and .* reads pic"

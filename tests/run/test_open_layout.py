@@ -62,6 +62,7 @@ def test_a_layout_that_can_not_work_is_open_and_its_settings_stay() -> None:
     assert run.is_layout_open and run.layout == Layout(shard=8) and run.parallelism.tensor == 3
 
 
+@pytest.mark.full
 def test_a_layout_that_works_is_kept() -> None:
     run = resolve_searched(works=True)
     assert not run.is_layout_open and run.layout == Layout(shard=8)

@@ -97,13 +97,13 @@ FAULTS = (
         "titan/report/law_runs.py",
         'if result.state != "finished":',
         'if result.state == "queued":',
-        "commands/test_law.py",
+        "commands/test_law.py::test_runs_are_a_table",
     ),
     define_fault(
         "laws: names of a table change the terminal",
         "titan/scaling/table.py",
         "return sanitize_line(row[columns[key]].strip())",
         "return str(row[columns[key]].strip())",
-        "commands/test_law.py",
+        "commands/test_law.py::test_names_in_a_table_are_escaped",
     ),
 )

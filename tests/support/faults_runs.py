@@ -381,7 +381,7 @@ ESTIMATES = (
         "titan/run/measured.py",
         'int(document.get("from_step") or 0) + WARM',
         'int(document.get("from_step") or 0)',
-        "run/test_measured.py",
+        "run/test_measured.py::test_a_folder_without_a_finished_run_is_rejected",
     ),
     define_fault(
         "budget: another batch takes as long",
@@ -439,7 +439,7 @@ LAUNCHERS = (
         "launchers/slurm/script.py",
         "scontrol requeue",
         "scontrol show job",
-        "launchers/test_slurm_script.py",
+        "launchers/test_slurm_script.py::test_how_a_job_s_end_is_judged",
     ),
     define_fault(
         "slurm: the limit of requeues does not hold",
@@ -453,7 +453,7 @@ LAUNCHERS = (
         "launchers/slurm/script.py",
         'if [ "$restarted" -ge "$restarts" ]; then',
         "if false; then",
-        "launchers/test_slurm_script.py",
+        "launchers/test_slurm_script.py::test_a_job_whose_rank_died_is_restarted_elsewhere_while_it_gets_on",
     ),
     define_fault(
         "sweep: a killed rank's error comes after those that followed from it",

@@ -104,7 +104,7 @@ FAULTS = (
         "titan/sweep/objective.py",
         'return sweep.worst if sweep.worst is not None else -math.inf if direction == "maximize" else math.inf',
         "return -math.inf",
-        "sweep/test_objective.py",
+        "sweep/test_objective.py::test_worst",
     ),
     define_fault(
         "evaluation: spaces before a continuation are the context's",
@@ -125,6 +125,6 @@ FAULTS = (
         "titan/training/evaluation/averages.py",
         "share = ((~bad).float() * (1 - self.decay)).to(average.device)",
         "share = ((~bad).float() * 0 + 1 - self.decay).to(average.device)",
-        "training/test_evaluation.py",
+        "training/test_evaluation.py::test_a_step_that_was_not_finite_leaves_the_average_as_it_is",
     ),
 )

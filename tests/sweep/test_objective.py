@@ -39,6 +39,7 @@ def result(folder: Path) -> Any:
     return json.loads((folder / "result.json").read_text())
 
 
+@pytest.mark.full
 def test_a_sweeper_gets_the_objective_and_batches_keep_names_and_axes(tmp_path: Path) -> None:
     assert sweep("optimizer.lr=1e-3,1e-2") == 0
     values = [value for _, value in Learning.results]

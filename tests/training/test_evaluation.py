@@ -103,6 +103,7 @@ def averages(seen: RankOutcome) -> Tensors:
     return {n.removesuffix(".ema"): t for n, t in seen.last.items() if n.endswith(".ema")}
 
 
+@pytest.mark.full
 def test_a_moving_average_is_that_of_all_steps(tmp_path: Path) -> None:
     """Over two attempts, of which the second begins at a checkpoint that has the average."""
     more = ["evaluation.ema=0.75", "evaluation.tokens=64", "optimizer=sgd", "schedule=linear"]
@@ -122,6 +123,7 @@ def test_a_moving_average_is_that_of_all_steps(tmp_path: Path) -> None:
     assert lines[-1]["ema/validation_loss"] != lines[-1]["validation_loss"]
 
 
+@pytest.mark.full
 def test_a_checkpoint_may_lack_the_average(tmp_path: Path) -> None:
     """Then it begins at the checkpoint's weights; a run without one ignores that of its checkpoint."""
     run = compose_tiny_run(tmp_path / "run", "training.steps=1", "schedule.warmup=0")
