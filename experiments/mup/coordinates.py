@@ -27,14 +27,17 @@ from titan.model.init_weights import materialise_model
 from titan.optimizer.update_factors import build_optimizer
 
 CONF = Path(__file__).parent / "conf"
-WIDTHS, DEPTHS = (32, 64, 128, 256), (4, 8, 16, 32)
-BASE_WIDTH, BASE_DEPTH = WIDTHS[0], DEPTHS[0]
+MULTIPLES, DEPTHS = (1, 2, 4, 8), (4, 8, 16, 32)
+"""Of the base's width, at its depth; and depths, at its width."""
+BASE_DEPTH = DEPTHS[0]
 ROWS, LENGTH, VOCAB = 8, 64, 16
 FLAT = 0.1
 """By how much the largest change may exceed the smallest over all sizes."""
 ROLES = ("embedding", "hidden", "router", "residual", "norm", "head")
 """Activations: of the embedding, of the layers inside of branches, what all branches add, behind the norm, logits."""
-DEFAULTS = {"over": "width", "model": "llama", "optimizer": "adamw", "lr": "0.005", "seeds": "3", "steps": "12"}
+DEFAULTS = {
+    "over": "width", "base": "32", "model": "llama", "optimizer": "adamw", "lr": "0.005", "seeds": "3", "steps": "12",
+}  # fmt: skip
 """The arguments and their defaults."""
 
 
@@ -66,11 +69,12 @@ class CoordinateRow:
     spread: float
 
 
-def list_sizes(over: str) -> list[ModelSize]:
-    """Return the sizes of a check over "width" or "depth"."""
-    if over == "width":
-        return [ModelSize(dim, BASE_DEPTH) for dim in WIDTHS]
-    return [ModelSize(BASE_WIDTH, layers) for layers in DEPTHS]
+def list_sizes(options: dict[str, str]) -> list[ModelSize]:
+    """Return the sizes of a check over "width" or "depth"; the base is the smallest."""
+    base = int(options["base"])
+    if options["over"] == "width":
+        return [ModelSize(base * multiple, BASE_DEPTH) for multiple in MULTIPLES]
+    return [ModelSize(base, layers) for layers in DEPTHS]
 
 
 def compose(size: ModelSize, transfer: str, options: dict[str, str], seed: int = 0) -> Any:
@@ -80,7 +84,7 @@ def compose(size: ModelSize, transfer: str, options: dict[str, str], seed: int =
         f"optimizer.lr={options['lr']}", f"model.dim={size.dim}", f"model.layers={size.layers}", "model.head_dim=16",
         f"model.heads={size.dim // 16}", f"model.kv_heads={size.dim // 32}", f"model.ffn={3 * size.dim}",
         f"model.vocab={VOCAB}", f"model.base_layers={BASE_DEPTH}", f"model.transfer={transfer}",
-        f"model.base_dim={BASE_WIDTH}", "precision=fp32",
+        f"model.base_dim={options['base']}", "precision=fp32",
         f"training.seed={seed}", f"training.seq_len={LENGTH}", f"training.global_batch={ROWS * LENGTH}",
         "dataset=synthetic", f"dataset.vocab={VOCAB}", "dataset.tokens=20000", "cluster=cpu",
         *([f"model.expert_ffn={3 * size.dim // 2}"] if "moe" in options["model"] else []),
@@ -154,7 +158,7 @@ def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tenso
 
 def tabulate(options: dict[str, str]) -> Iterator[CoordinateRow]:
     """Yield the table: with transfer and without, after each step, each role."""
-    sizes, seeds = list_sizes(options["over"]), range(int(options["seeds"]))
+    sizes, seeds = list_sizes(options), range(int(options["seeds"]))
     for transfer in ("both", "none"):
         measured = [
             [measure_changes(compose(size, transfer, options, seed), int(options["steps"])) for seed in seeds]
@@ -201,6 +205,8 @@ def parse_options(arguments: Sequence[str]) -> dict[str, str]:
     options = DEFAULTS | given
     if options["over"] not in ("width", "depth"):
         raise ConfigError(f"over={options['over']}: no such direction; give over=width or over=depth.")
+    if not options["base"].isdigit() or int(options["base"]) % 32 or options["base"] == "0":
+        raise ConfigError(f"base={options['base']}: heads of 16 elements need a width that 32 divides; give base=64.")
     return options
 
 
@@ -209,7 +215,7 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     try:
         options = parse_options(arguments)
-        sizes = [size[options["over"] == "depth"] for size in list_sizes(options["over"])]
+        sizes = [size[options["over"] == "depth"] for size in list_sizes(options)]
         write_table(tabulate(options), sizes, sys.stdout)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launchers.slurm import queue
 from launchers.slurm.state import read_state
@@ -427,3 +428,27 @@ def test_a_ladder_waits_for_each_batch_and_predicts_before_the_largest(slurm: Sl
     first = min(p.sent_at for name, p in found.items() if "model.dim=32" in name)
     assert max(p.sent_at for name, p in found.items() if "model.dim=32" not in name) < written < first
     assert "your predictions so far: " in out and (tmp_path / "state/titan/predictions.jsonl").exists()
+
+
+@pytest.mark.full
+def test_a_search_has_a_job_for_each_trial_and_goes_on_after_a_kill(slurm: Slurm, tmp_path: Path) -> None:
+    """The sweeper is killed while two jobs run; the same command then reads their results and submits the others."""
+    before = slurm.read_jobs().keys()
+    words = [
+        "-m", f"hydra.sweep.dir={tmp_path}/runs/search", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2", *TINY,
+        *LAUNCH, "evaluation.tokens=64", "optimizer.lr=tag(log,interval(1e-4,1e-1))",
+    ]  # fmt: skip
+    with run_program("-m", "titan.train", *words, env=slurm.env) as process:
+        wait_until(lambda: len(slurm.read_jobs().keys() - before) == 2, "the jobs of two trials", 120.0)
+        process.send_signal(signal.SIGKILL)
+        wait_for_end(process)
+    code, out, err = titan(tmp_path, *words)
+    assert (code, err) == (0, "")
+    found = points(tmp_path, "search")
+    jobs = slurm.read_jobs().keys() - before
+    assert len(jobs) == len(found) == 4, "no trial was submitted twice"
+    assert {slurm.read_jobs()[job] for job in jobs} == {"COMPLETED"}
+    losses = [json.loads(f.read_text())["validation_loss"] for f in (tmp_path / "runs/search").glob("*/result.json")]
+    best = yaml.safe_load((tmp_path / "runs/search/optimization_results.yaml").read_text())
+    assert len(losses) == 4 and best["best_value"] == min(losses)
+    assert "study: 4 complete" in out
