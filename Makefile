@@ -23,10 +23,10 @@ train: $(ENV)            ## train a small Llama on real text
 test: $(VENV)/.test      ## every law, and most mechanisms once: about four minutes on two cores
 	$(PYTEST) $(ARGS)
 
-test-rest: $(VENV)/.test ## what `make test` leaves out, and CI runs too: about forty minutes
+test-rest: $(VENV)/.test ## what `make test` leaves out, a sample that CI runs too: about 25 minutes
 	TITAN_TESTS=rest $(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: about an hour
+test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: some hours
 	TITAN_TESTS=all TITAN_EXAMPLES=thorough $(PYTEST) $(ARGS)
 
 planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: twenty minutes

@@ -71,7 +71,7 @@ def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert case in capsys.readouterr().out
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_steps_of_two_sets_of_ranks(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     options = ["suite=experts", "rounds=2", "steps=1", f"to={out}", "case=2 ranks, expert 2"]

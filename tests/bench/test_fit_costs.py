@@ -66,7 +66,7 @@ def test_the_page_states_the_errors_of_the_fit() -> None:
     assert re.findall(r"\| ([\d.]+ %) \| ([\d.]+ %) \|", ACCURACY)[:3] == left_out
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_the_page_states_the_errors_on_unseen_runs() -> None:
     found = fit_costs.compute_errors(fit_costs.read_runs(fit_costs.UNSEEN), load_constants())
     inside = _percent(fit_costs.compute_coverage(found, load_constants()), 0)

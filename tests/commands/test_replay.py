@@ -95,7 +95,9 @@ def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["parallelism=fsdp_tp", thorough("parallelism=3d"), thorough("parallelism=4d")])
+@pytest.mark.parametrize(
+    "layout", ["parallelism=tp", *map(thorough, ("parallelism=fsdp_tp", "parallelism=3d", "parallelism=4d"))]
+)
 def test_all_layouts_see_the_same(run: Run, tmp_path: Path, layout: str) -> None:
     alone, split = (replayed(run, tmp_path, "step=5", words) for words in ("parallelism=single", layout))
     assert [t["row"] for t in split["tokens"]] == [t["row"] for t in alone["tokens"]]

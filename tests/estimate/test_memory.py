@@ -145,7 +145,7 @@ def both(one: Run, rank: int, device: str = "cpu") -> tuple[float, LiveMemory]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout", "mode"), select_cases(CASES, ("blocks-fsdp-8-full", "blocks-gpipe-last-none"), one_in=12)
+    ("shape", "layout", "mode"), select_cases(CASES, ("blocks-fsdp-8-full", "blocks-gpipe-last-none"), one_in=24)
 )
 def test_the_estimate_is_the_traced_peak(shape: str, layout: str, mode: str) -> None:
     estimated, found = both(run(shape, layout, f"memory={mode}"), LAYOUTS[layout][1])

@@ -12,7 +12,7 @@ import torch
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support import external_optimizers as table
 from tests.support.runs import are_identical, compose_tiny_run, read_step_records, train_run
-from tests.support.tiers import full
+from tests.support.tiers import full, thorough
 from titan.errors import ConfigError
 from titan.optimizer.external.classify import RejectedError, Verdict, classify
 from titan.optimizer.external.constructor import load_constructor
@@ -192,11 +192,11 @@ def test_one_device_does_what_the_class_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cls", "before", "after"),
     [
-        full("EarlyState", "fsdp", "tp", id="early-state-fsdp-tp"),
+        thorough("EarlyState", "fsdp", "tp", id="early-state-fsdp-tp"),
         full("MatrixNorms", "fsdp", "tp", id="matrices-fsdp-tp"),
-        full("TrustRatio", "tp", "fsdp", id="trust-ratio-tp-fsdp"),
+        thorough("TrustRatio", "tp", "fsdp", id="trust-ratio-tp-fsdp"),
         full("GroupCount", "fsdp", "single", id="count-fsdp-single"),
-        full("Noisy", "fsdp", "hsdp", id="noise-fsdp-hsdp"),
+        thorough("Noisy", "fsdp", "hsdp", id="noise-fsdp-hsdp"),
         full("torch.optim.Adafactor", "fsdp", "fsdp", id="adafactor-fsdp-fsdp"),
         full("Signs", "single", "pp", id="signs-single-pp"),
     ],

@@ -201,7 +201,7 @@ def test_intervals_cover_nine_in_ten(law: Law, ladder: tuple[np.ndarray, tuple[f
     assert 0.85 <= count_inside(law, ladder, 100, 200) <= 0.97
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_smooth_lack_of_fit_is_in_the_intervals() -> None:
     """78 % of 150 are inside, which docs/laws.md states; 70 % where replicates draw no such lack of fit."""
     assert 0.75 <= count_inside(None, SMALL_LADDER, 50, 150) <= 0.97

@@ -298,7 +298,7 @@ def test_no_more_jobs_in_the_queue_than_allowed(slurm: Slurm, tmp_path: Path) ->
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "few").values()} == {"finished"}
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_limit_is_the_whole_grid_s_whatever_its_shapes_and_submissions(slurm: Slurm, tmp_path: Path) -> None:
     """Two may run: so of four jobs of two shapes two come after others, and what is submitted later after all those."""
     slow = [*HARM, "cluster.environment={FAULTS:'0.001:slower:0'}", "training.steps=300", "hydra.launcher.wait=false"]
@@ -435,8 +435,8 @@ def test_a_search_has_a_job_for_each_trial_and_goes_on_after_a_kill(slurm: Slurm
     """The sweeper is killed while two jobs run; the same command then reads their results and submits the others."""
     before = slurm.read_jobs().keys()
     words = [
-        "-m", f"hydra.sweep.dir={tmp_path}/runs/search", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2", *TINY,
-        *LAUNCH, "evaluation.tokens=64", "optimizer.lr=tag(log,interval(1e-4,1e-1))",
+        "-m", f"hydra.sweep.dir={tmp_path}/runs/search", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4",
+        "hydra.sweeper.n_jobs=2", *TINY, *LAUNCH, "evaluation.tokens=64", "optimizer.lr=tag(log,interval(1e-4,1e-1))",
     ]  # fmt: skip
     with run_program("-m", "titan.train", *words, env=slurm.env) as process:
         wait_until(lambda: len(slurm.read_jobs().keys() - before) == 2, "the jobs of two trials", 120.0)

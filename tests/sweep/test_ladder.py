@@ -21,7 +21,7 @@ from launchers.start import run_local
 from tests.support.composing import compose_test_run
 from tests.support.made_weights import write_checkpoint
 from tests.support.runs import TINY
-from tests.support.tiers import full
+from tests.support.tiers import full, thorough
 from titan.errors import RunError
 from titan.model.schema import Llama
 from titan.run.run import Run
@@ -197,7 +197,7 @@ def test_a_ladder_over_variants_predicts_and_scores_each(
     assert f"dim 32, {labels[1]} (predicted)" in shown and "2 of 2 inside 90 %" in shown
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_the_baseline_of_a_ladder_over_variants_is_chosen(trainer: FakeTrainer) -> None:
     trainer.changes = make_wins
     assert climb(*VARIANTS, "sweep.baseline={optimizer.weight_decay:0.30}") == 0
@@ -259,7 +259,7 @@ def test_the_rule_of_tuned_rates(best: Callable[[int], float], power: float, is_
         )
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_miss_is_recorded_as_a_miss(trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.changes = lambda run: 1.0 if run.model.dim == 32 else 0.0
     assert climb() == 0
@@ -268,7 +268,7 @@ def test_a_miss_is_recorded_as_a_miss(trainer: FakeTrainer, capsys: pytest.Captu
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [2, 8, 13, 14, 16])
+@pytest.mark.parametrize("number", [thorough(2), 8, 13, thorough(14), thorough(16)])
 def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: FakeTrainer, number: int) -> None:
     """The prediction stays as it was written, and no run that has finished begins again."""
     trainer.fails = lambda count: count == number
@@ -286,7 +286,7 @@ def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: FakeTrainer, n
         assert Path("runs/s/prediction.json").read_bytes() == before
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_no_prediction_is_made_once_the_largest_has_begun(
     trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,7 +313,7 @@ def test_a_changed_prediction_is_rejected(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_ladder_goes_on_on_other_machines(trainer: FakeTrainer) -> None:
     trainer.fails = lambda count: count == 15
     assert climb() == 1
@@ -322,7 +322,7 @@ def test_a_ladder_goes_on_on_other_machines(trainer: FakeTrainer) -> None:
     assert len(trainer.runs) == 17
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_another_ladder_does_not_get_the_prediction(trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     assert climb() == 0
     runs = len(trainer.runs)

@@ -90,6 +90,29 @@ def test_the_table_is_complete() -> None:
             assert (lr.width + decay.width, lr.depth + decay.depth) == (0, 0)
 
 
+COMPLETEP = {  # exponents of width and depth: multiplier of the forward pass, std, learning rate, weight decay, eps
+    "embedding": ((0, 0), (0, 0), (0, 0), (0, 0), (-1, 0)),
+    "hidden": ((0, 0), (-0.5, 0), (-1, 0), (1, 0), (-1, -1)),
+    "residual": ((0, -1), (-0.5, 0), (-1, 0), (1, 0), (-1, -1)),
+    "block_norm": ((0, 0), (0, 0), (0, 0), (0, 0), (-1, -1)),
+    "norm": ((0, 0), (0, 0), (0, 0), (0, 0), (-1, 0)),
+    "head": ((-1, 0), (0, 0), (0, 0), (0, 0), (-1, 0)),
+}
+"""Table 1 of arXiv:2505.01618 with alpha 1, as published: with multipliers of the residual branches and the logits."""
+
+
+@pytest.mark.parametrize("role", COMPLETEP)
+def test_the_table_is_completep_without_multipliers(role: str) -> None:
+    """A multiplier goes into the matrix: std and rate grow by it, weight decay and eps fall by it."""
+    multiplier, *published = COMPLETEP[role]
+    table = read_table()
+    for figure, exponents, sign in zip(FIGURES, published, (1, 1, -1, -1), strict=True):
+        found = table[role, "adamw", figure]
+        assert (found.width, found.depth) == tuple(e + sign * m for e, m in zip(exponents, multiplier, strict=True)), (
+            figure
+        )
+
+
 @pytest.mark.full
 def test_groups_of_the_user_come_on_top() -> None:
     schema = Llama(**WIDE)
