@@ -23,7 +23,7 @@ train: $(ENV)            ## train a small Llama on real text
 test: $(VENV)/.test      ## every law, and most mechanisms once: about four minutes on two cores
 	$(PYTEST) $(ARGS)
 
-test-rest: $(VENV)/.test ## what `make test` leaves out, a sample that CI runs too: about 25 minutes
+test-rest: $(VENV)/.test ## what `make test` leaves out, a sample that CI runs too: half an hour
 	TITAN_TESTS=rest $(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: some hours

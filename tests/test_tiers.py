@@ -103,10 +103,12 @@ def test_a_table_has_the_named_cases_first(tier: str) -> None:
     assert (len(found) == 2) == (tier == "quick") and (len(found) == 401) == (tier == "all")
 
 
+@pytest.mark.parametrize("one_in", [1, 10**6])
 @each_tier
-def test_the_rest_tier_has_the_cases_that_are_named_for_it(tier: str) -> None:
+def test_the_rest_tier_has_the_cases_that_are_named_for_it(tier: str, one_in: int) -> None:
     names = [f"case-{number}" for number in range(20)]
-    found = tiers.select_cases(CASES, ("case-30",), one_in=10**6, rest=names)
+    found = tiers.select_cases(CASES, ("case-30",), one_in=one_in, rest=names)
+    assert all(tiers.EVERY in marks_of([case]) for case in found if case.id in names), "they are not sampled again"
     further = [case.id for case in found if "full" in marks_of([case])]
     assert set(names) <= set(further) if tier != "quick" else further == []
 

@@ -95,13 +95,17 @@ def list_further(generate: Callable[[], Iterable[Any]], one_in: int = 1, rest: S
     """
     if choose_tier() == "quick":
         return []
-    marked = [_mark_further(c, c.id in rest or _hash_name(str(c.id)) % one_in == 0, one_in) for c in generate()]
+    marked = [
+        _mark_further(c, c.id in rest or _hash_name(str(c.id)) % one_in == 0, one_in > 1 or c.id in rest)
+        for c in generate()
+    ]
     return [case for case, in_sample in marked if in_sample or choose_tier() == "all"]
 
 
-def _mark_further(case: Any, in_sample: bool, one_in: int) -> tuple[Any, bool]:
+def _mark_further(case: Any, in_sample: bool, is_chosen: bool) -> tuple[Any, bool]:
+    """Mark a case; one that `is_chosen` by its table is not sampled again."""
     marks = [pytest.mark.full if in_sample else pytest.mark.thorough]
-    every = [getattr(pytest.mark, EVERY)] if one_in > 1 else []  # a sample already
+    every = [getattr(pytest.mark, EVERY)] if is_chosen else []
     return pytest.param(*case.values, id=case.id, marks=[*case.marks, *marks, *every]), in_sample
 
 
