@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ from tests.support import layout_faults, proof_faults
 from tests.support.composing import compose_test_run
 from tests.support.matrix import build_custom_schedule
 from titan import api, prove
+from titan.cluster.devices import detect_machine
 from titan.errors import ConfigError
-from titan.model import layers
+from titan.model import experts, layers
 from titan.model.schema import Llama
 from titan.run import certificate
+from titan.run.shrink import shrink_run
 from titan.training.prove import proof
 from titan.training.prove.compare import Check
+from titan.training.prove.job import ProofJob
+from titan.training.prove.worker import work
+from titan.training.replay.routing import join_experts
 
 PLAIN = ("dataset=synthetic", "compile=off", "checkpoint=off", "precision=fp32", "cluster=cpu")
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -108,6 +114,69 @@ def test_other_seeds_are_tried_only_where_a_tie_may_explain_it(
     run = compose_test_run([*words, *PLAIN])
     found = proof.prove(run, tmp_path, lambda job: None, lambda text: None)
     assert found.checks == checks and len(seen) == tries and len(found.ties) == (3 if tries == 3 else 0)
+
+
+def prove_experts(folder: Path, others: int) -> proof.Proof:
+    """Prove experts on two ranks in bf16, where the layout gives every `others`-th token other experts; 0: none."""
+    words = ("model=qwen3_moe_debug", "parallelism=ep", "parallelism.expert=2", "dataset=synthetic", "compile=off")
+    run = compose_test_run([*words, "cluster=cpu", "precision=bf16", f"hydra.run.dir={folder / 'target'}"])
+    choose = experts.Router.choose_experts
+
+    def choose_others(self: Any, scores: torch.Tensor) -> torch.Tensor:
+        chosen = choose(self, scores)
+        chosen[:, ::others] = (chosen[:, ::others] + 1) % self.experts
+        return chosen
+
+    def run_ranks(job: ProofJob) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if others and job.run.name == "precision":
+                monkeypatch.setattr(experts.Router, "choose_experts", choose_others)
+            prove.fork(job, partial(work, job))
+
+    shrunk = shrink_run(run, detect_machine("cpu"), str(folder))
+    return proof.prove(shrunk.run, folder / "proof", run_ranks, lambda text: None)
+
+
+OTHERS = [
+    pytest.param(4, id="a-quarter-has-others"),
+    pytest.param(0, marks=pytest.mark.thorough, id="healthy"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("others", OTHERS)
+def test_one_device_uses_the_experts_of_the_layout(
+    others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "SEEDS", 1)
+    found = prove_experts(tmp_path, others)
+    checks = {check.name: check for check in found.checks}
+    chosen, gradients = checks["experts of step 1, bf16"], checks["gradients of step 1, bf16"]
+    assert gradients.passed  # with its own experts one device's gradients would be others
+    assert chosen.worst == pytest.approx(1 / others, rel=0.1) if others else chosen.worst < 0.02
+    assert [check.name for check in found.checks if not check.passed] == ([chosen.name] if others else [])
+
+
+JOINED = [
+    pytest.param(
+        [{"a": [[0, 1]], "b": [[0, 2]]}, {"a": [[1, 3]], "b": [[1, 0]]}], {"a": [1, 3], "b": [2, 0]}, id="rows"
+    ),
+    pytest.param(
+        [{"a": [[0, 1], [1, 3]]}, {"a": []}, {"b": [[1, 0], [0, 2]]}], {"a": [1, 3], "b": [2, 0]}, id="stages"
+    ),
+    pytest.param([{"a": [[0, 1]], "b": [[0, 2], [1, 2]]}], {}, id="a-token-of-a-router-is-missing"),
+    pytest.param([{"a": [[0, 1], [1, 2]], "b": []}], {}, id="a-router-is-compiled"),
+    pytest.param([{}, {}], {}, id="dense"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "experts_by_router"), JOINED)
+def test_experts_are_given_only_where_those_of_all_tokens_were_seen(
+    ranks: list[dict[str, list[list[int]]]], experts_by_router: dict[str, list[int]]
+) -> None:
+    tensors = [{name: torch.tensor(rows).view(-1, 2) for name, rows in rank.items()} for rank in ranks]
+    joined = join_experts(tensors, tokens=2)
+    assert {name: samples.values.flatten().tolist() for name, samples in joined.items()} == experts_by_router
 
 
 @pytest.fixture

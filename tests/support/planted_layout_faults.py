@@ -24,7 +24,7 @@ from tests.support.layout_faults import FAULTS, LAYOUTS, MODELS, LayoutFault
 from tests.support.ranks import RankFailedError, run_ranks
 from tests.support.runs import TINY
 from titan.cluster.rank_info import RankInfo
-from titan.training.replay.compare import CompareSettings, ReplayEndedError, compare_plans
+from titan.training.replay.compare import REPEATS, CompareSettings, ReplayEndedError, compare_plans
 from titan.training.replay.job import ReplayJob
 from titan.training.replay.questions import Answers
 from titan.training.replay.request import ReplayPlan, plan_first_step
@@ -90,7 +90,7 @@ class Bench:
         name: str,
         fault: LayoutFault | None = None,
         pin: bool = False,
-        repeats: int = 3,
+        repeats: int = REPEATS,
     ) -> Answers:
         """Compare a layout, with or without a fault, with one device."""
         first, second = self.find_reference(overrides), self.plan(name, (*overrides, *layout))

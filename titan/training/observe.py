@@ -145,14 +145,17 @@ class Observer(ModuleHooks):
         self.logits: dict[str, Tensor] = {}
         self.watched: list[str] = []
         self.inside_compiled: list[str] = []
+        self._with_totals = True
 
-    def watch_hidden(self, *, blocks_only: bool = False, sample: bool = False) -> None:
+    def watch_hidden(self, *, blocks_only: bool = False, sample: bool = False, totals: bool = True) -> None:
         """Collect statistics of hidden states.
 
         Args:
             blocks_only: leave out the parts of blocks.
             sample: sample tokens, and collect gradients too.
+            totals: whether sums over all elements are collected; else they are those of nothing.
         """
+        self._with_totals = totals
         for index, stage in enumerate(self.train_step.stages):
             hidden = find_compiled_parts(stage) if self.around_compiled else set()
             for name, module in iterate_hidden_modules(stage):
@@ -200,7 +203,8 @@ class Observer(ModuleHooks):
         if not self.rows.is_counted(x.shape[1]):
             return
         real = x[: self.rows.count_rows(microbatch)]
-        totals[name].add_tensor(real)
+        if self._with_totals:
+            totals[name].add_tensor(real)
         if sample:
             self._sample_tokens(self.samples.setdefault((direction, name), TokenSample()), microbatch, real)
 

@@ -20,6 +20,8 @@ UPDATED = 1e-3
 gradient's size, so that rounding of a small element, 1e-7 of the largest, is as large as any other in its update."""
 PRECISION_RATIO = 2.0
 """How many times one device's rounding error a layout's may be, in lower precision."""
+OTHER_EXPERTS = 0.1
+"""Share of tokens for which a layout may choose other experts than one device does, in lower precision."""
 PRECISION_FLOOR = 1e-3
 """Rounding error that counts as none, as a share of a gradient's norm."""
 
@@ -103,6 +105,12 @@ def check_rounding(name: str, a: Tensors, b: Tensors, exact: Tensors) -> Check:
         return layout / least if least else 0.0 if layout == 0 else math.inf
 
     return _find_worst(name, PRECISION_RATIO, a, b, compute_ratio)
+
+
+def check_choices(name: str, counts: Tensors) -> Check:
+    """Return the share of given choices of experts that one device would not have made, of `RouteWatch.figures`."""
+    pinned, other = (float(counts[key]) for key in ("pinned", "other"))
+    return Check(name, other / pinned, OTHER_EXPERTS, "", int(pinned))
 
 
 def check_lines(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], key: str, bound: float) -> Check:

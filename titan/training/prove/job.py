@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan.run.attempts import Attempt
 from titan.run.run import Run
+from titan.training.replay.observation import Samples
+
+EXPERTS, ROUTING = "experts", "routing"
+"""What ranks record of step 1 beside tensors: the experts of its tokens, and how many choices were given and differ."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +22,13 @@ class ProofJob:
         run: the shrunk run, or its one device.
         attempt: where it begins.
         folder: where each rank writes its tensors.
+        pinned: the experts of all tokens of step 1, by router, which the routers use; of none: their own.
     """
 
     run: Run
     attempt: Attempt
     folder: Path
+    pinned: Mapping[str, Samples] = field(default_factory=dict)
 
     def get_file(self, rank: int) -> Path:
         """Return the file of a rank's tensors."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from titan.run.run import Run
 from titan.run.shrink import SAVED_STEP, reduce_to_one_device, use_precision, use_seed
 from titan.training.prove import compare
 from titan.training.prove.compare import Check, Recorded, Tensors
-from titan.training.prove.job import ProofJob
+from titan.training.prove.job import EXPERTS, ROUTING, ProofJob
+from titan.training.replay.observation import Samples
+from titan.training.replay.routing import join_experts
 
 SEEDS = 3
 """Seeds of models with experts: where two scores are equal to rounding, layouts may choose different experts. A fault
@@ -112,19 +114,30 @@ class _Prover:
         ]
 
     def check_precision(self, exact: Trained) -> list[Check]:
-        """Compare rounding errors in the run's precision with one device's."""
+        """Compare rounding errors in the run's precision with one device's.
+
+        One device's routers use the layout's experts in both precisions, where hooks see these: rounding chooses
+        another expert for a token with two nearly equal scores, and moves gradients by more than rounding errors.
+        """
         layout = self.train("precision", self.run)
-        one = self.train("precision-one", reduce_to_one_device(self.run, ""))
+        experts = join_experts([rank[EXPERTS] for rank in layout.ranks], self.run.training.global_batch)
+        one = self.train("precision-one", reduce_to_one_device(self.run, ""), experts=experts)
+        choices = one.merge(ROUTING)  # empty where routers of one's own take no given experts
+        if choices:
+            exact = self.train("fp32-pinned", exact.run, experts=experts)
         words = self.run.precision.describe()
         starts = [select_weights(side.merge(START)) for side in (layout, one)]
         gradients = [side.merge("gradients 1") for side in (layout, one, exact)]
         return [
             compare.check_same(f"initial weights, {words}", *starts),
+            *([compare.check_choices(f"experts of step 1, {words}", choices)] if choices else []),
             compare.check_rounding(f"gradients of step 1, {words}", *gradients),
         ]
 
-    def train(self, name: str, run: Run, checkpoint: Path | None = None) -> Trained:
-        """Train a version of the run, and return what it gave."""
+    def train(
+        self, name: str, run: Run, checkpoint: Path | None = None, experts: Mapping[str, Samples] | None = None
+    ) -> Trained:
+        """Train a version of the run, in step 1 with given experts, and return what it gave."""
         directory = self.folder / name
         directory.mkdir(parents=True)
         self.show(f"{name}: {run.layout}")
@@ -134,7 +147,7 @@ class _Prover:
         with lock_directory(directory):
             attempt = begin_attempt(run, prepare_data(run))
             assert isinstance(attempt, Attempt)
-            job = ProofJob(run, attempt, directory)
+            job = ProofJob(run, attempt, directory, experts or {})
             self.run_ranks(job)
         ranks = [torch.load(job.get_file(rank), weights_only=True) for rank in range(run.layout.devices)]
         return Trained(run, ranks, [line for line in read_steps(directory / METRICS) if "loss" in line])

@@ -49,7 +49,7 @@ class Settings:
         1e-5, "relative difference in fp32 above which an output, gradient or update is wrong", above=0
     )
     repeats: int = setting(
-        3,
+        2,
         "randomly rounded repetitions of the step that differences of precision are measured by; 0: none",
         at_least=0,
         cap=100,

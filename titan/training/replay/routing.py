@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,41 @@ class RouteWatch(ModuleHooks):
     def collect(self, rank: int) -> dict[str, Samples]:
         """Return the experts of this rank's tokens, by router."""
         return {name: _join_seen(parts, rank) for name, parts in self.seen.items()}
+
+    def list_experts(self) -> dict[str, Tensor]:
+        """Return the experts of this rank's tokens, by router, int64 [tokens, 1 + K]: behind the token's number.
+
+        A router whose choice was not seen, or of whose tokens other ranks count all, has none.
+        """
+        none = torch.zeros(0, 1, dtype=torch.int64)
+        names = [name for stage in self.train_step.stages for name in stage.model.routers()]
+        return {name: _stack_tokens(self.seen[name]) if name in self.seen else none for name in names}
+
+    def count_choices(self) -> dict[str, Tensor]:
+        """Return the figures as tensors."""
+        return {name: torch.tensor(value) for name, value in self.figures.items()}
+
+
+def _stack_tokens(parts: list[tuple[Tensor, Tensor, int]]) -> Tensor:
+    return torch.cat([torch.cat([tokens[:, None], experts.long()], 1) for tokens, experts, _ in parts])
+
+
+def join_experts(ranks: Sequence[Mapping[str, Tensor]], tokens: int) -> dict[str, Samples]:
+    """Return the experts of all ranks' tokens, by router; of no router where one's were not all seen.
+
+    Args:
+        ranks: as of `RouteWatch.list_experts`.
+        tokens: of the step.
+    """
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    parts = {name: [rank[name] for rank in ranks if name in rank and len(rank[name])] for name in names}
+    joined = {name: _build_samples(torch.cat(seen)) for name, seen in parts.items() if seen}
+    return joined if all(name in joined and len(joined[name].tokens) == tokens for name in names) else {}
+
+
+def _build_samples(stacked: Tensor) -> Samples:
+    tokens, order = np.unique(stacked[:, 0].numpy(), return_index=True)
+    return Samples(tokens, stacked[:, 1:].numpy()[order], tokens * 0, tokens * 0)
 
 
 def _find_tokens(pinned: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:

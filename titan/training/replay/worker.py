@@ -12,9 +12,10 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +54,8 @@ from titan.training.replay.operations import OperationWatch
 from titan.training.replay.routing import RouteWatch, read_routes
 from titan.training.side_jobs.ranks import fetch_verified, join_ranks
 from titan.training.signals import choose_stop_exit_code
-from titan.training.train_step import MicrobatchRunner
 from titan.training.trainer import Trainer
+from titan.training.watched_runner import WatchedRunner
 
 log = logging.getLogger("titan")
 
@@ -113,30 +114,20 @@ def _free_memory(compiled: bool) -> None:
     gc.collect()
 
 
-class _ObservedRunner:
-    """Runs micro-batches while a step's observers watch, whose hooks exist only then."""
-
-    def __init__(self, runner: MicrobatchRunner, watch: Callable[[], _Watch]) -> None:
-        self.runner, self.watch = runner, watch
-        self.watched: _Watch | None = None
-
-    def backward(self, rows: Microbatches, scale: float) -> Tensor:
-        """See `titan.training.train_step.MicrobatchRunner`."""
-        self.watched = self.watch()
-        with self.watched.observer, self.watched.routes:
-            return self.runner.backward(rows, scale)
-
-    def forward(self, rows: Microbatches) -> list[Tensor]:
-        """See `titan.training.train_step.MicrobatchRunner`."""
-        return self.runner.forward(rows)
-
-
 @dataclass
-class _Watch:
+class _Watch(ExitStack):
     """What watches a step."""
 
     observer: Observer
     routes: RouteWatch
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __enter__(self) -> Self:
+        self.enter_context(self.observer)
+        self.enter_context(self.routes)
+        return self
 
 
 @dataclass
@@ -203,12 +194,12 @@ class Replayer(Trainer):
     def _replay_step(self, job: ReplayJob, name: str, batch: Batch) -> RankReplay:
         """Take the step while it is watched, then compare the optimizer by made gradients."""
         rows, pinned = self._to_device(batch), read_routes(job.pin, name) if job.pin else {}
-        losses = self._find_losses(rows, job) if self.run.compile.scope != "off" else None
         is_first, is_last = (name == job.passes[i][0] for i in (0, -1))
+        losses = self._find_losses(rows, job) if is_first and self.run.compile.scope != "off" else None
         fingerprints, kept = self._fingerprint_start(is_first), self._copy_state() if is_last else []
-        tokens = job.tokens if losses is None else 0
+        tokens = job.tokens if is_first and losses is None else 0
         rows_of_step, layers = self._build_rows(rows, job), job.layers and is_first
-        taken = self._take_step(batch, lambda: self._watch(rows_of_step, tokens, pinned), layers)
+        taken = self._take_step(batch, lambda: self._watch(rows_of_step, tokens, pinned, is_first), layers)
         self._restore_copy(kept)
         updates = self._fingerprint_update() if is_last else {}
         observer, routes = taken.watch.observer, taken.watch.routes
@@ -229,7 +220,13 @@ class Replayer(Trainer):
         """Take the step; `layers`: with the metrics of all layers."""
         gradients: dict[Key, Fingerprint] = {}
         original, metrics = self.train_step, self.layer_metrics
-        runner = _ObservedRunner(original.runner, watch)
+        watches: list[_Watch] = []
+
+        def begin_watch(_: Microbatches) -> _Watch:
+            watches.append(watch())
+            return watches[-1]
+
+        runner = WatchedRunner(original.runner, begin_watch)
         watched: Any = _WatchedLayers(metrics, lambda: gradients.update(self._fingerprint_gradients()))
         metrics.set_interval(int(layers))
         self.train_step, self.layer_metrics = replace(original, runner=runner), watched
@@ -238,14 +235,14 @@ class Replayer(Trainer):
             result = self._step(batch=batch).read(self.rank_times.num_slots, original.num_expert_counts)
         finally:
             self.train_step, self.layer_metrics = original, metrics
-        if runner.watched is None:
+        if not watches:
             raise RuntimeError("the step did not run its micro-batches")
         seconds = time.perf_counter() - start
-        return _TakenStep(self.reporter.build_record(result), runner.watched, gradients, seconds)
+        return _TakenStep(self.reporter.build_record(result), watches[0], gradients, seconds)
 
-    def _watch(self, rows: StepRows, tokens: int, pinned: Mapping[str, Samples]) -> _Watch:
+    def _watch(self, rows: StepRows, tokens: int, pinned: Mapping[str, Samples], totals: bool) -> _Watch:
         """Return what watches a step from now on; `tokens`: how many with the largest losses."""
-        observer, routes = self._build_observer(rows), RouteWatch(self.train_step, rows)
+        observer, routes = self._build_observer(rows, totals), RouteWatch(self.train_step, rows)
         if tokens:
             observer.watch_losses(tokens)
         routes.watch(pinned)
@@ -255,9 +252,9 @@ class Replayer(Trainer):
         count = self.run.training.find_phase(job.step).rows
         return StepRows(self.train_step, count, *rows.tokens.shape[1:])
 
-    def _build_observer(self, rows: StepRows) -> Observer:
+    def _build_observer(self, rows: StepRows, totals: bool) -> Observer:
         observer = Observer(self.train_step, rows, around_compiled=self.run.compile.scope != "off")
-        observer.watch_hidden(sample=True)
+        observer.watch_hidden(sample=True, totals=totals)
         return observer
 
     def _find_losses(self, rows: Microbatches, job: ReplayJob) -> list[Any]:
@@ -358,7 +355,7 @@ class Replayer(Trainer):
         rows = self._to_device(batch)
         kept = [(local_tensor(p.detach()), local_tensor(p.detach()).clone()) for _, p in self._list_parameters()]
         rounding.perturb_weights(self._list_parameters(), self.run.precision, number)
-        observer = self._build_observer(self._build_rows(rows, job))
+        observer = self._build_observer(self._build_rows(rows, job), totals=False)
         tokens = self.run.training.count_step_tokens(job.step)
         with observer:
             loss = self.train_step.backward(rows, 1 / tokens)
