@@ -57,7 +57,7 @@ def test_the_page_states_the_intervals() -> None:
     assert f"a largest of {_percent(known.experts_error, 0)}: the interval" in ACCURACY
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_the_page_states_the_errors_of_the_fit() -> None:
     published = fit_costs.read_runs()
     median, largest = _figures(fit_costs.compute_errors(published, load_constants()))

@@ -46,7 +46,7 @@ REST = (
 
 
 @pytest.mark.parametrize(
-    "case", select_cases([pytest.param(case, id=case.id) for case in list_cases()], QUICK, 36, REST)
+    "case", select_cases([pytest.param(case, id=case.id) for case in list_cases()], QUICK, 72, REST)
 )
 def test_gradients_of_each_expert_are_those_of_one_device(
     case: LayoutCase, one_device: OneDevice, tmp_path: Path

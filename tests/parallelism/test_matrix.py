@@ -63,7 +63,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
 
 
 @pytest.mark.parametrize(
-    "case", select_cases([pytest.param(case, id=case.id) for case in list_cases()], QUICK, 36, REST)
+    "case", select_cases([pytest.param(case, id=case.id) for case in list_cases()], QUICK, 72, REST)
 )
 def test_a_layout_learns_what_one_device_learns(case: LayoutCase, one_device: OneDevice, tmp_path: Path) -> None:
     found = compare_layouts(train_case(tmp_path, case, case.science), one_device[case.science])

@@ -195,7 +195,7 @@ def test_intervals_cover_in_a_few_tables() -> None:
     assert np.mean(shares) >= 0.7  # of 48; see the test below
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize(("law", "ladder"), SCENARIOS, ids=["true", "true-small", "misfit", "misfit-small"])
 def test_intervals_cover_nine_in_ten(law: Law, ladder: tuple[np.ndarray, tuple[float, ...]]) -> None:
     assert 0.85 <= count_inside(law, ladder, 100, 200) <= 0.97

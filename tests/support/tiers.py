@@ -20,7 +20,7 @@ import pytest
 VARIABLE = "TITAN_TESTS"
 """The environment variable that names the tier."""
 TIERS = ("quick", "rest", "all")
-ONE_IN = 4
+ONE_IN = 6
 """Of the further cases of a test, `make test-rest` runs one in so many, and at least one."""
 EVERY = "every_case"
 """The mark of tests of which it runs all."""
