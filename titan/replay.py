@@ -147,6 +147,7 @@ def _start_foreign(settings: Settings, overrides: Sequence[str], side: ReplayPla
     is_run, left = _is_run(settings.against), Path(side.run.directory) / "left"
     left.mkdir()
     words = [str(settings.against) if is_run else settings.run, f"step={settings.step}", f"leave={left}"]
+    words += [f"exact={settings.exact}"] if settings.exact != "fp32" else []
     words += [f"begin={job.attempt.checkpoint}"] if job.attempt.checkpoint else ["start=0"]
     words += [*overrides, *(() if is_run else shlex.split(settings.against or ""))]
     print(f"titan: by {sanitize_line(str(settings.python))}, {side.run.layout}", file=sys.stderr)
@@ -180,6 +181,7 @@ def _choose_comparison(settings: Settings) -> CompareSettings:
         pin=settings.pin == "routing",
         operations=settings.depth == "operation",
         shares_start=not _is_run(settings.against),
+        exact=settings.exact,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.layout_faults import FAULTS, LAYOUTS, LayoutFault
 from tests.support.page_reader import PageReader
-from tests.support.planted_layout_faults import Bench, judge_clean_pair, judge_fault, list_clean_pairs
+from tests.support.planted_layout_faults import PRECISIONS, Bench, judge_clean_pair, judge_fault, list_clean_pairs
 from tests.support.runs import compose_tiny_run, train_run
 from titan import replay
 from titan.errors import RunError
@@ -57,11 +57,30 @@ def test_a_planted_fault_is_named(fault: LayoutFault, layout: str, bench: Bench)
     assert outcome.is_right, outcome
 
 
-@pytest.mark.parametrize("pair", [("dense", "tp2", "bf16", False, False), ("moe", "ep2", "fp32", False, True)])
+CLEAN = [
+    ("dense", "fsdp2-selective", "bf16", False, False),
+    ("dense", "tp2", "bf16", False, False),
+    ("moe", "ep2", "fp32", False, True),
+]
+
+
+@pytest.mark.parametrize("pair", CLEAN)
 def test_a_pair_without_a_fault_is_not_named(pair: tuple[str, str, str, bool, bool], bench: Bench) -> None:
     assert pair in list_clean_pairs()
     outcome = judge_clean_pair(bench, 0, *pair)
     assert outcome.is_right, outcome
+
+
+@pytest.mark.parametrize("layout", ["cp2-ring", "cp2", "pp2", "fsdp2-tp2", "fsdp2-selective"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_pair_agrees_in_fp64(layout: str, precision: str, bench: Bench) -> None:
+    settings, other = PRECISIONS[precision], (*LAYOUTS[layout], "compile=off")
+    answers = bench.compare(settings, other, "other", exact="fp64")
+    assert not answers.findings and answers.sentences[1].startswith("2. in fp64"), answers
+    assert answers.bound == 1e-5 and all(d.relative < 1e-6 for kind in answers.tensors.values() for d in kind)
+    fault = next(fault for fault in FAULTS if fault.name == "attention scale")
+    faulty = bench.compare(settings, other, "faulty", fault, exact="fp64").findings[0]
+    assert "in fp64 the first difference is in the forward pass of layers.0.attention" in faulty.text
 
 
 def test_each_fault_has_layouts_and_another_name() -> None:

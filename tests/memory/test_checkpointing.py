@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.ranks import run_ranks
 from tests.support.runs import Tensors, are_identical, compose_tiny_run
 from tests.support.tiers import full
+from titan.debug.module_hooks import ModuleHooks, StageCall
 from titan.errors import ConfigError
 from titan.memory.checkpointing import ATTENTION, COLLECTIVES, MATMULS, _Policy, checkpoint_blocks
 from titan.memory.schema import Memory
@@ -142,6 +143,25 @@ def evaluated(how: Memory) -> tuple[float, int]:
     with torch.no_grad(), Watch() as watch:
         loss = one(*batch())
     return loss.item(), watch.alive()
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_a_hook_that_multiplies_within_a_block_changes_no_bit(how: Memory) -> None:
+    expected, watched = stage(how), stage(how)
+
+    @torch.no_grad()
+    def multiply(call: StageCall, module: Any, args: tuple[Any, ...], *out: Tensor) -> None:
+        (out or args)[0] @ torch.ones(32, 3)
+
+    with ModuleHooks([watched]) as hooks:
+        for block in watched.model.blocks():
+            hooks.add_before(0, block.ffn_norm, multiply)
+            hooks.add_after(0, block.attention_norm, multiply)
+        loss = watched(*batch())
+        loss.backward()
+    expected_loss = expected(*batch())
+    expected_loss.backward()
+    assert are_identical(gradients(watched, loss), gradients(expected, expected_loss))
 
 
 @pytest.mark.parametrize("how", MODES)

@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "fsdp2": ("parallelism=fsdp",),
     "fsdp2-accumulate": ("parallelism=fsdp", "parallelism.microbatches=2"),
     "fsdp2-recompute": ("parallelism=fsdp", "memory=full"),
+    "fsdp2-selective": ("parallelism=fsdp", "memory=selective"),
     "hsdp4": ("parallelism=hsdp", "parallelism.replicate=2", "parallelism.shard=2"),
     "tp2": ("parallelism=tp",),
     "tp2-whole": ("parallelism=tp", "parallelism.sequence_parallel=false"),

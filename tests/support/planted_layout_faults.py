@@ -25,6 +25,7 @@ from tests.support.ranks import RankFailedError, run_ranks
 from tests.support.runs import TINY
 from titan.cluster.rank_info import RankInfo
 from titan.training.replay.compare import REPEATS, CompareSettings, ReplayEndedError, compare_plans
+from titan.training.replay.exact import ExactType
 from titan.training.replay.job import ReplayJob
 from titan.training.replay.questions import Answers
 from titan.training.replay.request import ReplayPlan, plan_first_step
@@ -91,10 +92,11 @@ class Bench:
         fault: LayoutFault | None = None,
         pin: bool = False,
         repeats: int = REPEATS,
+        exact: ExactType = "fp32",
     ) -> Answers:
         """Compare a layout, with or without a fault, with one device."""
         first, second = self.find_reference(overrides), self.plan(name, (*overrides, *layout))
-        settings = CompareSettings(STEP, pin=pin, repeats=repeats)
+        settings = CompareSettings(STEP, pin=pin, repeats=repeats, exact=exact)
 
         def start(plan: ReplayPlan, job: ReplayJob) -> int:
             is_done = not job.repeats and any(Path(plan.run.directory).glob(f"replayed-{job.passes[-1][0]}-*"))

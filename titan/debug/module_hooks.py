@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from titan.model.parts import Part
 
@@ -46,6 +47,8 @@ AfterHook = Callable[[StageCall, nn.Module, tuple[Any, ...], Tensor], Tensor | N
 class ModuleHooks:
     """Hooks that are removed at the end of a context. Each is called once for each micro-batch.
 
+    No mode sees what a hook computes: selective checkpointing counts the matmuls of a block in both of its passes.
+
     Compiled modules ignore hooks: run the step within `force_eager`, or have the hooks run around the compiled code,
     as far as it has outputs (`find_compiled_parts`).
     """
@@ -75,7 +78,10 @@ class ModuleHooks:
         call = self.calls[stage]
 
         def call_hook(module: nn.Module, args: tuple[Any, ...], *kwargs: Any) -> Any:
-            return hook(call, module, args) if _is_first_call(call, "before", module) else None
+            if not _is_first_call(call, "before", module):
+                return None
+            with _disable_current_modes():
+                return hook(call, module, args)
 
         if self._runs_compiled(module):
             self._handles.append(CompiledHook(module, before=call_hook))
@@ -93,7 +99,8 @@ class ModuleHooks:
             if not _is_first_call(call, "after", module):
                 return None
             hidden, *losses = out if isinstance(out, tuple) else (out,)
-            replacement = hook(call, module, args, hidden)
+            with _disable_current_modes():
+                replacement = hook(call, module, args, hidden)
             return replacement if replacement is None or not losses else (replacement, *losses)
 
         if self._runs_compiled(module):

@@ -75,7 +75,8 @@ class _CausalTail(torch.autograd.Function):
         if tail_start:
             earlier_kv = kv[:, :, :, :tail_start]
             earlier_grads = context_kernels.backward(ctx.kernel, queries, earlier_kv, KeyMask(causal=False), ctx.scale)
-            dq, dkv[0, :, :, :tail_start], dkv[1, :, :, :tail_start] = dq.float() + earlier_grads[0], *earlier_grads[1:]
+            dkv[0, :, :, :tail_start], dkv[1, :, :, :tail_start] = earlier_grads[1:]
+            dq = context_kernels.widen(dq) + earlier_grads[0]
         return dq.to(q.dtype), dkv, None, None
 
 

@@ -120,14 +120,24 @@ def _resolve_kernel(kernel: str, q: Tensor) -> str:
     return "cpu" if kernel == "flash" and q.device.type != "cuda" else kernel
 
 
+def choose_sum_type(x: Tensor) -> torch.dtype:
+    """Return the type in which results of several blocks are summed: float32, or that of x where it is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return x in the type in which it is summed."""
+    return x.to(choose_sum_type(x))
+
+
 def init_merge(out: Tensor, lse: Tensor) -> Results:
     """Return float32 copies of a block's result, for `merge_block`."""
-    return out.to(torch.float32, copy=True), lse.clone()
+    return out.to(choose_sum_type(out), copy=True), lse.clone()
 
 
 def merge_block(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge the result of a block of other keys into `out` and `lse`, which are float32 and finite, in place."""
-    out.lerp_(new_out.float(), torch.sigmoid(new_lse - lse).unsqueeze(-1))
+    out.lerp_(widen(new_out), torch.sigmoid(new_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
 
 
@@ -247,7 +257,7 @@ def _flex_backward(queries: QueryState, k: Tensor, v: Tensor, mask: BlockMask, s
         leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         block_out, block_lse = attention.attend_with_lse(leaf_q, leaf_k, leaf_v, mask, scale)
     weight = (block_lse.detach() - lse).exp()
-    grad_lse = weight * (grad.float() * (block_out.detach().float() - out.float())).sum(-1)
+    grad_lse = weight * (widen(grad) * (widen(block_out.detach()) - widen(out))).sum(-1)
     grad_out = (weight.unsqueeze(-1) * grad).to(block_out.dtype)
     dq, dk, dv = torch.autograd.grad((block_out, block_lse), leaves, (grad_out, grad_lse))
     return dq, dk, dv
@@ -282,7 +292,7 @@ def _resolve_scale(q: Tensor, scale: float | None) -> float:
 
 def _compute_scores(q: Tensor, k: Tensor, visible: Tensor, scale: float | None) -> Tensor:
     """Return the scores, float32 [B, K, H / K, t, s], minus infinity where a query does not see a key."""
-    scores = torch.einsum("bkgtd,bksd->bkgts", _group_heads(q.float() * _resolve_scale(q, scale), k), k.float())
+    scores = torch.einsum("bkgtd,bksd->bkgts", _group_heads(widen(q) * _resolve_scale(q, scale), k), widen(k))
     return scores.masked_fill(~visible[:, None, None], -torch.inf)
 
 
@@ -291,22 +301,22 @@ def _formula_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     scores = _compute_scores(q, k, visible, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
-    return torch.einsum("bkgts,bksd->bkgtd", weights, v.float()).flatten(1, 2), lse.flatten(1, 2)
+    return torch.einsum("bkgts,bksd->bkgtd", weights, widen(v)).flatten(1, 2), lse.flatten(1, 2)
 
 
 def _formula_backward(queries: QueryState, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Gradients:
     """Return a block's gradients by the explicit formula, in float32 (FlashAttention-2, arXiv:2307.08691, alg. 2)."""
-    grad, q, out, lse = (_group_heads(x.float(), k) for x in queries)
+    grad, q, out, lse = (_group_heads(widen(x), k) for x in queries)
     weights = (_compute_scores(queries[1], k, visible, scale) - lse[..., None]).exp()
-    grad_scores = torch.einsum("bkgtd,bksd->bkgts", grad, v.float()) - (grad * out).sum(-1, keepdim=True)
+    grad_scores = torch.einsum("bkgtd,bksd->bkgts", grad, widen(v)) - (grad * out).sum(-1, keepdim=True)
     grad_scores = weights * grad_scores * _resolve_scale(q, scale)
-    dq = torch.einsum("bkgts,bksd->bkgtd", grad_scores, k.float()).flatten(1, 2)
+    dq = torch.einsum("bkgts,bksd->bkgtd", grad_scores, widen(k)).flatten(1, 2)
     return dq, torch.einsum("bkgts,bkgtd->bksd", grad_scores, q), torch.einsum("bkgts,bkgtd->bksd", weights, grad)
 
 
 def _formula_backward_tiled(queries: QueryState, k: Tensor, v: Tensor, mask: KeyMask, scale: float | None) -> Gradients:
     dqs = []
-    dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+    dk, dv = (torch.zeros_like(x, dtype=choose_sum_type(x)) for x in (k, v))
     for rows in _split_queries(queries[1], k):
         tile_queries = slice_queries(queries, rows)
         dq, tile_dk, tile_dv = _formula_backward(tile_queries, k, v, _find_visible_keys(rows, k, mask), scale)

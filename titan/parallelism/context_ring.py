@@ -21,7 +21,7 @@ from titan.model.custom_op import register_operation
 from titan.model.masks import DocumentTokens
 from titan.parallelism import context_chunks, context_kernels
 from titan.parallelism.collectives import all_gather, wait
-from titan.parallelism.context_kernels import KeyMask, QueryState, Results
+from titan.parallelism.context_kernels import KeyMask, QueryState, Results, choose_sum_type
 
 BLOCK_LISTS = tuple(
     f"{prefix}{side}_{suffix}"
@@ -188,7 +188,7 @@ def _ring_backward(queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _R
     kv goes round again, followed one step later by the sum of its gradients from the ranks that it visited: so this
     sum, too, is sent while a block is computed. After the last visit one more hop returns it to its own rank.
     """
-    dq, pending = torch.zeros_like(queries[1], dtype=torch.float32), _send_to_next(kv, ring)
+    dq, pending = torch.zeros_like(queries[1], dtype=choose_sum_type(kv)), _send_to_next(kv, ring)
     total = _accumulate_gradients(dq, queries, kv, mask, ring, ring.rank)
     kv = wait(pending)
     for step in range(1, ring.size):
@@ -205,7 +205,7 @@ def _accumulate_gradients(
     dq: Tensor, queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _Ring, source: int
 ) -> Tensor:
     """Add the gradient of a block's queries to dq, and return the gradient of rank `source`'s kv, float32."""
-    dkv = torch.zeros_like(kv, dtype=torch.float32)
+    dkv = torch.zeros_like(kv, dtype=choose_sum_type(kv))
     block = _make_block(ring, source, dq.shape[2], mask)
     if block is not None:
         block_queries, keys = context_kernels.slice_queries(queries, block.queries), block.keys
@@ -223,7 +223,7 @@ def _pack_message(kv: Tensor, dkv: Tensor) -> Tensor:
 def _unpack_message(message: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `_pack_message` packed, in the shape of `kv`."""
     first, second = message[: kv.numel()], message[kv.numel() :]
-    return first.view(kv.shape), second.view(torch.float32).view(kv.shape)
+    return first.view(kv.shape), second.view(choose_sum_type(kv)).view(kv.shape)
 
 
 # --- the custom operation
@@ -261,7 +261,7 @@ def _run_round(
 
 
 def _infer_round_shapes(q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=choose_sum_type(q))
 
 
 def _run_round_backward(

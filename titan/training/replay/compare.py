@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan.precision.schema import Precision
-from titan.run.run import Run
 from titan.training.replay import questions
 from titan.training.replay.differences import compare_activations, compare_operations
+from titan.training.replay.exact import ExactType, make_exact, needs_exact
 from titan.training.replay.job import EXACT, NATIVE, OPERATIONS, ROUNDED, ReplayJob
 from titan.training.replay.observation import count_rank_files, read_rank_replays
 from titan.training.replay.questions import BOUND, Answers, ReplayPair
@@ -52,7 +51,7 @@ class CompareSettings:
         repeats: randomly rounded repetitions where only precision is left; 0: none.
         pin: whether B's routers use A's experts.
         shares_start: whether B begins the step with A's state.
-        exact: whether both are computed in fp32 too.
+        exact: the type in which both are computed too, where theirs is lower.
         operations: whether the operations of the module that a finding names are compared.
     """
 
@@ -62,7 +61,7 @@ class CompareSettings:
     repeats: int = REPEATS
     pin: bool = False
     shares_start: bool = True
-    exact: bool = True
+    exact: ExactType = "fp32"
     operations: bool = False
 
 
@@ -99,7 +98,7 @@ def compare_plans(
         ConfigError: when a plan can't be run.
         ReplayEndedError: when ranks failed; their error has been printed.
     """
-    exact = settings.exact and any(needs_exact(plan.run.precision) for plan in (a, b))
+    exact = any(needs_exact(plan.run.precision, settings.exact) for plan in (a, b))
     run_passes(a, settings, start, exact)
     if settings.shares_start:
         b = align_start(b, a, settings.step)
@@ -108,9 +107,10 @@ def compare_plans(
     native = ReplayPair(
         _read(a, NATIVE, settings), _read(b, NATIVE, settings), _name_precisions(a, b), _differ_in_precision(a, b)
     )
-    exact_pair = native if settings.exact else None
+    exact_pair = native
     if exact:
-        exact_pair = ReplayPair(_read(a, _pick(a), settings), _read(b, _pick(b), settings), "fp32")
+        exact_a, exact_b = (_read(plan, _pick(plan, settings), settings) for plan in (a, b))
+        exact_pair = ReplayPair(exact_a, exact_b, settings.exact)
     same_code = settings.shares_start and _is_same(a, b)
     answers = questions.ask_questions(native, exact_pair, same_code=same_code, bound=settings.bound)
     if exact and needs_spread(native, answers) and settings.repeats > 1:
@@ -135,7 +135,8 @@ def _compare_operations(
     seen = []
     for plan, run_ranks in ((a, start), (b, start_b or start)):
         begun = align_start(plan, plan if plan is a or not settings.shares_start else a, settings.step)
-        run = make_exact(plan.run) if needs_exact(plan.run.precision) else plan.run
+        is_lower = needs_exact(plan.run.precision, settings.exact)
+        run = make_exact(plan.run, settings.exact) if is_lower else plan.run
         job = ReplayJob(((OPERATIONS, run),), begun.attempt, settings.step, operations=module)
         if code := run_ranks(begun, job):
             raise ReplayEndedError(code)
@@ -149,23 +150,9 @@ def find_module(answers: Answers) -> str | None:
     return None if found is None else found.name
 
 
-def needs_exact(precision: Precision) -> bool:
-    """Whether a run computes in less than fp32."""
-    return precision.eight_bit or "bf16" in (precision.compute, precision.weights)
-
-
-def make_exact(run: Run) -> Run:
-    """Return the run in fp32; a kernel that takes only low precisions is replaced by one that torch chooses."""
-    precision = replace(run.precision, compute="fp32", weights="fp32", matmuls="compute").drop_unused_settings()
-    training = run.training
-    if training.attention in ("flash", "cudnn") and run.machine.device == "cuda":
-        training = replace(training, attention="auto")
-    return replace(run, precision=precision, training=training)
-
-
-def _pick(plan: ReplayPlan) -> str:
-    """Return the pass of a plan that is in fp32."""
-    return EXACT if needs_exact(plan.run.precision) else NATIVE
+def _pick(plan: ReplayPlan, settings: CompareSettings) -> str:
+    """Return the pass of a plan that decides."""
+    return EXACT if needs_exact(plan.run.precision, settings.exact) else NATIVE
 
 
 def _name_precisions(a: ReplayPlan, b: ReplayPlan) -> str:
@@ -195,14 +182,14 @@ def needs_spread(native: ReplayPair, answers: Answers) -> bool:
 def run_passes(
     plan: ReplayPlan, settings: CompareSettings, start: StartRanks, exact: bool, pin: str | None = None
 ) -> None:
-    """Run the step of a plan, in fp32 too where `exact` and its precision is lower; ranks leave what they saw.
+    """Run the step of a plan, and where `exact` and its precision is lower in that type; ranks leave what they saw.
 
     Raises:
         ReplayEndedError: when ranks failed.
     """
     passes = [(NATIVE, plan.run)]
-    if exact and needs_exact(plan.run.precision):
-        passes.append((EXACT, make_exact(plan.run)))
+    if exact and needs_exact(plan.run.precision, settings.exact):
+        passes.append((EXACT, make_exact(plan.run, settings.exact)))
     save = settings.step > 1 and plan.attempt.step < settings.step - 1
     job = ReplayJob(tuple(passes), plan.attempt, settings.step, settings.tokens, save, pin=pin)
     if code := start(plan, job):

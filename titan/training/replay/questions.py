@@ -22,7 +22,7 @@ from titan.training.replay.result import ReplayedStep
 from titan.training.replay.spread import Spread
 
 BOUND = 1e-5
-"""Relative difference in fp32 above which it is no rounding (law 3 of shared/DESIGN.md)."""
+"""Relative difference in fp32 above which it is no rounding."""
 LAYOUT, PRECISION = "layout or model", "precision"
 """What a finding is a fault of."""
 NAMED = 6
@@ -119,7 +119,7 @@ def ask_questions(
     findings += faults[:1]
     sentences = [start_sentence, _describe_faults(decider, exact, faults, activations, tensors, bound)]
     if exact is not None and exact is not native and not faults:
-        found, sentence = _judge_precision(native, spread)
+        found, sentence = _judge_precision(native, exact, spread)
         findings += found
         sentences.append(sentence)
     sentences += _describe_missing(native)
@@ -313,7 +313,7 @@ def find_largest(differences: Sequence[Difference]) -> Difference | None:
 # --- 3. precision
 
 
-def _judge_precision(native: ReplayPair, spread: Spread | None) -> tuple[list[Finding], str]:
+def _judge_precision(native: ReplayPair, exact: ReplayPair, spread: Spread | None) -> tuple[list[Finding], str]:
     """Return what is larger than random rounding explains, and a sentence."""
     activations = diff.compare_activations(native.a, native.b)
     largest = find_largest(activations)
@@ -332,7 +332,7 @@ def _judge_precision(native: ReplayPair, spread: Spread | None) -> tuple[list[Fi
     difference, ratio = excess
     text = (
         f"in {native.name} the {describe_key(difference.key)} differs by {difference.relative:.1e}, {ratio:.1f} times "
-        f"the spread of random rounding, and not in fp32: a fault of what the precision computes"
+        f"the spread of random rounding, and not in {exact.name}: a fault of what the precision computes"
     )
     return [Finding("rounding", difference.name, difference.relative, difference.where, text)], sentence
 

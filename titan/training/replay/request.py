@@ -48,6 +48,10 @@ class Settings:
     tolerance: float = setting(
         1e-5, "relative difference in fp32 above which an output, gradient or update is wrong", above=0
     )
+    exact: Literal["fp32", "fp64"] = setting(
+        "fp32",
+        "type in which both are computed to decide; fp64: for sums so long that fp32 rounds beyond the tolerance",
+    )
     repeats: int = setting(
         2,
         "randomly rounded repetitions of the step that differences of precision are measured by; 0: none",
