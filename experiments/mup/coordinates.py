@@ -27,16 +27,16 @@ from titan.model.init_weights import materialise_model
 from titan.optimizer.update_factors import build_optimizer
 
 CONF = Path(__file__).parent / "conf"
-MULTIPLES, DEPTHS = (1, 2, 4, 8), (4, 8, 16, 32)
-"""Of the base's width, at its depth; and depths, at its width."""
-BASE_DEPTH = DEPTHS[0]
+MULTIPLES = (1, 2, 4, 8)
+"""Of the base's width, or of its blocks."""
 ROWS, LENGTH, VOCAB = 8, 64, 16
 FLAT = 0.1
 """By how much the largest change may exceed the smallest over all sizes."""
 ROLES = ("embedding", "hidden", "router", "residual", "norm", "head")
 """Activations: of the embedding, of the layers inside of branches, what all branches add, behind the norm, logits."""
 DEFAULTS = {
-    "over": "width", "base": "32", "model": "llama", "optimizer": "adamw", "lr": "0.005", "seeds": "3", "steps": "12",
+    "over": "width", "base": "32", "layers": "4", "model": "llama", "optimizer": "adamw", "lr": "0.005", "seeds": "3",
+    "steps": "12",
 }  # fmt: skip
 """The arguments and their defaults."""
 
@@ -71,10 +71,10 @@ class CoordinateRow:
 
 def list_sizes(options: dict[str, str]) -> list[ModelSize]:
     """Return the sizes of a check over "width" or "depth"; the base is the smallest."""
-    base = int(options["base"])
+    base, layers = int(options["base"]), int(options["layers"])
     if options["over"] == "width":
-        return [ModelSize(base * multiple, BASE_DEPTH) for multiple in MULTIPLES]
-    return [ModelSize(base, layers) for layers in DEPTHS]
+        return [ModelSize(base * multiple, layers) for multiple in MULTIPLES]
+    return [ModelSize(base, layers * multiple) for multiple in MULTIPLES]
 
 
 def compose(size: ModelSize, transfer: str, options: dict[str, str], seed: int = 0) -> Any:
@@ -83,7 +83,7 @@ def compose(size: ModelSize, transfer: str, options: dict[str, str], seed: int =
         f"hydra.searchpath=[file://{CONF}]", f"model=mup_{options['model']}", f"optimizer={options['optimizer']}",
         f"optimizer.lr={options['lr']}", f"model.dim={size.dim}", f"model.layers={size.layers}", "model.head_dim=16",
         f"model.heads={size.dim // 16}", f"model.kv_heads={size.dim // 32}", f"model.ffn={3 * size.dim}",
-        f"model.vocab={VOCAB}", f"model.base_layers={BASE_DEPTH}", f"model.transfer={transfer}",
+        f"model.vocab={VOCAB}", f"model.base_layers={options['layers']}", f"model.transfer={transfer}",
         f"model.base_dim={options['base']}", "precision=fp32",
         f"training.seed={seed}", f"training.seq_len={LENGTH}", f"training.global_batch={ROWS * LENGTH}",
         "dataset=synthetic", f"dataset.vocab={VOCAB}", "dataset.tokens=20000", "cluster=cpu",
@@ -205,6 +205,8 @@ def parse_options(arguments: Sequence[str]) -> dict[str, str]:
     options = DEFAULTS | given
     if options["over"] not in ("width", "depth"):
         raise ConfigError(f"over={options['over']}: no such direction; give over=width or over=depth.")
+    if not options["layers"].isdigit() or options["layers"] == "0":
+        raise ConfigError(f"layers={options['layers']}: the base's blocks are a number; give layers=4.")
     if not options["base"].isdigit() or int(options["base"]) % 32 or options["base"] == "0":
         raise ConfigError(f"base={options['base']}: heads of 16 elements need a width that 32 divides; give base=64.")
     return options

@@ -127,13 +127,31 @@ def test_checkpointing_takes_less_and_fp32_more(layout: Layout, count: int) -> N
 
 @pytest.mark.full
 @given(LAYOUTS, st.floats(0.1, 500))
-def test_microbatches_are_the_fewest_that_fit(layout: Layout, gib: float) -> None:
+def test_microbatches_fit_and_are_few_with_little_padding(layout: Layout, gib: float) -> None:
     layout = dataclasses.replace(layout, pipeline=1)
     count, rows = choose_microbatches(BASE, layout, gib), count_rank_rows(BASE, layout)
     assert 1 <= count <= rows
     planned = {c: compute_planned_gib(BASE, layout, c) for c in range(1, rows + 1)}
     fitting = [c for c, needed in planned.items() if needed <= gib]
-    assert planned[count] == planned[fitting[0] if fitting else min(planned, key=lambda c: planned[c])]
+    if not fitting:
+        assert planned[count] == min(planned.values())
+        return
+    allowed = [c for c in fitting if c <= 2 * fitting[0]]
+    assert count in allowed and count * -(-rows // count) == min(c * -(-rows // c) for c in allowed)
+
+
+PADDED = [
+    pytest.param(8, 3, 4, id="three-of-three-are-nine"),
+    pytest.param(32, 7, 8, id="seven-of-five-are-35"),
+    pytest.param(9, 2, 3, id="a-divisor-that-is-next"),
+    pytest.param(7, 2, 2, id="none-twice-as-many-divides"),
+    pytest.param(8, 2, 2, id="it-divides"),
+]
+
+
+@pytest.mark.parametrize(("rows", "smallest", "count"), PADDED)
+def test_more_microbatches_are_chosen_where_fewer_rows_are_padding(rows: int, smallest: int, count: int) -> None:
+    assert fit._choose_least_padded(rows, range(smallest, 2 * smallest + 1)) == count
 
 
 @given(st.integers(1, 10**15))

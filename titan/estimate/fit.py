@@ -6,7 +6,7 @@ Computed from the schemas alone, without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -72,9 +72,10 @@ def compute_available_gib(recipe: Recipe, layout: Layout, machine: Machine) -> f
 
 
 def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str = "cuda") -> int:
-    """Return the smallest number of micro-batches that fits into `gib`, or the one that needs least if none fits.
+    """Return a small number of micro-batches that fits into `gib`, or the one that needs least if none fits.
 
-    Memory is that of a plan, with what allocators reserve in published runs.
+    It is the smallest, or up to twice as many where ranks then compute fewer rows that are padding: of 8 rows, three
+    micro-batches of 3 are 9. Memory is that of a plan, with what allocators reserve in published runs.
 
     From the second micro-batch on, the gradients of the earlier ones are in memory, so two can need more than one. From
     two on, more micro-batches never need more memory without a pipeline, so the number is found by bisection.
@@ -86,11 +87,23 @@ def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str 
 
     if layout.pipeline > 1:
         counts = _select_smaller_microbatches(list_microbatch_counts(recipe.parallelism, layout, rows), rows)
-        return next((n for n in counts if estimate_gib(n) <= gib), min(counts, key=estimate_gib))
+        smallest = next((n for n in counts if estimate_gib(n) <= gib), None)
+        if smallest is None:
+            return min(counts, key=estimate_gib)
+        return _choose_least_padded(
+            rows, [n for n in counts if smallest <= n <= 2 * smallest and estimate_gib(n) <= gib]
+        )
     if estimate_gib(1) <= gib or rows == 1:
         return 1
     smallest = _bisect_smallest(2, rows, lambda count: estimate_gib(count) <= gib)
-    return smallest if estimate_gib(smallest) <= gib else min(1, rows, key=estimate_gib)
+    if estimate_gib(smallest) > gib:
+        return min(1, rows, key=estimate_gib)
+    return _choose_least_padded(rows, range(smallest, min(rows, 2 * smallest) + 1))
+
+
+def _choose_least_padded(rows: int, counts: Sequence[int]) -> int:
+    """Return the number of micro-batches that computes the fewest rows, with padding; the smallest of equal ones."""
+    return min(counts, key=lambda count: count * -(-rows // count))
 
 
 def _select_smaller_microbatches(counts: list[int], rows: int) -> list[int]:

@@ -229,6 +229,23 @@ def test_layouts_learn_the_same(tmp_path: Path, model: tuple[str, ...], options:
         assert len(set(wanted)) == 3
 
 
+SIZES = [
+    pytest.param(["over=width", "base=64"], [(64, 4), (128, 4), (256, 4), (512, 4)], id="width"),
+    pytest.param(["over=depth", "layers=8"], [(32, 8), (32, 16), (32, 32), (32, 64)], id="depth"),
+]
+
+
+@pytest.mark.parametrize(("words", "sizes"), SIZES)
+def test_a_check_is_over_eight_times_the_base(words: list[str], sizes: list[tuple[int, int]]) -> None:
+    assert coordinates.list_sizes(coordinates.parse_options(words)) == sizes
+
+
+@pytest.mark.parametrize("word", ["over=length", "base=48", "base=0", "layers=0", "layers=few", "blocks=4"])
+def test_a_check_of_other_sizes_is_rejected(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert coordinates.main([word]) == 2
+    assert f"error: {word}: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("transfer", "flat"), [full("both", True, id="transfer"), full("none", False, id="control")])
 def test_changes_do_not_depend_on_the_width(transfer: str, flat: bool) -> None:
     options = {**coordinates.DEFAULTS, "steps": "6"}
