@@ -79,7 +79,7 @@ def _prove_run(target: Run, file: Path | None) -> int:
     start = time.monotonic()
     with make_scratch_folder() as folder:
         shrunk = shrink_run(target, devices.detect_machine("cpu"), str(folder))
-        print(f"proving {target.layout}: {describe_changes(shrunk)}")
+        print(f"proving {target.layout}: {describe_changes(shrunk)}", flush=True)
         checks, ties = _run_checks(shrunk, folder)
     content = _build_content(shrunk, checks, ties, time.monotonic() - start)
     for line in format_checks(checks):

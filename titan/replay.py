@@ -312,7 +312,8 @@ def _advise_earlier(settings: Settings) -> list[str]:
     if difference is not None and difference.step < settings.step:
         lines.append(f"the runs differ since {difference.describe()}: give step={difference.step}")
     if changes := find_changes(settings.run, str(settings.against)):
-        words = [settings.run, f"step={settings.step}", f"against={shlex.join(changes)}"]
+        start = [] if settings.start is None else [f"start={settings.start}"]
+        words = [settings.run, f"step={settings.step}", *start, f"against={shlex.join(changes)}"]
         command = sanitize_line(f"python -m titan.replay {shlex.join(words)}")
         lines.append(f"the same step from the weights of {settings.run}: {command}")
     return lines

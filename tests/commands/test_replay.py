@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,10 @@ def test_the_first_step_that_differs_is_found(
     assert seen["verdict"].startswith("weights have drifted before step 2: ")
     assert "so activations are not compared" in seen["verdict"]
     assert len(seen["weights"]) > 10 and max(seen["weights"].values()) > 1e-4
-    assert f"the same step from the weights of {run.directory}" in out and "against=optimizer.lr=0.2" in out
+    assert f"the same step from the weights of {run.directory}" in out
+    advised = out.partition("python -m titan.replay ")[2].splitlines()[0]
+    assert advised == f"{run.directory} step=2 start=0 against=optimizer.lr=0.2"
+    assert replay.main(shlex.split(advised)) == 0
     assert "relative difference of" not in out
 
 

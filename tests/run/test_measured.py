@@ -117,7 +117,7 @@ UNFIT = {
 def test_a_folder_without_a_finished_run_is_rejected(story: dict[str, Any] | None, tmp_path: Path) -> None:
     if story is not None:
         make(tmp_path / "a", 0.5, **story)
-    with pytest.raises(ConfigError, match="holds no finished run with 6 steps"):
+    with pytest.raises(ConfigError, match="holds no finished run of at least 6 steps"):
         measure_step(compose(tmp_path))
 
 

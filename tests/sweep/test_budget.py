@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,22 @@ def test_flops() -> None:
     first, _, deeper = budget.equalise_steps(RUNS, VARIED, Sweep(budget="flops", baseline={"a": "1"}))
     spent = [run.training.total_tokens * run.model.flops_per_token(run.training.seq_len) for run in (first, deeper)]
     assert spent[1] <= spent[0] * 1.2 and deeper.training.steps < first.training.steps
+
+
+FIXED = [
+    pytest.param({"a": "3", "optimizer.weight_decay": "0.10"}, 2, id="a-setting"),
+    pytest.param({"optimizer": "adamw", "a": "2"}, 1, id="a-group"),
+    pytest.param({"model.layers": "4"}, 2, id="a-setting-of-one-run"),
+    pytest.param({"optimizer": "muon", "a": "2"}, None, id="another-choice"),
+    pytest.param({"optimizer.weight_decay": "0.2"}, None, id="another-value"),
+    pytest.param({"optimizer.decay": "0.1"}, None, id="no-setting"),
+]
+
+
+@pytest.mark.parametrize(("settings", "index"), FIXED)
+def test_a_baseline_may_name_what_no_trial_varies(settings: dict[str, str], index: int | None) -> None:
+    with nullcontext() if index is not None else pytest.raises(ConfigError, match="no trial has it"):
+        assert budget.find_baseline(RUNS, VARIED, Sweep(budget="flops", baseline=settings)) == index
 
 
 @pytest.mark.full

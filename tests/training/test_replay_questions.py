@@ -109,6 +109,17 @@ def test_ranks_with_other_values_are_named() -> None:
     assert (found.kind, found.name) == ("replicas", "norm.weight") and "rank 1 against rank 0" in found.where
 
 
+def test_other_learning_rates_are_no_fault() -> None:
+    other = make_step()
+    pair = ReplayPair(make_step(), replace(other, record={**other.record, "lr": 0.5}), "fp32")
+    answers = ask_questions(pair, pair, same_code=False)
+    assert (
+        answers.sentences[1]
+        == "2. in fp32 both differ by more than 1e-05, but only in the update, whose settings differ"
+    )
+    assert answers.verdict.startswith("the learning rates of the step differ: ")
+
+
 def test_precision_is_measured_by_random_rounding() -> None:
     exact = ReplayPair(make_step(), make_step(), "fp32")
     rounded = [make_step({("forward", "norm"): 1e-3 * sign}, loss=4.0 + 1e-3 * sign) for sign in (-2, -1, 1, 2)]

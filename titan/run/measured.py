@@ -134,8 +134,8 @@ def _read_measurements(source: str) -> list[StepMeasurement]:
     timed = [measurement for measurement in measurements if measurement is not None]
     if not timed:
         raise ConfigError(
-            f"training.measured={source}: holds no finished run with {LEAST_STEPS + WARM} steps; give the directory of "
-            "a run or of a sweep that has ended, or leave it out, for predicted times."
+            f"training.measured={source}: holds no finished run of at least {LEAST_STEPS + WARM} steps; give the "
+            "directory of a run or of a sweep that has ended, or leave it out, for predicted times."
         )
     return timed
 

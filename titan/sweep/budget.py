@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_rounded
@@ -42,27 +43,39 @@ def equalise_steps(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
         raise ConfigError(
             f"sweep.budget={sweep.budget}: decides the steps, and so does checkpoint.decay_steps; drop one."
         )
-    baseline = find_baseline(varied, sweep)
+    baseline = find_baseline(runs, varied, sweep)
     count = _count_steps_of_equal_time if sweep.budget == "time" else _count_steps_of_equal_work
     steps = count(runs, varied, baseline, sweep.budget)
     return [_set_steps(run, number, sweep.budget) for run, number in zip(runs, steps, strict=True)]
 
 
-def find_baseline(varied: Sequence[Sequence[str]], sweep: Sweep) -> int:
+def find_baseline(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> int:
     """Return the index of the first trial with the settings of `sweep.baseline`; without these, of the first trial.
+
+    A setting that the sweep does not vary counts where the trial's run has the value.
 
     Raises:
         ConfigError: where no trial has them.
     """
     settings = dict(sweep.baseline or {})
-    for index, trial in enumerate(varied):
+    for index, (run, trial) in enumerate(zip(runs, varied, strict=True)):
         values = dict(override.lstrip("+").split("=", 1) for override in trial if "=" in override)
-        if all(name in values and is_same_value(str(value), values[name]) for name, value in settings.items()):
+        if all(is_same_value(str(value), values.get(name, _find_value(run, name))) for name, value in settings.items()):
             return index
     raise ConfigError(
         f"sweep.baseline={format_value(settings)}: no trial has it, and sweep.budget={sweep.budget} is the budget of "
-        "the baseline; name settings that the sweep varies."
+        "the baseline; name settings that a trial has."
     )
+
+
+def _find_value(run: Run, name: str) -> str:
+    """Return a run's choice of a group, or its value of a dotted setting; empty where it has none."""
+    if name in run.choices:
+        return str(run.choices[name])
+    value: Any = run
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return "" if value is None else str(value)
 
 
 def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[str]:

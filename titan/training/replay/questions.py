@@ -25,6 +25,8 @@ BOUND = 1e-5
 """Relative difference in fp32 above which it is no rounding."""
 LAYOUT, PRECISION = "layout or model", "precision"
 """What a finding is a fault of."""
+RATE = "rate"
+"""The kind of a finding that two learning rates are not the same: a setting, and no fault."""
 NAMED = 6
 """Names that are listed of what was not compared."""
 
@@ -35,7 +37,7 @@ class Finding:
 
     Attributes:
         kind: "rows", START, STATE, "replicas", "bitwise", "forward", "loss", GRADIENT, "backward", "grad_norm", UPDATE,
-            "rate" or "rounding".
+            RATE or "rounding".
         name: the module or parameter.
         relative: size of the difference; infinite where only one side has a finite value.
         where: ranks, micro-batch and rows.
@@ -268,7 +270,7 @@ def _find_updates(pair: ReplayPair, updates: Sequence[Difference], bound: float)
     x, y = float(pair.a.record["lr"]), float(pair.b.record["lr"])
     if compare_figures(x, y) > bound:
         text = f"the learning rates of the step differ: {x:.6g} and {y:.6g}"
-        yield Finding("rate", "lr", compare_figures(x, y), "", text)
+        yield Finding(RATE, "lr", compare_figures(x, y), "", text)
     beyond = _list_beyond(updates, bound)
     for difference in beyond[:1]:
         groups = [step.groups.get(difference.name, "no parameter group") for step in (pair.a, pair.b)]
@@ -297,6 +299,7 @@ def _describe_faults(
 ) -> str:
     if faults:
         owner = "a fault of layout or model" if exact else "which may be rounding, as nothing was computed in fp32"
+        owner = "but only in the update, whose settings differ" if faults[0].kind == RATE else owner
         return f"2. in {decider.name} both differ by more than {bound:g}, {owner}"
     largest = find_largest((*activations, *(d for kind in tensors.values() for d in kind)))
     size = f"the largest difference is {largest.relative:.1e}, {describe_key(largest.key)}" if largest else "bitwise"
