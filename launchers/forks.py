@@ -86,12 +86,12 @@ def _find_error(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> r
     codes = [process.exitcode for process in ranks]
     if not any(code != 0 for code in codes):
         return None
+    if killed := [rank for rank, code in enumerate(codes) if code is not None and code < 0]:
+        return rank_error.describe_kill(-(codes[killed[0]] or 0), killed[0])  # what others report follows from it
     errors = [rank_error.read(_get_error_file(folder, rank)) for rank in range(len(ranks))]
     first = rank_error.find_first_cause(errors)
     if first is not None:
         return first
     rank = next(rank for rank, code in enumerate(codes) if code != 0)
-    code = codes[rank]
-    if code is None:
-        return rank_error.describe_error(TimeoutError(f"no result within {timeout:g} s"), rank)
-    return rank_error.describe_kill(-code, rank) if code < 0 else rank_error.describe_error(SystemExit(code), rank)
+    late = TimeoutError(f"no result within {timeout:g} s")
+    return rank_error.describe_error(late if codes[rank] is None else SystemExit(codes[rank]), rank)
