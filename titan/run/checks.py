@@ -239,9 +239,11 @@ def _check_split(run: Run) -> None:
     degree, model = run.layout.tensor, run.model
     for name in model.SPLIT:
         if getattr(model, name) % degree:
+            largest = math.gcd(*(getattr(model, other) for other in model.SPLIT))
+            divisor = next(d for d in range(degree - 1, 0, -1) if largest % d == 0)
             raise ConfigError(
                 f"parallelism.tensor={degree}: does not divide model.{name}={getattr(model, name)}; "
-                f"give a divisor of it, such as {math.gcd(degree, getattr(model, name))}."
+                f"give a divisor of it, such as {divisor}."
             )
 
 

@@ -290,7 +290,10 @@ def iterate_logit_chunks(head: Any, hidden: Tensor, targets: Tensor) -> Iterator
     weight = head.get_weight(head.weight, head.operand or hidden.dtype)
     size = max(1, LOGIT_CHUNK // len(hidden))
     for x, y in zip(torch.split(hidden, size, 1), torch.split(targets, size, 1), strict=True):
-        yield head.complete_logits(head.product(x, weight)).float(), y
+        yield (
+            head.complete_logits(head.product(x.contiguous(), weight)).float(),
+            y,
+        )  # a strided bf16 product is slow on CPUs
 
 
 def compute_largest_logit(q: Tensor, k: Tensor, query_ids: Tensor, key_ids: Tensor) -> Tensor:
