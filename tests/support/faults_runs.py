@@ -265,6 +265,20 @@ RUNS = (
 )
 ESTIMATES = (
     define_fault(
+        "fit: rows that are padding don't count",
+        "titan/estimate/fit.py",
+        "key=lambda count: count * -(-rows // count)",
+        "key=lambda count: count",
+        "estimate/test_fit.py::test_more_microbatches_are_chosen_where_fewer_rows_are_padding",
+    ),
+    define_fault(
+        "budget: a baseline's fixed settings are ignored",
+        "titan/sweep/budget.py",
+        "values.get(name, _find_value(run, name))",
+        'values.get(name, "")',
+        "sweep/test_budget.py::test_a_baseline_may_name_what_no_trial_varies",
+    ),
+    define_fault(
         "estimate: the optimizer's state is not cut",
         "titan/estimate/rank_sizes.py",
         "self.optimizer = on_device * state / self.shards",

@@ -355,10 +355,31 @@ PARALLELISM = (
         "parallelism/test_context.py::test_positions_in_local_order",
     ),
     define_fault(
+        "hooks: selective checkpoints count what a hook multiplies",
+        "titan/debug/module_hooks.py",
+        "            with _disable_current_modes():\n                replacement",
+        "            if True:\n                replacement",
+        "memory/test_checkpointing.py::test_a_hook_that_multiplies_within_a_block_changes_no_bit[selective]",
+    ),
+    define_fault(
+        "prove: experts are given though some tokens' were not seen",
+        "titan/training/replay/routing.py",
+        "name in joined and len(joined[name].tokens) == tokens for name",
+        "name in joined for name",
+        "commands/test_prove.py::test_experts_are_given_only_where_those_of_all_tokens_were_seen",
+    ),
+    define_fault(
+        "forks: a rank that a signal killed is not the cause",
+        "launchers/forks.py",
+        "if code is not None and code < 0]",
+        "if False]",
+        "launchers/test_forks.py::test_the_cause_is_reported",
+    ),
+    define_fault(
         "cp: the gradient of earlier keys is lost",
         "titan/parallelism/context.py",
-        "dq.float() + earlier_grads[0], *earlier_grads[1:]",
-        "dq.float(), *earlier_grads[1:]",
+        "dq = context_kernels.widen(dq) + earlier_grads[0]",
+        "dq = context_kernels.widen(dq)",
         "parallelism/test_context.py::test_as_on_one_rank",
     ),
     define_fault(
