@@ -146,12 +146,14 @@ PADDED = [
     pytest.param(9, 2, 3, id="a-divisor-that-is-next"),
     pytest.param(7, 2, 2, id="none-twice-as-many-divides"),
     pytest.param(8, 2, 2, id="it-divides"),
+    pytest.param(10**15, 10**13, 10**13, id="at-once-of-any-batch"),
+    pytest.param(10**15 + 1, 10**14, 10**14 + 1, id="at-once-with-a-remainder"),
 ]
 
 
 @pytest.mark.parametrize(("rows", "smallest", "count"), PADDED)
 def test_more_microbatches_are_chosen_where_fewer_rows_are_padding(rows: int, smallest: int, count: int) -> None:
-    assert fit._choose_least_padded(rows, range(smallest, 2 * smallest + 1)) == count
+    assert fit._choose_least_padded(rows, fit._list_counts(rows, smallest)) == count
 
 
 @given(st.integers(1, 10**15))

@@ -267,8 +267,8 @@ ESTIMATES = (
     define_fault(
         "fit: rows that are padding don't count",
         "titan/estimate/fit.py",
-        "key=lambda count: count * -(-rows // count)",
-        "key=lambda count: count",
+        "computed = count * -(-rows // count)",
+        "computed = count",
         "estimate/test_fit.py::test_more_microbatches_are_chosen_where_fewer_rows_are_padding",
     ),
     define_fault(

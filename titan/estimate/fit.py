@@ -6,7 +6,7 @@ Computed from the schemas alone, without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -98,12 +98,28 @@ def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str 
     smallest = _bisect_smallest(2, rows, lambda count: estimate_gib(count) <= gib)
     if estimate_gib(smallest) > gib:
         return min(1, rows, key=estimate_gib)
-    return _choose_least_padded(rows, range(smallest, min(rows, 2 * smallest) + 1))
+    return _choose_least_padded(rows, _list_counts(rows, smallest))
 
 
-def _choose_least_padded(rows: int, counts: Sequence[int]) -> int:
-    """Return the number of micro-batches that computes the fewest rows, with padding; the smallest of equal ones."""
-    return min(counts, key=lambda count: count * -(-rows // count))
+def _list_counts(rows: int, smallest: int) -> Iterator[int]:
+    """Yield the numbers of micro-batches up to twice the smallest whose micro-batches have fewer rows than before."""
+    for size in range(-(-rows // smallest), 0, -1):
+        count = max(smallest, -(-rows // size))
+        if count > 2 * smallest:
+            return
+        yield count
+
+
+def _choose_least_padded(rows: int, counts: Iterable[int]) -> int:
+    """Return the first number of micro-batches that computes the fewest rows, with padding."""
+    least, chosen = math.inf, 1
+    for count in counts:
+        computed = count * -(-rows // count)
+        if computed < least:
+            least, chosen = computed, count
+        if least == rows:
+            break
+    return chosen
 
 
 def _select_smaller_microbatches(counts: list[int], rows: int) -> list[int]:
