@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 USABLE = 0.97
 """Fraction of a device's memory that a run may use."""
+LITTLE_PADDING = 1.02
+"""Rows with padding, as a multiple of the rows, that are not worth further micro-batches."""
 REFERENCE_NODE = (80, 8)
 """Memory of a device in GiB and devices per node of the hardware for which the error message suggests a layout."""
 REFERENCE_CLUSTER = "cluster=h100"
@@ -111,13 +113,13 @@ def _list_counts(rows: int, smallest: int) -> Iterator[int]:
 
 
 def _choose_least_padded(rows: int, counts: Iterable[int]) -> int:
-    """Return the first number of micro-batches that computes the fewest rows, with padding."""
+    """Return the first number of micro-batches that computes few rows beside padding; else that with the fewest."""
     least, chosen = math.inf, 1
     for count in counts:
         computed = count * -(-rows // count)
         if computed < least:
             least, chosen = computed, count
-        if least == rows:
+        if least <= rows * LITTLE_PADDING:
             break
     return chosen
 
