@@ -86,9 +86,9 @@ def _find_error(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> r
     codes = [process.exitcode for process in ranks]
     if not any(code != 0 for code in codes):
         return None
-    if killed := [rank for rank, code in enumerate(codes) if code is not None and code < 0]:
-        return rank_error.describe_kill(-(codes[killed[0]] or 0), killed[0])  # what others report follows from it
     errors = [rank_error.read(_get_error_file(folder, rank)) for rank in range(len(ranks))]
+    killed = [(rank, -code) for rank, code in enumerate(codes) if code is not None and code < 0]
+    errors += [rank_error.describe_kill(number, rank) for rank, number in killed]
     first = rank_error.find_first_cause(errors)
     if first is not None:
         return first

@@ -274,8 +274,8 @@ ESTIMATES = (
     define_fault(
         "budget: a baseline's fixed settings are ignored",
         "titan/sweep/budget.py",
-        "values.get(name, _find_value(run, name))",
-        'values.get(name, "")',
+        "typed.get(name, _find_value(run, name))",
+        'typed.get(name, "")',
         "sweep/test_budget.py::test_a_baseline_may_name_what_no_trial_varies",
     ),
     define_fault(

@@ -357,7 +357,7 @@ PARALLELISM = (
     define_fault(
         "hooks: selective checkpoints count what a hook multiplies",
         "titan/debug/module_hooks.py",
-        "            with _disable_current_modes():\n                replacement",
+        "            with self._leave_modes():\n                replacement",
         "            if True:\n                replacement",
         "memory/test_checkpointing.py::test_a_hook_that_multiplies_within_a_block_changes_no_bit[selective]",
     ),
@@ -371,8 +371,8 @@ PARALLELISM = (
     define_fault(
         "forks: a rank that a signal killed is not the cause",
         "launchers/forks.py",
-        "if code is not None and code < 0]",
-        "if False]",
+        "    errors += [rank_error.describe_kill(number, rank) for rank, number in killed]\n",
+        "",
         "launchers/test_forks.py::test_the_cause_is_reported",
     ),
     define_fault(
@@ -420,7 +420,7 @@ PARALLELISM = (
     define_fault(
         "precision: ranks sum gradients in the compute type",
         "titan/parallelism/data.py",
-        "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32,",
+        "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=sum_dtype,",
         "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype,",
         "test_laws.py::test_bitwise_the_same[fsdp2-is-ddp2-in-bf16]",
         "test_laws.py::test_bitwise_the_same[two-ranks-are-two-microbatches-in-bf16]",

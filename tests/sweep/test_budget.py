@@ -71,6 +71,7 @@ FIXED = [
     pytest.param({"a": "3", "optimizer.weight_decay": "0.10"}, 2, id="a-setting"),
     pytest.param({"optimizer": "adamw", "a": "2"}, 1, id="a-group"),
     pytest.param({"model.layers": "4"}, 2, id="a-setting-of-one-run"),
+    pytest.param({"training.hours": None, "precision.skip": ["head"]}, 0, id="null-and-a-list"),
     pytest.param({"optimizer": "muon", "a": "2"}, None, id="another-choice"),
     pytest.param({"optimizer.weight_decay": "0.2"}, None, id="another-value"),
     pytest.param({"optimizer.decay": "0.1"}, None, id="no-setting"),
@@ -78,7 +79,7 @@ FIXED = [
 
 
 @pytest.mark.parametrize(("settings", "index"), FIXED)
-def test_a_baseline_may_name_what_no_trial_varies(settings: dict[str, str], index: int | None) -> None:
+def test_a_baseline_may_name_what_no_trial_varies(settings: dict[str, Any], index: int | None) -> None:
     with nullcontext() if index is not None else pytest.raises(ConfigError, match="no trial has it"):
         assert budget.find_baseline(RUNS, VARIED, Sweep(budget="flops", baseline=settings)) == index
 

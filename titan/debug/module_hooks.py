@@ -51,7 +51,12 @@ class ModuleHooks:
 
     Compiled modules ignore hooks: run the step within `force_eager`, or have the hooks run around the compiled code,
     as far as it has outputs (`find_compiled_parts`).
+
+    Attributes:
+        stays_in_modes: whether hooks run within the modes after all, such as those that begin or end one.
     """
+
+    stays_in_modes = False
 
     def __init__(self, stages: Sequence[nn.Module], *, around_compiled: bool = False) -> None:
         """Count the micro-batches of these stages.
@@ -73,6 +78,9 @@ class ModuleHooks:
     def _runs_compiled(self, module: nn.Module) -> bool:
         return self.around_compiled and module._compiled_call_impl is not None
 
+    def _leave_modes(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.stays_in_modes else _disable_current_modes()
+
     def add_before(self, stage: int, module: nn.Module, hook: BeforeHook) -> None:
         """Call `hook` before a module of a stage, after the hooks that it has already."""
         call = self.calls[stage]
@@ -80,7 +88,7 @@ class ModuleHooks:
         def call_hook(module: nn.Module, args: tuple[Any, ...], *kwargs: Any) -> Any:
             if not _is_first_call(call, "before", module):
                 return None
-            with _disable_current_modes():
+            with self._leave_modes():
                 return hook(call, module, args)
 
         if self._runs_compiled(module):
@@ -99,7 +107,7 @@ class ModuleHooks:
             if not _is_first_call(call, "after", module):
                 return None
             hidden, *losses = out if isinstance(out, tuple) else (out,)
-            with _disable_current_modes():
+            with self._leave_modes():
                 replacement = hook(call, module, args, hidden)
             return replacement if replacement is None or not losses else (replacement, *losses)
 

@@ -19,8 +19,8 @@ from titan.model.custom_op import register_operation
 
 def multiply_in_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Return float32 [..., O] of x [..., I] and a weight [O, I], both in one type."""
-    if x.dtype == torch.float32:
-        return F.linear(x, weight)
+    if x.dtype in (torch.float32, torch.float64):
+        return F.linear(x, weight).float()
     out: Tensor = _MultiplyInFloat32.apply(x.flatten(0, -2), weight)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], -1)
 

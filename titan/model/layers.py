@@ -61,7 +61,8 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (tokens,), (dtype, weight_dtype) = ctx.saved_tensors, ctx.dtypes
         sum_gradients = torch.ops.aten.embedding_dense_backward  # unnamed result, so that it is freed once rounded
-        return None, sum_gradients(grads[0].float(), tokens, ctx.rows, -1, False).to(dtype).to(weight_dtype), None
+        grad = grads[0].to(torch.promote_types(dtype, torch.float32))
+        return None, sum_gradients(grad, tokens, ctx.rows, -1, False).to(dtype).to(weight_dtype), None
 
 
 def look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -57,8 +57,9 @@ def shard_stage(
     device_type = next(submesh.device_type for submesh in (mesh, *(group.mesh for group in groups.values())) if submesh)
     offload_policy = CPUOffloadPolicy(pin_memory=device_type == "cuda") if offload else OffloadPolicy()
     common: dict[str, Any] = {"offload_policy": offload_policy}
-    cast_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    sum_dtype = torch.promote_types(compute_dtype, torch.float32)
+    cast_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=sum_dtype, cast_forward_inputs=False)
+    fp32_policy = MixedPrecisionPolicy(reduce_dtype=sum_dtype, cast_forward_inputs=False)
     for unit in list_units(model, mesh, groups, reshard):
         options = common | build_placement_options(unit, model)
         options["mp_policy"] = fp32_policy if unit.names == ["norm"] else cast_policy

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import MISSING
 from typing import Any
 
 from titan.config.settings import format_value
@@ -59,8 +60,9 @@ def find_baseline(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: S
     """
     settings = dict(sweep.baseline or {})
     for index, (run, trial) in enumerate(zip(runs, varied, strict=True)):
-        values = dict(override.lstrip("+").split("=", 1) for override in trial if "=" in override)
-        if all(is_same_value(str(value), values.get(name, _find_value(run, name))) for name, value in settings.items()):
+        typed = dict(override.lstrip("+").split("=", 1) for override in trial if "=" in override)
+        values = {name: typed.get(name, _find_value(run, name)) for name in settings}
+        if all(is_same_value(format_value(value), values[name]) for name, value in settings.items()):
             return index
     raise ConfigError(
         f"sweep.baseline={format_value(settings)}: no trial has it, and sweep.budget={sweep.budget} is the budget of "
@@ -69,13 +71,13 @@ def find_baseline(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: S
 
 
 def _find_value(run: Run, name: str) -> str:
-    """Return a run's choice of a group, or its value of a dotted setting; empty where it has none."""
+    """Return a run's choice of a group, or its value of a dotted setting, as typed; empty where it has none."""
     if name in run.choices:
         return str(run.choices[name])
     value: Any = run
     for part in name.split("."):
-        value = getattr(value, part, None)
-    return "" if value is None else str(value)
+        value = getattr(value, part, MISSING)
+    return "" if value is MISSING else format_value(value)
 
 
 def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[str]:

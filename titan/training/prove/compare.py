@@ -21,7 +21,7 @@ gradient's size, so that rounding of a small element, 1e-7 of the largest, is as
 PRECISION_RATIO = 2.0
 """How many times one device's rounding error a layout's may be, in lower precision."""
 OTHER_EXPERTS = 0.1
-"""Share of tokens for which a layout may choose other experts than one device does, in lower precision."""
+"""Share of tokens for which a layout's router may choose other experts than one device's, in lower precision."""
 PRECISION_FLOOR = 1e-3
 """Rounding error that counts as none, as a share of a gradient's norm."""
 
@@ -108,9 +108,15 @@ def check_rounding(name: str, a: Tensors, b: Tensors, exact: Tensors) -> Check:
 
 
 def check_choices(name: str, counts: Tensors) -> Check:
-    """Return the share of given choices of experts that one device would not have made, of `RouteWatch.figures`."""
-    pinned, other = (float(counts[key]) for key in ("pinned", "other"))
-    return Check(name, other / pinned, OTHER_EXPERTS, "", int(pinned))
+    """Return the largest share, over routers, of given experts that one device would not have chosen.
+
+    Args:
+        name: of the check.
+        counts: of each router, as of `RouteWatch.count_choices`.
+    """
+    shares = {router: float(other) / float(pinned) for router, (pinned, other) in counts.items()}
+    worst = max(shares, key=lambda router: shares[router])
+    return Check(name, shares[worst], OTHER_EXPERTS, worst, int(sum(pinned for pinned, _ in counts.values())))
 
 
 def check_lines(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], key: str, bound: float) -> Check:

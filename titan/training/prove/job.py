@@ -11,7 +11,7 @@ from titan.run.run import Run
 from titan.training.replay.observation import Samples
 
 EXPERTS, ROUTING = "experts", "routing"
-"""What ranks record of step 1 beside tensors: the experts of its tokens, and how many choices were given and differ."""
+"""What ranks record of step 1 beside tensors: its tokens' experts, and how many were given and differ, by router."""
 
 
 @dataclass(frozen=True)

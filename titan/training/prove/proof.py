@@ -122,7 +122,9 @@ class _Prover:
         layout = self.train("precision", self.run)
         experts = join_experts([rank[EXPERTS] for rank in layout.ranks], self.run.training.global_batch)
         one = self.train("precision-one", reduce_to_one_device(self.run, ""), experts=experts)
-        choices = one.merge(ROUTING)  # empty where routers of one's own take no given experts
+        choices = one.merge(ROUTING)  # of none where a router of one's own takes no given experts
+        if choices.keys() != experts.keys():
+            choices = {}
         if choices:
             exact = self.train("fp32-pinned", exact.run, experts=experts)
         words = self.run.precision.describe()

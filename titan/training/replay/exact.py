@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     import torch
 
 ExactType = Literal["fp32", "fp64"]
-"""The type: in fp64 matmuls, sums over ranks and updates; norms, rotary embedding, routers and loss stay in fp32."""
+"""The type: in fp64 matmuls, attention and FSDP's sums over ranks. Weights, their gradients and updates, norms, rotary
+embedding, routers' scores and loss stay in fp32."""
 
 
 @dataclass(frozen=True)
 class DoublePrecision(Precision):
-    """Everything in fp64 whose type a run chooses. No run trains so: its settings are those of fp32."""
+    """Matmuls and activations in fp64. No run trains so: its settings are those of fp32."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -25,16 +26,6 @@ class DoublePrecision(Precision):
         import torch
 
         return torch.float64
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """The torch type of weights and their gradients."""
-        return self.dtype
-
-    @property
-    def accumulate_dtype(self) -> torch.dtype:
-        """The torch type of gradients that are accumulated whole."""
-        return self.dtype
 
     def describe(self) -> str:
         """Return one phrase for the console."""
@@ -52,7 +43,7 @@ def make_exact(run: Run, exact: ExactType) -> Run:
     training, on_gpu = run.training, run.machine.device == "cuda"
     if exact == "fp64":
         precision = DoublePrecision(**{field.name: getattr(precision, field.name) for field in fields(Precision)})
-        training = replace(training, attention="math") if on_gpu else training
+        training = replace(training, attention="math") if on_gpu or training.attention == "flex" else training
     elif training.attention in ("flash", "cudnn") and on_gpu:
         training = replace(training, attention="auto")
     return replace(run, precision=precision, training=training)

@@ -25,6 +25,8 @@ class OperationWatch(ModuleHooks):
         operations: in their order.
     """
 
+    stays_in_modes = True
+
     def __init__(self, train_step: TrainStep, name: str) -> None:
         super().__init__(train_step.stages)
         self.operations: list[Operation] = []

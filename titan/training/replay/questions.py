@@ -22,7 +22,7 @@ from titan.training.replay.result import ReplayedStep
 from titan.training.replay.spread import Spread
 
 BOUND = 1e-5
-"""Relative difference in fp32 above which it is no rounding."""
+"""Relative difference in the deciding type above which it is no rounding."""
 LAYOUT, PRECISION = "layout or model", "precision"
 """What a finding is a fault of."""
 RATE = "rate"
@@ -103,7 +103,7 @@ def ask_questions(
 
     Args:
         native: both in the runs' precision.
-        exact: both in fp32, `native` itself where the runs are; None where that was not run.
+        exact: both in the deciding type, `native` itself where the runs are; None where that was not run.
         same_code: whether both are the same computation in the same order.
         bound: see `BOUND`.
         spread: of random rounding; None where it was not measured.

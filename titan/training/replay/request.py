@@ -46,7 +46,7 @@ class Settings:
     )
     against: str | None = setting(None, "another run, or overrides for the same step: both are compared", any_text=True)
     tolerance: float = setting(
-        1e-5, "relative difference in fp32 above which an output, gradient or update is wrong", above=0
+        1e-5, "relative difference in the type of `exact` above which an output, gradient or update is wrong", above=0
     )
     exact: Literal["fp32", "fp64"] = setting(
         "fp32",

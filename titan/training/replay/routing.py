@@ -30,6 +30,7 @@ class RouteWatch(ModuleHooks):
 
     Attributes:
         figures: how many choices were pinned, and how many of these would have differed.
+        choices: the same of each router.
     """
 
     def __init__(self, train_step: TrainStep, rows: StepRows) -> None:
@@ -37,6 +38,7 @@ class RouteWatch(ModuleHooks):
         self.train_step, self.rows = train_step, rows
         self.seen: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
         self.figures: dict[str, float] = {}
+        self.choices: dict[str, list[int]] = {}
         self._pinned: list[nn.Module] = []
 
     def watch(self, pinned: Mapping[str, Samples]) -> None:
@@ -48,7 +50,7 @@ class RouteWatch(ModuleHooks):
                     continue
                 self.add_after(index, router, self._build_hook(name))
                 if name in pinned:
-                    self._pin(index, router, pinned[name])
+                    self._pin(index, name, router, pinned[name])
 
     def _build_hook(self, name: str) -> Callable[..., None]:
         def record(call: StageCall, router: nn.Module, args: tuple[Any, ...], experts: Tensor) -> None:
@@ -64,7 +66,7 @@ class RouteWatch(ModuleHooks):
         first, positions = self.rows.get_row_number(microbatch, 0), self.rows.select_positions(real.shape[1])
         return (torch.arange(first, first + len(real))[:, None] * self.rows.seq_len + positions).flatten()
 
-    def _pin(self, stage: int, router: Any, pinned: Samples) -> None:
+    def _pin(self, stage: int, name: str, router: Any, pinned: Samples) -> None:
         """Have a router choose given experts."""
         call, own_choice = self.calls[stage], router.choose_experts
 
@@ -73,16 +75,18 @@ class RouteWatch(ModuleHooks):
             real = own[: self.rows.count_rows(call.microbatch)]
             numbers = _find_tokens(pinned.tokens, self._number_tokens(call.microbatch, real).numpy())
             chosen = torch.from_numpy(pinned.values[numbers]).to(own.device).view_as(real)
-            self._count_other(real, chosen)
+            self._count_other(name, real, chosen)
             return torch.cat([chosen, own[len(real) :]])
 
         router.choose_experts = choose_pinned
         self._pinned.append(router)
 
-    def _count_other(self, own: Tensor, chosen: Tensor) -> None:
-        other = (own.sort(-1).values != chosen.sort(-1).values).any(-1).sum()
-        for key, count in (("pinned", own[..., 0].numel()), ("other", int(other))):
+    def _count_other(self, name: str, own: Tensor, chosen: Tensor) -> None:
+        other = int((own.sort(-1).values != chosen.sort(-1).values).any(-1).sum())
+        counts = self.choices.setdefault(name, [0, 0])
+        for index, (key, count) in enumerate((("pinned", own[..., 0].numel()), ("other", other))):
             self.figures[key] = self.figures.get(key, 0.0) + count
+            counts[index] += count
 
     def __exit__(self, *error: Any) -> None:
         for router in self._pinned:
@@ -103,8 +107,8 @@ class RouteWatch(ModuleHooks):
         return {name: _stack_tokens(self.seen[name]) if name in self.seen else none for name in names}
 
     def count_choices(self) -> dict[str, Tensor]:
-        """Return the figures as tensors."""
-        return {name: torch.tensor(value) for name, value in self.figures.items()}
+        """Return the choices as tensors [2]."""
+        return {name: torch.tensor(counts) for name, counts in self.choices.items()}
 
 
 def _stack_tokens(parts: list[tuple[Tensor, Tensor, int]]) -> Tensor:

@@ -195,7 +195,7 @@ class Replayer(Trainer):
         """Take the step while it is watched, then compare the optimizer by made gradients."""
         rows, pinned = self._to_device(batch), read_routes(job.pin, name) if job.pin else {}
         is_first, is_last = (name == job.passes[i][0] for i in (0, -1))
-        losses = self._find_losses(rows, job) if is_first and self.run.compile.scope != "off" else None
+        losses = self._find_losses(rows, job) if job.tokens and is_first and self.run.compile.scope != "off" else None
         fingerprints, kept = self._fingerprint_start(is_first), self._copy_state() if is_last else []
         tokens = job.tokens if is_first and losses is None else 0
         rows_of_step, layers = self._build_rows(rows, job), job.layers and is_first
