@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
@@ -89,12 +90,11 @@ def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str 
 
     if layout.pipeline > 1:
         counts = _select_smaller_microbatches(list_microbatch_counts(recipe.parallelism, layout, rows), rows)
-        smallest = next((n for n in counts if estimate_gib(n) <= gib), None)
-        if smallest is None:
+        fitting = (n for n in counts if estimate_gib(n) <= gib)
+        if (first := next(fitting, None)) is None:
             return min(counts, key=estimate_gib)
-        return _choose_least_padded(
-            rows, [n for n in counts if smallest <= n <= 2 * smallest and estimate_gib(n) <= gib]
-        )
+        most = 2 * first
+        return _choose_least_padded(rows, chain([first], takewhile(lambda n: n <= most, fitting)))
     if estimate_gib(1) <= gib or rows == 1:
         return 1
     smallest = _bisect_smallest(2, rows, lambda count: estimate_gib(count) <= gib)

@@ -29,16 +29,14 @@ class RouteWatch(ModuleHooks):
     """Records the experts of each token, and has routers choose given ones.
 
     Attributes:
-        figures: how many choices were pinned, and how many of these would have differed.
-        choices: the same of each router.
+        choices: of each router, how many were pinned, and how many of these would have differed.
     """
 
     def __init__(self, train_step: TrainStep, rows: StepRows) -> None:
         super().__init__(train_step.stages, around_compiled=True)
         self.train_step, self.rows = train_step, rows
         self.seen: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
-        self.figures: dict[str, float] = {}
-        self.choices: dict[str, list[int]] = {}
+        self.choices: dict[str, tuple[int, int]] = {}
         self._pinned: list[nn.Module] = []
 
     def watch(self, pinned: Mapping[str, Samples]) -> None:
@@ -83,15 +81,18 @@ class RouteWatch(ModuleHooks):
 
     def _count_other(self, name: str, own: Tensor, chosen: Tensor) -> None:
         other = int((own.sort(-1).values != chosen.sort(-1).values).any(-1).sum())
-        counts = self.choices.setdefault(name, [0, 0])
-        for index, (key, count) in enumerate((("pinned", own[..., 0].numel()), ("other", other))):
-            self.figures[key] = self.figures.get(key, 0.0) + count
-            counts[index] += count
+        pinned, others = self.choices.get(name, (0, 0))
+        self.choices[name] = pinned + own[..., 0].numel(), others + other
 
     def __exit__(self, *error: Any) -> None:
         for router in self._pinned:
             del router.choose_experts
         super().__exit__(*error)
+
+    def sum_choices(self) -> dict[str, float]:
+        """Return the choices over all routers, as figures of a replay; none where none was pinned."""
+        sums = [float(sum(counts)) for counts in zip(*self.choices.values(), strict=True)]
+        return dict(zip(("pinned", "other"), sums, strict=False))
 
     def collect(self, rank: int) -> dict[str, Samples]:
         """Return the experts of this rank's tokens, by router."""

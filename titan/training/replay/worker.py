@@ -213,7 +213,7 @@ class Replayer(Trainer):
             groups=describe_groups(self.train_step.optimizer, self._name_parameters()),
             routes=routes.collect(self.world.rank_info.rank),
             unobserved=_list_unobserved(observer),
-            figures={"step": taken.seconds} | routes.figures,
+            figures={"step": taken.seconds} | routes.sum_choices(),
         )
 
     def _take_step(self, batch: Batch, watch: Callable[[], _Watch], layers: bool) -> _TakenStep:
