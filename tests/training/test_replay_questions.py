@@ -85,7 +85,8 @@ def test_what_is_equal_is_the_same_only_where_it_was_compared() -> None:
         "both are the same, bitwise, in all activations"
     )
     hidden = replace(pair.b, unobserved={"layers.0.attention": "inside of compiled code"})
-    missing = ask_questions(ReplayPair(pair.a, hidden, "fp32"), None, same_code=False)
+    observed = ReplayPair(pair.a, hidden, "fp32")
+    missing = ask_questions(observed, observed, same_code=False)
     assert missing.verdict == "both are the same, bitwise, in all that was compared"
     assert missing.sentences[-1] == (
         "4. outputs that were not compared: layers.0.attention (inside of compiled code in B)"
@@ -105,7 +106,8 @@ def test_ranks_with_other_values_are_named() -> None:
     key = (START, "norm.weight")
     parts = (Replica((0,), a.tensors[key][0].fingerprint), Replica((1,), b.tensors[key][0].fingerprint))
     unequal = replace(a, tensors={**a.tensors, key: parts})
-    found = ask_questions(ReplayPair(a, unequal, "fp32"), None, same_code=False).findings[0]
+    pair = ReplayPair(a, unequal, "fp32")
+    found = ask_questions(pair, pair, same_code=False).findings[0]
     assert (found.kind, found.name) == ("replicas", "norm.weight") and "rank 1 against rank 0" in found.where
 
 

@@ -97,30 +97,29 @@ class Answers:
 
 
 def ask_questions(
-    native: ReplayPair, exact: ReplayPair | None, *, same_code: bool, bound: float = BOUND, spread: Spread | None = None
+    native: ReplayPair, exact: ReplayPair, *, same_code: bool, bound: float = BOUND, spread: Spread | None = None
 ) -> Answers:
     """Ask all questions.
 
     Args:
         native: both in the runs' precision.
-        exact: both in the deciding type, `native` itself where the runs are; None where that was not run.
+        exact: both in the deciding type, `native` itself where the runs are.
         same_code: whether both are the same computation in the same order.
         bound: see `BOUND`.
         spread: of random rounding; None where it was not measured.
     """
-    decider = exact or native
-    starts, start_sentence, comparable = _compare_starts(native, decider, bound)
+    starts, start_sentence, comparable = _compare_starts(native, exact, bound)
     if not comparable:
         return Answers(tuple(starts), (start_sentence,), comparable=False, bound=bound)
-    activations = diff.compare_activations(decider.a, decider.b)
-    tensors = {kind: diff.compare_tensors(decider.a, decider.b, kind) for kind in (GRADIENT, UPDATE)}
+    activations = diff.compare_activations(exact.a, exact.b)
+    tensors = {kind: diff.compare_tensors(exact.a, exact.b, kind) for kind in (GRADIENT, UPDATE)}
     findings = [*starts]
     if same_code and not starts:
         findings += _find_bitwise(native)
-    faults = list(_find_faults(decider, activations, tensors, bound))
+    faults = list(_find_faults(exact, activations, tensors, bound))
     findings += faults[:1]
-    sentences = [start_sentence, _describe_faults(decider, exact, faults, activations, tensors, bound)]
-    if exact is not None and exact is not native and not faults:
+    sentences = [start_sentence, _describe_faults(exact, faults, activations, tensors, bound)]
+    if exact is not native and not faults:
         found, sentence = _judge_precision(native, exact, spread)
         findings += found
         sentences.append(sentence)
@@ -291,15 +290,14 @@ def _list_beyond(differences: Sequence[Difference], bound: float) -> list[Differ
 
 def _describe_faults(
     decider: ReplayPair,
-    exact: ReplayPair | None,
     faults: Sequence[Finding],
     activations: Sequence[Difference],
     tensors: Mapping[str, Sequence[Difference]],
     bound: float,
 ) -> str:
     if faults:
-        owner = "a fault of layout or model" if exact else "which may be rounding, as nothing was computed in fp32"
-        owner = "but only in the update, whose settings differ" if faults[0].kind == RATE else owner
+        is_setting = faults[0].kind == RATE
+        owner = "but only in the update, whose settings differ" if is_setting else "a fault of layout or model"
         return f"2. in {decider.name} both differ by more than {bound:g}, {owner}"
     largest = find_largest((*activations, *(d for kind in tensors.values() for d in kind)))
     size = f"the largest difference is {largest.relative:.1e}, {describe_key(largest.key)}" if largest else "bitwise"
@@ -373,18 +371,18 @@ def _summarize(
     native: ReplayPair,
     activations: Sequence[Difference],
     tensors: Mapping[str, Sequence[Difference]],
-    exact: ReplayPair | None,
+    exact: ReplayPair,
     bound: float,
 ) -> str:
     """Return the last line where nothing was found."""
     everything = [*activations, *(d for kind in tensors.values() for d in kind)]
-    everything += diff.compare_activations(native.a, native.b) if exact else []
+    everything += diff.compare_activations(native.a, native.b)
     is_equal = not any(d.relative for d in everything) and not _format_figures(native)
     missing = native.a.unobserved or native.b.unobserved
     scope = "all that was compared" if missing else "all activations, gradients and updates"
     if is_equal:
         return f"both are the same, bitwise, in {scope}"
-    return f"no fault of layout or model: {scope} agree to rounding ({bound:g} in {(exact or native).name})"
+    return f"no fault of layout or model: {scope} agree to rounding ({bound:g} in {exact.name})"
 
 
 # --- words
