@@ -35,10 +35,11 @@ FLAT = 0.1
 ROLES = ("embedding", "hidden", "router", "residual", "norm", "head")
 """Activations: of the embedding, of the layers inside of branches, what all branches add, behind the norm, logits."""
 DEFAULTS = {
-    "over": "width", "base": "32", "layers": "4", "model": "llama", "optimizer": "adamw", "lr": "0.005", "seeds": "3",
-    "steps": "12",
+    "over": "width", "base": "32", "layers": "4", "model": "llama", "optimizer": "adamw", "seeds": "3", "steps": "12",
 }  # fmt: skip
-"""The arguments and their defaults."""
+"""The arguments and their defaults, but for lr, which is the optimizer's of `LEARNING_RATES`."""
+LEARNING_RATES = {"adamw": "0.0025", "muon": "0.016"}
+"""About those with the least loss of the base in `sweep=mup`: a check is of the rates at which models are trained."""
 
 
 class ModelSize(NamedTuple):
@@ -200,9 +201,12 @@ def parse_options(arguments: Sequence[str]) -> dict[str, str]:
         ConfigError: for an unknown name.
     """
     given = dict(argument.partition("=")[::2] for argument in arguments)
-    for name in given.keys() - DEFAULTS.keys():
-        raise ConfigError(f"{name}={given[name]}: no such argument; give one of {', '.join(DEFAULTS)}.")
-    options = DEFAULTS | given
+    for name in given.keys() - DEFAULTS.keys() - {"lr"}:
+        raise ConfigError(f"{name}={given[name]}: no such argument; give one of {', '.join(DEFAULTS)}, lr.")
+    optimizer = given.get("optimizer", DEFAULTS["optimizer"])
+    if optimizer not in LEARNING_RATES:
+        raise ConfigError(f"optimizer={optimizer}: the table has no exponents for it; give optimizer=adamw or muon.")
+    options = DEFAULTS | {"lr": LEARNING_RATES[optimizer]} | given
     if options["over"] not in ("width", "depth"):
         raise ConfigError(f"over={options['over']}: no such direction; give over=width or over=depth.")
     if not options["layers"].isdigit() or options["layers"] == "0":

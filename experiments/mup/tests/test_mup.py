@@ -240,7 +240,12 @@ def test_a_check_is_over_eight_times_the_base(words: list[str], sizes: list[tupl
     assert coordinates.list_sizes(coordinates.parse_options(words)) == sizes
 
 
-@pytest.mark.parametrize("word", ["over=length", "base=48", "base=0", "layers=0", "layers=few", "blocks=4"])
+def test_a_check_is_at_the_rate_of_its_optimizer() -> None:
+    assert coordinates.parse_options(["optimizer=muon"])["lr"] == "0.016"
+    assert coordinates.parse_options(["optimizer=muon", "lr=0.1"])["lr"] == "0.1"
+
+
+@pytest.mark.parametrize("word", ["over=length", "base=48", "base=0", "layers=0", "layers=few", "blocks=4", "optimizer=sgd"])
 def test_a_check_of_other_sizes_is_rejected(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert coordinates.main([word]) == 2
     assert f"error: {word}: " in capsys.readouterr().err
@@ -248,7 +253,7 @@ def test_a_check_of_other_sizes_is_rejected(word: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(("transfer", "flat"), [full("both", True, id="transfer"), full("none", False, id="control")])
 def test_changes_do_not_depend_on_the_width(transfer: str, flat: bool) -> None:
-    options = {**coordinates.DEFAULTS, "steps": "6"}
+    options = coordinates.parse_options(["steps=6"])
     sizes = [coordinates.ModelSize(32, 4), coordinates.ModelSize(128, 4)]
     changes = [coordinates.measure_changes(coordinates.compose(size, transfer, options), 6)[-1] for size in sizes]
     spreads = {role: abs(changes[1][role] / changes[0][role] - 1) for role in ("hidden", "head")}
