@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from titan.model import attention
 
 MAX_SCORES = 2**27
-"""The number of scores that the explicit formula computes at once, in float32; larger blocks are split by queries."""
+"""The number of scores that the explicit formula computes at once; larger blocks are split by queries."""
 LSE_MULTIPLE = 32
 """The memory-efficient kernel's lse has a length that is a multiple of this."""
 
@@ -34,7 +34,7 @@ QueryState = tuple[Tensor, Tensor, Tensor, Tensor]
 of attention to all keys, and its lse [B, H, t]."""
 
 Results = tuple[Tensor, Tensor]
-"""The output [B, H, t, d], zero where a query sees no key, and lse, float32 [B, H, t], minus infinity there."""
+"""The output [B, H, t, d], zero where a query sees no key, and lse [B, H, t] in the type of sums, minus infinity there."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Of q, k and v."""
@@ -131,12 +131,12 @@ def widen(x: Tensor) -> Tensor:
 
 
 def init_merge(out: Tensor, lse: Tensor) -> Results:
-    """Return float32 copies of a block's result, for `merge_block`."""
+    """Return copies of a block's result in the type of sums, for `merge_block`."""
     return out.to(choose_sum_type(out), copy=True), lse.clone()
 
 
 def merge_block(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Merge the result of a block of other keys into `out` and `lse`, which are float32 and finite, in place."""
+    """Merge the result of a block of other keys into `out` and `lse`, finite and of the type of sums, in place."""
     out.lerp_(widen(new_out), torch.sigmoid(new_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
 
@@ -291,13 +291,13 @@ def _resolve_scale(q: Tensor, scale: float | None) -> float:
 
 
 def _compute_scores(q: Tensor, k: Tensor, visible: Tensor, scale: float | None) -> Tensor:
-    """Return the scores, float32 [B, K, H / K, t, s], minus infinity where a query does not see a key."""
+    """Return the scores, in the type of sums [B, K, H / K, t, s], minus infinity where a query does not see a key."""
     scores = torch.einsum("bkgtd,bksd->bkgts", _group_heads(widen(q) * _resolve_scale(q, scale), k), widen(k))
     return scores.masked_fill(~visible[:, None, None], -torch.inf)
 
 
 def _formula_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Results:
-    """Return output and lse of a block by the explicit formula, in float32."""
+    """Return output and lse of a block by the explicit formula, in sums' type."""
     scores = _compute_scores(q, k, visible, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
@@ -305,7 +305,7 @@ def _formula_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
 
 
 def _formula_backward(queries: QueryState, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Gradients:
-    """Return a block's gradients by the explicit formula, in float32 (FlashAttention-2, arXiv:2307.08691, alg. 2)."""
+    """Return a block's gradients by the formula, in the type of sums (FlashAttention-2, arXiv:2307.08691, alg. 2)."""
     grad, q, out, lse = (_group_heads(widen(x), k) for x in queries)
     weights = (_compute_scores(queries[1], k, visible, scale) - lse[..., None]).exp()
     grad_scores = torch.einsum("bkgtd,bksd->bkgts", grad, widen(v)) - (grad * out).sum(-1, keepdim=True)

@@ -204,7 +204,7 @@ def _ring_backward(queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _R
 def _accumulate_gradients(
     dq: Tensor, queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _Ring, source: int
 ) -> Tensor:
-    """Add the gradient of a block's queries to dq, and return the gradient of rank `source`'s kv, float32."""
+    """Add the gradient of a block's queries to dq, and return the gradient of rank `source`'s kv, in sums' type."""
     dkv = torch.zeros_like(kv, dtype=choose_sum_type(kv))
     block = _make_block(ring, source, dq.shape[2], mask)
     if block is not None:
@@ -254,7 +254,7 @@ def _run_round(
         scale: see `ring_attention`.
 
     Returns:
-        The output [B, H, t, d], and lse, float32 [B, H, t], which has no gradient.
+        The output [B, H, t, d], and lse [B, H, t], in the type of sums, which has no gradient.
     """
     out, lse = _ring_forward(q, kv.contiguous(), mask, _Ring(name, rank, size, balance, kernel, scale))
     return out.contiguous(), lse.contiguous()
