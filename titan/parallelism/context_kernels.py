@@ -34,7 +34,8 @@ QueryState = tuple[Tensor, Tensor, Tensor, Tensor]
 of attention to all keys, and its lse [B, H, t]."""
 
 Results = tuple[Tensor, Tensor]
-"""The output [B, H, t, d], zero where a query sees no key, and lse [B, H, t] in the type of sums, minus infinity there."""
+"""The output [B, H, t, d], zero where a query sees no key, and lse [B, H, t] of the type of sums, minus infinity there.
+"""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Of q, k and v."""
@@ -297,7 +298,7 @@ def _compute_scores(q: Tensor, k: Tensor, visible: Tensor, scale: float | None) 
 
 
 def _formula_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Results:
-    """Return output and lse of a block by the explicit formula, in sums' type."""
+    """Return output and lse of a block by the explicit formula, in the type of sums."""
     scores = _compute_scores(q, k, visible, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()

@@ -204,7 +204,7 @@ def _ring_backward(queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _R
 def _accumulate_gradients(
     dq: Tensor, queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _Ring, source: int
 ) -> Tensor:
-    """Add the gradient of a block's queries to dq, and return the gradient of rank `source`'s kv, in sums' type."""
+    """Add the gradient of a block's queries to dq, and return that of rank `source`'s kv, in the type of sums."""
     dkv = torch.zeros_like(kv, dtype=choose_sum_type(kv))
     block = _make_block(ring, source, dq.shape[2], mask)
     if block is not None:
