@@ -13,12 +13,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titan import api
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.errors import ConfigError
+from titan.report.findings import RunResult
 
 FREE = ("transfer", "dim", "layers", "heads", "kv_heads", "ffn", "expert_ffn", "base_head_dim")
 """Settings of a model in which the runs may differ, beside learning rate and seed."""
@@ -75,22 +76,28 @@ def read_losses(folders: Sequence[str]) -> dict[Size, dict[float, dict[int, floa
     Raises:
         ConfigError: where there are none, two are the same, or they differ in anything else.
     """
+    results = _select_finished(folders)
+    runs = [api.open_run(result.directory) for result in results]
+    losses: dict[Size, dict[float, dict[int, float]]] = {}
+    seen: set[tuple[Any, ...]] = set()
+    for run, result in zip(runs, results, strict=True):
+        _check_equal(runs[0], run)
+        size, rate = _read_size(run), float(run.config["optimizer"]["lr"])
+        key = (size, run.config["model"]["transfer"], rate, result.seed)  # of a base, control and transfer are the same
+        if key in seen:
+            raise ConfigError(f"{run.directory}: there is another run of this size, learning rate and seed.")
+        seen.add(key)
+        loss = math.inf if result.diverged or result.validation is None else result.validation
+        losses.setdefault(size, {}).setdefault(rate, {})[result.seed] = loss
+    return losses
+
+
+def _select_finished(folders: Sequence[str]) -> list[RunResult]:
     results = [run for variant in api.compare(folders).variants for run in variant.runs]
     finished = [run for run in results if run.diverged or (run.state == "finished" and run.validation is not None)]
     if not finished:
-        raise ConfigError(
-            f"{', '.join(folders)}: has no finished run with a validation loss; give the folder of a grid."
-        )
-    runs = {result.directory: api.open_run(result.directory) for result in finished}
-    losses: dict[Size, dict[float, dict[int, float]]] = {}
-    for result in finished:
-        run = runs[result.directory]
-        _check_equal(runs[finished[0].directory], run)
-        of_rate = losses.setdefault(_read_size(run), {}).setdefault(float(run.config["optimizer"]["lr"]), {})
-        if result.seed in of_rate:
-            raise ConfigError(f"{run.directory}: there is another run of this size, learning rate and seed.")
-        of_rate[result.seed] = math.inf if result.diverged or result.validation is None else result.validation
-    return losses
+        raise ConfigError(f"{', '.join(folders)}: no run has finished with a validation loss; give a finished grid.")
+    return finished
 
 
 def _read_size(run: api.SavedRun) -> Size:

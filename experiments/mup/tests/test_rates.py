@@ -36,6 +36,7 @@ def test_a_grid_is_shown_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     control = f"{WIDE} model.transfer=none"
     curves = {
         BASE: {0.001: 3.1, 0.002: 3.0, 0.004: 3.1},
+        f"{BASE} model.transfer=none": {0.001: 3.1, 0.002: 3.0, 0.004: 3.1},
         WIDE: {0.001: 2.9, 0.002: 2.8, 0.004: None},
         control: {0.001: 2.9, 0.002: 3.2, 0.004: 3.3},
     }
