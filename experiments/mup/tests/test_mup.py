@@ -240,7 +240,9 @@ def test_a_check_is_over_eight_times_the_base(words: list[str], sizes: list[tupl
     assert coordinates.list_sizes(coordinates.parse_options(words)) == sizes
 
 
-@pytest.mark.parametrize("word", ["over=length", "base=48", "base=0", "layers=0", "layers=few", "blocks=4"])
+@pytest.mark.parametrize(
+    "word", ["over=length", "base=48", "base=0", "base=²", "layers=0", "layers=few", "seeds=0", "steps=x", "blocks=4"]
+)
 def test_a_check_of_other_sizes_is_rejected(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert coordinates.main([word]) == 2
     assert f"error: {word}: " in capsys.readouterr().err
