@@ -81,7 +81,7 @@ class Rows(Dataset):
     @property
     def row_format(self) -> str:
         """What the ids of a row mean."""
-        return describe_rows(self.text_tokens, self.height, self.width, self.channels)
+        return describe_rows(self.text_tokens, self.height, self.width, self.channels, self.levels)
 
     def build(self) -> Source:
         """Return the file's rows."""

@@ -72,7 +72,7 @@ class Flux(FluxCounts, Decoder):
     @property
     def row_format(self) -> str:
         """What the ids of a row mean."""
-        return describe_rows(self.text_tokens, self.height, self.width, self.channels)
+        return describe_rows(self.text_tokens, self.height, self.width, self.channels, self.vocab)
 
     @property
     def evaluation_times(self) -> tuple[float, ...]:

@@ -30,9 +30,9 @@ VERSION = 1
 """Of the images: another one makes others."""
 
 
-def describe_rows(text_tokens: int, height: int, width: int, channels: int) -> str:
-    """Return what a row consists of, as model and dataset state it."""
-    return f"{text_tokens} words and images of {height} x {width} x {channels} values"
+def describe_rows(text_tokens: int, height: int, width: int, channels: int, levels: int) -> str:
+    """Return what a row consists of, as model and dataset state it; `levels` are scaled to the same interval."""
+    return f"{text_tokens} words and images of {height} x {width} x {channels} values of {levels} levels"
 
 
 class ShapesSource(Source):
@@ -146,7 +146,7 @@ class Shapes(Dataset):
     @property
     def row_format(self) -> str:
         """What the ids of a document mean."""
-        return describe_rows(self.text_tokens, self.height, self.width, CHANNELS)
+        return describe_rows(self.text_tokens, self.height, self.width, CHANNELS, VALUES)
 
     def build(self) -> Source:
         """Return the images."""

@@ -16,22 +16,28 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.mixture.propose import format_sweep, format_weights
+from experiments.mixture.propose import check_sweep_file, format_sweep, format_weights
 from experiments.mixture.swarm import Swarm, read_shares, read_swarm
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_files, write_output_file
-from titan.scaling.mixture import MixtureModel, fit_mixture
+from titan.files.output_files import write_output_file
+from titan.scaling.mixture import FEWEST_PROXIES, MixtureModel, fit_mixture
 from titan.scaling.ranks import correlate_ranks
 
 Numbers = NDArray[np.float64]
 
-CANDIDATES = 4_000
+CANDIDATES = 1_000
 """Mixtures that each round of a search looks at."""
-ROUNDS = 6
+ROUNDS = 20
 """Of a search: each looks nearer to the best one so far."""
+NEARER = 1.4
+"""By what factor a round looks nearer than the one before."""
+SPARSENESS = 0.2
+"""Of the Dirichlet distribution of steps, which so move the weight of few sources, also where there are many."""
+FEWEST_MIXTURES = FEWEST_PROXIES + 1
+"""Each mixture is predicted from all others too."""
 LEVEL = 0.9
 """Of intervals."""
 
@@ -60,7 +66,7 @@ COMMAND = Command(
         "runs/swarm 'target={books: 1, code: 1}' to=sweep/confirm.yaml": "for two of them, and runs to confirm it",
     },
     Settings,
-    notes="Needs eight mixtures. What carries over to larger runs is the order of mixtures; confirm it by two of them.",
+    notes="Needs nine mixtures. What carries over to larger runs is the order of mixtures; confirm it by two of them.",
 )
 
 
@@ -124,19 +130,26 @@ def fit_prediction(swarm: Swarm, target: Numbers) -> Prediction:
 
 def search_best(prediction: Prediction, low: Numbers, high: Numbers, generator: np.random.Generator) -> Numbers:
     """Return the mixture with the least predicted loss among those with weights from `low` to `high`; [sources]."""
-    best: Numbers | None = None
-    width = 1.0
-    for _ in range(ROUNDS):
-        drawn = generator.dirichlet(np.ones(len(low)), size=CANDIDATES)
-        if best is not None:
-            drawn = np.vstack([best, best + width * (drawn - best)])
-        allowed = drawn[((drawn >= low - 1e-9) & (drawn <= high + 1e-9)).all(1)]
-        if len(allowed):
-            best = np.asarray(allowed[int(np.argmin(prediction.predict(allowed)))])
-        width /= 3
-    if best is None:
-        raise ConfigError("the weights of the runs leave no mixture to search; give runs on more different mixtures.")
-    return best
+    sparse = np.full(len(low), SPARSENESS)
+    best = fit_into_range(np.full((1, len(low)), 1 / len(low)), low, high)
+    for number in range(ROUNDS):
+        first, second = (generator.dirichlet(sparse, size=CANDIDATES) for _ in range(2))
+        near = fit_into_range(best + (first - second) / NEARER**number, low, high)
+        candidates = np.vstack([best, near])
+        best = candidates[[int(np.argmin(prediction.predict(candidates)))]]
+    return np.asarray(best[0])
+
+
+def fit_into_range(weights: Numbers, low: Numbers, high: Numbers) -> Numbers:
+    """Return mixtures near `weights` [n, sources], with the sum one and weights from `low` to `high` [sources].
+
+    What a mixture lacks after its weights are cut to the range is divided over the sources by the room that they have.
+    """
+    cut = np.clip(weights, low, high)
+    missing = 1 - cut.sum(1, keepdims=True)
+    room = np.where(missing > 0, high - cut, cut - low)
+    shares = room / np.maximum(room.sum(1, keepdims=True), 1e-12)
+    return np.asarray(np.clip(cut + missing * shares, low, high))
 
 
 def find_best(swarm: Swarm, target: Numbers, baseline: Numbers, replicates: int = 200, seed: int = 0) -> BestMixture:
@@ -148,7 +161,12 @@ def find_best(swarm: Swarm, target: Numbers, baseline: Numbers, replicates: int 
         baseline: the mixture to compare with; [sources].
         replicates: resampled swarms.
         seed: of random numbers.
+
+    Raises:
+        ConfigError: for too few mixtures.
     """
+    if (count := len(swarm.weights)) < FEWEST_MIXTURES:
+        raise ConfigError(f"{count} mixtures have finished, too few for a regression; give at least {FEWEST_MIXTURES}.")
     generator = np.random.default_rng(seed)
     low, high = swarm.weights.min(0), swarm.weights.max(0)
     prediction = fit_prediction(swarm, target)
@@ -220,13 +238,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _find(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    files = check_output_files(settings.to, (".yaml",)) if settings.to else ()
+    file = check_sweep_file(settings.to) if settings.to else None
     swarm = read_swarm(settings.runs)
     target = read_shares("target", settings.target or dict.fromkeys(swarm.sources, 1.0), swarm.sources)
     baseline = read_shares("baseline", settings.baseline or dict.fromkeys(swarm.sources, 1.0), swarm.sources)
     best = find_best(swarm, target, baseline, settings.replicates, settings.seed)
     print(format_best(swarm, best, target))
-    for file in files:
+    if file is not None:
         values = [format_weights(weights, swarm.sources) for weights in (best.baseline, best.weights)]
         write_output_file(file, format_sweep("Is the mixture of the small runs better here too?", values, values[0]))
         print(f"the runs that confirm it: sweep={file.stem}, {file}")

@@ -1,6 +1,6 @@
 """Propose random mixtures for a swarm of small runs: a sweep over `dataset.weights`.
 
-    python -m experiments.mixture.propose to=swarm.yaml "sources=[library,tests,tables]" proxies=24
+    python -m experiments.mixture.propose to=mine/conf/sweep/swarm.yaml "sources=[library,tests,tables]" proxies=24
 
 Weights come from a Dirichlet distribution around a prior, as in RegMix (Liu et al. 2024, arXiv:2407.01492).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +32,16 @@ class Settings:
 
     sources: tuple[str, ...] = setting(MISSING, "names of the sources, as in dataset.sources")
     to: str = setting(MISSING, "the file of the sweep: NAME.yaml in a folder sweep/ of a search path")
-    proxies: int = setting(32, "number of mixtures", at_least=8, cap=10_000)
+    proxies: int = setting(32, "number of mixtures", at_least=9, cap=10_000)
     prior: Mapping[str, float] | None = setting(
         None, "the mean of the mixtures, as {books: 0.7, code: 0.3}; null: equal"
     )
     concentration: float = setting(
         1.0, "of the Dirichlet distribution, per source: larger values are nearer to the prior", above=0
     )
-    least: float = setting(0.01, "the least weight of a source, so that each is learned and evaluated", above=0)
+    least: float = setting(
+        0.01, "the least weight of a source, so that each is learned and evaluated", at_least=10**-DIGITS
+    )
     seed: int = setting(0, "of random numbers", at_least=0)
 
 
@@ -91,6 +94,18 @@ def format_sweep(question: str, values: Sequence[str], baseline: str) -> str:
     return "\n".join([*lines, ",\n".join(f"        {value}" for value in values), ""])
 
 
+def check_sweep_file(to: str) -> Path:
+    """Return the file of a sweep that is to be written.
+
+    Raises:
+        ConfigError: where it can't be written, or `sweep=NAME` would not find it.
+    """
+    (file,) = check_output_files(to, (".yaml",))
+    if file.absolute().parent.name != "sweep":
+        raise ConfigError(f"to={to}: sweep=NAME names files in folders sweep/; give a file such as sweep/{file.name}.")
+    return file
+
+
 def read_prior(prior: Mapping[str, float] | None, sources: Sequence[str]) -> Numbers:
     """Return the shares of sources; [sources].
 
@@ -114,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _propose(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    (file,) = check_output_files(settings.to, (".yaml",))
+    file = check_sweep_file(settings.to)
     sources = settings.sources
     if len(set(sources)) < max(2, len(sources)):
         raise ConfigError(f"sources={list(sources)}: give two or more names, each once.")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,8 +116,14 @@ def _check_equal(first: api.SavedRun, other: api.SavedRun) -> None:
     """Raise ConfigError where two runs differ in data or in a setting that changes what is learned."""
     a, b = (run.attempts[-1].document["science"] for run in (first, other))
     different = sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key) and key not in FREE)
+    if _count_evaluated(first) != _count_evaluated(other):  # no science, but it decides what the losses are of
+        different.append("evaluation.tokens")
     if different:
         raise ConfigError(
             f"{other.directory}: differs from {first.directory} in {different[0]}; runs of a swarm differ in "
             "dataset.weights and training.seed alone."
         )
+
+
+def _count_evaluated(run: api.SavedRun) -> Any:
+    return run.config.get("evaluation", {}).get("tokens")

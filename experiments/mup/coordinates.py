@@ -209,9 +209,10 @@ def parse_options(arguments: Sequence[str]) -> dict[str, str]:
     options = DEFAULTS | {"lr": LEARNING_RATES[optimizer]} | given
     if options["over"] not in ("width", "depth"):
         raise ConfigError(f"over={options['over']}: no such direction; give over=width or over=depth.")
-    if not options["layers"].isdigit() or options["layers"] == "0":
-        raise ConfigError(f"layers={options['layers']}: the base's blocks are a number; give layers=4.")
-    if not options["base"].isdigit() or int(options["base"]) % 32 or options["base"] == "0":
+    for name in ("layers", "seeds", "steps", "base"):
+        if not options[name].isdecimal() or not int(options[name]):
+            raise ConfigError(f"{name}={options[name]}: is no number from 1 on; give {name}={DEFAULTS[name]}.")
+    if int(options["base"]) % 32:
         raise ConfigError(f"base={options['base']}: heads of 16 elements need a width that 32 divides; give base=64.")
     return options
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Override
@@ -69,7 +70,13 @@ def _build_range(values: Sequence[float], sweep: Any) -> BaseDistribution:
         raise ValueError("the range is empty")
     if all(isinstance(number, int) for number in (sweep.start, sweep.stop, sweep.step)):
         return IntDistribution(int(min(values)), int(max(values)), step=abs(sweep.step))
-    return FloatDistribution(min(values), max(values), step=abs(float(sweep.step)))
+    bounds = [add_steps(float(sweep.start), float(sweep.step), count) for count in (0, len(values) - 1)]
+    return FloatDistribution(min(bounds), max(bounds), step=abs(float(sweep.step)))
+
+
+def add_steps(low: float, step: float, count: int) -> float:
+    """Return low + count * step as in decimal numbers: Optuna leaves out an end that is a rounding error away."""
+    return float(Decimal(str(low)) + count * Decimal(str(step)))
 
 
 def format_values(values: Mapping[str, Any]) -> list[str]:
@@ -104,4 +111,6 @@ def list_values(name: str, distribution: Any) -> list[Any]:
     count = round((distribution.high - distribution.low) / distribution.step) + 1
     if count > MAX_COMBINATIONS:
         raise ConfigError(f"hydra.sweeper.sampler=grid: {name} has {count:,} values; give fewer.")
-    return [distribution.low + index * distribution.step for index in range(count)]
+    if isinstance(distribution.low, int):
+        return [distribution.low + index * distribution.step for index in range(count)]
+    return [add_steps(distribution.low, distribution.step, index) for index in range(count)]

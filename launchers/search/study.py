@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
 
 OLDEST_OPTUNA = 4
 """The first version of Optuna that has what is used."""
@@ -145,6 +146,8 @@ def _check_same(study: Study, file: Path, direction: str, space: Space, fixed: S
     if study.direction.name.lower() != direction:
         raise ConfigError(f"{other} (direction={study.direction.name.lower()}); {advice}")
     for trial in study.get_trials(deepcopy=False):
+        if different := _find_other_names(trial, space):
+            raise ConfigError(f"{other} (of {', '.join(different)} one varies there, or here, alone); {advice}")
         for name in space.keys() & trial.distributions.keys():
             try:
                 check_distribution_compatibility(trial.distributions[name], space[name])
@@ -156,6 +159,13 @@ def _check_same(study: Study, file: Path, direction: str, space: Space, fixed: S
         raise ConfigError(f"{other} ({', '.join(different[:3])}); {advice}")
     if FIXED not in study.user_attrs:
         study.set_user_attr(FIXED, kept)
+
+
+def _find_other_names(trial: FrozenTrial, space: Space) -> list[str]:
+    """Return what varied in a trial and does not now, or the reverse; a kill may have left a trial with some values."""
+    if not trial.state.is_finished() or trial.values is None:
+        return sorted(trial.distributions.keys() - space.keys())
+    return sorted(trial.distributions.keys() ^ space.keys())
 
 
 def build_sampler(settings: OptunaSearch, trials: int) -> BaseSampler:

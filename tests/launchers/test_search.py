@@ -105,6 +105,8 @@ def square(values: dict[str, float], folder: Path) -> int:
         pytest.param("a=[1,2],[3]", ("[1,2]", "[3]"), "CategoricalDistribution", id="lists"),
         pytest.param("a=range(1,8,3)", (1, 7, 3), "IntDistribution", id="range-without-its-end"),
         pytest.param("a=range(0,1,0.25)", (0.0, 0.75, 0.25), "FloatDistribution", id="floats"),
+        pytest.param("a=range(0,1,0.3)", (0.0, 0.9, 0.3), "FloatDistribution", id="floats-that-round"),
+        pytest.param("a=range(0.7,0.0,-0.2)", (0.1, 0.7, 0.2), "FloatDistribution", id="downwards"),
         pytest.param("a=interval(1,5)", (1.0, 5.0, None), "FloatDistribution", id="interval"),
         pytest.param("a=tag(log,int(interval(1,5)))", (1, 5, 1), "IntDistribution", id="whole-numbers"),
     ],
@@ -114,6 +116,14 @@ def test_values_as_typed_become_distributions(override: str, values: tuple[Any, 
     assert type(made).__name__ == kind
     assert values == (made.choices if "Cat" in kind else (made.low, made.high, made.step))
     assert getattr(made, "log", False) == ("log" in override)
+
+
+@pytest.mark.parametrize("override", ["a=range(0,1,0.3)", "a=range(0.1,0.8,0.2)", "a=range(1,8,3)"])
+def test_a_grid_has_all_values_of_a_range(override: str) -> None:
+    (typed,) = OverridesParser.create().parse_overrides([override])
+    values = spaces.list_values("a", build_space(override)["a"])
+    assert values == pytest.approx([float(value) for value in typed.sweep_string_iterator()])
+    assert all(build_space(override)["a"]._contains(value) for value in values)
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
@@ -280,6 +290,8 @@ def test_the_margin_ends_trials_that_are_further_behind_than_any_made_up(tmp_pat
     [
         pytest.param({}, "maximize", RATE, [], "direction=minimize", id="direction"),
         pytest.param({}, "minimize", ["optimizer.lr=1,2"], [], "optimizer.lr has other choices", id="choices"),
+        pytest.param({}, "minimize", ["training.seed=0,1"], [], "optimizer.lr, training.seed", id="other-names"),
+        pytest.param({}, "minimize", [*RATE, "training.seed=0,1"], [], "of training.seed", id="one-more"),
         pytest.param({}, "minimize", RATE, ["model=llama1b"], "model=llama1b", id="settings"),
         pytest.param({}, "minimize", RATE, ["cluster.time=1h"], None, id="cluster"),
         pytest.param({"study_name": "b"}, "maximize", RATE, ["model=llama1b"], None, id="another-study"),
@@ -290,7 +302,7 @@ def test_a_study_continues_with_the_same_settings_only(
 ) -> None:
     settings = OptunaSearch()
     with open_study(tmp_path, settings, "minimize", build_space(*RATE), []) as study:
-        study.ask(build_space(*RATE))
+        study.tell(study.ask(build_space(*RATE)), 1.0)
         with pytest.raises(ConfigError, match="another command has this study"):  # noqa: SIM117
             with open_study(tmp_path, settings, "minimize", build_space(*RATE), []):
                 pass

@@ -108,6 +108,14 @@ def test_what_is_state_is_found_and_its_bytes() -> None:
         pytest.param(
             ["optimizer.cls=torch.optim.AdamW", "optimizer.args={lr:1}"], "titan passes lr itself", id="lr-argument"
         ),
+        pytest.param(
+            ["optimizer.cls=torch.optim.AdamW", "optimizer.args={params:1}"], "params itself; leave it out[.]",
+            id="params-argument",
+        ),
+        pytest.param(
+            ["optimizer.cls=torch.optim.AdamW", "optimizer.args={eps:-1}"],
+            "building it raises ValueError: .*epsilon.*; correct optimizer.args", id="argument-out-of-range",
+        ),
         full(
             ["optimizer.cls=torch.optim.Adafactor", "optimizer.split=elements"],
             "needs more than that: .*give auto",
@@ -127,6 +135,15 @@ def test_what_is_state_is_found_and_its_bytes() -> None:
 def test_settings_that_cannot_work(settings: list[str], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         compose_tiny_run(tmp_path, "optimizer=external", *settings)
+
+
+@pytest.mark.parametrize(("arguments", "takes"), [({}, True), ({"betas": 1}, False)], ids=["right", "wrong"])
+def test_weight_decay_is_titans_where_arguments_have_no_names(arguments: dict[str, Any], takes: bool) -> None:
+    constructor = load_constructor(f"{OWN}HandsOn", arguments)
+    assert ("weight_decay" in constructor.takes) == takes
+    if takes:
+        (group,) = constructor.build([torch.nn.Parameter(torch.ones(2))], 0.1, 0.0).param_groups
+        assert (group["lr"], group["weight_decay"]) == (0.1, 0.0)  # its default is 0.01
 
 
 def build_case(cls: str, parameters: str = "all") -> table.Case:

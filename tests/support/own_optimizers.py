@@ -220,6 +220,13 @@ class MatricesOnly(Base):
         return gradient / gradient.norm()
 
 
+class HandsOn(torch.optim.AdamW):
+    """AdamW with arguments that it names in no signature."""
+
+    def __init__(self, params: Any, **arguments: Any) -> None:
+        super().__init__(params, **arguments)
+
+
 class Averaged(Base):
     """SGD that evaluates the mean of its weights, between its methods `train` and `eval`."""
 

@@ -333,13 +333,16 @@ def test_in_bf16_layouts_learn_the_same(alone: tuple[Any, Any], tmp_path: Path) 
         full("model.height=7", "model.height=7: must be a multiple of model.patch=2; give 8.", id="model.height=7"),
         full(
             "model.height=10",
-            r"a row has 8 words and images of 10 x 6 x 3 values, 188 ids; give training.seq_len=188",
+            r"a row has 8 words and images of 10 x 6 x 3 values of 256 levels, 188 ids; give training.seq_len=188",
             id="model.height=10",
         ),
         full(
             "dataset.height=6,dataset.width=8",
-            "its rows are 8 words and images of 6 x 8 x 3 values, and the model",
+            "its rows are 8 words and images of 6 x 8 x 3 values of 256 levels, and the model",
             id="dataset.height=6,dataset.width=8",
+        ),
+        pytest.param(
+            "model.vocab=65536", "values of 256 levels, and the model .* of 65536 levels", id="model.vocab=65536"
         ),
         full("model.tied=true", "model.tied=true: Flux has no use for it", id="model.tied=true"),
         full(

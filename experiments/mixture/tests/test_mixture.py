@@ -61,6 +61,32 @@ def test_the_best_mixture_is_found(noise: float) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("concentration", [1.0, full(5.0), 20.0])
+def test_the_best_of_many_sources_is_found(concentration: float) -> None:
+    """Random mixtures of many sources are rarely within the range of the runs, and none was better than all of them."""
+    weights = propose.draw_mixtures(np.full(17, 1 / 17), 64, concentration, 0.01, 0)
+    losses = 4.0 - np.linspace(0.5, 0.02, 17) * np.log(weights + 0.01)
+    low, high, target = weights.min(0), weights.max(0), np.full(17, 1 / 17)
+    prediction = best.fit_prediction(Swarm(tuple(map(str, range(17))), weights, losses), target)
+    found = best.search_best(prediction, low, high, np.random.default_rng(0))
+    assert found.sum() == pytest.approx(1) and (found >= low).all() and (found <= high).all()
+    for step in np.eye(17)[:, None] - np.eye(17)[None]:  # moving weight from one source to another makes it no better
+        near = best.fit_into_range(found + 0.005 * step, low, high)
+        assert prediction.predict(near).min() > prediction.predict(found[None])[0] - 3e-4
+    assert prediction.compute_gain(target, found) > prediction.compute_gain(target, weights[0]) + 0.03
+
+
+def test_a_sweep_is_written_where_it_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert propose.main([f"to={tmp_path / 's.yaml'}", "sources=[a,b]"]) == 2
+    assert "give a file such as sweep/s.yaml" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_too_few_mixtures_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"8 mixtures have finished.*give at least 9"):
+        best.find_best(make_swarm(8), EQUAL, EQUAL, replicates=20)
+    best.find_best(make_swarm(9), EQUAL, EQUAL, replicates=20)
+
+
 def test_sources_that_do_not_matter_give_no_better_mixture() -> None:
     swarm = make_swarm(32)
     flat = Swarm(SOURCES, swarm.weights, 4 + np.random.default_rng(1).normal(0, 0.01, swarm.losses.shape))
@@ -79,7 +105,8 @@ def write_run(folder: Path, weights: dict[str, float], losses: dict[str, float],
     """Leave what a finished run leaves."""
     folder.mkdir(parents=True)
     dataset = {"sources": {name: {} for name in weights}, "weights": weights}
-    config = SETTINGS | {"dataset": dataset, "training": TRAINING | changes}
+    evaluation = {"tokens": changes.pop("evaluated", 32)}
+    config = SETTINGS | {"dataset": dataset, "evaluation": evaluation, "training": TRAINING | changes}
     document = {"attempt": 1, "run_id": "a", "overrides": [], "ids": IDS, "config": config}
     document["science"] = {"training.steps": config["training"]["steps"], "dataset.weights": weights}
     (folder / "run.yaml").write_text("---\n" + yaml.safe_dump(document))
@@ -132,6 +159,8 @@ def test_runs_of_one_mixture_are_averaged(tmp_path: Path) -> None:
         pytest.param(["sources=[a]"], "give two or more names", id="one-source"),
         pytest.param(["sources=[a,a]"], "give two or more names", id="twice"),
         pytest.param(["sources=[a,b]", "least=0.5"], "give less than 0.5", id="least"),
+        pytest.param(["sources=[a,b]", "least=0.00001"], "must be at least 0.0001", id="no-weight"),
+        pytest.param(["sources=[a,b]", "proxies=8"], "proxies=8: must be at least 9", id="few"),
         pytest.param(["sources=[a,b]", "prior={a: 1}"], "one weight for each of a, b", id="prior"),
         pytest.param(["sources=[a,b]", "prior={a: 1, b: 0}"], "numbers above 0", id="zero"),
     ],
@@ -139,14 +168,17 @@ def test_runs_of_one_mixture_are_averaged(tmp_path: Path) -> None:
 def test_wrong_proposals_end_with_2(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert propose.main([f"to={tmp_path / 's.yaml'}", *words]) == 2
-    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    assert propose.main([f"to={folder / 's.yaml'}", *words]) == 2
+    assert message in capsys.readouterr().err and not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         pytest.param({"steps": 20}, "differs from", id="steps"),
+        pytest.param({"evaluated": 64}, "in evaluation.tokens", id="evaluation"),
         pytest.param({"losses": {"books": 1.0}}, "no loss on the evaluation set of code", id="no-loss"),
     ],
 )

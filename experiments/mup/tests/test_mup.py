@@ -245,9 +245,10 @@ def test_a_check_is_at_the_rate_of_its_optimizer() -> None:
     assert coordinates.parse_options(["optimizer=muon", "lr=0.1"])["lr"] == "0.1"
 
 
-@pytest.mark.parametrize(
-    "word", ["over=length", "base=48", "base=0", "layers=0", "layers=few", "blocks=4", "optimizer=sgd"]
-)
+WRONG = "over=length base=48 base=0 base=² layers=0 layers=few seeds=0 steps=x blocks=4 optimizer=sgd"
+
+
+@pytest.mark.parametrize("word", WRONG.split())
 def test_a_check_of_other_sizes_is_rejected(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert coordinates.main([word]) == 2
     assert f"error: {word}: " in capsys.readouterr().err

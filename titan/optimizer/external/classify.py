@@ -80,7 +80,15 @@ class Verdict(NamedTuple):
 
 
 class RejectedError(Exception):
-    """Why an optimizer can't be used; without its name."""
+    """Why an optimizer can't be used; without its name.
+
+    Attributes:
+        advice: what to change; empty: another optimizer.
+    """
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
 def classify(constructor: Constructor, shapes: Mapping[str, tuple[int, ...]], is_stacked: bool) -> Verdict:
@@ -100,6 +108,7 @@ def classify(constructor: Constructor, shapes: Mapping[str, tuple[int, ...]], is
     with torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         problems = [_create_kind(shapes, dimensions) for dimensions in kinds]
+        _check_arguments(constructor, problems)
         for problem in problems:
             _run(run_kept, Updater(constructor, Traits(), RATE, DECAY), [problem.shorten(1)], name=problem.name)
         traits = _run(find_traits, constructor, RATE, DECAY, kinds)
@@ -118,6 +127,19 @@ def _check_step(constructor: Constructor) -> None:
         raise RejectedError("its step needs a closure that computes the loss again, and a step of titan has one pass")
     if "lr" not in constructor.takes:
         raise RejectedError("it has no argument lr, so that titan can't set the learning rate")
+
+
+def _check_arguments(constructor: Constructor, problems: Sequence[Problem]) -> None:
+    """Reject a class that can't be built for any parameter: its arguments are wrong, or one is missing."""
+    for problem in problems:
+        try:
+            constructor.build([torch.nn.Parameter(problem.weights.clone())], RATE, DECAY)
+        except Exception as error:
+            failure = error
+        else:
+            return
+    reason = f"building it raises {type(failure).__name__}: {describe_error(failure)}"
+    raise RejectedError(reason, "correct optimizer.args") from failure
 
 
 def _run(function: Any, *arguments: Any, name: str = "") -> Any:

@@ -63,12 +63,24 @@ def load_constructor(path: str, arguments: Mapping[str, Any]) -> Constructor:
     names = [name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     for name in arguments:
         if name in RESERVED:
-            raise ConfigError(f"optimizer.args: titan passes {name} itself; leave it out, or give optimizer.{name}.")
+            instead = "" if name == "params" else f", or give optimizer.{name}"
+            raise ConfigError(f"optimizer.args: titan passes {name} itself; leave it out{instead}.")
         if name not in names and not has_any:
             raise ConfigError(f"optimizer.args: {path} has no argument {name}; it has {', '.join(names)}.")
     takes = frozenset(name for name in RESERVED if name in names or (has_any and name == "lr"))
     converted = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
-    return Constructor(cls, converted, takes)
+    constructor = Constructor(cls, converted, takes)
+    return _find_passed_decay(constructor) if has_any and "weight_decay" not in takes else constructor
+
+
+def _find_passed_decay(constructor: Constructor) -> Constructor:
+    """Return a constructor that takes weight decay too, where a class hands unnamed arguments on to one that does."""
+    wider, decay = constructor._replace(takes=constructor.takes | {"weight_decay"}), 0.5
+    try:
+        groups = wider.build([torch.nn.Parameter(torch.zeros(2, 2))], 1e-3, decay).param_groups
+    except Exception:  # it has no such argument, or lacks another, which is reported later
+        return constructor
+    return wider if groups[0].get("weight_decay") == decay else constructor
 
 
 def _import_class(path: str) -> type[torch.optim.Optimizer]:

@@ -145,7 +145,7 @@ def _measure(path: str, packed: str, shapes: tuple[tuple[str, tuple[int, ...]], 
     try:
         verdict = classify(_load(path, packed), dict(shapes), is_stacked)
     except RejectedError as error:
-        hint = "" if is_stacked else _suggest_matrices(path, packed, shapes)
+        hint = error.advice or ("" if is_stacked else _suggest_matrices(path, packed, shapes))
         raise ConfigError(f"optimizer.cls={path}: {error}; {hint or 'choose another optimizer'}.") from error
     return verdict._replace(package=find_version(path.partition(".")[0]))
 
