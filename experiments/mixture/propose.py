@@ -57,7 +57,8 @@ COMMAND = Command(
 def draw_mixtures(prior: Numbers, proxies: int, concentration: float, least: float, seed: int) -> Numbers:
     """Return weights of mixtures, each row with the sum one; [proxies, sources].
 
-    The first is the prior: what is trained without a better idea, and what the best is compared with.
+    The first is the prior, what is trained without a better idea, or near it where that has less of a source than
+    `least`.
 
     Args:
         prior: the mean; [sources], with the sum one.
@@ -69,7 +70,10 @@ def draw_mixtures(prior: Numbers, proxies: int, concentration: float, least: flo
     generator = np.random.default_rng(seed)
     drawn = generator.dirichlet(prior * len(prior) * concentration, size=proxies)
     drawn[0] = prior
-    return least + drawn * (1 - least * len(prior))
+    drawn = least + drawn * (1 - least * len(prior))
+    if prior.min() >= least:
+        drawn[0] = prior
+    return drawn
 
 
 def format_weights(weights: Numbers, sources: Sequence[str]) -> str:

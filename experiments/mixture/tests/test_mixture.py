@@ -46,7 +46,8 @@ def test_mixtures_are_around_the_prior_and_have_the_sum_one() -> None:
     drawn = propose.draw_mixtures(prior, 4000, 1.0, 0.01, 0)
     assert drawn.sum(1) == pytest.approx(1) and drawn.min() >= 0.01
     assert drawn[1:].mean(0) == pytest.approx(0.01 + prior * 0.97, abs=0.02)
-    assert drawn[0] == pytest.approx(0.01 + prior * 0.97)
+    assert drawn[0] == pytest.approx(prior)
+    assert propose.draw_mixtures(prior, 9, 1.0, 0.2, 0)[0] == pytest.approx(0.2 + prior * 0.4)
 
 
 @pytest.mark.parametrize("noise", [full(0.0), 0.01])
