@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import own_trackers
 from tests.support.composing import compose_test_run
-from tests.support.runs import begin_run, build_run_mixture, compose_tiny_run
+from tests.support.runs import begin_run, build_run_mixture, compose_tiny_run, train_run
 from titan.errors import ConfigError
 from titan.metrics import trackers
 from titan.metrics.schema import Metrics, Tracker
@@ -135,6 +135,15 @@ def test_a_tracker_that_fails_is_one_warning(tracker: Tracker, warning: str, tmp
     warnings: list[str] = []
     log_one(tmp_path, tracker, warnings)
     assert warnings == [f"metrics.trackers.mine: {warning}"]
+
+
+@pytest.mark.full
+def test_a_tracker_without_its_package_is_named_on_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_run(compose_tiny_run(tmp_path / "run", "training.steps=1", "modules=[tests]", named("Lacks")))
+    lines = capfd.readouterr().out.splitlines()
+    assert sum("metrics.trackers.mine: the package no-such-package is not installed" in line for line in lines) == 1
 
 
 def test_the_end_of_a_finished_run_waits_as_long_as_the_setting_says(

@@ -12,6 +12,7 @@ from typing import Any
 
 from titan.compile.graphs import GraphWatch
 from titan.console.progress import Progress
+from titan.console.text import sanitize_line
 from titan.dataset.mixture import RowMixture
 from titan.debug.activity import FINISHING
 from titan.debug.diagnosis import format_ranks
@@ -78,9 +79,11 @@ class RunReporter:
     # --- the terminal
 
     def show(self, line: str) -> None:
-        """Write a line to the terminal, on rank 0."""
+        """Write a line to the terminal, on rank 0, also before there is progress to show."""
         if self.progress:
             self.progress.print_line(line)
+        elif self.world.is_rank0:
+            print(sanitize_line(line), flush=True)
 
     def warn(self, line: str) -> None:
         """Write a line to this rank's log, and to the terminal on rank 0."""
