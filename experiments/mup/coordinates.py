@@ -16,12 +16,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 from torch import Tensor, nn
 
 from titan import api
+from titan.config.command import Command, CommandLine
+from titan.config.settings import setting
 from titan.errors import ConfigError
 from titan.model.init_weights import materialise_model
 from titan.optimizer.update_factors import build_optimizer
@@ -32,14 +34,44 @@ MULTIPLES = (1, 2, 4, 8)
 ROWS, LENGTH, VOCAB = 8, 64, 16
 FLAT = 0.1
 """By how much the largest change may exceed the smallest over all sizes."""
-ROLES = ("embedding", "hidden", "router", "residual", "norm", "head")
+ROLES = ("embedding", "hidden", "router", "residual", "norm", "logits")
 """Activations: of the embedding, of the layers inside of branches, what all branches add, behind the norm, logits."""
-DEFAULTS = {
-    "over": "width", "base": "32", "layers": "4", "model": "llama", "optimizer": "adamw", "seeds": "3", "steps": "12",
-}  # fmt: skip
-"""The arguments and their defaults, but for lr, which is the optimizer's of `LEARNING_RATES`."""
-LEARNING_RATES = {"adamw": "0.0025", "muon": "0.016"}
+LEARNING_RATES = {"adamw": 0.0025, "muon": 0.016}
 """About those with the least loss of the base in `sweep=mup`: a check is of the rates at which models are trained."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `python -m experiments.mup.coordinates`."""
+
+    over: Literal["width", "depth"] = setting(
+        "width", "the models are 1, 2, 4 and 8 times as wide or as deep as the base"
+    )
+    base: int = setting(32, "width of the base, a multiple of 32: heads have 16 elements", at_least=32, cap=65_536)
+    layers: int = setting(4, "blocks of the base", at_least=1, cap=10_000)
+    model: Literal["llama", "qwen3", "qwen3_moe"] = setting("llama", "the family")
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "the optimizer")
+    lr: float | None = setting(None, "learning rate of the base; null: 0.0025 of adamw, 0.016 of muon", above=0)
+    seeds: int = setting(3, "seeds of which the changes are averaged", at_least=1, cap=1_000)
+    steps: int = setting(12, "updates", at_least=1, cap=10_000)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the base."""
+        return LEARNING_RATES[self.optimizer] if self.lr is None else self.lr
+
+    def check(self) -> None:
+        """Raise ConfigError for a width that heads do not divide."""
+        if self.base % 32:
+            raise ConfigError(f"base={self.base}: heads of 16 elements need a width that 32 divides; give base=64.")
+
+
+COMMAND = Command(
+    "experiments.mup.coordinates",
+    "Show how much activations change in some updates over width or depth, with transfer and without, as CSV.",
+    {"over=width optimizer=adamw": "width 32 to 256", "over=depth optimizer=muon layers=8": "8 to 64 blocks"},
+    Settings,
+)
 
 
 class ModelSize(NamedTuple):
@@ -70,25 +102,25 @@ class CoordinateRow:
     spread: float
 
 
-def list_sizes(options: dict[str, str]) -> list[ModelSize]:
-    """Return the sizes of a check over "width" or "depth"; the base is the smallest."""
-    base, layers = int(options["base"]), int(options["layers"])
-    if options["over"] == "width":
+def list_sizes(settings: Settings) -> list[ModelSize]:
+    """Return the sizes of a check; the base is the smallest."""
+    base, layers = settings.base, settings.layers
+    if settings.over == "width":
         return [ModelSize(base * multiple, layers) for multiple in MULTIPLES]
     return [ModelSize(base, layers * multiple) for multiple in MULTIPLES]
 
 
-def compose(size: ModelSize, transfer: str, options: dict[str, str], seed: int = 0) -> Any:
+def compose(size: ModelSize, transfer: str, settings: Settings, seed: int = 0) -> Any:
     """Return the run of a size; heads have 16 elements, feed-forward layers and experts three widths."""
     return api.compose(
-        f"hydra.searchpath=[file://{CONF}]", f"model=mup_{options['model']}", f"optimizer={options['optimizer']}",
-        f"optimizer.lr={options['lr']}", f"model.dim={size.dim}", f"model.layers={size.layers}", "model.head_dim=16",
+        f"hydra.searchpath=[file://{CONF}]", f"model=mup_{settings.model}", f"optimizer={settings.optimizer}",
+        f"optimizer.lr={settings.rate}", f"model.dim={size.dim}", f"model.layers={size.layers}", "model.head_dim=16",
         f"model.heads={size.dim // 16}", f"model.kv_heads={size.dim // 32}", f"model.ffn={3 * size.dim}",
-        f"model.vocab={VOCAB}", f"model.base_layers={options['layers']}", f"model.transfer={transfer}",
-        f"model.base_dim={options['base']}", "precision=fp32",
+        f"model.vocab={VOCAB}", f"model.base_layers={settings.layers}", f"model.transfer={transfer}",
+        f"model.base_dim={settings.base}", "precision=fp32",
         f"training.seed={seed}", f"training.seq_len={LENGTH}", f"training.global_batch={ROWS * LENGTH}",
         "dataset=synthetic", f"dataset.vocab={VOCAB}", "dataset.tokens=20000", "cluster=cpu",
-        *([f"model.expert_ffn={3 * size.dim // 2}"] if "moe" in options["model"] else []),
+        *([f"model.expert_ffn={3 * size.dim // 2}"] if "moe" in settings.model else []),
     )  # fmt: skip
 
 
@@ -107,7 +139,7 @@ class ActivationRecorder:
     def __init__(self, model: Any) -> None:
         """Register forward hooks on a decoder."""
         self.activations: dict[str, list[Tensor]] = {}
-        names = {"embedding": ("tok_embeddings",), "norm": ("norm",), "head": ("head",)}
+        names = {"embedding": ("tok_embeddings",), "norm": ("norm",), "logits": ("head",)}
         inner = {"hidden": ("wq", "wk", "wv", "w1", "w3"), "router": ("router",)}
         for name, module in model.named_modules():
             for role, ends in (names | inner).items():
@@ -157,18 +189,23 @@ def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tenso
     optimizer.zero_grad()
 
 
-def tabulate(options: dict[str, str]) -> Iterator[CoordinateRow]:
+def tabulate(settings: Settings) -> Iterator[CoordinateRow]:
     """Yield the table: with transfer and without, after each step, each role."""
-    sizes, seeds = list_sizes(options), range(int(options["seeds"]))
+    sizes = list_sizes(settings)
     for transfer in ("both", "none"):
         measured = [
-            [measure_changes(compose(size, transfer, options, seed), int(options["steps"])) for seed in seeds]
+            [measure_changes(compose(size, transfer, settings, s), settings.steps) for s in range(settings.seeds)]
             for size in sizes
         ]
-        for step in range(int(options["steps"])):
+        for step in range(settings.steps):
             for role in (role for role in ROLES if role in measured[0][0][step]):
                 changes = tuple(sum(run[step][role] for run in runs) / len(runs) for runs in measured)
-                yield summarise(transfer, step + 1, role, changes, [size[options["over"] == "depth"] for size in sizes])
+                yield summarise(transfer, step + 1, role, changes, list_lengths(settings))
+
+
+def list_lengths(settings: Settings) -> list[int]:
+    """Return what the check is over: the widths, or the numbers of blocks."""
+    return [size[settings.over == "depth"] for size in list_sizes(settings)]
 
 
 def summarise(transfer: str, step: int, role: str, changes: tuple[float, ...], sizes: Sequence[int]) -> CoordinateRow:
@@ -194,41 +231,18 @@ def write_table(rows: Iterable[CoordinateRow], sizes: Sequence[int], out: TextIO
         writer.writerow([row.transfer, row.step, row.role, *changes, f"{row.slope:+.3f}", f"{row.spread:.1%}", flat])
 
 
-def parse_options(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the options of a command line of NAME=VALUE.
-
-    Raises:
-        ConfigError: for an unknown name.
-    """
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    for name in given.keys() - DEFAULTS.keys() - {"lr"}:
-        raise ConfigError(f"{name}={given[name]}: no such argument; give one of {', '.join(DEFAULTS)}, lr.")
-    optimizer = given.get("optimizer", DEFAULTS["optimizer"])
-    if optimizer not in LEARNING_RATES:
-        raise ConfigError(f"optimizer={optimizer}: the table has no exponents for it; give optimizer=adamw or muon.")
-    options = DEFAULTS | {"lr": LEARNING_RATES[optimizer]} | given
-    if options["over"] not in ("width", "depth"):
-        raise ConfigError(f"over={options['over']}: no such direction; give over=width or over=depth.")
-    for name in ("layers", "seeds", "steps", "base"):
-        if not options[name].isdecimal() or not int(options[name]):
-            raise ConfigError(f"{name}={options[name]}: is no number from 1 on; give {name}={DEFAULTS[name]}.")
-    if int(options["base"]) % 32:
-        raise ConfigError(f"base={options['base']}: heads of 16 elements need a width that 32 divides; give base=64.")
-    return options
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    return COMMAND.run(_show, argv)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the table of a command line to standard output and return the exit code."""
+def _show(command_line: CommandLine[Settings]) -> int:
     torch.set_num_threads(1)
-    try:
-        options = parse_options(arguments)
-        sizes = [size[options["over"] == "depth"] for size in list_sizes(options)]
-        write_table(tabulate(options), sizes, sys.stdout)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    settings = command_line.settings
+    settings.check()
+    write_table(tabulate(settings), list_lengths(settings), sys.stdout)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from experiments.mup import coordinates
+from experiments.mup.coordinates import Settings
 from experiments.mup.exponents import FIGURES, ROLES, ModelScale, compute_factor, find_role, read_table
 from experiments.mup.schema import Llama, Qwen3, Qwen3Moe
 from launchers.command import plan_command
@@ -230,19 +231,20 @@ def test_layouts_learn_the_same(tmp_path: Path, model: tuple[str, ...], options:
 
 
 SIZES = [
-    pytest.param(["over=width", "base=64"], [(64, 4), (128, 4), (256, 4), (512, 4)], id="width"),
-    pytest.param(["over=depth", "layers=8"], [(32, 8), (32, 16), (32, 32), (32, 64)], id="depth"),
+    pytest.param(Settings(base=64), [(64, 4), (128, 4), (256, 4), (512, 4)], id="width"),
+    pytest.param(Settings(over="depth", layers=8), [(32, 8), (32, 16), (32, 32), (32, 64)], id="depth"),
 ]
 
 
-@pytest.mark.parametrize(("words", "sizes"), SIZES)
-def test_a_check_is_over_eight_times_the_base(words: list[str], sizes: list[tuple[int, int]]) -> None:
-    assert coordinates.list_sizes(coordinates.parse_options(words)) == sizes
+@pytest.mark.parametrize(("settings", "sizes"), SIZES)
+def test_a_check_is_over_eight_times_the_base(settings: Settings, sizes: list[tuple[int, int]]) -> None:
+    assert coordinates.list_sizes(settings) == sizes
 
 
-def test_a_check_is_at_the_rate_of_its_optimizer() -> None:
-    assert coordinates.parse_options(["optimizer=muon"])["lr"] == "0.016"
-    assert coordinates.parse_options(["optimizer=muon", "lr=0.1"])["lr"] == "0.1"
+@pytest.mark.parametrize("settings", [Settings(optimizer="muon"), Settings(lr=0.016)], ids=["optimizer", "given"])
+def test_a_check_is_at_the_rate_of_its_optimizer(settings: Settings) -> None:
+    size = coordinates.list_sizes(settings)[0]
+    assert coordinates.compose(size, "both", settings).optimizer.lr == 0.016
 
 
 WRONG = "over=length base=48 base=0 base=² layers=0 layers=few seeds=0 steps=x blocks=4 optimizer=sgd"
@@ -251,13 +253,12 @@ WRONG = "over=length base=48 base=0 base=² layers=0 layers=few seeds=0 steps=x 
 @pytest.mark.parametrize("word", WRONG.split())
 def test_a_check_of_other_sizes_is_rejected(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert coordinates.main([word]) == 2
-    assert f"error: {word}: " in capsys.readouterr().err
+    assert f"titan: {word}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("transfer", "flat"), [full("both", True, id="transfer"), full("none", False, id="control")])
 def test_changes_do_not_depend_on_the_width(transfer: str, flat: bool) -> None:
-    options = coordinates.parse_options(["steps=6"])
     sizes = [coordinates.ModelSize(32, 4), coordinates.ModelSize(128, 4)]
-    changes = [coordinates.measure_changes(coordinates.compose(size, transfer, options), 6)[-1] for size in sizes]
-    spreads = {role: abs(changes[1][role] / changes[0][role] - 1) for role in ("hidden", "head")}
+    changes = [coordinates.measure_changes(coordinates.compose(size, transfer, Settings()), 6)[-1] for size in sizes]
+    spreads = {role: abs(changes[1][role] / changes[0][role] - 1) for role in ("hidden", "logits")}
     assert all((spread < 0.15) == flat for spread in spreads.values()), spreads
