@@ -9,7 +9,6 @@ repeats regression and search on resampled runs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from experiments.mixture.swarm import Swarm, read_shares, read_swarm
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
+from titan.console import output
 from titan.errors import ConfigError
 from titan.files.output_files import write_output_file
 from titan.scaling.mixture import FEWEST_PROXIES, MixtureModel, fit_mixture
@@ -252,4 +252,4 @@ def _find(command_line: CommandLine[Settings]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    output.run(main)

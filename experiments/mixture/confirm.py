@@ -5,7 +5,6 @@ python -m experiments.mixture.confirm runs/confirm swarm=runs/swarm
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from experiments.mixture.swarm import read_shares, read_swarm
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import MISSING, setting
+from titan.console import output
 from titan.errors import ConfigError
 
 
@@ -61,4 +61,4 @@ def _confirm(command_line: CommandLine[Settings]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    output.run(main)

@@ -7,7 +7,6 @@ Weights come from a Dirichlet distribution around a prior, as in RegMix (Liu et 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from titan.config.command import Command, CommandLine
 from titan.config.settings import MISSING, setting
+from titan.console import output
 from titan.errors import ConfigError
 from titan.files.output_files import check_output_files, write_output_file
 
@@ -153,4 +153,4 @@ def _propose(command_line: CommandLine[Settings]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    output.run(main)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from titan import api
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
+from titan.console import output
 from titan.errors import ConfigError
 from titan.model.init_weights import materialise_model
 from titan.optimizer.update_factors import build_optimizer
@@ -245,4 +246,4 @@ def _show(command_line: CommandLine[Settings]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    output.run(main, keep_going=False)

@@ -9,7 +9,6 @@ rate. A row of transfer "base" is that of the base, where the model is the same 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from titan import api
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
+from titan.console import output
 from titan.errors import ConfigError
 from titan.report.findings import RunResult
 
@@ -195,4 +195,4 @@ def _show(command_line: CommandLine[Settings]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    output.run(main, keep_going=False)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from titan import api
 from titan.cluster.forked_tasks import map_in_forks
-from titan.errors import ConfigError
+from titan.console import output
+from titan.errors import ConfigError, exit_code
 from titan.estimate.traced.events import StepTrace
 from titan.estimate.traced.memory import find_peak
 
@@ -91,22 +92,21 @@ def format_table(columns: Mapping[str, Exchanged]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, and return the exit code."""
-    profiled = [word.removeprefix("profile=") for word in arguments if word.startswith("profile=")]
-    try:
-        if profiled:
-            print(dict(count_profiled(Path(profiled[0]))))
-        else:
-            tasks = [(tuple(arguments),), ((*SIMPLE, *arguments),)]
-            print(
-                format_table(dict(zip(("FSDP2", "SimpleFSDP"), map_in_forks(trace_step, tasks, 1, 600), strict=True)))
-            )
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda: _show(words))
+
+
+def _show(words: Sequence[str]) -> int:
+    profiled = [word.removeprefix("profile=") for word in words if word.startswith("profile=")]
+    if profiled:
+        print(dict(count_profiled(Path(profiled[0]))))
+        return 0
+    traced = map_in_forks(trace_step, [(tuple(words),), ((*SIMPLE, *words),)], 1, 600)
+    print(format_table(dict(zip(("FSDP2", "SimpleFSDP"), traced, strict=True))))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    output.run(main)
