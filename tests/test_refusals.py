@@ -67,6 +67,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("+training.step=3", "did you mean 'training.steps'"),
     ("+training.steps=3", "+training.steps=3|without the +"),
     ("+foo=3", "foo=3|no such setting"),
+    ("model@elsewhere=debug", "write +model@elsewhere=debug to add it"),
     ("++foo.bar=3", "foo.bar=3|no such setting"),
     ("++training.stepz=3", "did you mean 'training.steps'"),
     ("+model=llama1b", "+model=llama1b|without the +"),

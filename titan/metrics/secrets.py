@@ -36,6 +36,7 @@ def hide_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def summarise_error(error: BaseException) -> str:
-    """Return the first line of an error without secrets, or the name of its class."""
-    text = hide_secrets(str(error)).strip() or type(error).__name__
+    """Return the first line of an error without secrets, or the name of its class where it says nothing."""
+    text = hide_secrets(str(error)).strip()
+    text = f"{type(error).__name__} {text}".strip() if not text or text.isdigit() else text
     return text.splitlines()[0].rstrip(".")

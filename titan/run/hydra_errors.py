@@ -119,6 +119,8 @@ class HydraErrors:
         if advice := launcher_hints.describe_setting(key, typed) or hydra_node.advise_key(key, typed):
             return ConfigError(advice)
         keys = self._list_keys()
+        if "@" in key:  # a group at a package, which no defaults list has
+            return ConfigError(f"{typed}: the defaults have no such group; write +{typed} to add it.")
         if synonym_error := synonyms.build_error(typed, key, frozenset(keys)):
             return synonym_error
         is_nested = any(name.endswith(f".{key}") for name in keys)
