@@ -94,3 +94,10 @@ def test_the_model_and_the_layout(
     assert model.format(*counts) in shown
     assert all(part in shown for part in layout)
     assert ("expert" in shown.partition("layout")[2]) == ("parallelism.expert=2" in settings)
+
+
+def test_an_evaluation_of_many_files_is_one_line() -> None:
+    figures = {"validation_loss": 2.0} | {f"evaluation/file{i}/loss": float(i) for i in range(8)}
+    line = summary.describe_evaluation(figures)
+    assert line.startswith("validation loss 2.0000, file0 loss 0.0000, file1 loss")
+    assert line.endswith("file5 loss 5.0000, 2 more in metrics.jsonl")

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from titan.dataset.mixture import RowMixture
     from titan.run.attempts import Attempt, FinishedRun
 
+SHOWN_FIGURES = 6
+"""Files and tasks of an evaluation that the terminal shows."""
+
 
 def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]) -> None:
     """Print the run's settings, and what was `applied` to the model in which order, before the first step."""
@@ -199,7 +202,7 @@ def _describe_loss(result: Mapping[str, Any]) -> str:
 
 
 def describe_evaluation(figures: Mapping[str, Any]) -> str:
-    """Return what an evaluation found, for the terminal: the loss, and the first figure of each file and task."""
+    """Return what an evaluation found, for the terminal: the loss, and the first figure of some files and tasks."""
     named: dict[str, str] = {}
     for key, value in figures.items():
         kind, _, rest = key.partition("/")
@@ -207,7 +210,9 @@ def describe_evaluation(figures: Mapping[str, Any]) -> str:
             name, _, figure = rest.rpartition("/")
             named.setdefault(name, f"{name} {figure} {value:.4f}")
     loss = [f"validation loss {figures['validation_loss']:.4f}"] if "validation_loss" in figures else []
-    return ", ".join([*loss, *named.values()])
+    shown = list(named.values())[:SHOWN_FIGURES]
+    more = [f"{len(named) - len(shown)} more in metrics.jsonl"] if len(named) > len(shown) else []
+    return ", ".join([*loss, *shown, *more])
 
 
 def _describe_sources(result: Mapping[str, Any]) -> dict[str, str]:
