@@ -23,6 +23,7 @@ ROLES = {
     "embedding": ("tok_embeddings.weight",),
     "head": ("head.weight",),
     "norm": ("norm.weight",),
+    "qk_norm": ("layers.*.attention.[qk]_norm.weight",),
     "block_norm": ("layers.*norm.weight",),
     "router": ("layers.*.feed_forward.router.weight",),
     "residual": ("layers.*.attention.wo.weight", "layers.*.feed_forward.*w2.weight"),

@@ -25,7 +25,8 @@ from titan.sweep.ladder_rates import choose_rates
 from titan.sweep.ladder_sizes import Variant
 from titan.sweep.schema import Sweep
 
-CONF = f"hydra.searchpath=[file://{Path(__file__).resolve().parents[1] / 'conf'}]"
+CONF_FOLDER = Path(__file__).resolve().parents[1] / "conf"
+CONF = f"hydra.searchpath=[file://{CONF_FOLDER}]"
 SHAPE: dict[str, Any] = {"vocab": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "base_dim": 16, "base_layers": 2}
 WIDE: dict[str, Any] = {**SHAPE, "dim": 64, "layers": 8, "ffn": 96}
 MOE: dict[str, Any] = {"experts": 4, "top_k": 2, "expert_ffn": 32}
@@ -114,6 +115,11 @@ def test_the_table_is_completep_without_multipliers(role: str) -> None:
         )
 
 
+@pytest.mark.parametrize("model", sorted(path.stem for path in (CONF_FOLDER / "model").glob("*.yaml")))
+def test_each_model_transfers_as_it_is(model: str) -> None:
+    assert compose_test_run([CONF, f"model={model}"]).model.update_factors(AdamW())
+
+
 @pytest.mark.full
 def test_groups_of_the_user_come_on_top() -> None:
     schema = Llama(**WIDE)
@@ -141,7 +147,8 @@ def test_what_does_not_transfer_is_rejected(settings: dict[str, Any], optimizer:
 
 
 def test_a_parameter_without_a_role_is_rejected() -> None:
-    assert find_role("layers.10.attention.q_norm.weight") == "block_norm"
+    assert find_role("layers.10.attention_norm.weight") == "block_norm"
+    assert find_role("layers.10.attention.q_norm.weight") == "qk_norm"
     with pytest.raises(ConfigError, match=r"layers\.0\.extra\.weight has no role"):
         find_role("layers.0.extra.weight")
 
