@@ -69,7 +69,7 @@ def build_help(loader: ConfigLoader, axes: Sequence[str]) -> str:
 def _list_choices(loader: ConfigLoader, axes: Sequence[str]) -> list[str]:
     """Return the lines of each axis: its choices, and what each is."""
     lines: list[str] = []
-    for axis in ("recipe", "sweep", *axes, "hooks", "hydra/launcher"):
+    for axis in (*axes, "hooks", "hydra/launcher", "recipe", "sweep"):
         options = loader.get_group_options(axis, ObjectType.CONFIG)
         if options:
             width = max(14, *map(len, options))
