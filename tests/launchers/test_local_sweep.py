@@ -94,3 +94,16 @@ def test_the_reason_of_an_earlier_attempt_does_not_count(tmp_path: Path, monkeyp
     run, file = compose_tiny_run(tmp_path / "run", "cluster.restarts=1"), tmp_path / "a.pickle"
     assert start.run_local(run, report=partial(reason_file.write, file)) == 7
     assert reason_file.read(file, 7) == "exited with code 7"
+
+
+def test_a_grid_of_another_recipe_under_one_name_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trials that a command repeats, or adds with more values, are not."""
+    monkeypatch.setattr(start, "run_local", lambda run, apart, report: 7)
+    grid = ["-m", *TINY, f"hydra.sweep.dir={tmp_path}/s"]
+    notes = []
+    for more in (["training.seed=0,1"], ["training.seed=0,1,2"], ["training.seed=0,1", "training.steps=5"]):
+        run_command([*grid, *more], lambda run: 0)
+        notes += [line for line in capsys.readouterr().out.splitlines() if "no command varies" in line]
+    assert len(notes) == 1 and notes[0].startswith("2 new trials differ from the 3 that the directory has")
