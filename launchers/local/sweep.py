@@ -83,7 +83,6 @@ class LocalSweep:
                         source.tell(self.trials[index], self._collect_trial(index))
         finally:
             supervisor.end_processes(0)
-            self._print_next()
         if supervisor.signals:
             raise KeyboardInterrupt
 

@@ -122,8 +122,8 @@ def run_search(
         finally:
             launcher.session.codes += pool.codes or [0]
             write_best(study, launcher.root / RESULTS)
+            pool.print_end(launcher.root)
     launcher.session.root = launcher.root
-    pool.print_end()
 
 
 def silence_optuna(is_verbose: bool) -> None:

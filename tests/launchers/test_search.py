@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from launchers.command import run_command
 from launchers.search import space as spaces
 from launchers.search.pool import HOOK, TrialPool, write_best
 from launchers.search.study import STORAGE, check_settings, open_study
+from launchers.search.sweeper import run_search
+from launchers.session import SweepSession, TrialSource
 from launchers.slurm import queue
 from launchers.slurm.sweep import SlurmSweep
 from launchers.start import run_local
@@ -377,6 +380,77 @@ def test_a_search_of_real_runs_is_killed_goes_on_and_prunes(tmp_path: Path) -> N
         [sys.executable, "-m", "titan.compare", str(root)], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "2 were ended early by a hook" in compared.stdout and "failed" not in compared.stdout.lower()
+
+
+def finish_one(values: dict[str, float], folder: Path) -> int:
+    return finish(folder, 1.0)
+
+
+ENDS = [
+    pytest.param({"n_trials": 3}, [finish_one], RATE, "finished: 3 of 3 trials of the study; python -m titan.compare ",
+                 "study: 3 complete (hydra.sweeper.n_trials=3)", id="finished"),
+    pytest.param({"n_trials": 3}, [finish_one] * 2, RATE,
+                 "finished: 3 of 3 trials of the study; nothing to do; python -m titan.compare ",
+                 "study: 3 complete", id="nothing-to-do"),
+    pytest.param({"n_trials": 3}, ["stop"], RATE,
+                 "finished: 1 of 3 trials of the study; the same command continues it; python -m titan.compare ",
+                 "study: 1 complete, 1 stopped", id="stopped"),
+    pytest.param({"n_trials": 3}, ["stop", finish_one], RATE,
+                 "finished: 3 of 3 trials of the study; python -m titan.compare ", "study: 3 complete", id="resumed"),
+    pytest.param({"n_trials": 2}, [lambda values, folder: 1], RATE,
+                 "finished: 0 of 2 trials of the study; python -m titan.status ", "study: 2 failed", id="failed"),
+    pytest.param({"n_trials": 20, "sampler": "grid"}, [finish_one], ["a=1,2,3"],
+                 "finished: 3 of 3 trials of the study; python", "study: 3 complete", id="grid"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "commands", "varied", "line", "more"), ENDS)
+def test_the_end_counts_the_trials_of_the_study(
+    options: dict[str, Any],
+    commands: list[Any],
+    varied: list[str],
+    line: str,
+    more: str,
+    tmp_path: Path,
+    run: Run,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A command that stops ends with Ctrl-C in its second trial."""
+    for body in commands:
+        capsys.readouterr()
+        launcher = PoolLauncher(tmp_path, run, stop_second if body == "stop" else body)
+        with pytest.raises(KeyboardInterrupt) if body == "stop" else nullcontext():
+            run_search(launcher, OptunaSearch(**options), Sweep(), build_space(*varied), [], lambda: None)
+    out = capsys.readouterr().out
+    assert line in out and more in out
+
+
+def stop_second(values: dict[str, float], folder: Path) -> int:
+    return 130 if list(folder.parent.glob("*/result.json")) else finish(folder, 1.0)
+
+
+class PoolLauncher(FakeLauncher):
+    """A launcher of a search, one trial at a time; the exit code 130 of a trial is Ctrl-C."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.session = SweepSession()
+
+    def expand(self, overrides: Any, number: int, fixed: frozenset[str] | None = None) -> Any:
+        return [super().expand(overrides[0], number)]
+
+    def check_inputs(self, batch: Sequence[Trial]) -> None:
+        pass
+
+    def check_feedback(self, batch: Sequence[Trial]) -> float:
+        return float("inf")
+
+    def launch_pool(self, source: TrialSource) -> None:
+        while trials := source.ask():
+            code = self._run(trials[0])
+            source.tell(trials[0], code)
+            if code == 130:
+                raise KeyboardInterrupt
 
 
 def test_slurm_jobs_are_submitted_one_after_another(
