@@ -145,6 +145,12 @@ class TrialPool:
         names = {"complete": "complete", "pruned": "pruned", "fail": "failed", "running": "stopped"}
         counts = ", ".join(f"{states[state]} {name}" for state, name in names.items() if states[state])
         print(f"study: {counts or 'no trials'} (hydra.sweeper.n_trials={self.settings.n_trials})", flush=True)
+        if states["waiting"] and self.settings.sampler == "grid" and not self._has_left():
+            all_count, verb = sum(states.values()), "has" if states["waiting"] == 1 else "have"
+            print(
+                f"{states['waiting']} of {all_count} combinations {verb} not begun; hydra.sweeper.n_trials={all_count} "
+                "runs all"
+            )
         if self._failures >= self.settings.max_failures:
             print(f"no more trials were started: {self._failures} failed in a row (hydra.sweeper.max_failures).")
 

@@ -22,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from launchers.command import run_command
 from launchers.search import space as spaces
 from launchers.search.pool import HOOK, TrialPool, write_best
-from launchers.search.study import STORAGE, check_settings, open_study
+from launchers.search.study import STORAGE, check_packages, check_settings, open_study
 from launchers.search.sweeper import run_search
 from launchers.session import SweepSession, TrialSource
 from launchers.slurm import queue
@@ -317,6 +317,20 @@ def test_a_study_continues_with_the_same_settings_only(
         pass
 
 
+@pytest.mark.parametrize(
+    ("varied", "message"),
+    [
+        pytest.param(["optimizer.lr=1e-3,1e-2", "model.dim=interval(1,2)"], "optimizer.lr is a choice", id="numbers"),
+        pytest.param(["a=x,y", "b=x,y", "c=interval(1,2)"], "a and b are a choice", id="several"),
+        pytest.param([*RATE, "a=range(1,8,3)", "b=int(interval(1,5))"], None, id="numbers-of-a-range"),
+    ],
+)
+def test_cmaes_takes_numbers_only(varied: list[str], message: str | None) -> None:
+    settings = OptunaSearch(sampler="cmaes")
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_settings(settings, build_space(*varied))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -336,6 +350,11 @@ def test_a_study_continues_with_the_same_settings_only(
         full([INTERVAL, "evaluation.tokens=64", "hydra.sweeper.sampler=grid"], "has an interval", id="grid"),
         full([INTERVAL], "sweep.objective=validation_loss: evaluation.tokens=0", id="no-objective"),
         full(["optimizer.lr=interval(1,-1)", "evaluation.tokens=64"], "optimizer.lr=interval", id="interval"),
+        pytest.param(
+            [INTERVAL, "optimizer=adamw,muon", "evaluation.tokens=64", "hydra.sweeper.sampler=cmaes"],
+            "hydra.sweeper.sampler=cmaes: optimizer is a choice of values, which it can't learn from; take "
+            "hydra.sweeper.sampler=tpe, or give an interval.", id="cmaes-and-a-choice",
+        ),
         full(["model.head_dim=4,3", "evaluation.tokens=64"], "nothing was started", id="corner"),
         full(
             [INTERVAL, "evaluation.tokens=64", "hydra/launcher=slurm", "hydra.launcher.wait=false"],
@@ -401,6 +420,12 @@ ENDS = [
                  "finished: 0 of 2 trials of the study; python -m titan.status ", "study: 2 failed", id="failed"),
     pytest.param({"n_trials": 20, "sampler": "grid"}, [finish_one], ["a=1,2,3"],
                  "finished: 3 of 3 trials of the study; python", "study: 3 complete", id="grid"),
+    pytest.param({"n_trials": 4, "sampler": "grid"}, [finish_one], ["a=1,2,3", "b=1,2"],
+                 "finished: 4 of 4 trials of the study; python",
+                 "2 of 6 combinations have not begun; hydra.sweeper.n_trials=6 runs all", id="a-part-of-a-grid"),
+    pytest.param({"n_trials": 1, "sampler": "grid"}, [lambda values, folder: 1], ["a=1,2"],
+                 "finished: 0 of 1 trial of the study; python", "1 of 2 combinations has not begun; ",
+                 id="one-of-a-grid-is-left"),
 ]  # fmt: skip
 
 
@@ -423,6 +448,7 @@ def test_the_end_counts_the_trials_of_the_study(
             run_search(launcher, OptunaSearch(**options), Sweep(), build_space(*varied), [], lambda: None)
     out = capsys.readouterr().out
     assert line in out and more in out
+    assert ("not begun" in out) == ("not begun" in more)
 
 
 def stop_second(values: dict[str, float], folder: Path) -> int:
@@ -485,11 +511,11 @@ def test_slurm_jobs_are_submitted_one_after_another(
 def test_an_old_or_missing_optuna_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.10.1")
     with pytest.raises(ConfigError, match=r"needs optuna 4, and 2\.10\.1 is installed; pip install --upgrade"):
-        check_settings(OptunaSearch())
+        check_packages(OptunaSearch())
 
     def find_nothing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.version", find_nothing)
     with pytest.raises(ConfigError, match="needs optuna; pip install"):
-        check_settings(OptunaSearch())
+        check_packages(OptunaSearch())
