@@ -22,6 +22,7 @@ from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config import settings
+from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
 from titan.console.progress import progress_line
 from titan.console.text import redact, sanitize_line
@@ -131,8 +132,10 @@ def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_gr
         raise ConfigError(f"sweep.budget={sweep.budget}: needs all trials at once; leave hydra/sweeper out.")
     varied = [c.varied for c in composed]
     runs = budget.equalise_steps([c.run for c in composed], varied, sweep)
-    for line in budget.describe_times(runs, varied, sweep):
-        print(sanitize_line(line), flush=True)
+    for variant in budget.describe_times(runs, varied, sweep):
+        print(sanitize_line(variant.line), flush=True)
+        if variant.doubt:
+            warn_once(sanitize_line(variant.doubt))
     return [c._replace(run=run) for c, run in zip(composed, runs, strict=True)]
 
 
