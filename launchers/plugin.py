@@ -93,6 +93,8 @@ class SweepLauncher(Launcher):
         batch = self.expand(job_overrides, initial_job_idx, self._find_fixed_settings())
         unique_trials = list({trial.id: trial for trial in batch}.values())
         worst = self.check_feedback(unique_trials) if self.has_learning_sweeper else None
+        if not self.has_learning_sweeper and not self.session.given_overrides:
+            trials.note_mixed(self.root, unique_trials, build_sweep(self.config).budget != "steps")
         codes = self.start(unique_trials)
         self.session.root = self.root if self.has_learning_sweeper else None
         self.session.codes += codes

@@ -22,6 +22,7 @@ from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config import settings
+from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
 from titan.console.progress import progress_line
 from titan.console.text import redact, sanitize_line
@@ -29,7 +30,7 @@ from titan.errors import ConfigError
 from titan.run import compose, identity, small_work, trust
 from titan.run.hydra_choices import check_optional
 from titan.run.run import Run
-from titan.sweep import budget, ledger
+from titan.sweep import budget, ledger, trial_settings
 from titan.sweep.labels import SHOWN_DIGITS, count_distinguishing_digits, format_label
 from titan.sweep.schema import Sweep
 
@@ -131,8 +132,10 @@ def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_gr
         raise ConfigError(f"sweep.budget={sweep.budget}: needs all trials at once; leave hydra/sweeper out.")
     varied = [c.varied for c in composed]
     runs = budget.equalise_steps([c.run for c in composed], varied, sweep)
-    for line in budget.describe_times(runs, varied, sweep):
-        print(sanitize_line(line), flush=True)
+    for variant in budget.describe_times(runs, varied, sweep):
+        print(sanitize_line(variant.line), flush=True)
+        if variant.doubt:
+            warn_once(sanitize_line(variant.doubt))
     return [c._replace(run=run) for c, run in zip(composed, runs, strict=True)]
 
 
@@ -244,6 +247,15 @@ def _assign_folder(
     return replace(run, directory=str(directory), name=f"{root.name}/{directory.relative_to(root)}")
 
 
+def note_mixed(root: Path, trials: Sequence[Trial], has_budget: bool) -> None:
+    """Print a sentence where the trials that a directory does not have differ from its others in unvaried settings."""
+    earlier = ledger.read_trials(root)
+    ids = {trial.id for trial in earlier}
+    new_trials = [(t.varied, trial_settings.collect_settings(t.run)) for t in trials if t.id not in ids]
+    if earlier and (note := trial_settings.describe_mixed(new_trials, earlier, has_budget)):
+        print(sanitize_line(note), flush=True)
+
+
 def register_trials(root: Path, trials: Sequence[Trial], spec: ledger.SweepSpec) -> None:
     """Record the sweep: what it is for, and the trials that the ledger does not have yet."""
     root.mkdir(parents=True, exist_ok=True)
@@ -264,6 +276,7 @@ def _build_event(trial: Trial, root: Path) -> dict[str, Any]:
         "steps": trial.run.training.steps,
         "devices": trial.run.layout.devices,
         "asked": identity.compute_portable_trial_id(trial.run),
+        "settings": trial_settings.collect_settings(trial.run),
     }
 
 

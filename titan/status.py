@@ -31,8 +31,8 @@ from titan.metrics.schema import WARM
 from titan.report.run_end import classify_end
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_attempts, read_result
 from titan.run.prediction import parse_document
-from titan.sweep.labels import count_distinguishing_digits, format_label
 from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
+from titan.sweep.trial_settings import label_trials
 
 CLEAR = "\x1b[H\x1b[J"
 """Move to the terminal's first line, and clear what is below."""
@@ -150,7 +150,7 @@ def format_table(sweep: SweepState, width: int) -> list[str]:
     states = ", ".join(f"{counts[state]} {state}" for state in order)
     noun = "run" if [p.directory for p in sweep.trials] == [str(sweep.directory)] else "trial"
     head = [f"{sweep.directory}: {format_plural(len(sweep.trials), noun)}: {states}"]
-    names = _name_trials(sweep.trials)
+    names = label_trials(sweep.trials)
     rows = _drop_empty_columns([HEADING, *(_format_row(p, name) for p, name in zip(sweep.trials, names, strict=True))])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
@@ -228,11 +228,6 @@ def _read_last_attempt(directory: Path, changed: int) -> tuple[float | None, int
     document = read_attempts(directory)[-1]
     prediction, first = parse_document(document), int(document.get("from_step") or 0)
     return None if prediction is None else prediction.step_seconds.value, int(document["attempt"]), first
-
-
-def _name_trials(trials: Sequence[TrialState]) -> list[str]:
-    digits = count_distinguishing_digits([trial.overrides for trial in trials])
-    return [format_label(t.overrides, digits) or sanitize_line(Path(t.directory).name) for t in trials]
 
 
 def _fit_cell(cell: str, width: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -27,6 +28,8 @@ from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import LocalLaunch
 
 POLL_SECONDS = 0.05
+STOPPED_BY = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
+"""The exit codes of a process that ended by a signal which the supervisor forwards, or sends in the end."""
 
 
 @dataclass
@@ -83,7 +86,6 @@ class LocalSweep:
                         source.tell(self.trials[index], self._collect_trial(index))
         finally:
             supervisor.end_processes(0)
-            self._print_next()
         if supervisor.signals:
             raise KeyboardInterrupt
 
@@ -176,6 +178,8 @@ class LocalSweep:
         """Record the end of a trial, and return its exit code."""
         trial, code = self.trials[index], self.processes.pop(index).returncode
         file = self.run_files.pop(index)
+        if self.supervisor.signals and code in STOPPED_BY:  # before it handled signals itself
+            code = 130
         reason = None if code in (0, 130) else reason_file.read(file, code)
         code = 1 if code < 0 else code
         self._record_end(trial, code, reason)

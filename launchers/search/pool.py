@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launchers.search.space import Space, format_values
 from launchers.trials import Trial
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
 from titan.hooks import stop_request
 from titan.metrics.reader import METRICS, read_new_records
+from titan.run import summary
 from titan.run.completion import is_done
 from titan.run.directory import read_result
 from titan.sweep.objective import read_objective
@@ -132,14 +134,42 @@ class TrialPool:
                 active.is_pruned = True
                 stop_request.request_stop(Path(active.trial.run.directory), reason)
 
-    def print_end(self) -> None:
-        """Print how many trials the study has, by how they ended, and why no more were started."""
+    def print_end(self, root: Path) -> None:
+        """Print how many trials of the study are finished, the next command, and why no more were started.
+
+        Args:
+            root: the sweep's directory.
+        """
         states = Counter(trial.state.name.lower() for trial in self.study.get_trials(deepcopy=False))
+        print(f"\n{self._describe_end(states, summary.shorten_path(str(root)))}")
         names = {"complete": "complete", "pruned": "pruned", "fail": "failed", "running": "stopped"}
         counts = ", ".join(f"{states[state]} {name}" for state, name in names.items() if states[state])
         print(f"study: {counts or 'no trials'} (hydra.sweeper.n_trials={self.settings.n_trials})", flush=True)
+        if states["waiting"] and self.settings.sampler == "grid" and not self._has_left():
+            all_count, verb = sum(states.values()), "has" if states["waiting"] == 1 else "have"
+            print(
+                f"{states['waiting']} of {all_count} combinations {verb} not begun; hydra.sweeper.n_trials={all_count} "
+                "runs all"
+            )
         if self._failures >= self.settings.max_failures:
             print(f"no more trials were started: {self._failures} failed in a row (hydra.sweeper.max_failures).")
+
+    def _describe_end(self, states: Mapping[str, int], root: str) -> str:
+        """Return how many trials of all that the study is to have are finished, and the next commands.
+
+        Args:
+            states: the number of the study's trials in each state.
+            root: the sweep's directory, as a command names it.
+        """
+        finished, all_trials = states.get("complete", 0) + states.get("pruned", 0), sum(states.values())
+        begun = all_trials - states.get("waiting", 0)
+        wanted = min(self.settings.n_trials, all_trials) if self.settings.sampler == "grid" else self.settings.n_trials
+        total, is_over = max(begun, wanted), begun >= wanted and not states.get("running")
+        hint = "; nothing to do" if is_over and not self.codes else "" if is_over else "; the same command continues it"
+        verb = "compare" if finished else "status"
+        purpose = "compares them" if finished else "shows why"
+        line = f"finished: {finished} of {format_plural(total, 'trial')} of the study{hint}; "
+        return f"{line}python -m titan.{verb} {root} {purpose}."
 
     def _find_interrupted(self) -> list[optuna.trial.Trial]:
         """Return the trials that ran when an earlier command ended."""

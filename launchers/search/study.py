@@ -37,8 +37,8 @@ FREE = ("cluster.", "hydra.", "name=", "metrics.")
 """Beginnings of settings that may change when a study continues."""
 
 
-def check_settings(settings: OptunaSearch) -> None:
-    """Raise ConfigError where a package is missing, or the storage is no file."""
+def check_packages(settings: OptunaSearch) -> None:
+    """Raise ConfigError where a package is missing or too old."""
     try:
         version = importlib.metadata.version("optuna")
     except importlib.metadata.PackageNotFoundError:
@@ -50,6 +50,16 @@ def check_settings(settings: OptunaSearch) -> None:
         )
     if settings.sampler == "cmaes" and importlib.util.find_spec("cmaes") is None:
         raise ConfigError("hydra.sweeper.sampler=cmaes: needs cmaes; pip install cmaes, or take another sampler.")
+
+
+def check_settings(settings: OptunaSearch, space: Space) -> None:
+    """Raise ConfigError where the sampler can't choose values of a setting, or the storage is no file."""
+    choices = [name for name, distribution in space.items() if hasattr(distribution, "choices")]
+    if settings.sampler == "cmaes" and choices:  # Optuna would draw them at random
+        raise ConfigError(
+            f"hydra.sweeper.sampler=cmaes: {' and '.join(choices)} {'is' if len(choices) == 1 else 'are'} a choice of "
+            "values, which it can't learn from; take hydra.sweeper.sampler=tpe, or give an interval."
+        )
     if settings.storage is not None and "://" in settings.storage:
         raise ConfigError(f"hydra.sweeper.storage={settings.storage}: is no file; give a path, or leave it out.")
 

@@ -65,10 +65,11 @@ class OptunaSweeper(Sweeper):
         Raises:
             ConfigError: before anything starts, when some of it can't work.
         """
-        studies.check_settings(self.settings)
+        studies.check_packages(self.settings)
         silence_optuna(bool(self.search_config.hydra.verbose))
         overrides = self._parse(arguments)
         space, fixed = spaces.build_space(overrides), spaces.list_fixed(overrides)
+        studies.check_settings(self.settings, space)
         sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(self.search_config.sweep), "sweep")
         run_search(self.launcher, self.settings, sweep, space, fixed, self._save_config)
 
@@ -122,8 +123,8 @@ def run_search(
         finally:
             launcher.session.codes += pool.codes or [0]
             write_best(study, launcher.root / RESULTS)
+            pool.print_end(launcher.root)
     launcher.session.root = launcher.root
-    pool.print_end()
 
 
 def silence_optuna(is_verbose: bool) -> None:

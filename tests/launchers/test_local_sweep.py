@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from launchers import run_file, start
+from launchers import trials as sweep_trials
 from launchers.command import run_command
 from launchers.local import reason_file, trial
+from launchers.local.sweep import LocalSweep
+from launchers.trials import Trial
 from tests.support.runs import compose_tiny_run
 from tests.support.tiers import full
 from titan import errors
@@ -19,6 +25,8 @@ from titan.errors import ConfigError, RunError
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.sweep import ledger
+from titan.sweep.ledger import SweepSpec
+from titan.sweep.schema import LocalLaunch
 
 TINY = ["cluster=cpu", "dataset=synthetic", "training.seq_len=16", "training.global_batch=128", "parallelism=single"]
 
@@ -94,3 +102,40 @@ def test_the_reason_of_an_earlier_attempt_does_not_count(tmp_path: Path, monkeyp
     run, file = compose_tiny_run(tmp_path / "run", "cluster.restarts=1"), tmp_path / "a.pickle"
     assert start.run_local(run, report=partial(reason_file.write, file)) == 7
     assert reason_file.read(file, 7) == "exited with code 7"
+
+
+def test_a_grid_of_another_recipe_under_one_name_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trials that a command repeats, or adds with more values, are not."""
+    monkeypatch.setattr(start, "run_local", lambda run, apart, report: 7)
+    grid = ["-m", *TINY, f"hydra.sweep.dir={tmp_path}/s"]
+    notes = []
+    for more in (["training.seed=0,1"], ["training.seed=0,1,2"], ["training.seed=0,1", "training.steps=5"]):
+        run_command([*grid, *more], lambda run: 0)
+        notes += [line for line in capsys.readouterr().out.splitlines() if "no command varies" in line]
+    assert len(notes) == 1 and notes[0].startswith("2 new trials differ from the 3 that the directory has")
+
+
+@pytest.mark.parametrize(
+    ("number", "signals", "code", "state"),
+    [
+        pytest.param(signal.SIGTERM, 1, 130, "stopped", id="ctrl-c"),
+        pytest.param(signal.SIGKILL, 2, 130, "stopped", id="a-second-ctrl-c"),
+        pytest.param(signal.SIGTERM, 0, 1, "failed", id="someone-else"),
+        pytest.param(signal.SIGSEGV, 1, 1, "failed", id="a-crash"),
+    ],
+)
+def test_a_trial_that_ctrl_c_ends_before_it_handles_signals_is_stopped(
+    number: int, signals: int, code: int, state: str, tmp_path: Path
+) -> None:
+    made = Trial("a", ("x=1",), compose_tiny_run(tmp_path / "a"))
+    sweep_trials.register_trials(tmp_path, [made], SweepSpec())
+    sweep = LocalSweep(tmp_path, [made], LocalLaunch(at_once=2), SweepSpec())
+    sweep.supervisor.signals = signals
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process.send_signal(number)
+    process.wait()
+    sweep.processes, sweep.run_files = {0: process}, {0: tmp_path / "a.pickle"}
+    assert sweep._collect_trial(0) == code
+    assert [t.state for t in ledger.read_trials(tmp_path)] == [state]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from launchers.command import run_command
 from launchers.search import space as spaces
 from launchers.search.pool import HOOK, TrialPool, write_best
-from launchers.search.study import STORAGE, check_settings, open_study
+from launchers.search.study import STORAGE, check_packages, check_settings, open_study
+from launchers.search.sweeper import run_search
+from launchers.session import SweepSession, TrialSource
 from launchers.slurm import queue
 from launchers.slurm.sweep import SlurmSweep
 from launchers.start import run_local
@@ -314,6 +317,20 @@ def test_a_study_continues_with_the_same_settings_only(
         pass
 
 
+@pytest.mark.parametrize(
+    ("varied", "message"),
+    [
+        pytest.param(["optimizer.lr=1e-3,1e-2", "model.dim=interval(1,2)"], "optimizer.lr is a choice", id="numbers"),
+        pytest.param(["a=x,y", "b=x,y", "c=interval(1,2)"], "a and b are a choice", id="several"),
+        pytest.param([*RATE, "a=range(1,8,3)", "b=int(interval(1,5))"], None, id="numbers-of-a-range"),
+    ],
+)
+def test_cmaes_takes_numbers_only(varied: list[str], message: str | None) -> None:
+    settings = OptunaSearch(sampler="cmaes")
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_settings(settings, build_space(*varied))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -333,6 +350,11 @@ def test_a_study_continues_with_the_same_settings_only(
         full([INTERVAL, "evaluation.tokens=64", "hydra.sweeper.sampler=grid"], "has an interval", id="grid"),
         full([INTERVAL], "sweep.objective=validation_loss: evaluation.tokens=0", id="no-objective"),
         full(["optimizer.lr=interval(1,-1)", "evaluation.tokens=64"], "optimizer.lr=interval", id="interval"),
+        pytest.param(
+            [INTERVAL, "optimizer=adamw,muon", "evaluation.tokens=64", "hydra.sweeper.sampler=cmaes"],
+            "hydra.sweeper.sampler=cmaes: optimizer is a choice of values, which it can't learn from; take "
+            "hydra.sweeper.sampler=tpe, or give an interval.", id="cmaes-and-a-choice",
+        ),
         full(["model.head_dim=4,3", "evaluation.tokens=64"], "nothing was started", id="corner"),
         full(
             [INTERVAL, "evaluation.tokens=64", "hydra/launcher=slurm", "hydra.launcher.wait=false"],
@@ -379,6 +401,84 @@ def test_a_search_of_real_runs_is_killed_goes_on_and_prunes(tmp_path: Path) -> N
     assert "2 were ended early by a hook" in compared.stdout and "failed" not in compared.stdout.lower()
 
 
+def finish_one(values: dict[str, float], folder: Path) -> int:
+    return finish(folder, 1.0)
+
+
+ENDS = [
+    pytest.param({"n_trials": 3}, [finish_one], RATE, "finished: 3 of 3 trials of the study; python -m titan.compare ",
+                 "study: 3 complete (hydra.sweeper.n_trials=3)", id="finished"),
+    pytest.param({"n_trials": 3}, [finish_one] * 2, RATE,
+                 "finished: 3 of 3 trials of the study; nothing to do; python -m titan.compare ",
+                 "study: 3 complete", id="nothing-to-do"),
+    pytest.param({"n_trials": 3}, ["stop"], RATE,
+                 "finished: 1 of 3 trials of the study; the same command continues it; python -m titan.compare ",
+                 "study: 1 complete, 1 stopped", id="stopped"),
+    pytest.param({"n_trials": 3}, ["stop", finish_one], RATE,
+                 "finished: 3 of 3 trials of the study; python -m titan.compare ", "study: 3 complete", id="resumed"),
+    pytest.param({"n_trials": 2}, [lambda values, folder: 1], RATE,
+                 "finished: 0 of 2 trials of the study; python -m titan.status ", "study: 2 failed", id="failed"),
+    pytest.param({"n_trials": 20, "sampler": "grid"}, [finish_one], ["a=1,2,3"],
+                 "finished: 3 of 3 trials of the study; python", "study: 3 complete", id="grid"),
+    pytest.param({"n_trials": 4, "sampler": "grid"}, [finish_one], ["a=1,2,3", "b=1,2"],
+                 "finished: 4 of 4 trials of the study; python",
+                 "2 of 6 combinations have not begun; hydra.sweeper.n_trials=6 runs all", id="a-part-of-a-grid"),
+    pytest.param({"n_trials": 1, "sampler": "grid"}, [lambda values, folder: 1], ["a=1,2"],
+                 "finished: 0 of 1 trial of the study; python", "1 of 2 combinations has not begun; ",
+                 id="one-of-a-grid-is-left"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "commands", "varied", "line", "more"), ENDS)
+def test_the_end_counts_the_trials_of_the_study(
+    options: dict[str, Any],
+    commands: list[Any],
+    varied: list[str],
+    line: str,
+    more: str,
+    tmp_path: Path,
+    run: Run,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A command that stops ends with Ctrl-C in its second trial."""
+    for body in commands:
+        capsys.readouterr()
+        launcher = PoolLauncher(tmp_path, run, stop_second if body == "stop" else body)
+        with pytest.raises(KeyboardInterrupt) if body == "stop" else nullcontext():
+            run_search(launcher, OptunaSearch(**options), Sweep(), build_space(*varied), [], lambda: None)
+    out = capsys.readouterr().out
+    assert line in out and more in out
+    assert ("not begun" in out) == ("not begun" in more)
+
+
+def stop_second(values: dict[str, float], folder: Path) -> int:
+    return 130 if list(folder.parent.glob("*/result.json")) else finish(folder, 1.0)
+
+
+class PoolLauncher(FakeLauncher):
+    """A launcher of a search, one trial at a time; the exit code 130 of a trial is Ctrl-C."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.session = SweepSession()
+
+    def expand(self, overrides: Any, number: int, fixed: frozenset[str] | None = None) -> Any:
+        return [super().expand(overrides[0], number)]
+
+    def check_inputs(self, batch: Sequence[Trial]) -> None:
+        pass
+
+    def check_feedback(self, batch: Sequence[Trial]) -> float:
+        return float("inf")
+
+    def launch_pool(self, source: TrialSource) -> None:
+        while trials := source.ask():
+            code = self._run(trials[0])
+            source.tell(trials[0], code)
+            if code == 130:
+                raise KeyboardInterrupt
+
+
 def test_slurm_jobs_are_submitted_one_after_another(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -411,11 +511,11 @@ def test_slurm_jobs_are_submitted_one_after_another(
 def test_an_old_or_missing_optuna_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.10.1")
     with pytest.raises(ConfigError, match=r"needs optuna 4, and 2\.10\.1 is installed; pip install --upgrade"):
-        check_settings(OptunaSearch())
+        check_packages(OptunaSearch())
 
     def find_nothing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.version", find_nothing)
     with pytest.raises(ConfigError, match="needs optuna; pip install"):
-        check_settings(OptunaSearch())
+        check_packages(OptunaSearch())

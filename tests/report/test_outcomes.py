@@ -146,6 +146,31 @@ def test_trials_that_have_not_begun_belong_to_their_variant(tmp_path: Path) -> N
     assert "1 failed for other reasons than divergence" in " ".join(sentences.format_lead(found))
 
 
+STOPS = [
+    pytest.param([], "Stopped runs", id="alone"),
+    pytest.param([{"event": "ended", "id": "b", "code": 1, "reason": "no node was free"}],
+                 "Failures, and stopped runs", id="beside-a-failure"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "heading"), STOPS)
+def test_a_run_that_was_stopped_has_not_failed(events: list[dict[str, Any]], heading: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "a", S)
+    make_run(tmp_path / "a1", replace(S, seed=1, attempts=(StoryAttempt(0, 30),)))
+    points = {"a": ("training.seed=0",), "a1": ("training.seed=1",), "a2": ("training.seed=2",)}
+    points |= {"b": ("training.seed=3",)} if events else {}
+    stops = [{"event": "ended", "id": name, "code": 130} for name in ("a1", "a2")]
+    make_sweep(tmp_path, SweepSpec(), points, *stops, *events)
+    found = compare([tmp_path])
+    lead = " ".join(sentences.format_lead(found))
+    assert "1 of 2 runs is not finished. 2 were stopped, listed below." in lead
+    assert ("1 failed for other reasons than divergence, listed below." in lead) == bool(events) == ("failed" in lead)
+    assert sentences.format_missing_heading(found) == heading
+    notes = " ".join(found.variants[0].notes)
+    assert "1 of its trials stopped without metrics" in notes
+    assert ("1 of its trials failed without metrics" in notes) == bool(events)
+
+
 @pytest.mark.full
 def test_of_learning_rates_one_at_which_runs_diverged_is_not_the_best(tmp_path: Path) -> None:
     found = grid(

@@ -15,6 +15,7 @@ from tests.support.made_runs import Story, make_run
 from tests.support.runs import TINY
 from titan.errors import ConfigError
 from titan.run.run import Run
+from titan.run.step_interval import combine_runs, summarize_steps
 from titan.sweep import budget
 from titan.sweep.schema import Sweep
 
@@ -107,11 +108,24 @@ def test_time_is_as_measured_and_said_once_for_each_variant(tmp_path: Path) -> N
     sweep = Sweep(budget="time")
     equal = budget.equalise_steps(runs, varied, sweep)
     assert [run.training.steps for run in equal] == [20, 20, 5, 5]
+    spread = "over 37 timed steps), measured in"
     assert budget.describe_times(equal, varied, sweep) == [
-        f"sweep.budget=time: model.layers=2: 20 steps of 0.5 s, measured in {tmp_path}",
-        f"sweep.budget=time: model.layers=4: 5 steps of 2 s, measured in {tmp_path}",
+        (f"sweep.budget=time: model.layers=2: 20 steps of 0.5 s (p10-p90 0.5-0.5 s {spread} {tmp_path}", ""),
+        (f"sweep.budget=time: model.layers=4: 5 steps of 2 s (p10-p90 2-2 s {spread} {tmp_path}", ""),
     ]
     assert budget.describe_times(equal, varied, Sweep(budget="tokens")) == []
+
+
+def test_a_doubtful_time_of_a_step_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, sure = (combine_runs([summarize_steps([1.0] * count)]) for count in (8, 20))
+    times = {2: budget.BudgetStepTime(1.0, "measured in x", few), 4: budget.BudgetStepTime(1.0, "measured in x", sure)}
+    monkeypatch.setattr(budget, "find_step_time", lambda run: times[run.model.layers])
+    first, second = budget.describe_times(RUNS[::2], VARIED[:2], Sweep(budget="time"))
+    assert first.line == "sweep.budget=time: a=1: 20 steps of 1 s (p10-p90 1-1 s over 8 timed steps), measured in x"
+    assert first.doubt.startswith(
+        "sweep.budget=time: a=1: the time of a step is the median of 8 timed steps of a run, "
+    )
+    assert second.doubt == "" and "over 20 timed steps" in second.line
 
 
 @pytest.mark.full

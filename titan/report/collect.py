@@ -27,8 +27,8 @@ from titan.report.findings import FailedRun, State
 from titan.report.run_end import classify_end
 from titan.run.directory import ENVIRONMENT, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
-from titan.sweep.labels import count_distinguishing_digits, format_label
 from titan.sweep.ledger import SweepSpec, TrialState
+from titan.sweep.trial_settings import label_trials
 
 ESSENTIAL_KEYS = (
     "ids.science", "ids.group", "ids.execution", "ids.code", "config.training.steps", "config.training.seq_len",
@@ -212,9 +212,8 @@ def _add_directory(directory: Path, collection: _RunCollection, named_by_user: b
     if sweep is not None:
         collection.sweeps[directory] = sweep.spec
         collection.corruption += [f"{directory.name}: {note}" for note in sweep.notes]
-        digits = count_distinguishing_digits([trial.overrides for trial in sweep.trials])
-        for trial in sweep.trials:
-            _add_run(Path(trial.directory), collection, trial, format_label(trial.overrides, digits))
+        for trial, label in zip(sweep.trials, label_trials(sweep.trials), strict=True):
+            _add_run(Path(trial.directory), collection, trial, label)
         return
     for child in _list_subdirectories(directory):
         _add_directory(child, collection)

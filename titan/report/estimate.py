@@ -38,14 +38,13 @@ from titan.report.statistics import (
     estimate_median_time,
 )
 from titan.run.prediction import parse_document
+from titan.run.step_interval import LEAST_RUNS
 
 LAST_STEPS, LAST_SHARE = 10, 0.02
 """The loss of training is the mean over the last share of the steps, and over so many at least."""
 EXPERTS = ("expert_load_max", "expert_entropy", "expert_dropped")
 PREDICTION_LEVEL = 0.9
 """Of a prediction's interval."""
-LEAST_RUNS = 3
-"""With fewer runs on a side speed is not ranked: a t-interval of two runs is too wide to be useful."""
 OUTLIER_DEVIATIONS = 10.0
 """An outlier is so many times the median absolute deviation away: 6.7 standard deviations of a normal."""
 FEWEST_SEEDS = 3

@@ -56,8 +56,12 @@ def _note_outcomes(members: Sequence[Member]) -> list[str]:
 
 def _describe_missing(trials: Sequence[FailedRun]) -> str:
     """Return how many trials have no metrics, and why; empty where there are none."""
-    kinds = Counter(classify_unfinished(trial.state) for trial in trials)
-    by_kind = {"failed": "failed without metrics", "waiting": "have no metrics yet"}
+    kinds = Counter("stopped" if t.state == "stopped" else classify_unfinished(t.state) for t in trials)
+    by_kind = {
+        "failed": "failed without metrics",
+        "stopped": "stopped without metrics",
+        "waiting": "have no metrics yet",
+    }
     return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in by_kind.items() if kinds[kind])
 
 

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from titan.errors import ConfigError
 from titan.report.findings import Interval, Numbers, RepeatsNeeded
+from titan.run.step_interval import BLOCK, BLOCKS
 
 LEVEL = 0.95
 ALPHA = 0.05
@@ -25,8 +26,6 @@ EQUIVALENT = 0.9
 POWER = 0.8
 MOST = 10_000
 """Larger sample sizes are not computed: more repeats don't help then."""
-BLOCKS, BLOCK = 10, 5
-"""The most blocks of a series, and the fewest values of a block."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.run.directory import read_attempts
@@ -15,6 +16,7 @@ from titan.run.measured import measure_step
 from titan.run.prediction import predict
 from titan.run.run import Run
 from titan.run.schema import Recipe
+from titan.run.step_interval import StepSpread
 from titan.training.schema import MOST_STEPS, Training
 
 SECONDS_PER_HOUR = 3600.0
@@ -98,6 +100,8 @@ def _count_steps_in_hours(run: Run) -> int:
             "give training.step_seconds=SECONDS or training.measured=RUN as measured, choose a cluster that describes "
             "it, measure this machine with python -m titan.calibrate, or give training.steps."
         )
+    if step_time.spread is not None and (doubt := step_time.spread.find_doubt()):
+        warn_once(f"training.measured={run.training.measured}: {doubt}.")
     steps = int(hours * SECONDS_PER_HOUR / (step_time.seconds * run.layout.devices))
     if steps < 1:
         raise ConfigError(
@@ -109,10 +113,14 @@ def _count_steps_in_hours(run: Run) -> int:
 
 
 class BudgetStepTime(NamedTuple):
-    """The seconds of a step, and where they are from: "as given", "as predicted" or "measured in PATH"."""
+    """The seconds of a step, where they are from ("as given", "as predicted" or "measured in PATH"), and their spread.
+
+    The spread is None where they are not measured.
+    """
 
     seconds: float
     origin: str
+    spread: StepSpread | None = None
 
 
 def find_step_time(run: Run) -> BudgetStepTime | None:
@@ -128,7 +136,8 @@ def find_step_time(run: Run) -> BudgetStepTime | None:
             "a step, too; leave one of them out."
         )
     if training.measured is not None:
-        return BudgetStepTime(measure_step(run), describe_origin(training))
+        spread = measure_step(run)
+        return BudgetStepTime(spread.seconds, describe_origin(training), spread)
     if training.step_seconds is not None:
         return BudgetStepTime(training.step_seconds, describe_origin(training))
     prediction, _ = predict(run)

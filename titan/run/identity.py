@@ -136,12 +136,12 @@ def compute_trial_id(run: Run) -> str:
 
     The data's digest is not in it: the data need not be prepared yet.
     """
-    return _compute_settings_digest(_select_trial_settings(run) | {"devices": run.layout.degrees()})
+    return _compute_settings_digest(select_trial_settings(run) | {"devices": run.layout.degrees()})
 
 
 def compute_portable_trial_id(run: Run) -> str:
     """Return the id of a trial on any machines: as `compute_trial_id`, without the degrees."""
-    return _compute_settings_digest(_select_trial_settings(run))
+    return _compute_settings_digest(select_trial_settings(run))
 
 
 def compute_variant_id(run: Run) -> str:
@@ -157,7 +157,8 @@ def _drop_seed(science: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in science.items() if k != "training.seed"}
 
 
-def _select_trial_settings(run: Run) -> dict[str, Any]:
+def select_trial_settings(run: Run) -> dict[str, Any]:
+    """Return the settings that identify a trial and differ from their defaults: all but those of its machines."""
     execution = {k: v for k, v in select_settings(run, science=False).items() if not k.startswith("cluster.")}
     if run.compile_why:  # the setting is "auto", whatever follows from it on this machine
         execution.pop("compile.scope", None)

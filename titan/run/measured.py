@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan.config.kinds import get_kind
@@ -26,6 +25,7 @@ from titan.metrics.schema import WARM
 from titan.run.directory import ENVIRONMENT, RESULT, is_finished, read_attempts
 from titan.run.recorded_config import complete_config, read_degrees
 from titan.run.run import as_config, flatten_config
+from titan.run.step_interval import RunSteps, StepSpread, combine_runs, summarize_steps
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -54,16 +54,16 @@ class StepMeasurement(NamedTuple):
     Attributes:
         directory: of the run.
         settings: what decides the time of a step, as text by name.
-        seconds: the median of its last attempt, without the warm-up.
+        steps: those of its last attempt, without the warm-up.
     """
 
     directory: str
     settings: Mapping[str, str]
-    seconds: float
+    steps: RunSteps
 
 
-def measure_step(run: Run) -> float:
-    """Return the seconds of a step in the runs that `training.measured` names: the median over those that fit.
+def measure_step(run: Run) -> StepSpread:
+    """Return the time of a step in the runs that `training.measured` names: the median over those that fit.
 
     Raises:
         ConfigError: where no finished run computes as this one does.
@@ -71,10 +71,10 @@ def measure_step(run: Run) -> float:
     source = str(run.training.measured)
     measurements = _read_measurements(source)
     settings = _collect_settings(as_config(run), run)
-    fitting = [m.seconds for m in measurements if m.settings == settings]
+    fitting = [m.steps for m in measurements if m.settings == settings]
     if not fitting:
         raise _build_mismatch_error(source, measurements, settings)
-    return median(fitting)
+    return combine_runs(fitting)
 
 
 def _build_mismatch_error(
@@ -164,7 +164,7 @@ def _read_measurement(directory: Path, *changed: int) -> StepMeasurement | None:
     settings = _build_settings(
         document["config"], read_degrees(document), int(document.get("microbatches") or 1), machine, classes
     )
-    return StepMeasurement(str(directory), settings, median(seconds))
+    return StepMeasurement(str(directory), settings, summarize_steps(seconds))
 
 
 def _read_step_seconds(directory: Path, document: Mapping[str, Any]) -> list[float]:

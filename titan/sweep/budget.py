@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_rounded
@@ -80,8 +80,20 @@ def _find_value(run: Run, name: str) -> str:
     return "" if value is MISSING else format_value(value)
 
 
-def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[str]:
-    """Return a line for each variant with the steps that `sweep.budget=time` gives it, and the time of a step.
+class VariantTime(NamedTuple):
+    """What `sweep.budget=time` gives a variant.
+
+    Attributes:
+        line: its steps, the time of a step, and how that is known.
+        doubt: why that time is doubtful; empty where it is not.
+    """
+
+    line: str
+    doubt: str
+
+
+def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[VariantTime]:
+    """Return what `sweep.budget=time` gives each variant.
 
     Args:
         runs: of all trials, with their steps.
@@ -90,11 +102,16 @@ def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
     """
     if sweep.budget != "time":
         return []
-    lines: dict[str, None] = {}
-    for run, trial, time in zip(runs, varied, _find_times(runs, varied), strict=True):
-        steps = f"{run.training.steps:,} steps of {format_rounded(time.seconds)} s, {time.origin}"
-        lines[f"sweep.budget=time: {label_variant(trial) or 'all trials'}: {steps}"] = None
-    return list(lines)
+    times = zip(runs, varied, _find_times(runs, varied), strict=True)
+    return list(dict.fromkeys(_describe_time(run, label_variant(trial), time) for run, trial, time in times))
+
+
+def _describe_time(run: Run, label: str, time: BudgetStepTime) -> VariantTime:
+    subject = f"sweep.budget=time: {label or 'all trials'}"
+    spread = f" ({time.spread.describe()})" if time.spread else ""
+    line = f"{subject}: {run.training.steps:,} steps of {format_rounded(time.seconds)} s{spread}, {time.origin}"
+    doubt = time.spread.find_doubt() if time.spread else ""
+    return VariantTime(line, f"{subject}: {doubt}." if doubt else "")
 
 
 def label_variant(trial: Sequence[str]) -> str:

@@ -5,9 +5,9 @@ killed. A trial is known by its id, which follows from its settings, never by a 
 trials that it has started, and a larger sweep keeps those that it has. The state of a trial is never recorded: it
 follows from its run's directory, from its job's exit records, and from Slurm.
 
-Events: `point` (a trial's id, directory and overrides), `sending` (before trials are submitted to Slurm, with a token
-that their jobs carry), `sent` (with the jobs' numbers), `unsent` (Slurm rejected them), `started` and `ended` (a trial
-on this machine).
+Events: `point` (a trial's id, directory, overrides and settings), `sending` (before trials are submitted to Slurm, with
+a token that their jobs carry), `sent` (with the jobs' numbers), `unsent` (Slurm rejected them), `started` and `ended`
+(a trial on this machine).
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class TrialState:
         devices: of its run.
         lane: of its last submission, see `launchers.slurm.lanes`; None for an array.
         asked: see `titan.run.identity.compute_portable_trial_id`.
+        settings: see `titan.sweep.trial_settings.collect_settings`; None where an older commit of titan wrote it.
     """
 
     id: str
@@ -96,6 +97,7 @@ class TrialState:
     devices: int = 1
     lane: int | None = None
     asked: str = ""
+    settings: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ def _parse_event(directory: Path, line: str) -> dict[str, Any]:
     for name, kind in _EVENT_TYPES.get(str(event.get("event")), {}).items():
         untrusted.check_type(event[name] if kind != str | None else event.get(name), kind, name)
     if event.get("event") == "point":
+        untrusted.check_type(event.get("settings"), dict[str, Any] | None, "settings")
         untrusted.resolve_inside(directory, event["directory"])
     jobs = (job for job_ids in event["jobs"].values() for job in job_ids) if event.get("event") == "sent" else ()
     if not all(re.fullmatch(r"\d{1,18}(_\d{1,18})?", job) for job in jobs):
@@ -304,6 +307,7 @@ def _apply_event(trials: dict[str, TrialState], event: Mapping[str, Any], direct
         run_directory = os.path.abspath(directory / event["directory"])
         trial = trials.get(event["id"], TrialState(event["id"], run_directory, tuple(event["overrides"]), "planned"))
         trial_fields = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event["asked"]}
+        trial_fields["settings"] = event.get("settings")
         trials[trial.id] = replace(trial, **trial_fields)
         return
     for name in _list_trial_ids(event):

@@ -92,7 +92,8 @@ class OptunaSearch:
         None, "what to do with sweep.objective; null: sweep.direction, else minimize"
     )
     sampler: Literal["tpe", "random", "cmaes", "grid"] = setting(
-        "tpe", "how values are chosen; cmaes needs the package cmaes, grid takes all combinations in turn"
+        "tpe",
+        "how values are chosen; cmaes needs the package cmaes and takes only numbers, grid takes combinations in turn",
     )
     seed: int = setting(0, "seed of the sampler", at_least=0, cap=2**31)
     startup_trials: int = setting(

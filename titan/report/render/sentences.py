@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from titan.console.numbers import format_magnitude, format_plural, format_ratio, format_rounded, format_tokens
 from titan.report import rank, statistics
-from titan.report.findings import Comparison, Interval, Quality, TimeToTarget, Variant
+from titan.report.findings import Comparison, FailedRun, Interval, Quality, TimeToTarget, Variant
 from titan.report.rank import select_verdict
 from titan.report.render.table_data import format_answer, format_lost_seeds, format_wins
 from titan.report.superiority import EARLIER_TARGET_ADVICE
@@ -22,12 +23,27 @@ COMMANDS_TITLE = "Where they differ first"
 
 def format_missing_heading(comparison: Comparison) -> str:
     """Return the heading for trials without metrics and failed runs."""
-    if comparison.failed and all(run.is_hook_end for run in comparison.failed):
+    kinds = {_classify_missing(run) for run in comparison.failed}
+    if kinds == {"ended early"}:
         return "Ended early"
-    waiting = {failed.state in WAITING for failed in comparison.failed}
-    return {(True,): "Trials without metrics yet", (False, True): "Failures, and trials without metrics yet"}.get(
-        tuple(sorted(waiting)), "Failures"
-    )
+    *first, last = [words for kind, words in MISSING_KINDS.items() if kind in kinds] or ["failures"]
+    heading = ", ".join([*first, f"and {last}"] if first else [last])
+    return heading[0].upper() + heading[1:]
+
+
+MISSING_KINDS = {
+    "failed": "failures",
+    "stopped": "stopped runs",
+    "ended early": "runs that ended early",
+    "waiting": "trials without metrics yet",
+}
+"""What a list of trials without metrics and failed runs has, in words."""
+
+
+def _classify_missing(run: FailedRun) -> str:
+    if run.state in WAITING:
+        return "waiting"
+    return "ended early" if run.is_hook_end else "stopped" if run.state == "stopped" else "failed"
 
 
 def format_lead(comparison: Comparison) -> list[str]:
@@ -194,15 +210,19 @@ def _describe_unfinished(comparison: Comparison) -> list[str]:
     unfinished = [run for run in runs if not run.diverged]
     going = sum(run.state in ("running", "queued", "planned", "stopped") for run in unfinished)
     parts = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
-    without = [failed for failed in comparison.failed if failed.state in WAITING]
     diverged = {run.directory for run in runs if run.diverged}
-    early = sum(run.is_hook_end and run.directory not in diverged for run in comparison.failed)
-    failed = -early + sum(run not in without and run.directory not in diverged for run in comparison.failed)
-    if early:
-        parts.append(f"{early} {'was' if early == 1 else 'were'} ended early by a hook, listed below.")
-    if without:
-        parts.append(f"{format_plural(len(without), 'trial')} without metrics yet.")
-    return parts + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])
+    kinds = Counter(_classify_missing(run) for run in comparison.failed if run.directory not in diverged)
+    sentences = {
+        "ended early": f"{_count_were(kinds['ended early'])} ended early by a hook, listed below.",
+        "waiting": f"{format_plural(kinds['waiting'], 'trial')} without metrics yet.",
+        "stopped": f"{_count_were(kinds['stopped'])} stopped, listed below.",
+        "failed": f"{kinds['failed']} failed for other reasons than divergence, listed below.",
+    }
+    return parts + [sentence for kind, sentence in sentences.items() if kinds[kind]]
+
+
+def _count_were(count: int) -> str:
+    return f"{count} {'was' if count == 1 else 'were'}"
 
 
 def _describe_outcome(comparison: Comparison) -> list[str]:

@@ -1,0 +1,172 @@
+"""What trials of one directory differ in beside the settings that their command varied: for labels, and for a note.
+
+Several commands may add trials to a directory. The ledger has the settings of each that differ from their defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from titan.config.settings import format_value
+from titan.console.numbers import format_plural
+from titan.console.text import sanitize_line
+from titan.run import identity
+from titan.run.run import Run
+from titan.run.schema import Recipe
+from titan.sweep.labels import count_distinguishing_digits, format_label
+from titan.sweep.ledger import TrialState
+
+Settings = Mapping[str, Any]
+REPEATS = ("training.seed", "training.repeat")
+"""Settings that repeat a variant."""
+BUDGETS = ("training.tokens", "training.hours")
+"""Settings that decide the steps."""
+MOST_NAMED = 4
+"""Settings that a note names."""
+
+
+def collect_settings(run: Run) -> dict[str, Any]:
+    """Return the settings that identify a trial and differ from their defaults, as the ledger keeps them."""
+    settings: dict[str, Any] = json.loads(json.dumps(identity.select_trial_settings(run)))
+    return settings
+
+
+def label_trials(trials: Sequence[TrialState]) -> list[str]:
+    """Return a label for each trial: what its command varied, after settings that tell it apart from others."""
+    digits = count_distinguishing_digits([trial.overrides for trial in trials])
+    labels = [format_label(t.overrides, digits) or sanitize_line(Path(t.directory).name) for t in trials]
+    groups: dict[str, list[int]] = {}
+    for index, label in enumerate(labels):
+        groups.setdefault(label, []).append(index)
+    for indices in groups.values():
+        if len(indices) > 1:
+            for index, text in zip(indices, _distinguish([trials[i] for i in indices]), strict=True):
+                labels[index] = sanitize_line(f"{text} {labels[index]}")
+    return labels
+
+
+def _distinguish(trials: Sequence[TrialState]) -> list[str]:
+    """Return a text for each trial of one label: the fewest settings that differ, or else its folder."""
+    texts = [""] * len(trials)
+    if all(trial.settings is not None for trial in trials):
+        for name in _list_differing([trial.settings or {} for trial in trials]):
+            longer = [
+                f"{t} {name}={_format(name, p.settings or {})}".strip() for t, p in zip(texts, trials, strict=True)
+            ]
+            texts = longer if len(set(longer)) > len(set(texts)) else texts
+    is_distinct = len(set(texts)) == len(trials)
+    return texts if is_distinct else [Path(trial.directory).name for trial in trials]
+
+
+def _list_differing(all_settings: Sequence[Settings]) -> list[str]:
+    """Return the settings that differ, first those with the most values, then in the order of the axes."""
+    values = {
+        name: {_format(name, settings) for settings in all_settings} for name in sorted(set().union(*all_settings))
+    }
+    differing = [name for name, texts in values.items() if len(texts) > 1]
+    return sorted(differing, key=lambda name: (-len(values[name]), _rank_axis(name)))
+
+
+def _rank_axis(name: str) -> int:
+    axis = name.partition(".")[0]
+    return identity.SCIENCE.index(axis) if axis in identity.SCIENCE else len(identity.SCIENCE)
+
+
+def describe_mixed(
+    new: Sequence[tuple[Sequence[str], Settings]], earlier: Sequence[TrialState], has_budget: bool
+) -> str | None:
+    """Return a sentence on settings that no command varied and in which new trials differ from all that there are.
+
+    Each new trial is compared with the earlier one that differs least. Seeds and repeats may differ, and steps that a
+    budget decides.
+
+    Args:
+        new: the overrides that the command varies, and the settings, of each trial that the directory does not have.
+        earlier: the trials that the directory has.
+        has_budget: whether `sweep.budget` decides the steps.
+
+    Returns:
+        None where there is nothing to say.
+    """
+    known = [(trial.overrides, trial.settings) for trial in earlier if trial.settings is not None]
+    varied = {_find_name(o) for overrides, _ in [*new, *known] for o in overrides} | {*REPEATS}
+    varied |= {"training.steps"} if has_budget else set()
+    signatures = {_sign(overrides, settings, varied): settings for overrides, settings in known}
+    differing: dict[str, tuple[set[str], set[str]]] = {}
+    count = 0
+    for overrides, settings in new:
+        nearest = _find_nearest(_sign(overrides, settings, varied), signatures)
+        names = [name for name in _list_differing([settings, nearest or settings]) if not _is_varied(name, varied)]
+        names = [n for n in names if n != "training.steps" or not any(b in settings for b in BUDGETS)]
+        count += bool(names)
+        for name in names:
+            there, here = differing.setdefault(name, (set(), set()))
+            there.add(_format(name, nearest or {}))
+            here.add(_format(name, settings))
+    return _build_sentence(count, len(earlier), differing) if differing else None
+
+
+Signature = tuple[frozenset[str], frozenset[tuple[str, str]]]
+"""The choices of groups that set several axes, and the settings that no command varied."""
+
+
+def _sign(overrides: Sequence[str], settings: Settings, varied: Iterable[str]) -> Signature:
+    wide = frozenset(override for override in overrides if _find_name(override).partition(".")[0] not in _list_axes())
+    return wide, frozenset((n, _format(n, settings)) for n in settings if not _is_varied(n, varied))
+
+
+def _find_nearest(signature: Signature, known: Mapping[Signature, Settings]) -> Settings | None:
+    """Return the settings of the trial that differs least, of those with the same wide choices; None without one."""
+    fitting = [other for other in known if other[0] == signature[0]]
+    return known[min(fitting, key=lambda other: len(other[1] ^ signature[1]))] if fitting else None
+
+
+def _find_name(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _is_varied(name: str, varied: Iterable[str]) -> bool:
+    """Return whether an override of a command set a setting, or the group or mapping that has it."""
+    return any(name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.") for key in varied)
+
+
+def _build_sentence(new: int, earlier: int, differing: Mapping[str, tuple[set[str], set[str]]]) -> str:
+    names = list(differing)
+    texts = [f"{name} (there {_join(differing[name][0])}, here {_join(differing[name][1])})" for name in names]
+    more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return (
+        f"{format_plural(new, 'new trial')} differ{'s' if new == 1 else ''} from the {earlier} that the directory has "
+        f"in settings that no command varies: {', '.join([*texts[:MOST_NAMED], *more])}. titan.compare takes them for "
+        "other variants; another name keeps them apart."
+    )
+
+
+def _join(values: Iterable[str]) -> str:
+    return " or ".join(sorted(values))
+
+
+def _format(name: str, settings: Settings) -> str:
+    return format_value(settings[name]) if name in settings else _find_default(name)
+
+
+@lru_cache
+def _list_axes() -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(Recipe))
+
+
+@lru_cache(1024)
+def _find_default(name: str) -> str:
+    """Return the default of a setting as text; "default" where its class is the user's choice."""
+    kind: Any = Recipe
+    *parts, last = name.split(".")
+    for part in parts:
+        kind = typing.get_type_hints(kind).get(part) if dataclasses.is_dataclass(kind) else None
+    default = getattr(kind, last, dataclasses.MISSING)
+    is_plain = dataclasses.is_dataclass(kind) and not callable(default) and default is not dataclasses.MISSING
+    return format_value(default) if is_plain else "default"
