@@ -209,14 +209,14 @@ def test_command(
     elif "titan.prepare" in words:
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
     elif "titan.generate" in words:
-        told = words[words.index("titan.generate") + 1 :]
+        told = [word.replace("runs/tutorial", "runs/first") for word in words[words.index("titan.generate") + 1 :]]
         assert generate.COMMAND.parse(told) if command.elsewhere else generate.main(told) == 2 * command.refused
     elif "titan.convert" in words:
         told = words[words.index("titan.convert") + 1 :]
         assert convert.COMMAND.parse(told) if command.elsewhere else convert.main(told) == 2 * command.refused
     elif "titan.replay" in words:
         request.getfixturevalue("compared")
-        trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=100": "step=1", "step=150": "step=1"}
+        trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=310": "step=1", "step=150": "step=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.replay") + 1 :]]
         assert replay.COMMAND.parse(given) if command.elsewhere else replay.main(given) == 2 * command.refused
     elif "titan.prove" in words:
@@ -240,7 +240,7 @@ def test_command(
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
         # grids are other commands', which may run elsewhere
-        made = {f"runs/{name}": ["runs/low", "runs/high"] for name in ("grid", "muon", "layouts")}
+        made = {f"runs/{name}": ["runs/low", "runs/high"] for name in ("grid", "muon", "muon_lengths", "muon_layouts")}
         given = [new for word in words[words.index("titan.compare") + 1 :] for new in made.get(word, [word])]
         assert command.elsewhere or compare.main(given) == 2 * command.refused
     elif "titan.law" in words:
