@@ -52,7 +52,9 @@ def test_the_tutorial_continues_no_run_of_readme() -> None:
     assert readme and tutorial and readme.isdisjoint(tutorial)
 
 
-@pytest.mark.parametrize("program", ["titan.profile", "titan.replay", "titan.generate", "titan.status", "titan.compare"])
+@pytest.mark.parametrize(
+    "program", ["titan.profile", "titan.replay", "titan.generate", "titan.status", "titan.compare"]
+)
 def test_readme_trains_what_it_looks_at(program: str) -> None:
     (last,) = [i for i, command in enumerate(README) if program in command.words]
     words = README[last].words
