@@ -52,17 +52,15 @@ def test_the_tutorial_continues_no_run_of_readme() -> None:
     assert readme and tutorial and readme.isdisjoint(tutorial)
 
 
-@pytest.mark.parametrize(
-    "program", ["titan.profile", "titan.replay", "titan.generate", "titan.status", "titan.compare"]
-)
+@pytest.mark.parametrize("program", ["profile", "replay", "generate", "status", "compare"])
 def test_readme_trains_what_it_looks_at(program: str) -> None:
-    (last,) = [i for i, command in enumerate(README) if program in command.words]
+    (last,) = [i for i, command in enumerate(README) if f"titan.{program}" in command.words]
     words = README[last].words
     (run,) = [word.removeprefix("runs/") for word in words if word.startswith("runs/")]
     (trained, *_) = [words for words in list_trainings(README[:last]) if read_name(words) == run]
-    if program == "titan.profile":
+    if program == "profile":
         assert "profile=once" in trained
-    if program == "titan.replay":
+    if program == "replay":
         (step,) = [int(step) for word in words for step in re.findall(r"^step=(\d+)$", word)]
         made = composing.compose_test_run(list(trained[trained.index("titan.train") + 1 :]))
         every, keep = made.checkpoint.every, made.checkpoint.keep

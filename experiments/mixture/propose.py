@@ -31,9 +31,7 @@ class Settings:
     """The settings of `python -m experiments.mixture.propose`."""
 
     sources: tuple[str, ...] = setting(MISSING, "names of the sources, as in dataset.sources")
-    to: str = setting(
-        MISSING, "the file of the sweep: NAME.yaml in a folder sweep/ of a search path, which is made if it is missing"
-    )
+    to: str = setting(MISSING, "the file of the sweep: NAME.yaml in a folder sweep/ of a search path; it is made")
     proxies: int = setting(32, "number of mixtures", at_least=9, cap=10_000)
     prior: Mapping[str, float] | None = setting(
         None, "the mean of the mixtures, as {books: 0.7, code: 0.3}; null: equal"
