@@ -8,6 +8,14 @@ from typing import Any
 from titan.errors import ConfigError
 
 
+def advise_extra(extra: str) -> str:
+    """Return how the packages of an extra of pyproject.toml are installed.
+
+    titan is installed from its clone; at a package index, its name may be another project's.
+    """
+    return f"pip install -e '.[{extra}]' in titan's clone"
+
+
 def import_optional(package: str, setting: str, purpose: str = "", project: str = "") -> Any:
     """Import and return an optional package.
 

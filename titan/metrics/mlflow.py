@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from titan.config.optional import advise_extra
 from titan.config.settings import format_value
 from titan.files import locks
 from titan.metrics.schema import MLflow
@@ -206,7 +207,7 @@ def _check_store(uri: str) -> None:
     if (database := _find_database(uri)) is not None:
         missing = [name for name in ("sqlalchemy", "alembic") if importlib.util.find_spec(name) is None]
         if missing:
-            raise ModuleNotFoundError(f"its database needs the package {' '.join(missing)} (pip install titan[track])")
+            raise ModuleNotFoundError(f"its database needs the package {' '.join(missing)} ({advise_extra('track')})")
         database.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(database if database.exists() else database.parent, os.W_OK):
             raise OSError(f"{database} can't be written to")
