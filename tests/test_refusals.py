@@ -88,7 +88,11 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("--config-dir /nope -m training.seed=1,2", "--config-dir /nope|correct the path"),
     ("--config-name nope", "--config-name nope|leave it out"),
     ("--config-path /nope", "--config-path /nope|correct the path"),
-    ("hydra.searchpath=[file:///nope]", "hydra.searchpath=[/nope]|absolute path"),
+    ("hydra.searchpath=[file:///nope]", "hydra.searchpath=[/nope]: there is no such folder; correct the path"),
+    (
+        "hydra.searchpath=[file://nope]",
+        "hydra.searchpath=[nope]: there is no such folder; write [file:///FOLDER]|absolute",
+    ),
     ("'name=${nope}'", "name=${nope}|not found|correct"),
     ("'name=${oc.env:TITAN_NOT_SET}'", "TITAN_NOT_SET|not found|correct"),
     ("optimizer.lr=1e-3,3e-3", "optimizer.lr=1e-3,3e-3|one value|-m"),
