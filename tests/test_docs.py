@@ -112,6 +112,14 @@ def site() -> str:
     return str(text)
 
 
+def own_optimizer() -> str:
+    """The optimizer's file that the page on optimizers shows."""
+    (text,) = re.findall(
+        r"```yaml\n# optimizer/adafactor.yaml\n(.*?)```", (ROOT / "docs" / "optimizers.md").read_text(), flags=re.S
+    )
+    return str(text)
+
+
 def kind(given: DocumentedCommand) -> tuple[object, ...]:
     """What a command shows: its program, flags, launcher, sweep and recipe, and whether it is refused or read only."""
     names = {word.partition("=")[0] for word in given.words if word.startswith(SHOWN)}
@@ -155,6 +163,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "ladder.csv").write_text(ladder())
     (folder / "site" / "cluster").mkdir(parents=True)
     (folder / "site" / "cluster" / "ours.yaml").write_text(site())
+    (folder / "site" / "optimizer").mkdir()
+    (folder / "site" / "optimizer" / "adafactor.yaml").write_text(own_optimizer())
     with gzip.open(folder / "chat.jsonl.gz", "wt") as file:
         conversations = (
             [{"role": "user", "content": f"Twice {i}?"}, {"role": "assistant", "content": f"{2 * i}."}]
