@@ -48,7 +48,7 @@ ENVIRONMENT = {
 }
 """Variables that MLflow reads: no usage reports, and no messages that would break the progress line."""
 RUN_ID_TAG = "titan.run_id"
-_SQLITE = "sqlite:///"
+SQLITE = "sqlite:///"
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ class MLflowRun:
 
 def choose_tracking_uri(settings: MLflow, directory: Path, environ: Mapping[str, str] = os.environ) -> str:
     """Return the store of a run: that of the settings, else that of the environment, else a database of the run."""
-    local = f"{_SQLITE}{directory.absolute() / 'mlflow' / 'mlflow.db'}"
+    local = f"{SQLITE}{directory.absolute() / 'mlflow' / 'mlflow.db'}"
     return settings.tracking_uri or environ.get("MLFLOW_TRACKING_URI") or local
 
 
@@ -217,7 +217,7 @@ def _check_store(uri: str) -> None:
 
 def _find_database(uri: str) -> Path | None:
     """Return the absolute path of an sqlite store; None for others."""
-    return Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None
+    return Path(uri.removeprefix(SQLITE)).absolute() if uri.startswith(SQLITE) else None
 
 
 @contextlib.contextmanager
