@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -385,7 +385,7 @@ def test_secrets_are_left_out_of_the_config_and_settings_stay() -> None:
 
 
 class NoViewer(Tracker):
-    """Its build is not called."""
+    packages: ClassVar[Mapping[str, str]] = {"no_such_package": "no-such-package"}
 
     def find_viewer(self, directory: Path) -> str | None:
         raise OSError("no viewer")
@@ -407,15 +407,14 @@ class NoViewer(Tracker):
             Metrics(trackers={"t": Trackio(directory="/t")}), {"t": "TRACKIO_DIR=/t trackio show"}, id="trackio"
         ),
         pytest.param(Metrics(trackers={"t": Trackio(space="me/runs")}), {}, id="space"),
+        pytest.param(Metrics(wandb=True, wandb_mode="online"), {}, id="online"),
         pytest.param(Metrics(trackers={"own": NoViewer()}), {}, id="own-that-fails"),
     ],
 )
 def test_a_run_ends_with_the_commands_that_show_it(
-    metrics: Metrics, viewers: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    metrics: Metrics, viewers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trackers, "_is_installed", lambda package: True)
-    assert "tensorboard" not in find_viewers(metrics, Path("a run")), "it was dropped when it was opened"
-    for folder in ("tensorboard", "wandb/offline-run-1"):
-        (tmp_path / "a run" / folder).mkdir(parents=True)
     assert find_viewers(metrics, Path("a run")) == viewers
+    monkeypatch.setattr(trackers, "_is_installed", lambda package: False)
+    assert find_viewers(metrics, Path("a run")) == {}

@@ -205,16 +205,16 @@ def _list_requests(metrics: Metrics, directory: Path, description: RunDescriptio
 
 
 def find_viewers(metrics: Metrics, directory: Path) -> dict[str, str]:
-    """Return the commands that show, or send, what trackers have written; none of those that never opened.
+    """Return the commands that show, or send, what trackers have written.
 
     Args:
         metrics: the settings.
         directory: the run's directory.
     """
     viewers: dict[str, str | None] = {}
-    if metrics.tensorboard and (directory / "tensorboard").is_dir():
+    if metrics.tensorboard and _is_installed("tensorboard"):
         viewers["tensorboard"] = f"tensorboard --logdir {shlex.quote(str(directory / 'tensorboard'))}"
-    if metrics.wandb and any(directory.glob("wandb/offline-run-*")):
+    if metrics.wandb and metrics.wandb_mode == "offline" and _is_installed("wandb"):
         viewers["wandb"] = f"wandb sync {shlex.quote(str(directory / 'wandb'))}/offline-run-*"
     for name, tracker in (metrics.trackers or {}).items():
         with contextlib.suppress(Exception):  # a user's code, at the end of a run that has succeeded
