@@ -172,6 +172,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("optimizer.moments=fp8", "optimizer.moments=fp8|auto, fp32, bf16"),
     ("optimizer.moments=bf16 optimizer.betas=[0.9,0.999]", "optimizer.betas=[0.9,0.999]|0.996|optimizer.moments=fp32"),
     ("optimizer=muon optimizer.adjust=none", "match_rms_adamw, original"),
+    ("optimizer.groups={a:{match:['*rms.weight']}}", "did you mean '*norm.weight'?"),
     ("optimizer.groups={a:{match:[zebra*]}}", "optimizer.groups.a.match=[zebra*]|norm.weight|no parameter"),
     ("optimizer.groups={a:{match:[layers.6.*]}}", "matches layers.6.*"),
     ("optimizer.groups={a:{match:[head.weight]}} model.tied=true", "matches head.weight"),

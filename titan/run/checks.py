@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from titan.compile.compiler import find_missing_compiler, read_torch_version
 from titan.config.kinds import get_kind
 from titan.config.optional import advise_extra
-from titan.config.settings import format_value, suggest_nearest
+from titan.config.settings import format_value, suggest_pattern
 from titan.config.warning import warn_once
 from titan.console.numbers import format_plural, format_rounded
 from titan.dataset.schema import Synthetic
@@ -214,7 +214,7 @@ def _check_matmuls(run: Run) -> None:
         if not any(fnmatchcase(name, pattern) for name in matmuls):
             raise ConfigError(
                 f"precision.skip={format_value(precision.skip)}: no matmul of the model is named {pattern}; names are "
-                f"such as {next(iter(matmuls))} and head{suggest_nearest(pattern, matmuls)}"
+                f"such as {next(iter(matmuls))} and head{suggest_pattern(pattern, matmuls)}"
             )
     choice, multiple = precision.select_layers(matmuls, run.layout.tensor), QUANT_BLOCK[precision.matmuls]
     if not choice.quantized:
