@@ -112,6 +112,14 @@ def site() -> str:
     return str(text)
 
 
+def own_optimizer() -> str:
+    """The optimizer's file that the page on optimizers shows."""
+    (text,) = re.findall(
+        r"```yaml\n# optimizer/adafactor.yaml\n(.*?)```", (ROOT / "docs" / "optimizers.md").read_text(), flags=re.S
+    )
+    return str(text)
+
+
 def kind(given: DocumentedCommand) -> tuple[object, ...]:
     """What a command shows: its program, flags, launcher, sweep and recipe, and whether it is refused or read only."""
     names = {word.partition("=")[0] for word in given.words if word.startswith(SHOWN)}
@@ -155,6 +163,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "ladder.csv").write_text(ladder())
     (folder / "site" / "cluster").mkdir(parents=True)
     (folder / "site" / "cluster" / "ours.yaml").write_text(site())
+    (folder / "site" / "optimizer").mkdir()
+    (folder / "site" / "optimizer" / "adafactor.yaml").write_text(own_optimizer())
     with gzip.open(folder / "chat.jsonl.gz", "wt") as file:
         conversations = (
             [{"role": "user", "content": f"Twice {i}?"}, {"role": "assistant", "content": f"{2 * i}."}]
@@ -209,14 +219,14 @@ def test_command(
     elif "titan.prepare" in words:
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
     elif "titan.generate" in words:
-        told = words[words.index("titan.generate") + 1 :]
+        told = [word.replace("runs/tutorial", "runs/first") for word in words[words.index("titan.generate") + 1 :]]
         assert generate.COMMAND.parse(told) if command.elsewhere else generate.main(told) == 2 * command.refused
     elif "titan.convert" in words:
         told = words[words.index("titan.convert") + 1 :]
         assert convert.COMMAND.parse(told) if command.elsewhere else convert.main(told) == 2 * command.refused
     elif "titan.replay" in words:
         request.getfixturevalue("compared")
-        trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=100": "step=1", "step=150": "step=1"}
+        trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=310": "step=1", "step=150": "step=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.replay") + 1 :]]
         assert replay.COMMAND.parse(given) if command.elsewhere else replay.main(given) == 2 * command.refused
     elif "titan.prove" in words:
@@ -240,7 +250,7 @@ def test_command(
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
         # grids are other commands', which may run elsewhere
-        made = {f"runs/{name}": ["runs/low", "runs/high"] for name in ("grid", "muon", "layouts")}
+        made = {f"runs/{name}": ["runs/low", "runs/high"] for name in ("grid", "muon", "muon_lengths", "muon_layouts")}
         given = [new for word in words[words.index("titan.compare") + 1 :] for new in made.get(word, [word])]
         assert command.elsewhere or compare.main(given) == 2 * command.refused
     elif "titan.law" in words:

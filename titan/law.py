@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
+from titan.config.optional import advise_extra
 from titan.config.settings import setting
 from titan.console import output
 from titan.errors import ConfigError, RunError
@@ -159,7 +160,7 @@ def _write_files(
             reason = (
                 str(error).removeprefix("to=").rstrip(".") if isinstance(error, RunError) else "no page: needs jinja2"
             )
-            print(f"{reason}; give another file with to=FILE, or pip install 'titan[compare]'.")
+            print(f"{reason}; give another file with to=FILE, or {advise_extra('compare')}.")
         else:
             print(f"written: {file}")
 

@@ -18,6 +18,7 @@ from launchers.command import plan_command
 from launchers.session import TrialPlans
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
+from titan.config.optional import advise_extra
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.progress import progress_line
@@ -129,7 +130,7 @@ def _check_files(settings: Settings) -> tuple[Path, ...]:
     files = check_output_files(settings.to, FORMATS)
     for file in files:
         if file.suffix == ".html" and importlib.util.find_spec("jinja2") is None:
-            raise ConfigError(f"to={file}: needs jinja2, which is not installed: pip install 'titan[compare]'.")
+            raise ConfigError(f"to={file}: needs jinja2, which is not installed: {advise_extra('compare')}.")
     return files
 
 

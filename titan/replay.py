@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
+from titan.config.optional import advise_extra
 from titan.console import output
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
@@ -93,7 +94,7 @@ def _check_file(settings: Settings) -> Path | None:
     if settings.against is None and settings.python is None:
         raise ConfigError(f"to={settings.to}: a page shows two replays; add against=..., or write a .json file.")
     if importlib.util.find_spec("jinja2") is None:
-        raise ConfigError(f"to={settings.to}: needs jinja2, which is not installed: pip install 'titan[compare]'.")
+        raise ConfigError(f"to={settings.to}: needs jinja2, which is not installed: {advise_extra('compare')}.")
     return file
 
 

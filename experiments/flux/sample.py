@@ -1,6 +1,6 @@
 """Make images from noise with a trained model, as a PNG file of a row for each caption.
 
-    python -m experiments.flux.sample runs/flux "captions=a red circle on blue" to=samples.png steps=30
+    python -m experiments.flux.sample runs/flux "captions=a red circle on blue" steps=30
 
 Euler's method integrates dx = v(x, t) dt from t = 1, noise, to t = 0 (arXiv:2209.03003); with the run's shift of
 timesteps, steps are shorter towards noise. The same seed gives the same noise for each caption.
@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from experiments.flux.shapes import CHANNELS, VALUES
 from titan.cluster.environment import prepare_environment
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
+from titan.config.optional import import_optional
 from titan.config.settings import setting
 from titan.console import output
 from titan.dataset.loader import hash_key
@@ -48,7 +50,7 @@ class Settings:
     steps: int = setting(30, "steps of Euler's method", at_least=1, cap=100_000)
     seed: int = setting(0, "seed of the noise", at_least=0, below=2**63)
     scale: int = setting(4, "pixels of the file for each pixel of an image", at_least=1, cap=64)
-    to: str = setting("samples.png", "the file to write")
+    to: str | None = setting(None, "the file to write; null: samples.png in the run's directory")
 
 
 COMMAND = Command(
@@ -111,7 +113,24 @@ def load_model(source: str) -> Any:
     return model
 
 
-def write_png(images: Tensor, file: str, scale: int) -> None:
+def choose_file(to: str | None, source: str) -> Path:
+    """Return the file to write: samples.png in the run's directory, unless the user names one.
+
+    Args:
+        to: the user's setting.
+        source: a run's directory, or one of its checkpoints.
+
+    Raises:
+        ConfigError: when it can't be written.
+    """
+    folder = Path(source).expanduser()
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if to is None:  # `load_model` has the sentence on a run that does not exist
+        return check_output_file(str(run / "samples.png"), makes_folder=True)
+    return check_output_file(to, (".png",))
+
+
+def write_png(images: Tensor, file: Path, scale: int) -> None:
     """Write images, uint8 [rows, columns, height, width, 3], side by side.
 
     Raises:
@@ -143,14 +162,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_sampling(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    check_output_file(settings.to, (".png",))
+    import_optional("PIL.Image", "experiments.flux.sample", "writing a PNG file", project="pillow")
+    file = choose_file(settings.to, settings.source)
     model = load_model(settings.source)
-    write_png(
-        sample_images(model, settings.captions, settings.count, settings.steps, settings.seed),
-        settings.to,
-        settings.scale,
-    )
-    print(f"{settings.to}: {len(settings.captions)} x {settings.count} images")
+    images = sample_images(model, settings.captions, settings.count, settings.steps, settings.seed)
+    write_png(images, file, settings.scale)
+    print(f"{file}: {len(settings.captions)} x {settings.count} images")
     return 0
 
 

@@ -246,7 +246,8 @@ def _find(command_line: CommandLine[Settings]) -> int:
     print(format_best(swarm, best, target))
     if file is not None:
         values = [format_weights(weights, swarm.sources) for weights in (best.baseline, best.weights)]
-        write_output_file(file, format_sweep("Is the mixture of the small runs better here too?", values, values[0]))
+        sweep = format_sweep("Is the mixture of the small runs better here too?", values, values[0])
+        write_output_file(file, sweep, makes_folder=True)
         print(f"the runs that confirm it: sweep={file.stem}, {file}")
     return 0
 

@@ -18,7 +18,7 @@ from titan.config.command import Command, CommandLine
 from titan.config.settings import MISSING, setting
 from titan.console import output
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_files, write_output_file
+from titan.files.output_files import check_output_file, write_output_file
 
 Numbers = NDArray[np.float64]
 
@@ -31,7 +31,7 @@ class Settings:
     """The settings of `python -m experiments.mixture.propose`."""
 
     sources: tuple[str, ...] = setting(MISSING, "names of the sources, as in dataset.sources")
-    to: str = setting(MISSING, "the file of the sweep: NAME.yaml in a folder sweep/ of a search path")
+    to: str = setting(MISSING, "the file of the sweep: NAME.yaml in a folder sweep/ of a search path; it is made")
     proxies: int = setting(32, "number of mixtures", at_least=9, cap=10_000)
     prior: Mapping[str, float] | None = setting(
         None, "the mean of the mixtures, as {books: 0.7, code: 0.3}; null: equal"
@@ -104,7 +104,7 @@ def check_sweep_file(to: str) -> Path:
     Raises:
         ConfigError: where it can't be written, or `sweep=NAME` would not find it.
     """
-    (file,) = check_output_files(to, (".yaml",))
+    file = check_output_file(to, (".yaml",), makes_folder=True)
     if file.absolute().parent.name != "sweep":
         raise ConfigError(f"to={to}: sweep=NAME names files in folders sweep/; give a file such as sweep/{file.name}.")
     return file
@@ -145,7 +145,7 @@ def _propose(command_line: CommandLine[Settings]) -> int:
     mixtures = draw_mixtures(prior, settings.proxies, settings.concentration, settings.least, settings.seed)
     values = [format_weights(weights, sources) for weights in mixtures]
     question = f"Which mixture of {', '.join(sources)} is best?"
-    write_output_file(file, format_sweep(question, values, values[0]))
+    write_output_file(file, format_sweep(question, values, values[0]), makes_folder=True)
     print(f"{settings.proxies} mixtures of {', '.join(sources)}: {file}")
     path = f"hydra.searchpath=[file://{file.absolute().parent.parent}]"
     print(f"  run them    python -m titan.train -m {path} sweep={file.stem} dataset=...")

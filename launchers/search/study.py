@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launchers.search.space import MAX_COMBINATIONS, Space, list_values
+from titan.config.optional import advise_extra
 from titan.errors import ConfigError
 from titan.files import locks
 from titan.sweep.schema import OptunaSearch
@@ -42,11 +43,10 @@ def check_packages(settings: OptunaSearch) -> None:
     try:
         version = importlib.metadata.version("optuna")
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError("hydra/sweeper=optuna: needs optuna; pip install 'titan[sweep]'.") from None
+        raise ConfigError(f"hydra/sweeper=optuna: needs optuna; {advise_extra('sweep')}.") from None
     if int(version.partition(".")[0]) < OLDEST_OPTUNA:
         raise ConfigError(
-            f"hydra/sweeper=optuna: needs optuna {OLDEST_OPTUNA}, and {version} is installed; "
-            "pip install --upgrade 'titan[sweep]'."
+            f"hydra/sweeper=optuna: needs optuna {OLDEST_OPTUNA}, and {version} is installed; {advise_extra('sweep')}."
         )
     if settings.sampler == "cmaes" and importlib.util.find_spec("cmaes") is None:
         raise ConfigError("hydra.sweeper.sampler=cmaes: needs cmaes; pip install cmaes, or take another sampler.")

@@ -26,6 +26,7 @@ from launchers.slurm.script import Submission
 from launchers.slurm.shape import JobShape, derive_job_shape
 from launchers.slurm.state import adopt_jobs, assign_jobs, read_state
 from launchers.trials import Trial
+from titan.config.optional import advise_extra
 from titan.config.settings import format_setting, format_value
 from titan.console.numbers import format_plural, format_rounded
 from titan.console.text import sanitize_line, sanitize_lines
@@ -144,7 +145,7 @@ class SlurmSweep:
     def _check_settings(self) -> None:
         """Raise ConfigError without submitit or Slurm, and with limits that no trial can keep."""
         if importlib.util.find_spec("submitit") is None:
-            raise ConfigError("hydra/launcher=slurm: needs submitit; pip install 'titan[slurm]'.")
+            raise ConfigError(f"hydra/launcher=slurm: needs submitit; {advise_extra('slurm')}.")
         if not (self.settings.dry_run or queue.is_available()):
             raise ConfigError(
                 "hydra/launcher=slurm: Slurm's commands are not installed here; run this where sbatch is, or give "

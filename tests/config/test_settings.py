@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.config.settings import MISSING, build, collect_defaults, format_value, setting, suggest_nearest, to_plain
+from titan.config.settings import (
+    MISSING,
+    build,
+    collect_defaults,
+    format_value,
+    setting,
+    suggest_nearest,
+    suggest_pattern,
+    to_plain,
+)
 from titan.errors import ConfigError
 
 
@@ -203,3 +212,18 @@ def test_nearest(word: str, end: str) -> None:
 )
 def test_show(value: Any, text: str) -> None:
     assert format_value(value) == text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "end"),
+    [
+        pytest.param("*rms.weight", "; did you mean '*norm.weight'?", id="end"),
+        pytest.param("*.wqq.weight", "; did you mean '*.wq.weight'?", id="dot"),
+        pytest.param("*zebra", ".", id="nothing-near"),
+        pytest.param("*", ".", id="wildcard-alone"),
+        pytest.param("layers.6.*", ".", id="no-end"),
+    ],
+)
+def test_patterns_are_compared_with_the_ends_of_names(pattern: str, end: str) -> None:
+    names = ["tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention_norm.weight", "norm.weight"]
+    assert suggest_pattern(pattern, names) == end

@@ -510,7 +510,7 @@ def test_slurm_jobs_are_submitted_one_after_another(
 
 def test_an_old_or_missing_optuna_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.10.1")
-    with pytest.raises(ConfigError, match=r"needs optuna 4, and 2\.10\.1 is installed; pip install --upgrade"):
+    with pytest.raises(ConfigError, match=r"needs optuna 4, and 2\.10\.1 is installed; pip install -e"):
         check_packages(OptunaSearch())
 
     def find_nothing(name: str) -> str:

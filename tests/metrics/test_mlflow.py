@@ -120,8 +120,8 @@ def test_a_database_without_its_packages_is_one_warning(tmp_path: Path, monkeypa
     warnings: list[str] = []
     log_attempt(tmp_path, MLflow(tracking_uri="sqlite:///x.db"), warnings, records=[], result={})
     assert warnings == [
-        "metrics.trackers.mlflow: its database needs the package sqlalchemy alembic (pip install titan[track]); "
-        "the run continues without it."
+        "metrics.trackers.mlflow: its database needs the package sqlalchemy alembic "
+        "(pip install -e '.[track]' in titan's clone); the run continues without it."
     ]
 
 

@@ -9,16 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from tests.support.processes import LIMIT, wait_until
 from titan.metrics import tensorboard, trackers, wandb
-from titan.metrics.schema import Metrics
+from titan.metrics.schema import Metrics, MLflow, Tracker, Trackio
 from titan.metrics.secrets import remove_secrets
 from titan.metrics.tracker_run import RunDescription, extract_scalars
-from titan.metrics.trackers import Trackers, open_trackers
+from titan.metrics.trackers import Trackers, find_viewers, open_trackers
 from titan.metrics.wandb import find_online_obstacle, has_wandb_key
 
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -382,3 +382,39 @@ def test_secrets_are_left_out_of_the_config_and_settings_stay() -> None:
     config = {**kept, **secret, "deep": [{**secret, "url": "https://me:pw@host/p", "text": "a hunter2hunter2 b"}]}
     cleaned = remove_secrets(config, {"MY_TOKEN": "hunter2hunter2", "SHORT_TOKEN": "a"})
     assert cleaned == {**kept, "deep": [{"url": "https://***@host/p", "text": "a *** b"}]}
+
+
+class NoViewer(Tracker):
+    packages: ClassVar[Mapping[str, str]] = {"no_such_package": "no-such-package"}
+
+    def find_viewer(self, directory: Path) -> str | None:
+        raise OSError("no viewer")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "viewers"),
+    [
+        pytest.param(Metrics(), {}, id="none"),
+        pytest.param(Metrics(tensorboard=True), {"tensorboard": "tensorboard --logdir 'a run/tensorboard'"}, id="tb"),
+        pytest.param(Metrics(wandb=True), {"wandb": "wandb sync 'a run/wandb'/offline-run-*"}, id="wandb"),
+        pytest.param(
+            Metrics(trackers={"m": MLflow(tracking_uri="sqlite:///runs/m.db")}),
+            {"m": "mlflow ui --backend-store-uri sqlite:///runs/m.db"},
+            id="mlflow",
+        ),
+        pytest.param(Metrics(trackers={"m": MLflow(tracking_uri="https://me:secret@host")}), {}, id="server"),
+        pytest.param(
+            Metrics(trackers={"t": Trackio(directory="/t")}), {"t": "TRACKIO_DIR=/t trackio show"}, id="trackio"
+        ),
+        pytest.param(Metrics(trackers={"t": Trackio(space="me/runs")}), {}, id="space"),
+        pytest.param(Metrics(wandb=True, wandb_mode="online"), {}, id="online"),
+        pytest.param(Metrics(trackers={"own": NoViewer()}), {}, id="own-that-fails"),
+    ],
+)
+def test_a_run_ends_with_the_commands_that_show_it(
+    metrics: Metrics, viewers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "_is_installed", lambda package: True)
+    assert find_viewers(metrics, Path("a run")) == viewers
+    monkeypatch.setattr(trackers, "_is_installed", lambda package: False)
+    assert find_viewers(metrics, Path("a run")) == {}

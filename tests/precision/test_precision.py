@@ -514,6 +514,6 @@ def test_8_bit_settings_without_effect_are_dropped(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(ConfigError, match=r"pip install 'titan\[float8\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[float8\]'"):
         compose_tiny_run(tmp_path, "precision=float8", "precision.emulate=true")
     compose_test_run(["cluster=h100", "precision=float8"], remote=True)  # there it may be installed

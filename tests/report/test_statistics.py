@@ -178,7 +178,7 @@ def test_a_short_series_has_no_blocks(count: int) -> None:
 
 def test_without_scipy_the_refusal_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ConfigError, match=r"pip install 'titan\[compare\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[compare\]'"):
         statistics.estimate_mean_difference([1.0, 2.0]).compute_interval()
 
 

@@ -1,7 +1,7 @@
 """How device detection reads the machine: files, environment variables, programs and optional packages.
 
 Every reader goes through a `Probe`, so that a test can simulate any machine. psutil and nvidia-ml-py (imported as
-pynvml) are optional: `pip install 'titan[probe]'`.
+pynvml) are optional: `pip install -e '.[probe]'`.
 """
 
 from __future__ import annotations

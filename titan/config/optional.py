@@ -8,13 +8,22 @@ from typing import Any
 from titan.errors import ConfigError
 
 
-def import_optional(package: str, setting: str, purpose: str = "") -> Any:
+def advise_extra(extra: str) -> str:
+    """Return how the packages of an extra of pyproject.toml are installed.
+
+    titan is installed from its clone; at a package index, its name may be another project's.
+    """
+    return f"pip install -e '.[{extra}]' in titan's clone"
+
+
+def import_optional(package: str, setting: str, purpose: str = "", project: str = "") -> Any:
     """Import and return an optional package.
 
     Args:
         package: its name, or that of one of its modules.
         setting: the user's setting, for messages.
         purpose: what stands before "needs the package" where the setting alone does not explain it.
+        project: what pip installs, where it has another name.
 
     Raises:
         ConfigError: when it isn't installed.
@@ -22,5 +31,5 @@ def import_optional(package: str, setting: str, purpose: str = "") -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        name, subject = package.partition(".")[0], f"{purpose} " if purpose else ""
+        name, subject = project or package.partition(".")[0], f"{purpose} " if purpose else ""
         raise ConfigError(f"{setting}: {subject}needs the package {name}: pip install {name}") from error

@@ -105,6 +105,17 @@ def suggest_nearest(word: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else "."
 
 
+def suggest_pattern(pattern: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence as `suggest_nearest` does, for a pattern; after a `*`, the ends of names count."""
+    names, tail = list(names), pattern.lstrip("*").lstrip(".")
+    if not tail or not pattern.startswith("*"):
+        return suggest_nearest(pattern, names)
+    parts = tail.count(".") + 1
+    tails = sorted({".".join(name.split(".")[-parts:]) for name in names})
+    matches = difflib.get_close_matches(tail, tails, n=1)
+    return f"; did you mean {pattern.removesuffix(tail) + matches[0]!r}?" if matches else "."
+
+
 def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -> Any:
     """Return an instance of the schema `cls` for the composed mapping `data`.
 

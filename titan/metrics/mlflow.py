@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from titan.config.optional import advise_extra
 from titan.config.settings import format_value
 from titan.files import locks
 from titan.metrics.schema import MLflow
@@ -47,7 +48,7 @@ ENVIRONMENT = {
 }
 """Variables that MLflow reads: no usage reports, and no messages that would break the progress line."""
 RUN_ID_TAG = "titan.run_id"
-_SQLITE = "sqlite:///"
+SQLITE = "sqlite:///"
 
 T = TypeVar("T")
 
@@ -140,7 +141,7 @@ class MLflowRun:
 
 def choose_tracking_uri(settings: MLflow, directory: Path, environ: Mapping[str, str] = os.environ) -> str:
     """Return the store of a run: that of the settings, else that of the environment, else a database of the run."""
-    local = f"{_SQLITE}{directory.absolute() / 'mlflow' / 'mlflow.db'}"
+    local = f"{SQLITE}{directory.absolute() / 'mlflow' / 'mlflow.db'}"
     return settings.tracking_uri or environ.get("MLFLOW_TRACKING_URI") or local
 
 
@@ -206,7 +207,7 @@ def _check_store(uri: str) -> None:
     if (database := _find_database(uri)) is not None:
         missing = [name for name in ("sqlalchemy", "alembic") if importlib.util.find_spec(name) is None]
         if missing:
-            raise ModuleNotFoundError(f"its database needs the package {' '.join(missing)} (pip install titan[track])")
+            raise ModuleNotFoundError(f"its database needs the package {' '.join(missing)} ({advise_extra('track')})")
         database.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(database if database.exists() else database.parent, os.W_OK):
             raise OSError(f"{database} can't be written to")
@@ -216,7 +217,7 @@ def _check_store(uri: str) -> None:
 
 def _find_database(uri: str) -> Path | None:
     """Return the absolute path of an sqlite store; None for others."""
-    return Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None
+    return Path(uri.removeprefix(SQLITE)).absolute() if uri.startswith(SQLITE) else None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -50,6 +51,14 @@ class Tracker:
         """
         raise NotImplementedError
 
+    def find_viewer(self, directory: Path) -> str | None:
+        """Return the command that shows the run, for the end of a run; None where there is none.
+
+        Args:
+            directory: the run's directory.
+        """
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class MLflow(Tracker):
@@ -70,6 +79,13 @@ class MLflow(Tracker):
         from titan.metrics.mlflow import MLflowRun
 
         return MLflowRun(self, directory, description)
+
+    def find_viewer(self, directory: Path) -> str | None:
+        """Return the command that shows a database; a server's pages are at its URL."""
+        from titan.metrics.mlflow import SQLITE, choose_tracking_uri
+
+        uri = choose_tracking_uri(self, directory)
+        return f"mlflow ui --backend-store-uri {shlex.quote(uri)}" if uri.startswith(SQLITE) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +111,13 @@ class Trackio(Tracker):
         from titan.metrics.trackio import TrackioRun
 
         return TrackioRun(self, directory, description, warn)
+
+    def find_viewer(self, directory: Path) -> str | None:
+        """Return the command that shows local files."""
+        from titan.metrics.trackio import DIRECTORY_VARIABLE, choose_folder
+
+        folder = shlex.quote(str(choose_folder(self, directory)))
+        return f"{DIRECTORY_VARIABLE}={folder} trackio show" if self.space is None else None
 
 
 @dataclass(frozen=True, kw_only=True)

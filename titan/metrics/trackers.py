@@ -14,8 +14,10 @@ its server does not answer.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import queue
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -157,10 +159,6 @@ class _Request:
     open_run: Opener
     finish_minutes: float | None = None
 
-    def list_missing(self) -> list[str]:
-        """Return what pip would install: the packages that this Python lacks."""
-        return [name for package, name in self.packages.items() if not _is_installed(package)]
-
 
 def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescription, warn: Warn) -> Trackers:
     """Open the trackers that the settings ask for.
@@ -173,7 +171,7 @@ def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescript
     """
     openers, longer_patience = dict[str, Opener](), dict[str, float]()
     for setting, request in _list_requests(metrics, directory, description).items():
-        if missing := request.list_missing():
+        if missing := _list_missing(request.packages):
             names = " ".join(missing)
             warn(f"{setting}: the package {names} is not installed (pip install {names}); continuing without it.")
             continue
@@ -204,6 +202,29 @@ def _list_requests(metrics: Metrics, directory: Path, description: RunDescriptio
             finish_minutes=tracker.finish_minutes,
         )
     return requests
+
+
+def find_viewers(metrics: Metrics, directory: Path) -> dict[str, str]:
+    """Return the commands that show, or send, what trackers have written.
+
+    Args:
+        metrics: the settings.
+        directory: the run's directory.
+    """
+    viewers: dict[str, str | None] = {}
+    if metrics.tensorboard and _is_installed("tensorboard"):
+        viewers["tensorboard"] = f"tensorboard --logdir {shlex.quote(str(directory / 'tensorboard'))}"
+    if metrics.wandb and metrics.wandb_mode == "offline" and _is_installed("wandb"):
+        viewers["wandb"] = f"wandb sync {shlex.quote(str(directory / 'wandb'))}/offline-run-*"
+    for name, tracker in (metrics.trackers or {}).items():
+        with contextlib.suppress(Exception):  # a user's code, at the end of a run that has succeeded
+            viewers[name] = None if _list_missing(tracker.packages) else tracker.find_viewer(directory)
+    return {name: command for name, command in viewers.items() if command is not None}
+
+
+def _list_missing(packages: Mapping[str, str]) -> list[str]:
+    """Return what pip would install: the packages that this Python lacks."""
+    return [name for package, name in packages.items() if not _is_installed(package)]
 
 
 def _is_installed(package: str) -> bool:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from titan.config.kinds import get_kind
-from titan.config.settings import format_value, suggest_nearest
+from titan.config.settings import format_value, suggest_nearest, suggest_pattern
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check_groups(groups: Mapping[str, Group], names: Sequence[str]) -> None:
                 raise ConfigError(
                     f"optimizer.groups.{group}.match={format_value(content.match)}: no parameter of the model "
                     f"matches {pattern}; names are such as {names[0]}, {names[1]} and "
-                    f"{names[-1]}{suggest_nearest(pattern, names)}"
+                    f"{names[-1]}{suggest_pattern(pattern, names)}"
                 )
 
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan.config.kinds import get_kind
-from titan.config.settings import format_value, setting, suggest_nearest
+from titan.config.settings import format_value, setting, suggest_pattern
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _check_match(name: str, group: Strategy, names: Sequence[str]) -> None:
             raise ConfigError(
                 f"parallelism.groups.{name}.match={format_value(group.match)}: no module of the model matches "
                 f"{pattern}; names are such as {names[0]}, {_find_deepest(names)} and "
-                f"{names[-1]}{suggest_nearest(pattern, names)}"
+                f"{names[-1]}{suggest_pattern(pattern, names)}"
             )
 
 

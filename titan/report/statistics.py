@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from titan.config.optional import advise_extra
 from titan.errors import ConfigError
 from titan.report.findings import Interval, Numbers, RepeatsNeeded
 from titan.run.step_interval import BLOCK, BLOCKS
@@ -345,5 +346,6 @@ def _import_stats() -> Any:
     try:
         from scipy import stats
     except ImportError:
-        raise ConfigError("comparing runs needs scipy, which is not installed: pip install 'titan[compare]'.") from None
+        advice = advise_extra("compare")
+        raise ConfigError(f"comparing runs needs scipy, which is not installed: {advice}.") from None
     return stats

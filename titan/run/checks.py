@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from titan.compile.compiler import find_missing_compiler, read_torch_version
 from titan.config.kinds import get_kind
-from titan.config.settings import format_value, suggest_nearest
+from titan.config.optional import advise_extra
+from titan.config.settings import format_value, suggest_pattern
 from titan.config.warning import warn_once
 from titan.console.numbers import format_plural, format_rounded
 from titan.dataset.schema import Synthetic
@@ -89,7 +90,7 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     if run.compile.scope != "off":
         _check_compiler(run, remote)
     if run.precision.eight_bit and not remote and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"precision.matmuls={run.precision.matmuls}: needs torchao; pip install 'titan[float8]'.")
+        raise ConfigError(f"precision.matmuls={run.precision.matmuls}: needs torchao; {advise_extra('float8')}.")
     _check_checkpoint(run)
     _check_evaluation(run)
     run.profile.check(run.layout.devices)
@@ -213,7 +214,7 @@ def _check_matmuls(run: Run) -> None:
         if not any(fnmatchcase(name, pattern) for name in matmuls):
             raise ConfigError(
                 f"precision.skip={format_value(precision.skip)}: no matmul of the model is named {pattern}; names are "
-                f"such as {next(iter(matmuls))} and head{suggest_nearest(pattern, matmuls)}"
+                f"such as {next(iter(matmuls))} and head{suggest_pattern(pattern, matmuls)}"
             )
     choice, multiple = precision.select_layers(matmuls, run.layout.tensor), QUANT_BLOCK[precision.matmuls]
     if not choice.quantized:

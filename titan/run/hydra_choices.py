@@ -37,10 +37,11 @@ def check_optional(list_choices: Callable[[str], Sequence[str]], cfg: DictConfig
 
 
 def describe_unknown_choice(axis: str, choice: str, options: Sequence[str]) -> str:
-    """Return the error message for an unknown choice, with the known ones."""
+    """Return the error message for an unknown choice, with the known ones and where others are looked for."""
     if experiment := describe_experiment_choice(axis, choice):
         return f"{axis}={choice}: there is no such choice; {experiment}."
-    choices = f" Choices: {', '.join(options)}." if options else " There are none here."
+    own = f"your own are files {axis}/NAME.yaml in a folder of $TITAN_CONF"
+    choices = f" Choices: {', '.join(options)}; {own}." if options else f" There are none here; {own}."
     return f"{axis}={choice}: there is no such choice{_suggest_choice(axis, choice, options)}{choices}"
 
 

@@ -72,7 +72,11 @@ class HydraErrors:
             return f"--config-name {error.missing_cfg_file}: there is no such configuration; leave it out."
         if isinstance(error, UserWarning):
             path = str(error).partition("path=")[2].removesuffix(" is not available.")
-            return f"hydra.searchpath=[{path}]: there is no such folder; write [file:///FOLDER], with an absolute path."
+            is_absolute = path.startswith("/")
+            advice = (
+                "correct the path, or create it" if is_absolute else "write [file:///FOLDER], with an absolute path"
+            )
+            return f"hydra.searchpath=[{path}]: there is no such folder; {advice}."
         if isinstance(error, OmegaConfBaseException) and error.full_key:
             return self._describe_interpolation(error)
         text = _join_lines(str(error))

@@ -13,6 +13,7 @@ from titan.config.settings import format_value
 from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.console.progress import format_duration, format_loss, print_table
 from titan.estimate import fit
+from titan.metrics.trackers import find_viewers
 from titan.run import branch, own_code
 from titan.run.budget import describe_hours
 from titan.run.directory import describe_hook_end
@@ -156,6 +157,7 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         "checkpoint": shorten_path(result["checkpoint"]) if result.get("checkpoint") else "none saved",
         "metrics": shorten_path(f"{run.directory}/metrics.jsonl"),
         "loss curve": shorten_path(result["plot"]) if result.get("plot") else "not drawn",
+        **find_viewers(run.metrics, Path(shorten_path(run.directory))),
         **_describe_generate(run, result),
         **_describe_next(run, result),
     }

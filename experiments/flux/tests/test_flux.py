@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -421,9 +422,35 @@ def test_images_from_a_velocity_that_is_known(tmp_path: Path) -> None:
     wanted = ((unpatchify(target, 4, 6, 2) + 1) * 127.5).round().to(torch.uint8)
     assert images.shape == (2, 2, 4, 6, 3)
     assert (images.int() - wanted.int()).abs().max() <= 1
-    sample.write_png(images, str(tmp_path / "x.png"), 2)
+    sample.write_png(images, tmp_path / "x.png", 2)
     with Image.open(tmp_path / "x.png") as page:
         assert page.size == (2 * (2 * 6 + sample.GAP), 2 * (2 * 4 + sample.GAP))
+
+
+def test_without_pillow_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    assert sample.main(["runs/nowhere"]) == 2
+    sentence = "experiments.flux.sample: writing a PNG file needs the package pillow: pip install pillow"
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "file"),
+    [
+        pytest.param("run", None, "run/samples.png", id="run"),
+        pytest.param("run/checkpoints/step-3", None, "run/samples.png", id="checkpoint"),
+        pytest.param("run/checkpoints/step-3/", None, "run/samples.png", id="slash"),
+        pytest.param("copied", None, "copied/samples.png", id="copied-checkpoint"),
+        pytest.param("run", "mine.png", "mine.png", id="given"),
+    ],
+)
+def test_images_are_written_into_the_run(
+    source: str, to: str | None, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run/checkpoints/step-3", "copied"):
+        Path(folder).mkdir(parents=True)
+    assert sample.choose_file(to, source) == Path(file)
 
 
 @pytest.mark.full
@@ -434,6 +461,8 @@ def test_a_run_is_sampled_and_generates_no_text(tmp_path: Path, capsys: pytest.C
     words = [run.directory, f"to={file}", "steps=2", "count=1"]
     assert sample.main(words) == 0 and file.is_file()
     assert sample.main([*words, "captions=[a pink circle]"]) == 2
+    assert sample.main([run.directory, *words[2:]]) == 0 and (Path(run.directory) / "samples.png").is_file()
+    assert f"{run.directory}/samples.png: 1 x 1 images" in capsys.readouterr().out
     assert generate.main([run.directory, "tokens=[1,2]"]) == 2
     assert "needs a model that predicts tokens" in capsys.readouterr().err
     assert replay.main([run.directory, "step=1", CONF]) == 2

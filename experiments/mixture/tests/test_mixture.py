@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from experiments.mixture import best, confirm, propose
 from experiments.mixture.swarm import Swarm, read_shares, read_swarm
+from launchers import start
+from launchers.command import run_command
 from tests.support.tiers import full
 from titan.errors import ConfigError
 
@@ -124,14 +127,13 @@ def write_swarm(folder: Path, proxies: int = 12) -> None:
 
 def test_commands_from_proposal_to_confirmation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = tmp_path / "conf" / "sweep" / "swarm.yaml"
-    sweep.parent.mkdir(parents=True)
     assert propose.main([f"to={sweep}", "sources=[books,code,web]", "proxies=12"]) == 0
     values = yaml.safe_load(sweep.read_text())["hydra"]["sweeper"]["params"]["dataset.weights"]
     parsed = yaml.safe_load(f"[{values}]")
     assert len(parsed) == 12 and all(sum(mixture.values()) == pytest.approx(1) for mixture in parsed)
 
     write_swarm(tmp_path / "small")
-    again = sweep.with_name("confirm.yaml")
+    again = tmp_path / "confirmed" / "sweep" / "confirm.yaml"
     assert best.main([str(tmp_path / "small"), "replicates=20", f"to={again}"]) == 0
     text = capsys.readouterr().out
     assert "12 mixtures of 3 sources" in text and ": better at this size" in text
@@ -143,6 +145,24 @@ def test_commands_from_proposal_to_confirmation(tmp_path: Path, capsys: pytest.C
         write_run(tmp_path / "large" / str(index), weights, losses)
     assert confirm.main([str(tmp_path / "large"), f"swarm={tmp_path / 'small'}"]) == 0
     assert "is the best here" in capsys.readouterr().out
+
+
+def test_the_commands_of_the_readme_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = Path(propose.__file__).with_name("README.md").read_text()
+    lines = [line.strip() for line in readme.splitlines() if line.startswith(("    SEARCH", "    python -m "))]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").symlink_to(Path(propose.__file__).parents[1])
+    search = lines[0].removeprefix("SEARCH=").strip('"').replace("$PWD", str(tmp_path))
+    for line in lines[1:]:
+        words = shlex.split(line.replace("$SEARCH", search))[2:]
+        if words[0] == "experiments.mixture.propose":
+            assert propose.main(words[1:]) == 0
+        elif words[0] == "experiments.mixture.best":
+            write_swarm(tmp_path / "runs" / "swarm")
+            assert best.main([*words[1:], "replicates=20"]) == 0
+        elif words[0] == "titan.train":
+            assert run_command([word for word in words[1:] if word != "-m"] + ["--cfg", "job"], start.run_local) == 0
+    assert len(lines) > 5
 
 
 def test_runs_of_one_mixture_are_averaged(tmp_path: Path) -> None:
