@@ -219,11 +219,11 @@ def test_command(
     elif "titan.prepare" in words:
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
     elif "titan.generate" in words:
-        told = [word.replace("runs/tutorial", "runs/first") for word in words[words.index("titan.generate") + 1 :]]
-        assert generate.COMMAND.parse(told) if command.elsewhere else generate.main(told) == 2 * command.refused
+        options = [word.replace("runs/tutorial", "runs/first") for word in words[words.index("titan.generate") + 1 :]]
+        assert generate.COMMAND.parse(options) if command.elsewhere else generate.main(options) == 2 * command.refused
     elif "titan.convert" in words:
-        told = words[words.index("titan.convert") + 1 :]
-        assert convert.COMMAND.parse(told) if command.elsewhere else convert.main(told) == 2 * command.refused
+        options = words[words.index("titan.convert") + 1 :]
+        assert convert.COMMAND.parse(options) if command.elsewhere else convert.main(options) == 2 * command.refused
     elif "titan.replay" in words:
         request.getfixturevalue("compared")
         trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=310": "step=1", "step=150": "step=1"}

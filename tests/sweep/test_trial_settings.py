@@ -1,4 +1,4 @@
-"""Trials of several commands in one directory: what tells them apart, and what is said when they are added."""
+"""Trials of several commands in one directory: in which settings they differ, and what is said when they are added."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_trials_of_an_older_ledger_are_not_compared(tmp_path: Path, capsys: pyte
     assert label_trials(ledger.read_trials(tmp_path))[0] == "p optimizer.lr=0.001 training.seed=0"
 
 
-def test_status_tells_trials_of_several_commands_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_distinguishes_trials_of_several_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for fixed in ([], ["training.steps=5", "model.dim=64"], ["training.steps=5"]):
         add_grid(tmp_path, RATES, *fixed)
     status.main([str(tmp_path), "watch=false"])
