@@ -111,7 +111,7 @@ def _describe_time(run: Run, label: str, time: BudgetStepTime) -> VariantTime:
     spread = f" ({time.spread.describe()})" if time.spread else ""
     line = f"{subject}: {run.training.steps:,} steps of {format_rounded(time.seconds)} s{spread}, {time.origin}"
     doubt = time.spread.find_doubt() if time.spread else ""
-    return VariantTime(line, f"{subject}: {doubt}." if doubt else "")
+    return VariantTime(line, f"sweep.budget=time: {doubt}." if doubt else "")  # one for all variants of that time
 
 
 def label_variant(trial: Sequence[str]) -> str:
