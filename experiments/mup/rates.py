@@ -23,6 +23,8 @@ from titan.report.findings import RunResult
 
 FREE = ("transfer", "dim", "layers", "heads", "kv_heads", "ffn", "expert_ffn", "base_head_dim")
 """Settings of a model in which the runs may differ, beside learning rate and seed."""
+ONE_RATE = "or another"
+"""What follows the best rate of a size that has one rate; it says nothing on how the best moves."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def find_best(losses: Losses) -> BestRate | None:
     if not any(map(math.isfinite, losses.values())):
         return None
     if len(rates) == 1:
-        return BestRate(rates[0], "or another")
+        return BestRate(rates[0], ONE_RATE)
     lowest = min(range(len(rates)), key=lambda i: losses[rates[i]])
     if lowest in (0, len(rates) - 1):
         return BestRate(rates[lowest], "or less" if lowest == 0 else "or more")
@@ -178,7 +180,8 @@ def _format_loss(loss: float | None) -> str:
 
 def _describe_shifts(best: Mapping[Size, BestRate], step: float) -> Iterator[str]:
     for transfer in sorted({size.transfer for size in best} - {"base"}):
-        found = [value for size, value in best.items() if size.transfer in (transfer, "base")]
+        sizes = [size for size in best if size.transfer in (transfer, "base")]
+        found = [best[size] for size in sizes if best[size].bound != ONE_RATE]
         if len(found) > 1:
             shift = compute_shift(found, step)
             yield f"model.transfer={transfer}: the best rate moves by {shift} of a grid step, a factor of {step:g}"

@@ -130,7 +130,7 @@ def test_a_tracker_that_exits_is_dropped() -> None:
 
     warnings: list[str] = []
     log_steps(Trackers({"bad": leave}, warnings.append))
-    assert warnings == ["bad: 3; the run continues without it."]
+    assert warnings == ["bad: SystemExit 3; the run continues without it."]
 
 
 def test_too_long_a_backlog_drops_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
