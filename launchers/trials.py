@@ -249,10 +249,12 @@ def _assign_folder(
 
 def note_mixed(root: Path, trials: Sequence[Trial], has_budget: bool) -> None:
     """Print a sentence where the trials that a directory does not have differ from its others in unvaried settings."""
-    earlier = ledger.read_trials(root)
-    ids = {trial.id for trial in earlier}
-    new_trials = [(t.varied, trial_settings.collect_settings(t.run)) for t in trials if t.id not in ids]
-    if earlier and (note := trial_settings.describe_mixed(new_trials, earlier, has_budget)):
+    if not (earlier := ledger.read_trials(root)):
+        return
+    known, asked = {trial.id for trial in earlier}, {trial.id for trial in trials}
+    new_trials = [(t.varied, trial_settings.collect_settings(t.run)) for t in trials if t.id not in known]
+    repeated = [trial.settings for trial in earlier if trial.id in asked and trial.settings is not None]
+    if note := trial_settings.describe_mixed(new_trials, earlier, repeated, has_budget):
         print(sanitize_line(note), flush=True)
 
 

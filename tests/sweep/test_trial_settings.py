@@ -93,7 +93,31 @@ def test_steps_that_a_budget_decides_are_not_noted(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out == ""
     hours = {"training.hours": 1.0, "training.steps": 7}
     earlier = [TrialState("a", "/s/a", ("a=1",), "planned", settings={"training.hours": 1.0, "training.steps": 9})]
-    assert describe_mixed([(["a=2"], hours)], earlier, has_budget=False) is None
+    assert describe_mixed([(["a=2"], hours)], earlier, repeated=[], has_budget=False) is None
+
+
+def test_what_follows_from_an_axis_is_not_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    derived = "model.ffn=${model.dim}"
+    add_grid(tmp_path, [("model.dim=32",)], derived)
+    add_grid(tmp_path, [("model.dim=32",), ("model.dim=64",)], derived)
+    add_grid(
+        tmp_path, [("model.dim=32",), ("model.dim=64",)], derived, "metrics.console_every=50", "training.gc_every=7"
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_a_note_of_thousands_of_trials_is_short() -> None:
+    earlier = [
+        TrialState(str(i), "/s/a", ("optimizer.lr=1",), "planned", settings={"model.dim": i, "model.ffn": 9})
+        for i in range(2048)
+    ]
+    new = [
+        (("optimizer.lr=2", f"model.dim={i}"), {"model.dim": i, "model.ffn": 7, "x.y": "z" * 99}) for i in range(2048)
+    ]
+    note = describe_mixed(new, earlier, [], has_budget=False)
+    assert note is not None and note.startswith("2,048 new trials differ from the 2,048 that") and len(note) < 400
+    other = [(("optimizer.lr=2",), {"model.dim": 1, "model.ffn": 7 + i}) for i in range(2048)]
+    assert describe_mixed(other, earlier, [], has_budget=False) is None  # it varies among them: no fixed setting does
 
 
 def test_trials_of_an_older_ledger_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,15 +22,8 @@ from titan.run.run import flatten_config
 from titan.run.schema import Recipe
 from titan.schedule.schema import Schedule
 from titan.sweep.labels import format_numbers
+from titan.sweep.trial_settings import NO_VARIANT
 
-IGNORED = re.compile(
-    r"name|modules|training\.(seed|repeat|gc_every|tokens|hours|measured|step_seconds)"  # steps stand for the budget
-    r"|cluster\..*"  # layout and hardware stand for it
-    r"|metrics\.(?!valid).*"
-    r"|checkpoint\.(?!mode|every|minutes).*"
-    r"|dataset\.(.*\.)?(cache|prefetch|workers)"
-)
-"""Settings that distinguish no variants."""
 PATHS = re.compile(r"dataset\.(.*\.)?path")
 """They distinguish variants only where the data differ."""
 AUTO = "auto"
@@ -137,7 +130,7 @@ def collect_facts(raw: RawRun) -> Facts:
     last, science = raw.last_document, raw.last_document["science"]
     degrees = read_degrees(last)
     config = complete_config(raw.config, degrees)
-    values = {name: value for name, value in flatten_config(config).items() if not IGNORED.fullmatch(name)}
+    values = {name: value for name, value in flatten_config(config).items() if not NO_VARIANT.fullmatch(name)}
     values |= {f"{axis}.class": science[axis] for axis in Recipe.axes() if axis in science}
     values |= {f"parallelism.{name}": degree for name, degree in degrees.items()}
     values |= {"parallelism.microbatches": last.get("microbatches"), "devices": raw.devices, "hardware": raw.hardware}

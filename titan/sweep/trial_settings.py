@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -27,8 +28,16 @@ REPEATS = ("training.seed", "training.repeat")
 """Settings that repeat a variant."""
 BUDGETS = ("training.tokens", "training.hours")
 """Settings that decide the steps."""
-MOST_NAMED = 4
-"""Settings that a note names."""
+MOST_NAMED, MOST_VALUES, LONGEST_VALUE = 4, 3, 40
+"""Settings that a note names, values of each, and characters of a value."""
+NO_VARIANT = re.compile(
+    r"name|modules|training\.(seed|repeat|gc_every|tokens|hours|measured|step_seconds)"  # steps stand for the budget
+    r"|cluster\..*"  # layout and hardware stand for it
+    r"|metrics\.(?!valid).*"
+    r"|checkpoint\.(?!mode|every|minutes).*"
+    r"|dataset\.(.*\.)?(cache|prefetch|workers)"
+)
+"""Settings that distinguish no variants."""
 
 
 def collect_settings(run: Run) -> dict[str, Any]:
@@ -79,16 +88,20 @@ def _rank_axis(name: str) -> int:
 
 
 def describe_mixed(
-    new: Sequence[tuple[Sequence[str], Settings]], earlier: Sequence[TrialState], has_budget: bool
+    new: Sequence[tuple[Sequence[str], Settings]],
+    earlier: Sequence[TrialState],
+    repeated: Sequence[Settings],
+    has_budget: bool,
 ) -> str | None:
     """Return a sentence on settings that no command varied and in which new trials differ from all that there are.
 
-    Each new trial is compared with the earlier one that differs least. Seeds and repeats may differ, and steps that a
-    budget decides.
+    Each new trial is compared with the earlier one that differs least. Seeds and repeats may differ, steps that a
+    budget decides, what decides no variant, and what differs between trials of the command: it follows from an axis.
 
     Args:
         new: the overrides that the command varies, and the settings, of each trial that the directory does not have.
         earlier: the trials that the directory has.
+        repeated: settings of those that the command asks for too.
         has_budget: whether `sweep.budget` decides the steps.
 
     Returns:
@@ -97,19 +110,34 @@ def describe_mixed(
     known = [(trial.overrides, trial.settings) for trial in earlier if trial.settings is not None]
     varied = {_find_name(o) for overrides, _ in [*new, *known] for o in overrides} | {*REPEATS}
     varied |= {"training.steps"} if has_budget else set()
+    varied |= set(_list_differing([*(settings for _, settings in new), *repeated]))
     signatures = {_sign(overrides, settings, varied): settings for overrides, settings in known}
-    differing: dict[str, tuple[set[str], set[str]]] = {}
-    count = 0
+    groups: dict[Signature, list[Settings]] = {}
     for overrides, settings in new:
-        nearest = _find_nearest(_sign(overrides, settings, varied), signatures)
-        names = [name for name in _list_differing([settings, nearest or settings]) if not _is_varied(name, varied)]
-        names = [n for n in names if n != "training.steps" or not any(b in settings for b in BUDGETS)]
-        count += bool(names)
-        for name in names:
-            there, here = differing.setdefault(name, (set(), set()))
-            there.add(_format(name, nearest or {}))
-            here.add(_format(name, settings))
-    return _build_sentence(count, len(earlier), differing) if differing else None
+        groups.setdefault(_sign(overrides, settings, varied), []).append(settings)
+    differing: dict[str, tuple[set[str], set[str]]] = {}
+    count = sum(
+        len(group) * _add_differing(differing, group[0], _find_nearest(signature, signatures), varied)
+        for signature, group in groups.items()
+    )
+    return _build_sentence(count, len(known), differing) if differing else None
+
+
+def _add_differing(
+    differing: dict[str, tuple[set[str], set[str]]], settings: Settings, nearest: Settings | None, varied: Iterable[str]
+) -> bool:
+    """Add the unvaried settings in which a trial differs from the nearest earlier one, and return whether any does."""
+    if nearest is None:
+        return False
+    names = [
+        n for n in _list_differing([settings, nearest]) if not _is_varied(n, varied) and not NO_VARIANT.fullmatch(n)
+    ]
+    names = [n for n in names if n != "training.steps" or not any(b in settings for b in BUDGETS)]
+    for name in names:
+        there, here = differing.setdefault(name, (set(), set()))
+        there.add(_format(name, nearest))
+        here.add(_format(name, settings))
+    return bool(names)
 
 
 Signature = tuple[frozenset[str], frozenset[tuple[str, str]]]
@@ -140,15 +168,18 @@ def _build_sentence(new: int, earlier: int, differing: Mapping[str, tuple[set[st
     names = list(differing)
     texts = [f"{name} (there {_join(differing[name][0])}, here {_join(differing[name][1])})" for name in names]
     more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    verb = "differs" if new == 1 else "differ"
     return (
-        f"{format_plural(new, 'new trial')} differ{'s' if new == 1 else ''} from the {earlier} that the directory has "
-        f"in settings that no command varies: {', '.join([*texts[:MOST_NAMED], *more])}. titan.compare takes them for "
-        "other variants; another name keeps them apart."
+        f"{format_plural(new, 'new trial')} {verb} from the {earlier:,} that the directory has in settings that no "
+        f"command varies: {', '.join([*texts[:MOST_NAMED], *more])}. titan.compare takes them for other variants; "
+        "another name keeps them apart."
     )
 
 
 def _join(values: Iterable[str]) -> str:
-    return " or ".join(sorted(values))
+    texts = [text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..." for text in sorted(values)]
+    more = [f"{len(texts) - MOST_VALUES} more"] if len(texts) > MOST_VALUES else []
+    return " or ".join([*texts[:MOST_VALUES], *more])
 
 
 def _format(name: str, settings: Settings) -> str:
