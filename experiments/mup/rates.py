@@ -121,11 +121,13 @@ def _check_equal(first: api.SavedRun, other: api.SavedRun) -> None:
 
 
 def average_seeds(by_rate: Mapping[float, Mapping[int, float]]) -> tuple[dict[float, float], int]:
-    """Return the mean loss by rate over the seeds of the rate that has the most, and how many these are.
+    """Return the mean loss by rate over the same seeds, and how many these are.
 
-    Rates without a finished run of each of these seeds are left out: other seeds have other losses.
+    Rates that lack one of the seeds are left out: others have other losses. The seeds are those with which the most
+    runs are averaged.
     """
-    seeds = max((set(losses) for losses in by_rate.values()), key=len)
+    sets = [frozenset(losses) for losses in by_rate.values()]
+    seeds = max(sets, key=lambda seeds: len(seeds) * sum(seeds <= other for other in sets))
     complete = [rate for rate in sorted(by_rate) if seeds <= set(by_rate[rate])]
     return {rate: sum(by_rate[rate][seed] for seed in seeds) / len(seeds) for rate in complete}, len(seeds)
 
@@ -152,10 +154,11 @@ def find_best(losses: Losses) -> BestRate | None:
 
 def compute_shift(best: Sequence[BestRate], step: float) -> str:
     """Return by how many grid steps, of a factor `step`, the best rate of all sizes moves, in words."""
-    rates = [found.rate for found in best]
-    shift = math.log(max(rates) / min(rates)) / math.log(step)
-    at_ends = [found.bound for found in best if found.rate in (max(rates), min(rates))]
-    return f"{'at least ' if any(at_ends) else ''}{shift:.1f}"
+    low, high = min(best, key=lambda found: found.rate), max(best, key=lambda found: found.rate)
+    shift = math.log(high.rate / low.rate) / math.log(step)
+    if low.bound == "or more" or high.bound == "or less":
+        return "an unknown number"
+    return f"{'at least ' if low.bound or high.bound else ''}{shift:.1f}"
 
 
 def format_table(losses: Mapping[Size, Mapping[float, Mapping[int, float]]]) -> Iterator[str]:

@@ -142,7 +142,7 @@ class TrialPool:
         """
         states = Counter(trial.state.name.lower() for trial in self.study.get_trials(deepcopy=False))
         print(f"\n{self._describe_end(states, summary.shorten_path(str(root)))}")
-        names = {"complete": "complete", "pruned": "pruned", "fail": "failed", "running": "stopped"}
+        names = {"complete": "complete", "pruned": "pruned", "fail": "failed", "running": "not finished"}
         counts = ", ".join(f"{states[state]} {name}" for state, name in names.items() if states[state])
         print(f"study: {counts or 'no trials'} (hydra.sweeper.n_trials={self.settings.n_trials})", flush=True)
         if states["waiting"] and self.settings.sampler == "grid" and not self._has_left():

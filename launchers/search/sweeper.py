@@ -120,10 +120,13 @@ def run_search(
         pool = TrialPool(study, space, options, sweep, worst, expand)
         try:
             launcher.launch_pool(pool)
+        except KeyboardInterrupt:
+            pool.print_end(launcher.root)
+            raise
         finally:
             launcher.session.codes += pool.codes or [0]
             write_best(study, launcher.root / RESULTS)
-            pool.print_end(launcher.root)
+        pool.print_end(launcher.root)
     launcher.session.root = launcher.root
 
 

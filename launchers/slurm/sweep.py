@@ -366,7 +366,8 @@ class SlurmSweep:
                 f"(hydra.launcher.max_jobs={self.settings.max_jobs}); "
                 "give the same command again when jobs have ended."
             )
-        print(self._describe_next_commands(), flush=True)
+        if self.source is None:  # a search ends with the counts of its study
+            print(self._describe_next_commands(), flush=True)
 
     def _describe_next_commands(self) -> str:
         """Return the commands that a user may want next."""

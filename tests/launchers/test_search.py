@@ -413,7 +413,7 @@ ENDS = [
                  "study: 3 complete", id="nothing-to-do"),
     pytest.param({"n_trials": 3}, ["stop"], RATE,
                  "finished: 1 of 3 trials of the study; the same command continues it; python -m titan.compare ",
-                 "study: 1 complete, 1 stopped", id="stopped"),
+                 "study: 1 complete, 1 not finished", id="stopped"),
     pytest.param({"n_trials": 3}, ["stop", finish_one], RATE,
                  "finished: 3 of 3 trials of the study; python -m titan.compare ", "study: 3 complete", id="resumed"),
     pytest.param({"n_trials": 2}, [lambda values, folder: 1], RATE,

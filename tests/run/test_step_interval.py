@@ -40,7 +40,7 @@ DOUBTS = [
                  "of training.steps=13 or more", id="few"),
     pytest.param([STEADY, STEADY, STEADY[:4]], "median of 4 timed steps", id="few-in-one-run"),
     pytest.param([NOISY], "the 95% interval of the median time of a step is ", id="wide"),
-    pytest.param([[1.0] * 20, [1.2] * 20, [1.1] * 20], "% of it; measure more steps", id="runs-that-differ"),
+    pytest.param([[1.0] * 20, [1.2] * 20, [1.1] * 20], "% of it; measure more runs", id="runs-that-differ"),
     pytest.param([[1.0, 2.0] * 500], "", id="many-steps-that-spread"),
 ]  # fmt: skip
 

@@ -124,7 +124,9 @@ class HydraErrors:
             return ConfigError(advice)
         keys = self._list_keys()
         if "@" in key:  # a group at a package, which no defaults list has
-            return ConfigError(f"{typed}: the defaults have no such group; write +{typed} to add it.")
+            group, _, package = key.partition("@")
+            words = f"{group}={typed.partition('=')[2]}" if package == group else f"+{typed} to add it"
+            return ConfigError(f"{typed}: the defaults have no such group; write {words}.")
         if synonym_error := synonyms.build_error(typed, key, frozenset(keys)):
             return synonym_error
         is_nested = any(name.endswith(f".{key}") for name in keys)

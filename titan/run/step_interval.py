@@ -47,6 +47,7 @@ class StepSpread(NamedTuple):
         steps: how many all runs have timed.
         fewest: steps of the run with the fewest.
         interval: the 95% interval of the median, in seconds; None where there are too few steps.
+        runs: how many were measured.
     """
 
     seconds: float
@@ -55,6 +56,7 @@ class StepSpread(NamedTuple):
     steps: int
     fewest: int
     interval: tuple[float, float] | None
+    runs: int = 1
 
     def describe(self) -> str:
         """Return the spread and the number of steps."""
@@ -71,9 +73,10 @@ class StepSpread(NamedTuple):
         low, high = self.interval
         if high - low <= WIDEST * self.seconds:
             return ""
+        more = "runs" if self.runs >= LEAST_RUNS else "steps"
         return (
             f"the 95% interval of the median time of a step is {format_rounded(low)}-{format_rounded(high)} s, "
-            f"{(high - low) / self.seconds:.0%} of it; measure more steps, with nothing else on the machine"
+            f"{(high - low) / self.seconds:.0%} of it; measure more {more}, with nothing else on the machine"
         )
 
 
@@ -105,6 +108,7 @@ def combine_runs(runs: Sequence[RunSteps]) -> StepSpread:
         sum(run.steps for run in runs),
         min(run.steps for run in runs),
         _compute_interval(center, samples) if all(run.blocks for run in runs) else None,
+        len(runs),
     )
 
 

@@ -40,6 +40,7 @@ class RunReporter:
     Attributes:
         recorder: writes records; None before the run starts, and on ranks other than 0.
         progress: writes to the terminal, on the same terms.
+        has_started: whether rank 0 has shown the run; a benchmark, which does not, shows no lines.
         step_times: of the latest steps.
         evaluation: the figures of the last evaluation.
         audit: says how long audits took.
@@ -73,16 +74,17 @@ class RunReporter:
         self.audit: Audit | None = None
         self.recorder: Recorder | None = None
         self.progress: Progress | None = None
+        self.has_started = False
         self.step_times = StepTimes()
         self.evaluation: dict[str, float] = {}
 
     # --- the terminal
 
     def show(self, line: str) -> None:
-        """Write a line to the terminal, on rank 0, also before there is progress to show."""
+        """Write a line to the terminal, on rank 0, from the start of the run on."""
         if self.progress:
             self.progress.print_line(line)
-        elif self.world.is_rank0:
+        elif self.has_started:
             print(sanitize_line(line), flush=True)
 
     def warn(self, line: str) -> None:
@@ -102,6 +104,7 @@ class RunReporter:
     def start_run(self, mix: RowMixture, notes: Sequence[str]) -> None:
         """Show the run, and start to record; `notes` are what was applied to the model."""
         if self.world.is_rank0:
+            self.has_started = True
             summary.show_run(self.run, self.attempt, mix, notes)
             self.recorder = metrics_setup.build_recorder(self.run, self.attempt, self.warn, mix)
 

@@ -97,10 +97,12 @@ def test_best_rates(losses: dict[float, float], best: BestRate | None) -> None:
 
 
 def test_rates_that_lack_a_seed_do_not_count() -> None:
-    by_rate = {0.1: {0: 3.0, 1: 4.0}, 0.2: {0: 2.0, 1: 3.0}, 0.4: {0: 1.0}}
-    assert average_seeds(by_rate) == ({0.1: 3.5, 0.2: 2.5}, 2)
+    two, one = {0: 3.0, 1: 4.0}, {0: 1.0}
+    assert average_seeds({0.1: two, 0.2: two, 0.4: two, 0.8: {1: 9.0}}) == ({0.1: 3.5, 0.2: 3.5, 0.4: 3.5}, 2)
+    assert average_seeds({0.1: one, 0.2: two, 0.4: one}) == ({0.1: 1.0, 0.2: 3.0, 0.4: 1.0}, 1)
 
 
 def test_a_shift_is_in_grid_steps() -> None:
     assert compute_shift([BestRate(0.1), BestRate(0.4), BestRate(0.2)], 2) == "2.0"
     assert compute_shift([BestRate(0.1, "or less"), BestRate(0.4)], 2) == "at least 2.0"
+    assert compute_shift([BestRate(0.1, "or more"), BestRate(0.4)], 2) == "an unknown number"
