@@ -147,8 +147,8 @@ def _propose(command_line: CommandLine[Settings]) -> int:
     question = f"Which mixture of {', '.join(sources)} is best?"
     write_output_file(file, format_sweep(question, values, values[0]), makes_folder=True)
     print(f"{settings.proxies} mixtures of {', '.join(sources)}: {file}")
-    path = f"hydra.searchpath=[file://{file.absolute().parent.parent}]"
-    print(f"  run them    python -m titan.train -m {path} sweep={file.stem} dataset=...")
+    path = f"hydra.searchpath=[file://{file.absolute().parent.parent},...]"
+    print(f'  run them    python -m titan.train -m "{path}" sweep={file.stem} dataset=...')
     return 0
 
 
