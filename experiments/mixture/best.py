@@ -225,7 +225,7 @@ def format_best(swarm: Swarm, best: BestMixture, target: Numbers) -> str:
     verdict = "better" if best.gain_interval[0] > 0 else "not shown to be better"
     lines += [
         "",
-        f"predicted loss {best.loss:.4f}, a gain of {best.gain:.4f} [{gains}] over the baseline: {verdict} at this size",
+        f"predicted loss {best.loss:.4f}, gain over the baseline {best.gain:.4f} [{gains}]: {verdict} at this size",
         f"predictions that leave a mixture out: rank correlation {best.correlation:.3f}, error {best.error:.4f} nats",
     ]
     return "\n".join(lines)
