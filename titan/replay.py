@@ -17,6 +17,7 @@ from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.optional import advise_extra
 from titan.console import output
+from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.output_files import check_output_file, write_output_file
@@ -268,6 +269,8 @@ def _start_ranks(side: ReplayPlan, job: ReplayJob) -> int:
 def _describe_job(side: ReplayPlan, job: ReplayJob) -> str:
     """Return where a replay starts, its layout, its precisions, and what differs from the run."""
     start = f"the checkpoint of step {job.attempt.step}" if job.attempt.step else "the initial weights"
+    if before := job.step - 1 - job.attempt.step:
+        start += f" ({format_plural(before, 'step')} before step {job.step})"
     precisions = ", then ".join(run.precision.describe() for _, run in job.passes)
     if job.repeats:
         precisions = f"{job.repeats} repetitions, randomly rounded, {precisions}"

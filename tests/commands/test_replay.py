@@ -79,8 +79,9 @@ def test_copies_that_can_not_be_read_here_do_not_matter(run: Run) -> None:
     assert sorted(found) == [3, 6, 7]
 
 
-def test_the_largest_losses_are_those_of_the_step(run: Run, tmp_path: Path) -> None:
+def test_the_largest_losses_are_those_of_the_step(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record, tokens = (replayed(run, tmp_path, "step=5", "tokens=128")[key] for key in ("record", "tokens"))
+    assert "from the checkpoint of step 3 (1 step before step 5), " in capsys.readouterr().err
     assert len(tokens) == 128 == record["valid_tokens"]
     assert math.fsum(t["loss"] for t in tokens) / 128 == pytest.approx(record["loss"], rel=1e-6)
     assert [t["loss"] for t in tokens] == sorted((t["loss"] for t in tokens), reverse=True)
