@@ -147,8 +147,6 @@ def find_best(losses: Losses) -> BestRate | None:
     if not all(map(math.isfinite, y)):
         return BestRate(rates[lowest])
     left, right = (x[1] - x[0]) * (y[1] - y[2]), (x[1] - x[2]) * (y[1] - y[0])
-    if left == right:  # three equal losses
-        return BestRate(rates[lowest])
     return BestRate(math.exp(x[1] - 0.5 * ((x[1] - x[0]) * left - (x[1] - x[2]) * right) / (left - right)))
 
 
@@ -157,7 +155,7 @@ def compute_shift(best: Sequence[BestRate], step: float) -> str:
     low, high = min(best, key=lambda found: found.rate), max(best, key=lambda found: found.rate)
     shift = math.log(high.rate / low.rate) / math.log(step)
     if low.bound == "or more" or high.bound == "or less":
-        return "an unknown number"
+        return "an unknown part"
     return f"{'at least ' if low.bound or high.bound else ''}{shift:.1f}"
 
 

@@ -32,13 +32,12 @@ from titan.report.history import History, find_spikes, has_diverged
 from titan.report.statistics import (
     MeanDifference,
     compare_means,
-    compute_block_medians,
     estimate_mean_difference,
     estimate_mean_interval,
     estimate_median_time,
 )
 from titan.run.prediction import parse_document
-from titan.run.step_interval import LEAST_RUNS
+from titan.run.step_interval import LEAST_RUNS, compute_block_medians
 
 LAST_STEPS, LAST_SHARE = 10, 0.02
 """The loss of training is the mean over the last share of the steps, and over so many at least."""
@@ -362,9 +361,8 @@ def _compute_log_medians(runs: Rates) -> list[float]:
 
 def _compute_block_logs(runs: Rates) -> Numbers:
     """Return the log rates of blocks of steps of all runs; empty where a run is too short."""
-    cuts = [compute_block_medians(np.log(rate)) for rate in runs.values()]
-    block_medians = [cut for cut in cuts if cut is not None]
-    return np.concatenate(block_medians) if len(block_medians) == len(cuts) else np.zeros(0)
+    block_medians = [compute_block_medians(np.log(rate).tolist()) for rate in runs.values()]
+    return np.concatenate(block_medians) if block_medians and all(block_medians) else np.zeros(0)
 
 
 def _estimate_mean(values: Numbers) -> MeanDifference | None:

@@ -17,8 +17,7 @@ from numpy.typing import ArrayLike
 
 from titan.config.optional import advise_extra
 from titan.errors import ConfigError
-from titan.report.findings import Interval, Numbers, RepeatsNeeded
-from titan.run.step_interval import BLOCK, BLOCKS
+from titan.report.findings import Interval, RepeatsNeeded
 
 LEVEL = 0.95
 ALPHA = 0.05
@@ -161,18 +160,6 @@ def estimate_median_time(times: Sequence[float], reached: Sequence[bool]) -> flo
     survival = stats.ecdf(stats.CensoredData(uncensored=events, right=censored)).sf
     half = np.flatnonzero(survival.probabilities <= 0.5 + 1e-12)
     return float(survival.quantiles[half[0]]) if len(half) else None
-
-
-def compute_block_medians(values: Numbers) -> Numbers | None:
-    """Return the medians of consecutive blocks of a series; None where it is too short for two blocks.
-
-    Successive steps are correlated and blocks far less so, so an interval from blocks is not too narrow (the method of
-    batch means, Conway 1963). Medians, because the speeds shown are medians.
-    """
-    count = min(BLOCKS, len(values) // BLOCK)
-    if count < 2:
-        return None
-    return np.array([np.median(block) for block in np.array_split(values, count)])
 
 
 def compute_seeds_needed(difference: float, spread: float, power: float = POWER, alpha: float = ALPHA) -> int | None:

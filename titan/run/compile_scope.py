@@ -56,10 +56,10 @@ def choose_scope(run: Run, remote: bool = False) -> tuple[Literal["off", "block"
         return "off", "Inductor has no kernels for MXFP8's scales on CPUs"
     seconds, break_even = estimate_eager_seconds(run), WORTH_SECONDS * max(1.0, run.layout.devices / _count_cores(run))
     if seconds < break_even:
-        return "off", f"FLOPs of {_format_span(seconds)}; compiling pays above {_format_span(break_even)}"
+        return "off", f"the FLOPs take {_format_span(seconds)}; compiling pays above {_format_span(break_even)}"
     if reason := find_block_reason(run):
-        return "block", f"FLOPs of {_format_span(seconds)}; {reason}"
-    return "model", f"FLOPs of {_format_span(seconds)} on one CPU device"
+        return "block", f"the FLOPs take {_format_span(seconds)}; {reason}"
+    return "model", f"the FLOPs take {_format_span(seconds)} on one CPU device"
 
 
 def find_block_reason(run: Run) -> str | None:

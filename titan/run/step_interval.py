@@ -6,7 +6,7 @@ Free of torch and numpy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import NormalDist, fmean, median, quantiles, stdev
 from typing import NamedTuple
@@ -83,17 +83,21 @@ class StepSpread(NamedTuple):
 def summarize_steps(seconds: Sequence[float]) -> RunSteps:
     """Return the spread of a run's step times, of which there are at least two, all positive."""
     deciles = quantiles(seconds, n=10, method="inclusive")
-    return RunSteps(len(seconds), deciles[0], median(seconds), deciles[8], tuple(map(median, _cut_blocks(seconds))))
+    return RunSteps(len(seconds), deciles[0], median(seconds), deciles[8], compute_block_medians(seconds))
 
 
-def _cut_blocks(seconds: Sequence[float]) -> Iterator[Sequence[float]]:
-    """Yield consecutive blocks: successive steps are correlated, and blocks far less so (batch means, Conway 1963)."""
-    count = min(BLOCKS, len(seconds) // BLOCK)
+def compute_block_medians(values: Sequence[float]) -> tuple[float, ...]:
+    """Return the medians of consecutive blocks of a series; none where it is too short for two blocks.
+
+    Successive steps are correlated and blocks far less so, so an interval from blocks is not too narrow (the method of
+    batch means, Conway 1963). Medians, because the speeds shown are medians.
+    """
+    count = min(BLOCKS, len(values) // BLOCK)
     if count < 2:
-        return iter(())
-    size, longer = divmod(len(seconds), count)
+        return ()
+    size, longer = divmod(len(values), count)
     bounds = [index * size + min(index, longer) for index in range(count + 1)]
-    return (seconds[low:high] for low, high in pairwise(bounds))
+    return tuple(median(values[low:high]) for low, high in pairwise(bounds))
 
 
 def combine_runs(runs: Sequence[RunSteps]) -> StepSpread:

@@ -105,4 +105,4 @@ def test_rates_that_lack_a_seed_do_not_count() -> None:
 def test_a_shift_is_in_grid_steps() -> None:
     assert compute_shift([BestRate(0.1), BestRate(0.4), BestRate(0.2)], 2) == "2.0"
     assert compute_shift([BestRate(0.1, "or less"), BestRate(0.4)], 2) == "at least 2.0"
-    assert compute_shift([BestRate(0.1, "or more"), BestRate(0.4)], 2) == "an unknown number"
+    assert compute_shift([BestRate(0.1, "or more"), BestRate(0.4)], 2) == "an unknown part"
