@@ -12,7 +12,7 @@ PINS    = pyproject.toml constraints.txt
 # each worker computes on one thread: those of three workers would wait for each other on two cores
 PYTEST  = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help train test test-rest test-all tables planted chaos hangs rehearse rehearse-faults cuda-names lint bench modes gpu gpu-speeds clean
+.PHONY: help train test test-rest test-all tables planted chaos hangs rehearse rehearse-faults cuda-names lint bench measure modes gpu gpu-speeds measure clean
 
 help:                    ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 18
@@ -60,6 +60,9 @@ lint: $(VENV)/.lint      ## ruff, docstrings (pydoclint), mypy, and the order of
 
 bench: $(ENV)            ## titan against the bare PyTorch loop
 	$(RUN) -m titan.bench $(ARGS)
+
+measure: $(VENV)/.test   ## what titan's parts cost: suite=data, generate, features, experts or scale
+	$(VENV)/bin/python -m tests.measure $(ARGS)
 
 gpu: $(GPU_ENV)          ## is a GPU right, and how fast: a report in ./acceptance, half an hour; RUN=python3 takes your Python
 	$(RUN) -m titan.bench suite=acceptance cluster.device=cuda $(ARGS)

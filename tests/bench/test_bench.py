@@ -268,15 +268,3 @@ def test_modes() -> None:
     assert len(titles) == len(set(titles)) == 6 * (6 * 3 - 1)
     assert "3d: selective, block" in titles
     assert "fsdp: budget, off" not in titles
-
-
-@pytest.mark.full
-def test_generation_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "figures.json"
-    assert command.main(["suite=generate", "rounds=1", f"to={out}", "dataset=synthetic", *SMALL]) == 0
-    found = json.loads(out.read_text())
-    assert [line["new_tokens"] for line in found] == [64, 256, 512]
-    for line in found:
-        rates = line["tokens_per_second"]
-        assert line["ratios"] == [pytest.approx(rates["cache"] / rates["uncached"])]
-    assert len(capsys.readouterr().out.strip().splitlines()) == 6

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from tests.estimate.test_step_time import speeds
+from tests.measure import fit_costs
 from tests.support.composing import compose_test_run
 from tests.support.two_kinds import with_two_kinds
-from titan.bench import fit_costs
 from titan.estimate import operations
 from titan.estimate import plan as planning
 from titan.estimate.constants import load_constants

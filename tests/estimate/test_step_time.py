@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.measure import fit_costs
 from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
 from tests.support.tiers import full, select_cases
-from titan.bench import fit_costs
 from titan.cluster.hardware import Hardware
 from titan.errors import ConfigError
 from titan.estimate import operations
@@ -163,7 +163,7 @@ def published() -> list[Any]:
 
 @pytest.mark.parametrize("row", published())
 def test_published_runs_are_met(row: dict[str, str]) -> None:
-    """The stored constants are those of this model: a change of it asks for titan.bench.fit_costs."""
+    """The stored constants are those of this model: a change of it asks for tests.measure.fit_costs."""
     (error,) = fit_costs.compute_errors([row], load_constants())
     assert abs(error) < math.log(1.1)
 

@@ -24,7 +24,7 @@ ON_DEVICE = "--on-device"
 
 def list_runs() -> Iterator[tuple[str, list[str], float | None]]:
     """Yield name, command line and published peak in GiB of each run."""
-    from titan.bench import fit_costs
+    from tests.measure import fit_costs
 
     yield "bench_8b_8, not compiled", ["recipe=bench_8b_8", "compile=off"], None
     rows = [*fit_costs.read_runs(fit_costs.PUBLISHED), *fit_costs.read_runs(fit_costs.UNSEEN)]
@@ -38,7 +38,7 @@ def list_runs() -> Iterator[tuple[str, list[str], float | None]]:
 
 def measure_trace(overrides: Sequence[str]) -> dict[str, float]:
     """Return GiB of live tensors and what is reserved, of the rank that needs most."""
-    from titan.bench.fit_costs import _compose_run
+    from tests.measure.fit_costs import _compose_run
     from titan.estimate.operations import derive_speeds
     from titan.estimate.plan import resolve_hardware
     from titan.estimate.rank_sizes import GIB

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from titan.bench import fit_costs
+from tests.measure import fit_costs
 from titan.estimate import memory
 from titan.estimate.memory import Usage
 from titan.estimate.pipeline_states import find_rank_states

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan.bench.in_memory import DictFolder
+from tests.measure.in_memory import DictFolder
 from titan.cluster.rank_info import RankInfo
 from titan.debug import rank_state
 from titan.debug.activity import Activity

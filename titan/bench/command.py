@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from titan.bench import activation_modes, experts, features, speed
+from titan.bench import activation_modes, speed
 from titan.bench import checkpoint as saving
 from titan.bench.speed import CaseSpeed, HostSync, build_environment
 from titan.bench.suites import SpeedCase, list_cpu_cases, list_gpu_cases
@@ -40,15 +40,11 @@ from titan.run import compose, identity
 from titan.run.hydra_session import CONF
 from titan.run.run import Run
 
-SUITES = (
-    "cpu", "gpu", "tiny", "modes", "data", "generate", "checkpoint", "features", "experts", "acceptance", "scale",
-)  # fmt: skip
+SUITES = ("cpu", "gpu", "tiny", "modes", "checkpoint", "acceptance")
 QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "evaluation.tokens=0"]
 LONG = ["training.steps=1000000", *QUIET]
 CEILINGS = {"cpu": (1024, 64), "cuda": (8192, 1024)}
 """The size of a square matmul, and the MiB of a copy, that show what a device can do."""
-RATIO_SUITES = {"features": features, "experts": experts}
-"""Suites whose cases are ratios of the times of two sides that take turns."""
 Titled = TypeVar("Titled", SpeedCase, activation_modes.ActivationMode)
 
 
@@ -83,7 +79,6 @@ COMMAND = Command(
     {
         "": "training on this CPU",
         "case='bf16, compile block' operators=true": "the operators that a step spends its time in",
-        "suite=features rounds=15 parallelism=fsdp compile=off": "what debugging features cost",
         "suite=acceptance cluster.device=cuda to=acceptance": "is a GPU right, and how fast",
     },
     Settings,
@@ -123,16 +118,8 @@ def _run_suite(settings: Settings, overrides: list[str]) -> int:
         return _run_acceptance(run, settings, overrides, results)
     if settings.suite == "modes":
         return _measure_modes(run, settings, overrides)
-    if settings.suite == "data":
-        return _measure_data(settings)
     if settings.suite == "checkpoint":
         return _measure_saving(run, settings, base)
-    if settings.suite == "generate":
-        return _measure_generation(run, settings)
-    if settings.suite == "scale":
-        return _measure_scale(settings)
-    if settings.suite in RATIO_SUITES:
-        return _measure_ratios(settings, [*LONG, *base])
     cases = _select_cases(settings.case, list_gpu_cases() if settings.suite == "gpu" else list_cpu_cases())
     if settings.operators:
         return _profile_cases(cases, [*LONG, *base], settings.steps)
@@ -264,54 +251,11 @@ def _find_cluster(device_name: str) -> str | None:
     return None
 
 
-def _measure_data(settings: Settings) -> int:
-    """Measure the preparing and loading of data."""
-    from titan.bench import preparing
-
-    figures = preparing.suite(settings.rounds)
-    _write_json(settings.file, figures)
-    return 0
-
-
 def _measure_saving(run: Run, settings: Settings, base: list[str]) -> int:
     """Measure saving checkpoints."""
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         figures = saving.suite(run, [*base, *QUIET[1:]], settings.rounds, Path(folder), _run_training)
     _write_json(settings.file, figures)
-    return 0
-
-
-def _measure_generation(run: Run, settings: Settings) -> int:
-    """Measure the speed of generation."""
-    from titan.bench import generation
-
-    figures = generation.suite(run, settings.rounds)
-    _write_json(settings.file, figures)
-    return 0
-
-
-def _measure_scale(settings: Settings) -> int:
-    """Measure what grows with the number of ranks."""
-    from titan.bench import scale
-
-    print(f"\n{scale.HEADER}")
-    rows = []
-    for row in scale.suite(settings.case):
-        print(row.row(), flush=True)
-        rows.append(asdict(row))
-        _write_json(settings.file, rows)
-    return 0
-
-
-def _measure_ratios(settings: Settings, base: list[str]) -> int:
-    """Measure the ratios of times of a suite in `RATIO_SUITES`."""
-    suite_module = RATIO_SUITES[settings.suite]
-    print(f"\n{suite_module.HEADER}")
-    overheads = []
-    for overhead in suite_module.suite(settings.case, base, settings.rounds, settings.steps):
-        print(overhead.row(), flush=True)
-        overheads.append(asdict(overhead))
-        _write_json(settings.file, overheads)
     return 0
 
 

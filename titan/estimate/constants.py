@@ -1,6 +1,6 @@
 """The fitted constants of the cost model, from `constants.json`. Free of torch.
 
-`python -m titan.bench.fit_costs to=titan/estimate/constants.json` fits them on the published runs in `published.csv`.
+docs/plan_accuracy.md names the program that fits them on the published runs in `published.csv`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Constants:
         power: exponent with which speed follows a power limit: a third if power grows with the cube of the clock.
         fragments: memory that CUDA's caching allocator reserves beside live tensors, as a fraction of them.
         error: the 90th percentile of the relative error of step times, of runs that the fit has not seen: those in
-            `unseen.csv`, or of the source that is predicted worst when it is left out, whichever is larger.
+            unseen.csv, or of the source that is predicted worst when it is left out, whichever is larger.
         memory_error: the 90th percentile of the relative error of peak memory where `fragments` is not fitted, because
             one source only states peaks of PyTorch.
         cpu_error: the 90th percentile of the relative error of step times on a CPU that `titan.calibrate` measured, of
-            the runs of `python -m titan.bench.predicted`.
+            the small runs of docs/plan_accuracy.md.
         cpu_memory_error: that of peak memory, of the same runs.
         experts: the geometric mean of measured over predicted step times of the runs of models with experts in
             `experts.csv`, by which their predictions are multiplied.

@@ -1,4 +1,4 @@
-"""`python -m titan.bench.fit_costs`: what it reads, and that the documentation states what it prints."""
+"""`python -m tests.measure.fit_costs`: what it reads, and that the documentation states what it prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titan.bench import fit_costs
+from tests.measure import fit_costs
 from titan.estimate import constants
 from titan.estimate.constants import load_constants
 

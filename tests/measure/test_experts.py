@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.measure import command, expert_traffic, experts
 from tests.support.composing import compose_test_run
-from titan.bench import command, expert_traffic, experts
 from titan.model import grouped
 
 

@@ -1,6 +1,6 @@
 """Measure the loading of rows: the loader relative to numpy on the same rows, and the permutation of rows.
 
-Part of `python -m titan.bench suite=data`.
+Part of `python -m tests.measure suite=data`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m titan.bench.predicted`: its cases, its summary, and one case from prediction to measurement."""
+"""`python -m tests.measure.predicted`: its cases, its summary, and one case from prediction to measurement."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench.test_step_figures import FIGURES, PRICES
-from titan.bench import predicted
-from titan.bench.predicted import Figures, PredictionCase, PredictionRow
+from tests.measure import predicted
+from tests.measure.predicted import Figures, PredictionCase, PredictionRow
 
 
 def row(layout: str, said: float, took: float, length: int = 128) -> PredictionRow:

@@ -1,4 +1,4 @@
-"""Measure the speed of generation: `python -m titan.bench suite=generate`.
+"""Measure the speed of generation: `python -m tests.measure suite=generate`.
 
 With the key-value cache, relative to recomputing all tokens for each next one, as the trainer's samples do because that
 works on every layout. Weights are random, because speed does not depend on them. Rounds alternate, because other work

@@ -1,4 +1,4 @@
-"""Measure the preparing of data: `python -m titan.bench suite=data`, which also runs `titan.bench.loading`.
+"""Measure the preparing of data: `python -m tests.measure suite=data`, which also runs `tests.measure.loading`.
 
 The speed of preparing relative to the bare tokenizer on the same documents, and of two processes relative to one; the
 finished work that killed preparations repeat; and peak memory. Speeds are ratios of alternating rounds, because other
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titan.bench import loading
+from tests.measure import loading
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.preprocess.writer import compute_checksum
 from titan.dataset.schema import Jsonl

@@ -1,4 +1,4 @@
-"""Fit the cost model's constants on published runs: `python -m titan.bench.fit_costs [to=FILE]`.
+"""Fit the cost model's constants on published runs: `python -m tests.measure.fit_costs [to=FILE]`.
 
 The runs are in `titan/estimate/published.csv` with their sources. A run becomes a recipe, whose predicted step time is
 compared with the published one; the constants minimise the sum of squared logarithms of the ratios. Each source is left
@@ -75,13 +75,13 @@ MEMORY = {"": "none", "none": "none", "selective-op": "selective", "selective": 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of `python -m titan.bench.fit_costs`."""
+    """The settings of `python -m tests.measure.fit_costs`."""
 
     to: str | None = setting(None, "a JSON file to write, with the constants; null: only print them")
 
 
 COMMAND = Command(
-    "titan.bench.fit_costs",
+    "tests.measure.fit_costs",
     "Fit the cost model's constants on published runs, and print its errors.",
     {
         "": "the errors on the published runs, and on those that the fit does not use",
@@ -182,7 +182,7 @@ def compute_errors(published: Sequence[Mapping[str, str]], fitted: Constants) ->
 
 def fit_constants(published: Sequence[Mapping[str, str]], initial: Constants | None = None) -> Constants:
     """Return the constants with the least squared errors."""
-    least_squares = import_optional("scipy.optimize", "titan.bench.fit_costs").least_squares
+    least_squares = import_optional("scipy.optimize", "tests.measure.fit_costs").least_squares
     start = initial or Constants()
     published = _select_extremes(published)
     weights = _compute_weights(published)

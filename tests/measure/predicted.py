@@ -1,4 +1,4 @@
-"""The planner's predictions next to measurements of this machine: `python -m titan.bench.predicted cluster=FILE.yaml`.
+"""Predictions of the planner beside measurements of this machine: `python -m tests.measure.predicted cluster=FILE`.
 
 A matrix of small models in many layouts is predicted first, from the figures that `titan.calibrate` measured. Then each
 case is trained for some steps, its ranks as new processes. The table has the step time (median of the later steps), the
@@ -64,7 +64,7 @@ RANK_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of `python -m titan.bench.predicted`."""
+    """The settings of `python -m tests.measure.predicted`."""
 
     cluster: str = setting(MISSING, "the file that titan.calibrate wrote on this machine")
     to: str | None = setting(None, "also write all figures to this JSON file")
@@ -73,7 +73,7 @@ class Settings:
 
 
 COMMAND = Command(
-    "titan.bench.predicted",
+    "tests.measure.predicted",
     "Compare predictions with measurements on this CPU.",
     {"cluster=here.yaml": "the file of python -m titan.calibrate to=here.yaml"},
     Settings,

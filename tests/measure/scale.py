@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: `python -m titan.bench suite=scale`.
+"""What grows with the number of ranks: `python -m tests.measure suite=scale`.
 
 One process plays one rank of 8 to 16,384, and does what that rank does on its host: the other ranks' messages, states
 and times are made beforehand, by the same code, and are not counted. Process groups are torch's fake ones, and messages
@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan.bench.in_memory import DictFolder
-from titan.bench.lost_time import TrainingThread
-from titan.bench.simulated_save import SimulatedSave, compute_parameter_sizes
+from tests.measure.in_memory import DictFolder
+from tests.measure.lost_time import TrainingThread
+from tests.measure.simulated_save import SimulatedSave, compute_parameter_sizes
 from titan.checkpoint import reader
 from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.cluster import heap

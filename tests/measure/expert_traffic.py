@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from titan.bench.features import Overhead
+from tests.measure.features import Overhead
 from titan.estimate.operations import derive_speeds
 from titan.estimate.plan import resolve_hardware
 from titan.run.compose import compose_run

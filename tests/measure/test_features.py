@@ -9,9 +9,9 @@ from threading import Thread
 import pytest
 
 from tests.bench.test_bench import SMALL
+from tests.measure import command, features
 from tests.support.composing import compose_test_run
 from tests.support.tiers import select_cases
-from titan.bench import command, features
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tests.measure import command, scale
+from tests.measure.simulated_save import SimulatedSave, compute_parameter_sizes
 from tests.support.process_groups import simulate_rank
-from titan.bench import command, scale
-from titan.bench.simulated_save import SimulatedSave, compute_parameter_sizes
 from titan.checkpoint import reader
 from titan.checkpoint.assignment import describe_items
 from titan.checkpoint.save_planner import create_write_items

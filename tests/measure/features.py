@@ -1,4 +1,4 @@
-"""Measure what each feature of debugging costs: `python -m titan.bench suite=features [parallelism=fsdp]`.
+"""Measure what each feature of debugging costs: `python -m tests.measure suite=features [parallelism=fsdp]`.
 
 Two sets of ranks train the same run, one of them with the feature, and take turns of a few steps: while one trains, the
 other waits without using a core. So other work on the machine slows both, and each pair of turns gives one ratio.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan.bench import loading, preparing
+from tests.measure import loading, preparing
 
 
 @pytest.mark.full

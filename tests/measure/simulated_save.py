@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan.bench.in_memory import DictStore
+from tests.measure.in_memory import DictStore
 from titan.checkpoint.assignment import Holdings, compute_digest, describe_items
 from titan.checkpoint.coordinator import Coordinator, pack_message
 from titan.checkpoint.manifest import ManifestFile

@@ -1,8 +1,8 @@
-"""Measure what experts cost: `python -m titan.bench suite=experts`.
+"""Measure what experts cost: `python -m tests.measure suite=experts`.
 
-The memory traffic of a layer against its matmuls, counted (`titan.bench.expert_traffic`); a grouped matmul against a
+The memory traffic of a layer against its matmuls, counted (`tests.measure.expert_traffic`); a grouped matmul against a
 loop over the experts, in turn in this process; and whole steps, of which two sets of ranks take turns
-(`titan.bench.features`): with expert parallelism against without, and with experts against the dense model that
+(`tests.measure.features`): with expert parallelism against without, and with experts against the dense model that
 computes each token with as many parameters.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from titan.bench import expert_traffic, features
-from titan.bench.features import Overhead
+from tests.measure import expert_traffic, features
+from tests.measure.features import Overhead
 from titan.run.compose import compose_run
 
 if TYPE_CHECKING:

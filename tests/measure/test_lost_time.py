@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from titan.bench import lost_time
-from titan.bench.lost_time import TrainingThread
+from tests.measure import lost_time
+from tests.measure.lost_time import TrainingThread
 
 
 @pytest.fixture
