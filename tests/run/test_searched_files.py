@@ -18,7 +18,7 @@ FILES = {
     "cluster/site.yaml": f"defaults: [cpu, _self_]\nsetup: ['{SETUP}']\nenvironment: {{CXX: x}}\n",
     "cluster/quiet.yaml": "defaults: [cpu, _self_]\npartition: x\nsetup: []\nenvironment: null\n",
     "recipe/site.yaml": HEAD + "defaults: [override /cluster: site]\n",
-    "recipe/wide.yaml": HEAD + "model: {ffn: 96}\ndataset: {cache: '${oc.env:HOME}/x'}\n",
+    "recipe/wide.yaml": HEAD + "model: {ffn: 96}\ntraining: {measured: '${oc.env:HOME}/x'}\n",
     "recipe/secret.yaml": HEAD + "dataset: {cache: '${oc.env:MY_TOKEN}'}\n",
     "recipe/whole.yaml": HEAD + "later: {setup: [x]}\ncluster: ${later}\n",
     "recipe/env_set.yaml": HEAD + "hydra: {job: {env_set: {CXX: x}}}\n",
@@ -77,7 +77,7 @@ def compose(folder: Path) -> Callable[..., tuple[int, list[Run]]]:
     ],
 )
 def test_which_interpolations_read_a_secret(value: str, is_secret: bool) -> None:
-    assert explain_file_risk("dataset.cache", value) == ("reads a secret" if is_secret else None)
+    assert explain_file_risk("sweep.question", value) == ("reads a secret" if is_secret else None)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_which_interpolations_read_a_secret(value: str, is_secret: bool) -> None
         (["cluster=site", "cluster.setup=[]"], "cluster.environment.CXX=x: "),
         (["cluster=site", "cluster.setup=[]", "cluster.environment={CC: x}"], "cluster.environment.CXX=x: "),
         (["recipe=secret"], "dataset.cache=${oc.env:MY_TOKEN}: FOLDER/recipe/secret.yaml sets this"),
-        (["recipe=whole"], "cluster=${later}: "),
+        (["recipe=whole"], "later.setup=[x]: "),
         pytest.param(["recipe=env_set"], "hydra.job.env_set.CXX=x: ", marks=pytest.mark.full),
         (["recipe=callback"], "hydra.callbacks.a._target_=titan.files.atomic.write_atomic: "),
         pytest.param(

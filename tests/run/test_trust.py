@@ -181,16 +181,16 @@ def test_the_setting_counts_and_not_how_it_is_typed(
     typed: str, recorded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert trust.is_foreign(recorded)
+    assert trust.find_foreign(recorded)
     trust.remember_typed([typed])
-    assert not trust.is_foreign(recorded)
+    assert not trust.find_foreign(recorded)
 
 
 def test_a_home_that_can_not_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     trust.remember_typed(["dataset.path=s3://bucket/x"])
-    assert trust.is_foreign("dataset.path=s3://bucket/x")
+    assert trust.find_foreign("dataset.path=s3://bucket/x")
 
 
 def test_messages_show_no_value_of_a_secret_variable(monkeypatch: pytest.MonkeyPatch) -> None:
