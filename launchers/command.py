@@ -97,7 +97,8 @@ def launch_trials(
     shared = set(trials[0]).intersection(*trials)
     fixed_settings = {override.partition("=")[0].lstrip("+~") for override in shared} - {"training.seed"}
     session = SweepSession(given_overrides=trials, fixed_settings=frozenset(fixed_settings))
-    trust.select_recorded(list(dict.fromkeys(o for trial in trials for o in trial)), typed)
+    words = [*argv, *(override for trial in trials for override in trial)]
+    trust.select_recorded(list(dict.fromkeys(words)), [*typed, "hydra.sweep.dir="])
     with _parse_arguments(["-m", *argv]) as args:
         args.typed = [*args.typed, *typed]
         _hand_to_hydra(args, session)
