@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -19,7 +20,7 @@ from titan.config import modules
 from titan.config.command import describe_train_option, describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
-from titan.run import certificate, command_line, hydra_node, hydra_private, searched_files, trust
+from titan.run import certificate, command_line, hydra_node, hydra_private, lock, searched_files, trust
 from titan.run.compose import freeze_run, register_configs
 from titan.run.hydra_choices import describe_value_error
 from titan.run.hydra_errors import HydraErrors
@@ -193,6 +194,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
         run = freeze_run(cfg, ranks=ranks, remote=launcher is not None, trusted=trusted)
         certificate.check(run)
         trust.remember_typed(_list_typed(run))
+        lock.remember_linked_folders(Path(run.directory))
         warn_of_small_work(run)
         callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
     return callbacks.around_run(
