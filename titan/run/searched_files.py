@@ -52,7 +52,7 @@ class FileGuard:
 
     def __init__(self, conf: Path, overrides: Iterable[str]) -> None:
         """Take titan's own folder of configuration files, and the overrides, whose values replace those of files."""
-        self.trusted_folders = (conf, *map(Path, list_own_folders()))
+        self.trusted_folders = (conf, conf.parent / "experiments", *map(Path, list_own_folders()))
         self.typed, self.packages = trust.list_typed(overrides), trust.list_packages(overrides)
 
     def check_primary(self, loader: ConfigLoader, name: str) -> None:
