@@ -193,8 +193,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
         trusted = modules.list_trusted_packages(args.typed)
         run = freeze_run(cfg, ranks=ranks, remote=launcher is not None, trusted=trusted)
         certificate.check(run)
-        trust.remember_typed(_list_typed(run))
-        lock.remember_linked_folders(Path(run.directory))
+        trust.remember_typed(_list_typed(run), lock.list_linked_folders(Path(run.directory)))
         warn_of_small_work(run)
         callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
     return callbacks.around_run(

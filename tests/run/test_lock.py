@@ -9,7 +9,8 @@ import pytest
 from launchers.start import run_local
 from tests.support.composing import compose_test_run
 from titan.errors import ConfigError
-from titan.run.lock import LINKED_FOLDERS, check_linked_folders, lock_directory, remember_linked_folders
+from titan.run import trust
+from titan.run.lock import LINKED_FOLDERS, check_linked_folders, list_linked_folders, lock_directory
 from titan.run.paths import FILES
 
 
@@ -45,7 +46,7 @@ def test_a_folder_on_another_disk_of_a_resumed_run_was_typed_once(
     (tmp_path / "run/checkpoints").symlink_to("../disk")
     with pytest.raises(ConfigError, match=f"resume=run: checkpoints in it is a symbolic link to {tmp_path}/disk, outs"):
         check_linked_folders(tmp_path / "run", "resume=run")
-    remember_linked_folders(tmp_path / "run")
+    trust.remember_typed([], list_linked_folders(tmp_path / "run"))
     check_linked_folders(tmp_path / "run", "resume=run")
 
 

@@ -91,7 +91,7 @@ SECRET = "abcdefgh12345678"
     ],
 )
 def test_what_a_recorded_word_would_do(word: str, risk: str | None) -> None:
-    assert trust.explain_risk(word) == risk
+    assert trust.find_foreign(word) == risk
 
 
 @pytest.fixture

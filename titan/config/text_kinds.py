@@ -1,7 +1,7 @@
 """What the text of a setting is, which decides where it may come from (`titan.run.trust`). Free of torch.
 
-A field of a schema declares it by its type: `path: Input | None`. What declares nothing counts as code. Numbers and
-`Literal` need nothing, nor do texts that `setting(words=...)` lists.
+A field declares it by its type, `path: Input | None`; what declares nothing counts as code. Numbers, `Literal` and
+texts that `setting(words=...)` lists need nothing.
 """
 
 from __future__ import annotations
@@ -18,28 +18,17 @@ from typing import Annotated, Any, Literal
 class TextKind(IntEnum):
     """What the text of a setting is; where classes differ, the larger one counts."""
 
-    PLAIN = auto()
-    """A number, a choice, or a text with a check of its own."""
-    LABEL = auto()
-    """A text that nothing opens, such as a name, a key or a pattern."""
-    READ = auto()
-    """A file, a folder or a name on the hub that is read."""
-    GROUP = auto()
-    """Several settings, whose choice has a name."""
-    RUN_FOLDER = auto()
-    """A folder that is written, of a run or a sweep: one below the current folder needs no trust."""
-    WRITTEN = auto()
-    """A file or a folder that is written."""
-    ADDRESS = auto()
-    """Where data are sent."""
-    ACCOUNT = auto()
-    """Whose account is used or gets data."""
-    OPEN = auto()
-    """A value for code of others: a number, or a text that may be anything."""
-    CLASS = auto()
-    """A class, by the path from which it is imported."""
-    CODE = auto()
-    """A command, an environment, options of programs, or a path to code."""
+    PLAIN = auto()  # a number, a choice, or a text with a check of its own
+    LABEL = auto()  # a text that nothing opens, such as a name, a key or a pattern
+    READ = auto()  # a file, a folder or a name on the hub that is read
+    GROUP = auto()  # several settings, whose choice has a name
+    RUN_FOLDER = auto()  # a folder that is written, of a run or a sweep: one below the current folder needs no trust
+    WRITTEN = auto()  # a file or a folder that is written
+    ADDRESS = auto()  # where data are sent
+    ACCOUNT = auto()  # whose account is used or gets data
+    OPEN = auto()  # a value for code of others: a number, or a text that may be anything
+    CLASS = auto()  # a class, by the path from which it is imported
+    CODE = auto()  # a command, an environment, options of programs, or a path to code
 
 
 Package = Annotated[str, TextKind.PLAIN]  # checked by titan.config.modules

@@ -93,16 +93,8 @@ def _is_followed(name: str, more_names: Container[str]) -> bool:
 
 
 def check_linked_folders(directory: Path, typed: str) -> None:
-    """Raise ConfigError for a folder of a resumed run that is a link out of it, with which the user has not started it.
-
-    Args:
-        directory: the run's.
-        typed: what names it on the command line.
-
-    Raises:
-        ConfigError: naming the link.
-    """
-    for name, target in _list_linked_folders(directory):
+    """Raise ConfigError where a folder of the run that `typed` names is a link out of it that was not typed."""
+    for name, target in list_linked_folders(directory):
         if not trust.was_typed((name, target)):
             raise ConfigError(
                 f"{typed}: {name} in it is a symbolic link to {target}, outside of the run, and you have started no "
@@ -111,13 +103,7 @@ def check_linked_folders(directory: Path, typed: str) -> None:
             )
 
 
-def remember_linked_folders(directory: Path) -> None:
-    """Remember where links in the directory of a run lead, whose command the user has typed."""
-    for leaf in _list_linked_folders(directory):
-        trust.remember(leaf)
-
-
-def _list_linked_folders(directory: Path) -> list[tuple[str, str]]:
+def list_linked_folders(directory: Path) -> list[tuple[str, str]]:
     """Return the names of folders of a run that are links out of it, and where they lead."""
     links = [(name, os.path.realpath(directory / name)) for name in LINKED_FOLDERS if (directory / name).is_symlink()]
     return [(name, target) for name, target in links if not Path(target).is_relative_to(os.path.realpath(directory))]

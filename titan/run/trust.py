@@ -28,15 +28,9 @@ from titan.run.schema import Recipe
 from titan.sweep.schema import LocalLaunch, OptunaSearch, SlurmLaunch, Sweep
 
 HYDRA: Mapping[str, Any] = {
-    "hydra.run.dir": RunFolder,
-    "hydra.sweep.dir": RunFolder,
-    "hydra.sweep.subdir": RunFolder,
-    "hydra.output_subdir": RunFolder,
-    "hydra.job.name": RunFolder,
-    "hydra.job.chdir": bool,
-    "hydra.job.config": Label,
-    "hydra.mode": Label,
-    "hydra.verbose": Label,
+    **dict.fromkeys(("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"), RunFolder),
+    **dict.fromkeys(("hydra.output_subdir", "hydra.job.name"), RunFolder),
+    **dict.fromkeys(("hydra.job.chdir", "hydra.job.config", "hydra.mode", "hydra.verbose"), Label),
     "hydra.sweeper": OptunaSearch,
     "hydra.launcher": LocalLaunch | SlurmLaunch,
 }
@@ -62,11 +56,6 @@ Leaf = tuple[str, Any]
 """A setting without parts, by its full name, and its value."""
 
 
-def explain_risk(word: str) -> str | None:
-    """Return what a word of a recorded command line would do that the user must have typed; None for others."""
-    return next((risk for _, risk in _list_risks(word)), None)
-
-
 @cache
 def _list_risks(word: str) -> tuple[tuple[Leaf, str], ...]:
     """Return the settings in a recorded word that the user must have typed, and what they would do."""
@@ -88,12 +77,7 @@ def _explain_recorded(key: str, value: Any) -> str | None:
 
 
 def explain_setting(key: str, value: Any) -> str | None:
-    """Return what a setting that was not typed would do that the user must have typed; None for others.
-
-    Args:
-        key: its full name.
-        value: its value; an interpolation may be a mapping.
-    """
+    """Return what a setting that was not typed would do that the user must have typed; None for others."""
     key, text = key.removeprefix(SWEPT), str(value)
     kind = find_kind(key)
     if value in (None, "", [], {}) or (kind == TextKind.OPEN and not _holds_text(value)):
@@ -111,10 +95,7 @@ def explain_setting(key: str, value: Any) -> str | None:
 
 @cache
 def find_kind(key: str) -> TextKind:
-    """Return what the text of a setting is, by its full name, which for groups has no dot.
-
-    That of an unknown setting, such as one of a user's class, is open.
-    """
+    """Return what the text of a setting is: an unknown one, as of a user's class, is open, and without a dot a group."""
     prefix = next((name for name in ("sweep", *HYDRA) if f"{key}.".startswith(f"{name}.")), "")
     if key.startswith("hydra") and (not prefix or key.endswith("._target_")):
         return TextKind.CODE
@@ -239,20 +220,14 @@ def list_typed(words: Iterable[str]) -> set[str]:
     return {key for word in words for key, _ in list_leaves(*_parse(word))}
 
 
-def remember_typed(words: Iterable[str]) -> None:
-    """Remember words that the user typed, and that may be repeated from a run's record; does nothing without a home."""
-    for word in _join_options(words):
-        for leaf, _ in _list_risks(word):
-            remember(leaf)
-
-
-def remember(leaf: Leaf) -> None:
-    """Remember a setting with the value that the user has typed."""
-    marker = _find_marker(leaf)
-    with contextlib.suppress(OSError):
-        if not marker.is_file():
-            marker.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            marker.touch(mode=0o600)
+def remember_typed(words: Iterable[str], leaves: Iterable[Leaf] = ()) -> None:
+    """Remember words and settings of the user's, which may be repeated from a record; does nothing without a home."""
+    for leaf in (*leaves, *(leaf for word in _join_options(words) for leaf, _ in _list_risks(word))):
+        marker = _find_marker(leaf)
+        with contextlib.suppress(OSError):
+            if not marker.is_file():
+                marker.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                marker.touch(mode=0o600)
 
 
 def _join_options(words: Iterable[str]) -> list[str]:
