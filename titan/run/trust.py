@@ -95,7 +95,7 @@ def explain_setting(key: str, value: Any) -> str | None:
 
 @cache
 def find_kind(key: str) -> TextKind:
-    """Return what the text of a setting is: an unknown one, as of a user's class, is open, and without a dot a group."""
+    """Return what the text of a setting is: an unknown one, as of a user's class, is open, without a dot a group."""
     prefix = next((name for name in ("sweep", *HYDRA) if f"{key}.".startswith(f"{name}.")), "")
     if key.startswith("hydra") and (not prefix or key.endswith("._target_")):
         return TextKind.CODE
@@ -105,7 +105,6 @@ def find_kind(key: str) -> TextKind:
 
 
 def _holds_text(value: Any) -> bool:
-    """Return whether a value is more than numbers."""
     if isinstance(value, (list, tuple)):
         return any(map(_holds_text, value))
     return not isinstance(value, (bool, int, float)) and value is not None
