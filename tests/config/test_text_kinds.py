@@ -22,10 +22,15 @@ from titan.sweep.schema import LAUNCHERS, OptunaSearch, Sweep
 
 
 def list_schemas() -> set[type]:
-    """Return all schemas: those in modules of that name, and what a recipe, a sweep and a launcher are made of."""
-    names = [m.name for m in pkgutil.walk_packages(titan.__path__, "titan.") if ".schema" in m.name]
+    """Return all schemas: those in modules of that name, and what a recipe, a sweep and a launcher are made of.
+
+    All modules are imported, since what a class that only some import declares must not change what others do.
+    """
+    names = [m.name for m in pkgutil.walk_packages(titan.__path__, "titan.") if not m.name.endswith("__main__")]
     modules = {name: importlib.import_module(name) for name in names}
-    schemas = [c for name, module in modules.items() for c in vars(module).values() if is_schema(c, name)]
+    in_schemas = {name: module for name, module in modules.items() if ".schema" in name}
+    found = [c for name, module in in_schemas.items() for c in vars(module).values() if is_schema(c, name)]
+    schemas = [c for c in found if any("help" in field.metadata for field in dataclasses.fields(c))]
     schemas += [Recipe, Sweep, OptunaSearch, *(settings for _, settings in LAUNCHERS.values())]
     for cls in schemas:
         parts = [part for kind in read_declared_types(cls).values() for part in (kind, *list_parts(kind))]
@@ -48,7 +53,7 @@ def list_parts(kind: Any) -> Iterator[Any]:
 
 
 def list_undeclared(cls: type) -> list[str]:
-    fields = [f for f in dataclasses.fields(cls) if "help" in f.metadata and not f.metadata["words"]]
+    fields = [f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("words")]
     kinds = {f.name: read_declared_types(cls)[f.name] for f in fields}
     return [name for name, kind in kinds.items() if {str, Any} & {kind, *list_parts(kind)}]
 

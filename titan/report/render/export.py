@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from titan.console.text import escape
 from titan.report.findings import Comparison, Curves, FailedRun, RunPrediction, RunResult, Variant
 
 FORMAT = 2
@@ -111,8 +112,10 @@ def _format_field(value: Any) -> Any:
     """Return a CSV field: true and false as in JSON, empty where not finite, and no formula of a spreadsheet."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str) and value.startswith(tuple("=+-@\t\r")) and not _NUMBER.fullmatch(value):
-        return f"'{value}"
+    if isinstance(value, str):
+        return (
+            escape(f"'{value}") if value.startswith(tuple("=+-@")) and not _NUMBER.fullmatch(value) else escape(value)
+        )
     return "" if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 
