@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import functools
 import typing
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, auto
@@ -73,15 +72,14 @@ def _list_kinds_of_schema(schema: Any, names: Sequence[str]) -> Iterator[TextKin
             yield from list_kinds(read_declared_types(cls)[names[0]], names[1:])
 
 
-@functools.cache
-def read_declared_types(cls: type) -> dict[str, Any]:
+def read_declared_types(cls: Any) -> dict[str, Any]:
     """Return the types of a schema's fields with what they declare."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
 def list_classes(schema: Any) -> list[type]:
     """Return titan's classes that `_target_` may name where a schema is expected, as far as they are imported."""
-    classes = [[cls for cls in schema.__mro__ if dataclasses.is_dataclass(cls)][-1]]
+    classes: list[type] = [[cls for cls in schema.__mro__ if dataclasses.is_dataclass(cls)][-1]]
     for cls in classes:
         classes += [child for child in cls.__subclasses__() if child.__module__.startswith("titan.")]
     return list(dict.fromkeys(classes))
