@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -19,7 +20,7 @@ from titan.config import modules
 from titan.config.command import describe_train_option, describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
-from titan.run import certificate, command_line, hydra_node, hydra_private, searched_files, trust
+from titan.run import certificate, command_line, hydra_node, hydra_private, lock, searched_files, trust
 from titan.run.compose import freeze_run, register_configs
 from titan.run.hydra_choices import describe_value_error
 from titan.run.hydra_errors import HydraErrors
@@ -97,7 +98,8 @@ def launch_trials(
     shared = set(trials[0]).intersection(*trials)
     fixed_settings = {override.partition("=")[0].lstrip("+~") for override in shared} - {"training.seed"}
     session = SweepSession(given_overrides=trials, fixed_settings=frozenset(fixed_settings))
-    trust.select_recorded(list(dict.fromkeys(o for trial in trials for o in trial)), typed)
+    words = [*argv, *(override for trial in trials for override in trial)]
+    trust.select_recorded(list(dict.fromkeys(words)), [*typed, "hydra.sweep.dir="])
     with _parse_arguments(["-m", *argv]) as args:
         args.typed = [*args.typed, *typed]
         _hand_to_hydra(args, session)
@@ -191,7 +193,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
         trusted = modules.list_trusted_packages(args.typed)
         run = freeze_run(cfg, ranks=ranks, remote=launcher is not None, trusted=trusted)
         certificate.check(run)
-        trust.remember_typed(_list_typed(run))
+        trust.remember_typed(_list_typed(run), lock.list_linked_folders(Path(run.directory)))
         warn_of_small_work(run)
         callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
     return callbacks.around_run(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ import pytest
 from tests.support.processes import LIMIT, wait_until
 from titan.metrics import tensorboard, trackers, wandb
 from titan.metrics.schema import Metrics, MLflow, Tracker, Trackio
-from titan.metrics.secrets import remove_secrets
+from titan.metrics.secrets import hide_in_labels, remove_secrets
 from titan.metrics.tracker_run import RunDescription, extract_scalars
 from titan.metrics.trackers import Trackers, find_viewers, open_trackers
 from titan.metrics.wandb import find_online_obstacle, has_wandb_key
@@ -382,6 +383,23 @@ def test_secrets_are_left_out_of_the_config_and_settings_stay() -> None:
     config = {**kept, **secret, "deep": [{**secret, "url": "https://me:pw@host/p", "text": "a hunter2hunter2 b"}]}
     cleaned = remove_secrets(config, {"MY_TOKEN": "hunter2hunter2", "SHORT_TOKEN": "a"})
     assert cleaned == {**kept, "deep": [{"url": "https://***@host/p", "text": "a *** b"}]}
+
+
+@pytest.mark.parametrize(
+    ("tag", "shown"),
+    [
+        ("https://me:pw@host/p", "https://***@host/p"),
+        ("password=hunter2", "password=***"),
+        ("api_key: hunter2", "api_key: ***"),
+        ("db of me:hunter2@host", "db of me:***@host"),
+        ("{'token': 'hunter2'}", "{'token': '***'}"),
+        *((text, text) for text in ("tokenizer=titan4k", "keys=3", "lr=1e-3", "monkey=1", "12:30", "dataset@x")),
+    ],
+)
+def test_no_tag_shows_a_password(tag: str, shown: str) -> None:
+    assert hide_in_labels(Metrics(wandb_tags=(tag,), wandb_group=tag)).wandb_tags == (shown,)
+    mlflow = MLflow(tags={"a": tag, "password": "x"}, tracking_uri="https://me:pw@host")
+    assert hide_in_labels(mlflow) == replace(mlflow, tags={"a": shown})
 
 
 class NoViewer(Tracker):

@@ -268,6 +268,15 @@ def test_csv_leaves_empty_what_is_unknown() -> None:
     assert row["loss"] == row["bits_per_byte"] == row["mfu"] == row["step_seconds"] == row["reason"] == ""
 
 
+def test_no_cell_of_a_csv_is_a_formula() -> None:
+    cells = ["=1+2", "+cmd|x", "-x", "@SUM(A1)", "-", "a=b", "-1.5", "+1e-3", "-.5%", "\t=1", "x\r=1", "x\n=1", ""]
+    text = export.format_table(["=heading", "n"], [{"=heading": cell, "n": -1.5} for cell in cells])
+    assert text.startswith("'=heading,n\n")
+    found = [row["'=heading"] for row in csv.DictReader(io.StringIO(text, newline=""))]
+    assert found == [*(f"'{cell}" for cell in cells[:5]), *cells[5:9], r"\t=1", r"x\r=1", r"x\n=1", ""]
+    assert text.count(",-1.5\n") == len(cells)
+
+
 def refuse(constant: str) -> None:
     raise ValueError(constant)
 

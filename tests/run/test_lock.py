@@ -9,7 +9,8 @@ import pytest
 from launchers.start import run_local
 from tests.support.composing import compose_test_run
 from titan.errors import ConfigError
-from titan.run.lock import LINKED_FOLDERS, lock_directory
+from titan.run import trust
+from titan.run.lock import LINKED_FOLDERS, check_linked_folders, list_linked_folders, lock_directory
 from titan.run.paths import FILES
 
 
@@ -33,6 +34,20 @@ def test_folders_may_be_on_another_disk(name: str, tmp_path: Path) -> None:
     (tmp_path / "disk/link").symlink_to("x")
     with lock_directory(tmp_path / "run"):
         pass
+
+
+def test_a_folder_on_another_disk_of_a_resumed_run_was_typed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "run/kept").mkdir(parents=True)
+    (tmp_path / "run/log").symlink_to("kept")
+    check_linked_folders(tmp_path / "run", "resume=run")
+    (tmp_path / "run/checkpoints").symlink_to("../disk")
+    with pytest.raises(ConfigError, match=f"resume=run: checkpoints in it is a symbolic link to {tmp_path}/disk, outs"):
+        check_linked_folders(tmp_path / "run", "resume=run")
+    trust.remember_typed([], list_linked_folders(tmp_path / "run"))
+    check_linked_folders(tmp_path / "run", "resume=run")
 
 
 def test_a_directory_that_is_a_link_is_no_link_in_it(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ FILES = {
     "cluster/site.yaml": f"defaults: [cpu, _self_]\nsetup: ['{SETUP}']\nenvironment: {{CXX: x}}\n",
     "cluster/quiet.yaml": "defaults: [cpu, _self_]\npartition: x\nsetup: []\nenvironment: null\n",
     "recipe/site.yaml": HEAD + "defaults: [override /cluster: site]\n",
-    "recipe/wide.yaml": HEAD + "model: {ffn: 96}\ndataset: {cache: '${oc.env:HOME}/x'}\n",
+    "recipe/wide.yaml": HEAD + "model: {ffn: 96}\ntraining: {measured: '${oc.env:HOME}/x'}\n",
     "recipe/secret.yaml": HEAD + "dataset: {cache: '${oc.env:MY_TOKEN}'}\n",
     "recipe/whole.yaml": HEAD + "later: {setup: [x]}\ncluster: ${later}\n",
     "recipe/env_set.yaml": HEAD + "hydra: {job: {env_set: {CXX: x}}}\n",
@@ -29,6 +29,15 @@ FILES = {
     "recipe/sampler.yaml": HEAD + "hydra: {sweeper: {sampler: {_target_: os.system}}}\n",
     "recipe/moved.yaml": HEAD + "defaults: [/recipe/names@cluster.environment: names]\n",
     "recipe/names/names.yaml": "LD_PRELOAD: x\n",
+    "recipe/class.yaml": HEAD + "defaults: [override /optimizer: external]\noptimizer: {cls: mine.Opt}\n",
+    "recipe/class_below.yaml": HEAD + "defaults: [/recipe/part@optimizer: part]\n",
+    "recipe/part/part.yaml": "cls: mine.Opt\n",
+    "recipe/label.yaml": HEAD + "sweep: {question: 'https://host/x'}\ndataset: {path: '${sweep.question}'}\n",
+    "recipe/joined.yaml": HEAD + "dataset: {path: '${oc.env:HOME,https}://host/x'}\n",
+    "recipe/space.yaml": HEAD + "metrics: {trackers: {a: {_target_: titan.metrics.schema.Trackio, space: them/x}}}\n",
+    "recipe/cache.yaml": HEAD + "dataset: {cache: elsewhere}\n",
+    "recipe/folder.yaml": HEAD + "hydra: {run: {dir: '${oc.env:HOME}/x'}}\n",
+    "recipe/below.yaml": HEAD + "hydra: {run: {dir: 'theirs/${name}'}}\n",
     "theirs.yaml": "hydra: {searchpath: ['pkg://json.conf']}\n",
     "train.yaml": "defaults: [/train@_here_, _self_]\nhydra: {searchpath: ['pkg://json.conf']}\n",
 }
@@ -77,7 +86,7 @@ def compose(folder: Path) -> Callable[..., tuple[int, list[Run]]]:
     ],
 )
 def test_which_interpolations_read_a_secret(value: str, is_secret: bool) -> None:
-    assert explain_file_risk("dataset.cache", value) == ("reads a secret" if is_secret else None)
+    assert explain_file_risk("sweep.question", value) == ("reads a secret" if is_secret else None)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +97,7 @@ def test_which_interpolations_read_a_secret(value: str, is_secret: bool) -> None
         (["cluster=site", "cluster.setup=[]"], "cluster.environment.CXX=x: "),
         (["cluster=site", "cluster.setup=[]", "cluster.environment={CC: x}"], "cluster.environment.CXX=x: "),
         (["recipe=secret"], "dataset.cache=${oc.env:MY_TOKEN}: FOLDER/recipe/secret.yaml sets this"),
-        (["recipe=whole"], "cluster=${later}: "),
+        (["recipe=whole"], "later.setup=[x]: "),
         pytest.param(["recipe=env_set"], "hydra.job.env_set.CXX=x: ", marks=pytest.mark.full),
         (["recipe=callback"], "hydra.callbacks.a._target_=titan.files.atomic.write_atomic: "),
         pytest.param(
@@ -97,6 +106,13 @@ def test_which_interpolations_read_a_secret(value: str, is_secret: bool) -> None
         (["recipe=overrides"], "hydra.overrides.task="),
         (["recipe=swept"], "cluster.setup=[x]: "),
         (["recipe=sampler"], "hydra.sweeper.sampler._target_=os.system: "),
+        (["recipe=class"], "optimizer.cls=mine.Opt: FOLDER/recipe/class.yaml sets this, which decides which code is"),
+        (["recipe=class_below"], "optimizer.cls=mine.Opt: FOLDER/recipe/part/part.yaml sets this"),
+        (["recipe=label"], "dataset.path=${sweep.question}: "),
+        (["recipe=joined"], "dataset.path=${oc.env:HOME,https}://host/x: "),
+        (["recipe=space"], "metrics.trackers.a.space=them/x: "),
+        (["recipe=cache"], "dataset.cache=elsewhere: "),
+        (["recipe=folder"], "hydra.run.dir=${oc.env:HOME}/x: "),
         (["recipe=moved"], "cluster.environment.LD_PRELOAD=x: FOLDER/recipe/names/names.yaml"),
         (["-m", "cluster=cpu,site"], f"cluster.setup=[{SETUP}]: "),
         pytest.param(["-m", "training.seed=0,1", "cluster=site"], f"cluster.setup=[{SETUP}]: ", marks=pytest.mark.full),
@@ -136,7 +152,7 @@ def test_a_choice_that_leads_out_of_the_own_folders(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("words", [["cluster=quiet"], ["recipe=wide"], ["recipe=wide", "cluster=quiet"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["cluster=quiet"], ["recipe=wide"], ["recipe=below"]], ids=" ".join)
 def test_other_settings_need_no_trust(words: list[str], compose: Callable[..., tuple[int, list[Run]]]) -> None:
     assert compose(*words)[0] == 0
 

@@ -11,8 +11,9 @@ import yaml
 from launchers.command import run_command
 from tests.support.composing import compose_test_run
 from tests.support.runs import TINY, begin_run
-from titan import data, evaluate, replay
+from titan import data, evaluate, plan, prove, replay
 from titan.console.text import redact
+from titan.errors import ConfigError
 from titan.run import trust
 from titan.run.run import Run
 
@@ -63,10 +64,34 @@ SECRET = "abcdefgh12345678"
         ("--config-dir=/x", "is an option that names files of settings"),
         ("--config-di", "is an option that names files of settings"),
         ("optimizer.lr=[", None),
+        ("sweep.question='see https://arxiv.org/abs/1'", None),
+        ("cluster.partition=gpu", None),
+        ("hydra.sweep.subdir=${name}/${hydra.job.num}", None),
+        ("optimizer.args={betas: [0.9, 0.99], foreach: true}", None),
+        ("cluster.setup=[]", None),
+        ("dataset.path=${evaluation.sets.a.path}", None),
+        ("dataset.path=${sweep.question}", "may join a URL"),
+        ("dataset.path=${.name}", "may join a URL"),
+        ("optimizer.cls=torch.optim.SGD", "decides which code is imported"),
+        ("optimizer.cls=${model.dim}", "decides which code is imported"),
+        ("hydra.sweeper.params={optimizer.cls: mine.A}", "decides which code is imported"),
+        ("optimizer.args={backend: mine}", "may decide which programs run"),
+        ("hooks={a: {command: mine}}", "may decide which programs run"),
+        ("+model.kernel=mine", "may decide which programs run"),
+        ("metrics.trackers=${sweep.baseline}", "may decide which programs run"),
+        ("cluster.environment={PYTHONINSPECT: 1}", "decides which programs run"),
+        ("checkpoint.path=copies", "decides where files are written"),
+        ("hydra.sweep.subdir=../x", "decides where files are written"),
+        ("hydra.job.name=${sweep.question}", "decides where files are written"),
+        ("hydra.sweeper.storage=study", "decides where files are written"),
+        ("metrics.trackers={a: {tracking_uri: 'sqlite:///x'}}", "decides where data are sent"),
+        ("metrics.trackers={a: {space: me/x}}", "names an account"),
+        ("metrics.wandb_entity=me", "names an account"),
+        ("cluster.account=mine", "names an account"),
     ],
 )
 def test_what_a_recorded_word_would_do(word: str, risk: str | None) -> None:
-    assert trust.explain_risk(word) == risk
+    assert trust.find_foreign(word) == risk
 
 
 @pytest.fixture
@@ -92,6 +117,8 @@ COMMANDS: dict[str, Callable[[str], int]] = {
     "replay": lambda run: replay.main([run, "step=1"]),
     "evaluate": lambda run: evaluate.main([run]),
     "data": lambda run: data.main([run]),
+    "plan": lambda run: plan.main([f"resume={run}"]),
+    "prove": lambda run: prove.main([f"resume={run}"]),
 }
 
 
@@ -106,6 +133,32 @@ def test_a_foreign_record_reads_no_secret(
     error = capsys.readouterr().err
     assert "titan: dataset.cache=/x/${oc.env:AWS_SECRET_ACCESS_KEY}: the run has recorded this setting" in error
     assert SECRET not in error and error.count("\n") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_imports_what_only_a_record_names(
+    command: str,
+    foreign: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "mod_evil.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = foreign("optimizer=external", "optimizer.cls=mod_evil.Opt")
+    assert COMMANDS[command](str(run)) == 2
+    assert "titan: optimizer.cls=mod_evil.Opt: the run has recorded this setting" in capsys.readouterr().err
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_class_of_a_listed_package_needs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = ["optimizer=external", "optimizer.cls=mine.Opt"]
+    assert trust.select_recorded(recorded, ["modules=[mine]"]) == recorded
+    with pytest.raises(ConfigError, match=r"optimizer.cls=mine.Opt: the run has recorded"):
+        trust.select_recorded(recorded, ["modules=[mi]"])
+    monkeypatch.setenv("TITAN_MODULES", "mine")
+    assert trust.select_recorded(recorded, []) == recorded
 
 
 @pytest.mark.full
@@ -181,16 +234,16 @@ def test_the_setting_counts_and_not_how_it_is_typed(
     typed: str, recorded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert trust.is_foreign(recorded)
+    assert trust.find_foreign(recorded)
     trust.remember_typed([typed])
-    assert not trust.is_foreign(recorded)
+    assert not trust.find_foreign(recorded)
 
 
 def test_a_home_that_can_not_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     trust.remember_typed(["dataset.path=s3://bucket/x"])
-    assert trust.is_foreign("dataset.path=s3://bucket/x")
+    assert trust.find_foreign("dataset.path=s3://bucket/x")
 
 
 def test_messages_show_no_value_of_a_secret_variable(monkeypatch: pytest.MonkeyPatch) -> None:

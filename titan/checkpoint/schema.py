@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan.config.settings import setting
+from titan.config.text_kinds import Input, Output
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,14 @@ class Checkpoint:
     )
     grace: float = setting(60.0, "seconds between retiring a checkpoint and deleting its files", at_least=0, cap=1e9)
     on_stop: bool = setting(True, "save when a signal ends the run early")
-    path: str | None = setting(
+    path: Output | None = setting(
         None, "a folder or URL (s3://bucket/x) to copy checkpoints to in the background; null: none"
     )
     fingerprints: bool = setting(
         True, "before each save, compare fingerprints of replicated weights and optimizer state between ranks"
     )
     verify: bool = setting(True, "verify checksums before a checkpoint is used; false: sizes only")
-    resume: str | None = setting(None, "another run's directory or checkpoint to start from")
+    resume: Input | None = setting(None, "another run's directory or checkpoint to start from")
     decay_steps: int | None = setting(
         None,
         "with resume: the steps that follow, in which wsd falls; it decides training.steps and schedule.decay; null: "
@@ -43,7 +44,7 @@ class Checkpoint:
         at_least=1,
         in_ids=False,
     )
-    weights: str | None = setting(
+    weights: Input | None = setting(
         None, "initial weights: a checkpoint, or a folder in the format of Hugging Face or Meta"
     )
     export: Literal["hf", "meta"] | None = setting(

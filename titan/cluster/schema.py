@@ -9,6 +9,7 @@ from typing import Any, Literal
 from titan.cluster.checks import check_container, check_job, check_timeouts
 from titan.cluster.hardware import Hardware
 from titan.config.settings import setting
+from titan.config.text_kinds import Account, Code, Label
 
 LONGEST_SECONDS = 30 * 86400.0
 """The longest accepted timeout."""
@@ -66,30 +67,32 @@ class Cluster:
         above=0,
         cap=1e9,
     )
-    device_name: str | None = setting(None, "name of the GPUs of another machine, such as NVIDIA H100; null: unknown")
+    device_name: Label | None = setting(None, "name of the GPUs of another machine, such as NVIDIA H100; null: unknown")
     hardware: Hardware = field(default=Hardware(), metadata={"in_ids": False})
     certificate: Literal["off", "required"] = _job_setting(
         "off", "required: start only layouts that titan.prove has proven, with this code and recipe"
     )
     price: float | None = _job_setting(None, "price of a device-hour, for the planned cost of a run", above=0, cap=1e6)
-    partition: str | None = _job_setting(None, "Slurm partition")
-    account: str | None = _job_setting(None, "Slurm account")
-    qos: str | None = _job_setting(None, "Slurm quality of service")
-    reservation: str | None = _job_setting(None, "Slurm reservation")
-    constraint: str | None = _job_setting(None, "required node features")
-    exclude: str | None = _job_setting(None, "nodes to exclude")
+    partition: Label | None = _job_setting(None, "Slurm partition")
+    account: Account | None = _job_setting(None, "Slurm account")
+    qos: Label | None = _job_setting(None, "Slurm quality of service")
+    reservation: Label | None = _job_setting(None, "Slurm reservation")
+    constraint: Label | None = _job_setting(None, "required node features")
+    exclude: Label | None = _job_setting(None, "nodes to exclude")
     exclude_bad: int | None = _job_setting(
         None,
         "exclude nodes from later submissions that made jobs of this sweep fail this many times",
         at_least=1,
     )
-    gres: str | None = _job_setting(None, "generic resources per node instead of a number of GPUs, such as gpu:h100:8")
+    gres: Label | None = _job_setting(
+        None, "generic resources per node instead of a number of GPUs, such as gpu:h100:8"
+    )
     exclusive: bool | str = _job_setting(
         False,
         "allocate whole nodes with all their memory; auto: if the job uses all devices of its nodes",
         words=("auto",),
     )
-    time: str | None = _job_setting(
+    time: Label | None = _job_setting(
         None, "time limit of a job: minutes (at most 3599), HH:MM:SS or D-HH:MM:SS; null: the partition's limit"
     )
     signal_seconds: int = _job_setting(
@@ -108,17 +111,17 @@ class Cluster:
     tasks: Literal["rank", "node"] = _job_setting(
         "rank", "what one Slurm task runs: a rank, or a program per node that starts its ranks"
     )
-    srun: tuple[str, ...] = _job_setting((), "additional arguments of srun, such as [--cpu-bind=cores]")
-    sbatch: Mapping[str, str] | None = _job_setting(None, "additional options of sbatch, such as {mail-type:END}")
-    modules: tuple[str, ...] = _job_setting((), "environment modules to load")
-    setup: tuple[str, ...] = _job_setting((), "shell commands to run before the ranks start", any_text=True)
-    environment: Mapping[str, str] | None = _job_setting(
+    srun: tuple[Code, ...] = _job_setting((), "additional arguments of srun, such as [--cpu-bind=cores]")
+    sbatch: Mapping[str, Code] | None = _job_setting(None, "additional options of sbatch, such as {mail-type:END}")
+    modules: tuple[Code, ...] = _job_setting((), "environment modules to load")
+    setup: tuple[Code, ...] = _job_setting((), "shell commands to run before the ranks start", any_text=True)
+    environment: Mapping[str, Code] | None = _job_setting(
         None, "environment variables of the ranks, such as {NCCL_DEBUG:WARN}", any_text=True
     )
     container: Literal["none", "pyxis", "apptainer"] = _job_setting("none", "container runtime of the ranks")
-    image: str | None = _job_setting(None, "container image")
-    mounts: tuple[str, ...] = _job_setting((), "bind mounts of the container, as SOURCE:TARGET")
-    python: str | None = _job_setting(None, "Python interpreter on the nodes; null: that of the submitting process")
+    image: Code | None = _job_setting(None, "container image")
+    mounts: tuple[Code, ...] = _job_setting((), "bind mounts of the container, as SOURCE:TARGET")
+    python: Code | None = _job_setting(None, "Python interpreter on the nodes; null: that of the submitting process")
     requeues: int = _job_setting(
         10, "how often Slurm may requeue a job after preemption, a time limit or a node failure", at_least=0, cap=10_000
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from titan.config.settings import MISSING, format_value, setting
+from titan.config.text_kinds import Input, Label, Output
 from titan.dataset.proportions import compute_block_counts
 from titan.errors import ConfigError
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Dataset:
     """The settings that all datasets have in common."""
 
-    tokenizer: str = setting(
+    tokenizer: Input = setting(
         "titan4k",
         "titan4k (built in), a file (*.tiktoken, Llama 3's tokenizer.model, tokenizer.json), or OWNER/NAME on the hub",
         science=False,  # the data's digest covers its content, whatever its path
@@ -32,7 +33,9 @@ class Dataset:
     validation: float = setting(
         0.01, "fraction of the documents in the validation split, chosen by content hash", at_least=0, below=1
     )
-    cache: str | None = setting(None, "folder for prepared data; null: $TITAN_CACHE or ~/.cache/titan", science=False)
+    cache: Output | None = setting(
+        None, "folder for prepared data; null: $TITAN_CACHE or ~/.cache/titan", science=False
+    )
     prefetch: int = setting(4, "batches read ahead in the background", science=False, at_least=1, at_most=1024)
     epochs: float | None = setting(
         None, "maximum number of passes over the data; null: unlimited", science=False, above=0
@@ -102,8 +105,8 @@ class Stdlib(Dataset):
 class Text(Dataset):
     """Plain text files (UTF-8)."""
 
-    path: str = setting(MISSING, "a file, a folder, a glob or a URL of text files (also .gz, .zst)", science=False)
-    separator: str | None = setting(
+    path: Input = setting(MISSING, "a file, a folder, a glob or a URL of text files (also .gz, .zst)", science=False)
+    separator: Label | None = setting(
         None,
         "text that separates documents in a file, such as '<|endoftext|>'; null: files are split into passages",
         any_text=True,
@@ -120,8 +123,8 @@ class Text(Dataset):
 class Jsonl(Dataset):
     """JSON Lines files (UTF-8): one object per line, one document per object."""
 
-    path: str = setting(MISSING, "a file, a folder, a glob or a URL of .jsonl files (also .gz, .zst)", science=False)
-    field: str = setting("text", "the key that holds the document's text")
+    path: Input = setting(MISSING, "a file, a folder, a glob or a URL of .jsonl files (also .gz, .zst)", science=False)
+    field: Label = setting("text", "the key that holds the document's text")
 
     def build(self) -> Source:
         """Return the documents of the files at `path`."""
@@ -134,8 +137,8 @@ class Jsonl(Dataset):
 class Parquet(Dataset):
     """Parquet files: one document per row."""
 
-    path: str = setting(MISSING, "a file, a folder, a glob or a URL of .parquet files", science=False)
-    field: str = setting("text", "the column that holds the document's text")
+    path: Input = setting(MISSING, "a file, a folder, a glob or a URL of .parquet files", science=False)
+    field: Label = setting("text", "the column that holds the document's text")
 
     def build(self) -> Source:
         """Return the documents of the files at `path`."""
@@ -149,15 +152,15 @@ class Hub(Dataset):
     """A dataset of Hugging Face's hub, or a folder in the same formats: one document per row."""
 
     # The data's digest covers the commit, or the folder's content.
-    name: str = setting(
+    name: Input = setting(
         MISSING, "OWNER/NAME on the hub, a folder of data files, or a folder of save_to_disk", science=False
     )
-    subset: str | None = setting(None, "which configuration of the dataset; null: the only one")
-    split: str = setting("train", "which split")
-    revision: str | None = setting(
+    subset: Label | None = setting(None, "which configuration of the dataset; null: the only one")
+    split: Label = setting("train", "which split")
+    revision: Label | None = setting(
         None, "branch, tag or commit on the hub, null: main; a commit needs no network once prepared", science=False
     )
-    field: str = setting("text", "the column that holds the document's text")
+    field: Label = setting("text", "the column that holds the document's text")
 
     def build(self) -> Source:
         """Return the documents of the split."""
@@ -170,16 +173,16 @@ class Hub(Dataset):
 class Chat(Dataset):
     """Conversations for supervised fine-tuning: only the assistant's messages count in the loss."""
 
-    path: str | None = setting(
+    path: Input | None = setting(
         None, "a file, a folder, a glob or a URL of .jsonl (also .gz, .zst) or .parquet files", science=False
     )
-    name: str | None = setting(None, "instead of path: OWNER/NAME on the hub, or a folder, as of hub", science=False)
-    subset: str | None = setting(None, "which configuration of the named dataset; null: the only one")
-    split: str = setting("train", "which split of the named dataset")
-    revision: str | None = setting(None, "branch, tag or commit on the hub; null: main", science=False)
-    messages: str = setting("messages", "the key of the list of messages, each {role, content} or {from, value}")
-    prompt: str | None = setting(None, "instead of messages: the key of the user's message; needs dataset.completion")
-    completion: str | None = setting(None, "instead of messages: the key of the answer; needs dataset.prompt")
+    name: Input | None = setting(None, "instead of path: OWNER/NAME on the hub, or a folder, as of hub", science=False)
+    subset: Label | None = setting(None, "which configuration of the named dataset; null: the only one")
+    split: Label = setting("train", "which split of the named dataset")
+    revision: Label | None = setting(None, "branch, tag or commit on the hub; null: main", science=False)
+    messages: Label = setting("messages", "the key of the list of messages, each {role, content} or {from, value}")
+    prompt: Label | None = setting(None, "instead of messages: the key of the user's message; needs dataset.completion")
+    completion: Label | None = setting(None, "instead of messages: the key of the answer; needs dataset.prompt")
     template: Literal["auto", "llama3", "chatml", "plain"] = setting(
         "auto", "chat template; auto: llama3 or chatml if the tokenizer has its special tokens, else plain"
     )
@@ -227,7 +230,7 @@ class Synthetic(Dataset):
 class Prepared(Dataset):
     """A dataset that is prepared already, perhaps on another machine."""
 
-    path: str = setting(
+    path: Input = setting(
         MISSING,
         "a prepared folder, or the URL of one (s3://, https://, ...) whose shards are fetched when they are read",
         science=False,

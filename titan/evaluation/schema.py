@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from titan.config.kinds import get_kind
 from titan.config.settings import MISSING, setting
+from titan.config.text_kinds import Input, Label
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS, TaskItem, read_items
 from titan.evaluation.texts import read_texts
@@ -18,8 +19,8 @@ from titan.evaluation.texts import read_texts
 class ValidationSet:
     """Text of a local file, whose loss is measured beside that of the dataset's own evaluation set."""
 
-    path: str = setting(MISSING, "a text file, or a .jsonl file with one JSON object per line")
-    field: str = setting("text", "the key of a JSON object that holds the document's text")
+    path: Input = setting(MISSING, "a text file, or a .jsonl file with one JSON object per line")
+    field: Label = setting("text", "the key of a JSON object that holds the document's text")
     tokens: int = setting(16384, "tokens of the file to use, the first ones", at_least=1)
 
     def check(self, prefix: str) -> None:
@@ -35,7 +36,7 @@ class Task:
     A task of your own derives from this class and defines `item`.
     """
 
-    path: str = setting(MISSING, "a file with one JSON object per line, one for each item")
+    path: Input = setting(MISSING, "a file with one JSON object per line, one for each item")
     format: Literal["hellaswag", "arc", "lambada"] | None = setting(
         None, "the format of the file, as published; null: the class that _target_ names reads it"
     )

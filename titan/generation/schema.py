@@ -11,6 +11,7 @@ import yaml
 
 from titan.config.arguments import operand
 from titan.config.settings import setting
+from titan.config.text_kinds import Input, Label, Output
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.parallelism.schema import DIMENSIONS, Layout
@@ -45,9 +46,9 @@ class Degrees:
 class Settings:
     """The model, the prompts and the sampling of a generation."""
 
-    source: str = operand("MODEL", "a run, a checkpoint, or a folder in the format of Hugging Face or Meta")
-    prompt: str | None = setting(None, "a text to continue, or several: [a,b]", any_text=True)
-    prompts: str | None = setting(None, "a file with one prompt per line, or *.jsonl with the key text")
+    source: Input = operand("MODEL", "a run, a checkpoint, or a folder in the format of Hugging Face or Meta")
+    prompt: Label | None = setting(None, "a text to continue, or several: [a,b]", any_text=True)
+    prompts: Input | None = setting(None, "a file with one prompt per line, or *.jsonl with the key text")
     tokens: tuple[int, ...] | None = setting(None, "token ids to continue, used unchanged: [1,2,3]", at_least=0)
     markup: bool = setting(False, "parse special tokens in the text of prompts")
     max_tokens: int = setting(128, "maximum number of tokens to generate", at_least=1, cap=10**9)
@@ -60,9 +61,9 @@ class Settings:
         1.0, "sample from the fewest most likely tokens with this total probability", above=0, at_most=1
     )
     seed: int = setting(0, "of the random numbers", at_least=0, below=2**63)
-    stop: str | None = setting(None, "a text before which the continuation ends, or several: [a,b]", any_text=True)
+    stop: Label | None = setting(None, "a text before which the continuation ends, or several: [a,b]", any_text=True)
     ignore_eos: bool = setting(False, "continue after the token that ends a document")
-    to: str | None = setting(None, "a file *.jsonl to write (JSON Lines); null: the terminal")
+    to: Output | None = setting(None, "a file *.jsonl to write (JSON Lines); null: the terminal")
     dtype: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "type of the weights and of computation; auto: bf16 where the device is fast at it, else fp32"
     )

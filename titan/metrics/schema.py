@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from titan.config.kinds import get_kind
 from titan.config.settings import setting
+from titan.config.text_kinds import Account, Address, Label, Output
 
 if TYPE_CHECKING:
     from titan.metrics.tracker_run import RunDescription, TrackerRun
@@ -66,13 +67,13 @@ class MLflow(Tracker):
 
     packages: ClassVar[Mapping[str, str]] = {"mlflow": "mlflow-skinny"}
 
-    tracking_uri: str | None = setting(
+    tracking_uri: Address | None = setting(
         None,
         "a server's URL, or sqlite:///FILE, which several runs may share; null: $MLFLOW_TRACKING_URI, or else "
         "mlflow/mlflow.db in the run's directory",
     )
-    experiment: str = setting("titan", "the experiment at MLflow; it is created where there is none")
-    tags: Mapping[str, str] | None = setting(None, "more tags of the run, {NAME: VALUE}", hashed=False)
+    experiment: Label = setting("titan", "the experiment at MLflow; it is created where there is none")
+    tags: Mapping[str, Label] | None = setting(None, "more tags of the run, {NAME: VALUE}", hashed=False)
 
     def build(self, directory: Path, description: RunDescription, warn: Callable[[str], None]) -> TrackerRun:
         """Open or continue the run."""
@@ -94,17 +95,17 @@ class Trackio(Tracker):
 
     packages: ClassVar[Mapping[str, str]] = {"trackio": "trackio"}
 
-    project: str = setting("titan", "the project at trackio")
-    directory: str | None = setting(
+    project: Label = setting("titan", "the project at trackio")
+    directory: Output | None = setting(
         None,
         "the folder of trackio's database, which several runs may share; null: $TRACKIO_DIR, or else trackio/ in the "
         "run's directory",
     )
-    space: str | None = setting(
+    space: Account | None = setting(
         None, "a Space at Hugging Face to send to, USER/NAME; null: $TRACKIO_SPACE_ID, or else none"
     )
     private: bool = setting(True, "whether a Space that does not exist yet is created as a private one")
-    group: str | None = setting(None, "the run's group; null: its group id, which the repeats with other seeds share")
+    group: Label | None = setting(None, "the run's group; null: its group id, which the repeats with other seeds share")
 
     def build(self, directory: Path, description: RunDescription, warn: Callable[[str], None]) -> TrackerRun:
         """Open or continue the run."""
@@ -127,15 +128,15 @@ class Metrics:
     console_every: int = setting(10, "steps between progress lines where there is no terminal", at_least=1)
     tensorboard: bool = setting(False, "write TensorBoard event files to tensorboard/")
     wandb: bool = setting(False, "log to Weights & Biases, files in wandb/")
-    wandb_project: str = setting("titan", "the project at Weights & Biases")
-    wandb_entity: str | None = setting(None, "the user or team at Weights & Biases; null: your default one")
+    wandb_project: Label = setting("titan", "the project at Weights & Biases")
+    wandb_entity: Account | None = setting(None, "the user or team at Weights & Biases; null: your default one")
     wandb_mode: Literal["offline", "online"] = setting(
         "offline", "offline: files only, for a later `wandb sync`; online: send while training"
     )
-    wandb_group: str | None = setting(
+    wandb_group: Label | None = setting(
         None, "the run's group at Weights & Biases; null: its group id, which the repeats with other seeds share"
     )
-    wandb_tags: tuple[str, ...] = setting((), "the run's tags at Weights & Biases, beside the name of its sweep")
+    wandb_tags: tuple[Label, ...] = setting((), "the run's tags at Weights & Biases, beside the name of its sweep")
     wandb_finish_minutes: float = setting(
         5.0, "minutes that the end of a finished run waits for Weights & Biases to send the rest", above=0, cap=1440
     )

@@ -5,13 +5,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
+from titan.config.text_kinds import TextKind, list_kinds, read_declared_types
 from titan.console.text import redact
+
+T = TypeVar("T")
 
 _SECRET = re.compile(
     r"secret|passw(or)?d|credential|api_?key|access_?key|private_?key|(^|[_.-])(key|token|auth|bearer)$", re.IGNORECASE
 )
+
+_ASSIGNED = re.compile(
+    r"((?<![A-Za-z])(?:secret|passw(?:or)?d|passphrase|pwd|credentials?|(?:api|access|private)[_-]?key|key|token|auth|bearer)"
+    r"['\"]?\s*[=:]\s*['\"]?)[^\s,;'\"&}\])]+",
+    re.IGNORECASE,
+)
+_LOGIN = re.compile(r"(?<![\w/])([\w.+-]+:)[^\s:/@]+(?=@[\w-])")
 
 
 def remove_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -21,18 +32,27 @@ def remove_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.en
         if isinstance(value, Mapping):
             return {k: clean_value(v) for k, v in value.items() if not _SECRET.search(str(k))}
         if isinstance(value, (list, tuple)):
-            return [clean_value(v) for v in value]
+            return type(value)(map(clean_value, value))
         return hide_secrets(value, environ) if isinstance(value, str) else value
 
     return {key: clean_value(value) for key, value in config.items() if not _SECRET.search(str(key))}
 
 
 def hide_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return `text` without passwords and tokens in URLs and without the values of secret environment variables."""
+    """Return `text` without passwords and tokens, in URLs or named in it, and without those of the environment."""
     for name, value in environ.items():
         if len(value) >= 8 and _SECRET.search(name):
             text = text.replace(value, "***")
-    return redact(text)
+    return _LOGIN.sub(r"\g<1>***", _ASSIGNED.sub(r"\g<1>***", redact(text)))
+
+
+def hide_in_labels(settings: T) -> T:
+    """Return a tracker's settings with secrets masked in texts that it shows, such as tags, or left out by name."""
+    types = read_declared_types(type(settings))
+    values = {f.name: getattr(settings, f.name) for f in fields(settings) if f.init}  # type: ignore[arg-type]
+    labels = {name: value for name, value in values.items() if TextKind.LABEL in list_kinds(types[name])}
+    shown = {name: remove_secrets({"": value})[""] for name, value in labels.items()}
+    return replace(settings, **shown) if shown != labels else settings  # type: ignore[type-var]
 
 
 def summarise_error(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.metrics.schema import Metrics
-from titan.metrics.secrets import summarise_error
+from titan.metrics.secrets import hide_in_labels, summarise_error
 from titan.metrics.tensorboard import TensorBoard
 from titan.metrics.tracker_run import RunDescription, TrackerRun, Warn
 from titan.metrics.wandb import WeightsAndBiases, build_wandb_options
@@ -170,7 +170,7 @@ def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescript
         warn: shows a sentence to the user.
     """
     openers, longer_patience = dict[str, Opener](), dict[str, float]()
-    for setting, request in _list_requests(metrics, directory, description).items():
+    for setting, request in _list_requests(hide_in_labels(metrics), directory, description).items():
         if missing := _list_missing(request.packages):
             names = " ".join(missing)
             warn(f"{setting}: the package {names} is not installed (pip install {names}); continuing without it.")
@@ -198,7 +198,7 @@ def _list_requests(metrics: Metrics, directory: Path, description: RunDescriptio
     for name, tracker in (metrics.trackers or {}).items():
         requests[f"metrics.trackers.{name}"] = _Request(
             packages=tracker.packages,
-            open_run=partial(tracker.build, directory, description),
+            open_run=partial(hide_in_labels(tracker).build, directory, description),
             finish_minutes=tracker.finish_minutes,
         )
     return requests

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.config.settings import format_value, setting
+from titan.config.text_kinds import Label
 from titan.errors import ConfigError
 from titan.optimizer.checks import check_groups, check_update_factors
 
@@ -50,7 +51,7 @@ class GroupSettings(NamedTuple):
 class Group:
     """Parameters with another weight decay or learning rate."""
 
-    match: tuple[str, ...] = setting(help="patterns of parameter names, such as ['*norm.weight','layers.0.*']")
+    match: tuple[Label, ...] = setting(help="patterns of parameter names, such as ['*norm.weight','layers.0.*']")
     weight_decay: float | None = setting(None, "weight decay; null: optimizer.weight_decay", at_least=0, cap=1e4)
     lr: float = setting(1.0, "learning rate as a factor of optimizer.lr", at_least=0, cap=1e6)
 

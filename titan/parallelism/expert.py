@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from titan.config.text_kinds import Label
 from titan.memory.kept_values import keep
 from titan.model.balance import count_experts
 from titan.model.expert_rows import (
@@ -56,7 +57,7 @@ class ExpertSharding(Strategy):
         ranks: number of ranks that divide them.
     """
 
-    match: tuple[str, ...] = (f"layers.*.{EXPERTS}",)
+    match: tuple[Label, ...] = (f"layers.*.{EXPERTS}",)
     experts: int = 1
     ranks: int = 1
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan.config.settings import setting
+from titan.config.text_kinds import Input
 from titan.errors import ConfigError
 from titan.parallelism.strategy import ModelSharding, Strategy, find_model_sharding
 
@@ -204,7 +205,7 @@ class Parallelism:
         "allgather", "how parts of a sequence attend to each other: allgather, ulysses or ring"
     )
     balance: bool = setting(True, "with context: give each rank a chunk of the row's head and one of its tail")
-    schedule: str = setting("1F1B", "pipeline schedule: a name, or a CSV file of actions")
+    schedule: Input = setting("1F1B", "pipeline schedule: a name, or a CSV file of actions")
     stages: int | str = setting(
         "auto", "stages in all; auto: as few as the schedule can have", words=("auto",), at_least=1
     )

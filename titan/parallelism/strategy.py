@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan.config.kinds import get_kind
 from titan.config.settings import format_value, setting, suggest_pattern
+from titan.config.text_kinds import Label
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Strategy:
     Of nested modules that a group matches, the outermost one is wrapped.
     """
 
-    match: tuple[str, ...] = setting(help="patterns of module names, such as ['layers.*.feed_forward','head']")
+    match: tuple[Label, ...] = setting(help="patterns of module names, such as ['layers.*.feed_forward','head']")
     shard: int | None = setting(
         None,
         "ranks that each parameter is sharded over, with replicas on the other data-parallel ranks; 1: every rank has "
@@ -110,7 +111,7 @@ class ModelSharding(Strategy):
     Modules are compiled when they are called first, with what `wrap` did to them.
     """
 
-    match: tuple[str, ...] = setting(("*",), "patterns of module names: ['*'], all of them")
+    match: tuple[Label, ...] = setting(("*",), "patterns of module names: ['*'], all of them")
 
     def compiler_settings(self) -> dict[str, Any]:
         """Return the settings of `torch._inductor.config`, by name, with which a stage is compiled."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from titan.config.settings import setting
+from titan.config.text_kinds import Label
 from titan.precision.selection import MatmulSelection
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Precision(MatmulSelection):
         "float8_rowwise: per-row scaling; float8_rowwise_hp: the same, with weight gradients in precision.compute; "
         "mxfp8: one scale per 32 elements",
     )
-    skip: tuple[str, ...] = setting(
+    skip: tuple[Label, ...] = setting(
         ("head",),
         "patterns of the linear layers and experts that stay in precision.compute, such as head, *.wk or layers.0.*",
     )

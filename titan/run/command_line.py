@@ -21,6 +21,7 @@ from titan.config.command import describe_train_option
 from titan.errors import ConfigError
 from titan.files.run_directory import describe_runs_below, is_sweep_directory
 from titan.run import hydra_private, trust
+from titan.run.lock import check_linked_folders
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
 from titan.run.synonyms import DRY_RUNS, FILE_ADVICE, PLAN_ADVICE, suggest_setting
@@ -220,6 +221,7 @@ def _read_resumed_arguments(word: str, args: argparse.Namespace) -> list[str]:
     if args.multirun or _find_mode(args.overrides) == "MULTIRUN":
         raise ConfigError(f"{word}: resumes one run; leave out -m, or repeat the command of the sweep.")
     last = _read_last_attempt(folder, word)
+    check_linked_folders(Path(folder), word)
     overrides = [o for o in last["overrides"] if o.partition("=")[0] != "name"]
     names = [f"name={quote_value(str(last['name']))}"] if last.get("name") else []
     return [*last.get("options", ()), *overrides, *names, f"hydra.run.dir={quote_value(folder)}"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from titan.errors import ConfigError
 from titan.files import locks
 from titan.files.untrusted import truncate_text
+from titan.run import trust
 from titan.run.paths import BEGUN, is_written
 
 WRITTEN_FOLDERS = ("log", "profile", "debug")
@@ -89,6 +90,23 @@ def _check_links(directory: Path, more_names: Container[str]) -> None:
 def _is_followed(name: str, more_names: Container[str]) -> bool:
     """Return whether a run would follow a link of this name in its directory to where it may not write."""
     return name not in LINKED_FOLDERS and (is_written(name) or name in more_names)
+
+
+def check_linked_folders(directory: Path, typed: str) -> None:
+    """Raise ConfigError where a folder of the run that `typed` names is a link out of it that was not typed."""
+    for name, target in list_linked_folders(directory):
+        if not trust.was_typed((name, target)):
+            raise ConfigError(
+                f"{typed}: {name} in it is a symbolic link to {target}, outside of the run, and you have started no "
+                f"run with it; if you trust it, type the whole command with hydra.run.dir={directory} in place of "
+                f"{typed}, or replace it by what it links to."
+            )
+
+
+def list_linked_folders(directory: Path) -> list[tuple[str, str]]:
+    """Return the names of folders of a run that are links out of it, and where they lead."""
+    links = [(name, os.path.realpath(directory / name)) for name in LINKED_FOLDERS if (directory / name).is_symlink()]
+    return [(name, target) for name, target in links if not Path(target).is_relative_to(os.path.realpath(directory))]
 
 
 def build_write_error(directory: Path, error: OSError) -> ConfigError:

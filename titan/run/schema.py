@@ -10,6 +10,7 @@ from titan.checkpoint.schema import Checkpoint
 from titan.cluster.schema import Cluster
 from titan.compile.schema import Compile
 from titan.config.settings import setting
+from titan.config.text_kinds import Label, Package
 from titan.console.numbers import format_count
 from titan.dataset.schema import Dataset
 from titan.debug.schema import Debug
@@ -30,8 +31,8 @@ from titan.training.schema import Training
 class Recipe:
     """A complete choice on all axes."""
 
-    name: str = setting(help="the run's name, and its directory under runs/")
-    modules: tuple[str, ...] = setting((), "packages beside titan and experiments that _target_ may name")
+    name: Label = setting(help="the run's name, and its directory under runs/")
+    modules: tuple[Package, ...] = setting((), "packages beside titan and experiments that _target_ may name")
     model: Llama  # or another Decoder, which _target_ names; ids leave out that it is a Llama
     dataset: Dataset
     optimizer: Optimizer

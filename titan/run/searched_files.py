@@ -52,8 +52,8 @@ class FileGuard:
 
     def __init__(self, conf: Path, overrides: Iterable[str]) -> None:
         """Take titan's own folder of configuration files, and the overrides, whose values replace those of files."""
-        self.trusted_folders = (conf, *map(Path, list_own_folders()))
-        self.typed = trust.list_typed(overrides)
+        self.trusted_folders = (conf, conf.parent / "experiments", *map(Path, list_own_folders()))
+        self.typed, self.packages = trust.list_typed(overrides), trust.list_packages(overrides)
 
     def check_primary(self, loader: ConfigLoader, name: str) -> None:
         """Check which folders the primary configuration adds, before Hydra searches them and imports packages."""
@@ -79,8 +79,9 @@ class FileGuard:
         if self._is_trusted(scheme, name, path):
             return
         for key, value in trust.list_leaves("", content):
-            risk = explain_file_risk(key, value)
-            if risk and key.removeprefix(trust.SWEPT) not in self.typed and not trust.was_typed((key, value)):
+            risk, leaf = explain_file_risk(key, value), (key.removeprefix(trust.SWEPT), value)
+            is_own = leaf[0] in self.typed or trust.is_listed(leaf, self.packages)
+            if risk and not is_own and not trust.was_typed((key, value)):
                 raise ConfigError(_describe_risk(key, value, risk, path, os.path.abspath(folder)))
 
     def _is_trusted(self, scheme: str, name: str, path: Path) -> bool:
@@ -92,10 +93,7 @@ class FileGuard:
 
 def explain_file_risk(key: str, value: Any) -> str | None:
     """Return what a setting of a file would do that the user must have typed; None for others."""
-    if value in (None, "", [], {}):
-        return None
-    text = str(value)
-    return trust.explain_programs(key, text) or ("reads a secret" if _reads_secret(text) else None)
+    return "reads a secret" if _reads_secret(str(value)) else trust.explain_setting(key, value)
 
 
 def _reads_secret(text: str) -> bool:

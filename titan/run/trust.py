@@ -1,9 +1,9 @@
-"""Which settings count that read the environment, open URLs or start programs: those that the user types or typed once.
+"""Which settings of a run's record, or of a file that was not typed, count only where the user has typed them once.
 
-A run's recorded command line is data: who repeats a run of somebody else has not typed it. So of its overrides those
-that can do more than choose numbers count only where the user types them too, or has typed them for an earlier run,
-which a file in the user's own state directory says. `titan.run.searched_files` has the same rule for configuration
-files. Free of torch.
+A recorded command line is data: who repeats a run of somebody else has not typed it. What its settings can do follows
+from what their texts are, which the schemas declare (`titan.config.text_kinds`): names of code, accounts, addresses and
+what is written count only where the user types them too, or has typed them for an earlier run, which a file in the
+user's own state directory says. `titan.run.searched_files` has the same rule for configuration files. Free of torch.
 """
 
 from __future__ import annotations
@@ -21,41 +21,35 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from titan.config.modules import list_trusted_packages
+from titan.config.text_kinds import Label, RunFolder, TextKind, list_kinds
 from titan.errors import ConfigError
+from titan.run.schema import Recipe
+from titan.sweep.schema import LocalLaunch, OptunaSearch, SlurmLaunch, Sweep
 
-PROGRAMS = (
-    "cluster.environment",
-    "cluster.setup",
-    "cluster.python",
-    "cluster.image",
-    "cluster.modules",
-    "cluster.mounts",
-    "cluster.srun",
-    "cluster.sbatch",
-    "hydra",
-)
-"""Settings that start programs, change what programs do, or name files that may set these."""
-DATA = (
-    "hydra.run.",
-    "hydra.sweep.",
-    "hydra.mode",
-    "hydra.sweeper.",
-    "hydra.launcher.",
-    "hydra.output_subdir",
-    "hydra.verbose",
-    "hydra.job.name",
-    "hydra.job.chdir",
-    "hydra.job.config.",
-)
-"""Settings of Hydra that start nothing and import nothing, beside those whose last name is one of `IMPORTS`."""
-IMPORTS = ("_target_", "custom_search_space")
-"""Names of settings whose values Hydra, or a sweeper, imports."""
-PLUGINS = ("hydra.sweeper.", "hydra.launcher.")
-"""Settings of what Hydra builds from a mapping with `_target_`."""
+HYDRA: Mapping[str, Any] = {
+    **dict.fromkeys(("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"), RunFolder),
+    **dict.fromkeys(("hydra.output_subdir", "hydra.job.name"), RunFolder),
+    **dict.fromkeys(("hydra.job.chdir", "hydra.job.config", "hydra.mode", "hydra.verbose"), Label),
+    "hydra.sweeper": OptunaSearch,
+    "hydra.launcher": LocalLaunch | SlurmLaunch,
+}
+"""Types of those settings of Hydra that start nothing; its others are code."""
+RISKS: Mapping[TextKind, str] = {
+    TextKind.WRITTEN: "decides where files are written",
+    TextKind.ADDRESS: "decides where data are sent",
+    TextKind.ACCOUNT: "names an account",
+    TextKind.OPEN: "may decide which programs run",
+    TextKind.CLASS: "decides which code is imported",
+    TextKind.CODE: "decides which programs run",
+}
+"""What a setting does, for the kinds whose every value the user must have typed."""
 SWEPT = "hydra.sweeper.params."
 """What stands before the settings that a sweeper varies."""
 _URL = re.compile(r"\b(?!file:)[A-Za-z][A-Za-z0-9+.-]*://")
-_REFERENCE = re.compile(r"\$\{[\w.]+\}")
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_VARIABLE_FOLDER = re.compile(r"\$\{oc\.env:\w+(,[\w./-]*)?\}(/[^$]*)?")
+_FOLDER_BELOW = re.compile(r"(?![/~])(?!.*\.\.)([^$]|\$\{(name|now:[^${}]*|hydra[.:]job\.\w+)\})*")
 _PARENT = re.compile(r"(?<![\w.])\.\.(?![\w.])")
 
 Leaf = tuple[str, Any]
@@ -63,40 +57,80 @@ Leaf = tuple[str, Any]
 
 
 @cache
-def explain_risk(word: str) -> str | None:
-    """Return what a word of a recorded command line would do that the user must have typed; None for others."""
+def _list_risks(word: str) -> tuple[tuple[Leaf, str], ...]:
+    """Return the settings in a recorded word that the user must have typed, and what they would do."""
     if word.startswith("-"):  # argparse takes abbreviations too
-        return "is an option that names files of settings"
-    risks = (_explain_recorded(key, str(value)) for key, value in list_leaves(*_parse(word)))
-    return next((risk for risk in risks if risk is not None), None)
+        return ((_parse(word), "is an option that names files of settings"),)
+    risks = ((leaf, _explain_recorded(*leaf)) for leaf in list_leaves(*_parse(word)))
+    return tuple((leaf, risk) for leaf, risk in risks if risk is not None)
 
 
-def _explain_recorded(key: str, value: str) -> str | None:
-    if risk := explain_programs(key, value):
-        return risk
+def _explain_recorded(key: str, value: Any) -> str | None:
+    text = str(value)
+    if find_resolvers(text):
+        return "reads the environment"
     if key == "hydra.mode":
         return "asks for a sweep"
-    if find_resolvers(value):
-        return "reads the environment"
-    if _PARENT.search(value) and "." not in key:
+    if _PARENT.search(text) and "." not in key.removeprefix(SWEPT):
         return "may name a file outside of the folders of settings"
-    if "${" in value and not _REFERENCE.fullmatch(value) and not key.startswith("hydra."):
-        return "may join a URL"
-    return "names a URL" if _URL.search(value) else None
+    return None if key == "hydra.run.dir" else explain_setting(key, value)  # who repeats a run names the folder
 
 
-def explain_programs(key: str, value: str) -> str | None:
-    """Return how a setting decides which programs run, None for others.
+def explain_setting(key: str, value: Any) -> str | None:
+    """Return what a setting that was not typed would do that the user must have typed; None for others."""
+    key, text = key.removeprefix(SWEPT), str(value)
+    kind = find_kind(key)
+    if value in (None, "", [], {}) or (kind == TextKind.OPEN and not _holds_text(value)):
+        return None
+    if kind in RISKS:
+        return RISKS[kind]
+    if kind == TextKind.RUN_FOLDER:
+        return None if _FOLDER_BELOW.fullmatch(text) else RISKS[TextKind.WRITTEN]
+    if "${" in text and (kind == TextKind.GROUP or key.startswith("hydra.")):
+        return RISKS[TextKind.OPEN]
+    if kind == TextKind.READ and is_address(text):
+        return "names a URL"
+    return "may join a URL" if kind == TextKind.READ and not _is_read_as_written(text) else None
 
-    Args:
-        key: its full name.
-        value: its text; an interpolation may be a mapping.
-    """
-    key = key.removeprefix(SWEPT)
-    if not key.startswith(PROGRAMS) or (key.startswith(DATA) and key.rpartition(".")[2] not in IMPORTS):
-        is_parent = any(name.startswith(f"{key}.") for name in PROGRAMS)
-        return "may decide which programs run" if "{" in value and (is_parent or key.startswith(PLUGINS)) else None
-    return "decides which programs run"
+
+@cache
+def find_kind(key: str) -> TextKind:
+    """Return what the text of a setting is: an unknown one, as of a user's class, is open, without a dot a group."""
+    prefix = next((name for name in ("sweep", *HYDRA) if f"{key}.".startswith(f"{name}.")), "")
+    if key.startswith("hydra") and (not prefix or key.endswith("._target_")):
+        return TextKind.CODE
+    schema = HYDRA.get(prefix, Sweep if prefix else Recipe)
+    names = [name for name in key.removeprefix(prefix).split(".") if name]
+    return max(list_kinds(schema, names), default=TextKind.OPEN if "." in key else TextKind.GROUP)
+
+
+def _holds_text(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_text, value))
+    return not isinstance(value, (bool, int, float)) and value is not None
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text names a URL, other than that of a local file."""
+    return _URL.search(text) is not None
+
+
+def _is_read_as_written(text: str) -> bool:
+    """Return whether a text stays the name of a file that is read: no interpolation adds what nobody has checked."""
+    if "${" not in text or _VARIABLE_FOLDER.fullmatch(text):
+        return True
+    reference = _REFERENCE.fullmatch(text)
+    unchecked = (TextKind.LABEL, TextKind.GROUP, TextKind.RUN_FOLDER)
+    return (
+        reference is not None
+        and not reference[1].startswith((".", "hydra"))
+        and find_kind(reference[1]) not in unchecked
+    )
+
+
+def is_listed(leaf: Leaf, packages: Sequence[str]) -> bool:
+    """Return whether a setting names a class of a package that the user lets titan import."""
+    return find_kind(leaf[0]) == TextKind.CLASS and str(leaf[1]).startswith(tuple(f"{name}." for name in packages))
 
 
 def find_resolvers(text: str) -> list[str]:
@@ -130,17 +164,25 @@ def select_recorded(recorded: Sequence[str], typed: Iterable[str]) -> list[str]:
     Raises:
         ConfigError: with the first word that reads, opens or starts something and was never typed by the user.
     """
-    replaced = {_parse_key(word) for word in typed}
-    selected = []
+    replaced, selected = {_parse_key(word) for word in typed}, []
+    packages = list_packages(typed)
     for word in _join_options(recorded):
-        if not is_foreign(word):
+        foreign = find_foreign(word, packages)
+        if foreign is None:
             selected.append(word)
         elif _parse_key(word) not in replaced:
             raise ConfigError(
-                f"{word}: the run has recorded this setting, which {explain_risk(word)}, and you have not typed it for "
+                f"{word}: the run has recorded this setting, which {foreign}, and you have not typed it for "
                 "a run of yours; type it here if you trust it, or another value."
             )
     return [part for word in selected for part in _split_option(word)]
+
+
+def list_packages(typed: Iterable[str]) -> tuple[str, ...]:
+    """Return the packages whose classes a setting may name that was not typed; see `list_trusted_packages`."""
+    with contextlib.suppress(HydraException):  # which Hydra reports when it parses the whole line
+        return list_trusted_packages([word for word in typed if _parse_key(word) == "modules"])
+    return ()
 
 
 @cache
@@ -177,16 +219,14 @@ def list_typed(words: Iterable[str]) -> set[str]:
     return {key for word in words for key, _ in list_leaves(*_parse(word))}
 
 
-def remember_typed(words: Iterable[str]) -> None:
-    """Remember words that the user typed, and that may be repeated from a run's record; does nothing without a home."""
-    for word in _join_options(words):
-        if explain_risk(word) is None:
-            continue
-        for marker in _find_markers(word):
-            with contextlib.suppress(OSError):
-                if not marker.is_file():
-                    marker.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    marker.touch(mode=0o600)
+def remember_typed(words: Iterable[str], leaves: Iterable[Leaf] = ()) -> None:
+    """Remember words and settings of the user's, which may be repeated from a record; does nothing without a home."""
+    for leaf in (*leaves, *(leaf for word in _join_options(words) for leaf, _ in _list_risks(word))):
+        marker = _find_marker(leaf)
+        with contextlib.suppress(OSError):
+            if not marker.is_file():
+                marker.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                marker.touch(mode=0o600)
 
 
 def _join_options(words: Iterable[str]) -> list[str]:
@@ -205,19 +245,15 @@ def _split_option(word: str) -> list[str]:
     return word.split(" ", 1) if word.startswith("-") else [word]
 
 
-def is_foreign(word: str) -> bool:
-    """Return whether a recorded word is one that the user must have typed, and has not."""
-    return explain_risk(word) is not None and not all(marker.is_file() for marker in _find_markers(word))
+def find_foreign(word: str, packages: Sequence[str] = ()) -> str | None:
+    """Return what a recorded word would do that the user must have typed, and has not; None for others."""
+    risks = ((risk, leaf) for leaf, risk in _list_risks(word) if not is_listed(leaf, packages))
+    return next((risk for risk, leaf in risks if not was_typed(leaf)), None)
 
 
 def was_typed(leaf: Leaf) -> bool:
     """Return whether the user has typed a setting with this value for an earlier run."""
     return _find_marker(leaf).is_file()
-
-
-def _find_markers(word: str) -> list[Path]:
-    """Return the files that say that the user has typed a word, one for each of its settings."""
-    return [_find_marker(leaf) for leaf in list_leaves(*_parse(word))]
 
 
 def _find_marker(leaf: Leaf) -> Path:

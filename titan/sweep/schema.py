@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan.config.settings import setting
+from titan.config.text_kinds import Label, Output
 
 LAUNCHER_MODULE = "hydra_plugins.titan"
 """Hydra takes launchers only from a module below `hydra_plugins`; `launchers.plugin` puts them there."""
@@ -22,8 +23,8 @@ OPTUNA = f"{LAUNCHER_MODULE}.OptunaSweeper"
 class Sweep:
     """The description of a named sweep; nothing of it changes a run."""
 
-    question: str | None = setting(None, "the question that the sweep answers", any_text=True)
-    baseline: Mapping[str, str] | None = setting(
+    question: Label | None = setting(None, "the question that the sweep answers", any_text=True)
+    baseline: Mapping[str, Label] | None = setting(
         None, "the variant that the others are compared with, such as {parallelism:single}; null: the first"
     )
     budget: Literal["steps", "tokens", "flops", "time"] = setting(
@@ -31,13 +32,15 @@ class Sweep:
         "what all variants get as much of as the baseline: steps; or tokens, FLOPs or device time, by steps of each "
         "variant's own",
     )
-    margin: float | str = setting(
+    margin: float | Label = setting(
         0.02,
         "equivalence margin: difference in validation loss that counts as none, in nats; or a share of the baseline's "
         "compute, as in 2%",
     )
     target: float | None = setting(None, "validation loss to reach; null: none", above=0)
-    objective: str = setting("validation_loss", "number of result.json that a sweeper which learns gets of each trial")
+    objective: Label = setting(
+        "validation_loss", "number of result.json that a sweeper which learns gets of each trial"
+    )
     direction: Literal["auto", "minimize", "maximize"] = setting(
         "auto", "what the sweeper does with the objective; auto: hydra.sweeper.direction, else minimize"
     )
@@ -104,8 +107,8 @@ class OptunaSearch:
     )
     pruner_warmup: int = setting(0, "evaluations of a trial before median may end it", at_least=0, cap=10**6)
     max_failures: int = setting(5, "failed trials in a row after which no more start", at_least=1, cap=10**6)
-    storage: str | None = setting(None, "file of the study; null: study.journal in the sweep's directory")
-    study_name: str | None = setting(None, "the study's name in its file; null: the name of the sweep's directory")
+    storage: Output | None = setting(None, "file of the study; null: study.journal in the sweep's directory")
+    study_name: Label | None = setting(None, "the study's name in its file; null: the name of the sweep's directory")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.recorder import Recorder, StepSpeed
+from titan.metrics.secrets import hide_secrets
 from titan.metrics.spikes import SpikeDetector
 from titan.metrics.tracker_run import RunDescription
 from titan.metrics.trackers import open_trackers
@@ -53,10 +54,10 @@ def describe_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> RunDescr
     return RunDescription(
         run_id=attempt.run_id,
         group_id=attempt.ids.group,
-        name=run.name,
+        name=hide_secrets(run.name),
         config=as_config(run),
         facts=facts,
-        sweep=sweep.name if sweep else None,
+        sweep=hide_secrets(sweep.name) if sweep else None,
     )
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from titan.config.settings import format_value, setting
+from titan.config.text_kinds import Input
 from titan.errors import ConfigError
 from titan.training.loss_terms import LabelSmoothing, ZLoss
 from titan.training.loss_terms import LossTerm as LossTerm  # other packages import schemas only
@@ -75,7 +76,7 @@ class Training:
         later=True,
     )
 
-    measured: str | None = setting(
+    measured: Input | None = setting(
         None,
         "with hours or sweep.budget=time: a finished run, or a sweep of such, whose measured steps give the time of a "
         "step; null: as predicted",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan.config.settings import format_value, setting
+from titan.config.text_kinds import ImportPath, OpenValue
 from titan.errors import ConfigError
 from titan.optimizer.external.packages import find_version
 from titan.optimizer.schema import BLOCKS, GroupSettings, Optimizer
@@ -31,8 +32,8 @@ WORKING_COPIES = 3
 class External(Optimizer):
     """An optimizer of any package; what it needs of a parameter is measured (`titan.optimizer.external.classify`)."""
 
-    cls: str = setting(help="its class, such as torch.optim.Adafactor")
-    args: Mapping[str, Any] | None = setting(
+    cls: ImportPath = setting(help="its class, such as torch.optim.Adafactor")
+    args: Mapping[str, OpenValue] | None = setting(
         None, "further arguments of its constructor, {NAME: VALUE,...}; lr and weight_decay are titan's", hashed=False
     )
     parameters: Literal["all", "matrices"] = setting(
@@ -43,7 +44,7 @@ class External(Optimizer):
         "what it may update by itself; auto: as measured; whole: gather whole parameters in any case",
         science=False,
     )
-    measured: Mapping[str, Any] | None = setting(
+    measured: Mapping[str, OpenValue] | None = setting(
         None, "what titan has measured, which run.yaml records; leave it out", in_ids=False, hashed=False
     )
 

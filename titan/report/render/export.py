@@ -7,9 +7,11 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from titan.console.text import escape
 from titan.report.findings import Comparison, Curves, FailedRun, RunPrediction, RunResult, Variant
 
 FORMAT = 2
@@ -28,6 +30,7 @@ COLUMNS = (
 _RUN_FIELDS = ("directory", "state", "reason", "seed", "science_id", "group_id", "execution_id", "code_id", "devices",
          "hardware", "step", "steps", "tokens", "decayed", "loss")  # fmt: skip
 """Columns that are fields of `RunResult` under the same name."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?%?", re.IGNORECASE | re.ASCII)
 _SPEED_FIELDS = ("tokens_per_second_per_device", "tflops_per_device", "mfu", "mfu_causal", "memory_gib")
 
 
@@ -37,11 +40,7 @@ def format_csv(comparison: Comparison) -> str:
     directories = {row["directory"] for row in rows}
     rows += [_build_failed_row(failed) for failed in comparison.failed if failed.directory not in directories]
     extra_columns = sorted({name for row in rows for name in row} - set(COLUMNS))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*COLUMNS, *extra_columns], restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: format_field(value) for name, value in row.items()} for row in rows)
-    return text.getvalue()
+    return format_table([*COLUMNS, *extra_columns], rows)
 
 
 def format_json(comparison: Comparison) -> str:
@@ -100,10 +99,23 @@ def _build_failed_row(failed: FailedRun) -> dict[str, Any]:
     return {"run": failed.label, "directory": failed.directory, "state": failed.state, "reason": failed.reason}
 
 
-def format_field(value: Any) -> Any:
-    """Return a CSV field: true and false as in JSON, empty where unknown or not finite."""
+def format_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a heading and one row per mapping as CSV; what a row lacks, or is unknown, is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_format_field, columns))
+    writer.writerows([_format_field(row.get(name)) for name in columns] for row in rows)
+    return text.getvalue()
+
+
+def _format_field(value: Any) -> Any:
+    """Return a CSV field: true and false as in JSON, empty where not finite, and no formula of a spreadsheet."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str):
+        return (
+            escape(f"'{value}") if value.startswith(tuple("=+-@")) and not _NUMBER.fullmatch(value) else escape(value)
+        )
     return "" if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from dataclasses import fields
 from typing import Any
 
 from titan.report.law_findings import LawFindings, RungFindings
-from titan.report.render.export import convert_to_plain, format_field
+from titan.report.render.export import convert_to_plain, format_table
 
 FORMAT = 1
 """Version of the JSON; rises when a key changes its meaning or is removed."""
@@ -30,14 +28,9 @@ def format_json(findings: LawFindings) -> str:
 
 def format_csv(findings: LawFindings) -> str:
     """Return a heading and one row per size and length of a variant; unknown values are empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
-    writer.writeheader()
-    for corpus in findings.corpora:
-        for rung in corpus.rungs:
-            row = {"corpus": corpus.corpus, "baseline": corpus.baseline, **_build_row(rung)}
-            writer.writerow({name: format_field(value) for name, value in row.items()})
-    return text.getvalue()
+    rungs = ((corpus, rung) for corpus in findings.corpora for rung in corpus.rungs)
+    rows = ({"corpus": c.corpus, "baseline": c.baseline, **_build_row(rung)} for c, rung in rungs)
+    return format_table(COLUMNS, rows)
 
 
 def _build_row(rung: RungFindings) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def list_checkpoints(name: str, document: Mapping[str, Any], run_id: str) -> dic
         run_id: of the run.
     """
     copy_path = document["config"].get("checkpoint", {}).get("path")
-    if copy_path and trust.is_foreign(f"checkpoint.path={copy_path}"):
+    if copy_path and trust.is_address(str(copy_path)) and trust.find_foreign(f"checkpoint.path={copy_path}"):
         print(
             f"titan: warning: {name}: its copies in {sanitize_line(str(copy_path))} are not read, because you have not "
             "typed this URL for a run of yours.",
