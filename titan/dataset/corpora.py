@@ -30,7 +30,8 @@ def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = N
     """
     folders = {}
     for name, settings in dataset.corpora().items():
-        folder = _prepare_corpus(settings, dataset.stream, progress)
+        setting = f"dataset.sources.{name}" if isinstance(dataset, Mixture) else "dataset"
+        folder = _prepare_corpus(settings, dataset.stream, progress, setting)
         check_sizes = not (isinstance(settings, Prepared) and "://" in settings.path)
         _check_training_tokens(open_corpus(folder, partial=dataset.stream, check_sizes=check_sizes))
         folders[name] = str(folder)
@@ -38,14 +39,14 @@ def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = N
     return folders
 
 
-def _prepare_corpus(settings: Dataset, stream: bool, progress: Callable[[str], None] | None) -> Path:
+def _prepare_corpus(settings: Dataset, stream: bool, progress: Callable[[str], None] | None, setting: str) -> Path:
     if isinstance(settings, Prepared):
         return _locate_folder(settings)
     if not stream:
-        return prepare(settings, progress)
-    folder = ensure_plan(settings)
+        return prepare(settings, progress, setting=setting)
+    folder = ensure_plan(settings, setting)
     if (folder / "manifest.json").is_file():
-        return prepare(settings, progress)  # repairs corrupt files
+        return prepare(settings, progress, setting=setting)  # repairs corrupt files
     (folder / "failed.json").unlink(missing_ok=True)  # an earlier failure is retried
     return folder
 

@@ -29,6 +29,7 @@ from titan.dataset.preprocess.plan import (
     divide_parts,
     examine_dataset,
     find_cache_folder,
+    note_identity,
     read_plan,
     write_plan,
 )
@@ -68,13 +69,16 @@ class Survey:
     complete: bool
 
 
-def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool = False) -> Path:
+def prepare(
+    dataset: Dataset, progress: Progress | None = None, *, verify: bool = False, setting: str = "dataset"
+) -> Path:
     """Prepare `dataset` unless the cache has it; return the prepared folder, which `open_corpus` reads.
 
     Args:
         dataset: the settings; those that determine the folder's content are part of its name.
         progress: called about twice a second with a line for the user, while there is work.
         verify: compare the checksums of existing files too, not their sizes only.
+        setting: the name of these settings in messages.
 
     Raises:
         ConfigError: when the input can't be used or the cache can't be written.
@@ -83,7 +87,7 @@ def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool 
     """
     inputs = examine_dataset(dataset)
     with convert_cache_errors(find_cache_folder(dataset)), _interrupt_on_signals():
-        task = _Task(inputs, _read_or_write_plan(inputs), progress)
+        task = _Task(inputs, _read_or_write_plan(inputs, setting), progress)
         task.repair_shards(verify)
         if not task.is_complete():
             task.run()
@@ -91,15 +95,19 @@ def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool 
     return inputs.folder
 
 
-def ensure_plan(dataset: Dataset) -> Path:
+def ensure_plan(dataset: Dataset, setting: str = "dataset") -> Path:
     """Write the plan of `dataset` unless it exists, and return the folder; nothing is tokenized.
+
+    Args:
+        dataset: the settings.
+        setting: their name in messages.
 
     Raises:
         ConfigError: when the input can't be used or the cache can't be written.
     """
     inputs = examine_dataset(dataset)
     with convert_cache_errors(find_cache_folder(dataset)):
-        _read_or_write_plan(inputs)
+        _read_or_write_plan(inputs, setting)
     return inputs.folder
 
 
@@ -122,7 +130,8 @@ def survey_dataset(dataset: Dataset) -> Survey:
     )
 
 
-def _read_or_write_plan(inputs: PreparationInputs) -> PreparationPlan:
+def _read_or_write_plan(inputs: PreparationInputs, setting: str) -> PreparationPlan:
+    note_identity(inputs, setting)
     return read_plan(inputs) or write_plan(inputs)
 
 
