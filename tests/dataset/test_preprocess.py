@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.support.footprint import estimate_footprint
 from tests.support.made_source import Made, MadeSource, make_documents
 from tests.support.tiers import full
+from titan.console.numbers import format_bytes
 from titan.dataset.documents import Document, Skip, SourcePart, Turn
 from titan.dataset.preprocess import plan, report, shard_job
 from titan.dataset.preprocess.encode import group_documents, hash_document
@@ -292,7 +293,7 @@ def test_copies_are_counted_in_ranges(
 
 
 def test_sizes_in_words() -> None:
-    found = [report.format_bytes(n) for n in (0, 999, 1000, 12_345, 123_456_789, 60e12, 5e15)]
+    found = [format_bytes(n) for n in (0, 999, 1000, 12_345, 123_456_789, 60e12, 5e15)]
     assert found == ["0 bytes", "999 bytes", "1.0 kB", "12.3 kB", "123 MB", "60.0 TB", "5,000.0 TB"]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.prepared_folders import make_documents, read_row, write_corpus
+from titan.console.text import is_url
 from titan.dataset import remote
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.preprocess.prepare import prepare
@@ -36,6 +37,13 @@ def shards_here(folder: Path) -> list[str]:
 
 def dataset(there: Path, **more: object) -> Prepared:
     return Prepared(path=f"file://{there}", cache=str(there.parent / "cache"), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chain", ["simplecache::file://", "simplecache::"])
+def test_a_chain_of_file_systems_is_a_url(there: Path, chain: str) -> None:
+    (folder,) = prepare_corpora(Prepared(path=f"{chain}{there}", cache=str(there.parent / "cache"))).values()
+    assert Path(folder) != there and open_corpus(folder).train.read(50_001, 1) == [50_001]
+    assert is_url(f"{chain}{there}") and not is_url(str(there))
 
 
 def test_files_come_when_they_are_read(there: Path) -> None:

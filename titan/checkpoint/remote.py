@@ -24,6 +24,7 @@ from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
 from titan.checkpoint.schema import Checkpoint
 from titan.config.settings import format_setting
+from titan.console.text import is_url
 from titan.errors import ConfigError
 from titan.files.atomic import sync_path, write_atomic
 from titan.files.untrusted import check_file_name, check_type, describe_value, parse_object
@@ -285,8 +286,3 @@ def open_remote(path: str, directory: str, setting: str = "checkpoint.path") -> 
     last = len(parts) - 1 - parts[::-1].index("runs") if "runs" in parts[:-1] else len(parts) - 2
     base = path.rstrip("/") if is_url(path) else str(Path(path).expanduser().absolute())
     return Remote("/".join((base, *parts[last + 1 :])), setting)
-
-
-def is_url(path: str) -> bool:
-    """Return whether a path is a URL."""
-    return "://" in path

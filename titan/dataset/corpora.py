@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from titan.console.text import is_url
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
 from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences
@@ -32,7 +33,7 @@ def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = N
     for name, settings in dataset.corpora().items():
         setting = f"dataset.sources.{name}" if isinstance(dataset, Mixture) else "dataset"
         folder = _prepare_corpus(settings, dataset.stream, progress, setting)
-        check_sizes = not (isinstance(settings, Prepared) and "://" in settings.path)
+        check_sizes = not (isinstance(settings, Prepared) and is_url(settings.path))
         _check_training_tokens(open_corpus(folder, partial=dataset.stream, check_sizes=check_sizes))
         folders[name] = str(folder)
     _check_tokenizers(open_corpora(folders))
@@ -52,7 +53,7 @@ def _prepare_corpus(settings: Dataset, stream: bool, progress: Callable[[str], N
 
 
 def _locate_folder(settings: Prepared) -> Path:
-    if "://" in settings.path:
+    if is_url(settings.path):
         return remote.mirror_folder(settings.path, find_cache_folder(settings), settings.keep_gib)
     folder = Path(settings.path).expanduser().resolve()
     if not (folder / "manifest.json").is_file():
@@ -91,7 +92,7 @@ def open_corpora(folders: Folders, dataset: Dataset | None = None) -> dict[str, 
     settings_by_name = dataset.corpora() if dataset is not None else {}
     for name, folder in folders.items():
         settings = settings_by_name.get(name)
-        if isinstance(settings, Prepared) and "://" in settings.path:
+        if isinstance(settings, Prepared) and is_url(settings.path):
             remote.register_url(settings.path)
         if isinstance(settings, Prepared) and not Path(folder).exists():
             _locate_folder(settings)

@@ -54,7 +54,7 @@ PLUGINS = ("hydra.sweeper.", "hydra.launcher.")
 """Settings of what Hydra builds from a mapping with `_target_`."""
 SWEPT = "hydra.sweeper.params."
 """What stands before the settings that a sweeper varies."""
-_URL = re.compile(r"\b(?!file:)[A-Za-z][A-Za-z0-9+.-]*://")
+_URL = re.compile(r"\b(?!file:)[A-Za-z][A-Za-z0-9+.-]*://|::")
 _REFERENCE = re.compile(r"\$\{[\w.]+\}")
 _PARENT = re.compile(r"(?<![\w.])\.\.(?![\w.])")
 

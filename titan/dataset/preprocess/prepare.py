@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan.config.warning import warn_once
 from titan.dataset.preprocess import report
 from titan.dataset.preprocess.plan import (
     PreparationInputs,
@@ -47,6 +48,7 @@ from titan.dataset.preprocess.workers import convert_cache_errors, run_shard_job
 from titan.dataset.preprocess.writer import read_json, write_json
 from titan.dataset.schema import Dataset
 from titan.dataset.shards import SPLITS, check_manifest, open_corpus
+from titan.dataset.sources.files import describe_selection
 from titan.errors import ConfigError
 from titan.files import leases
 
@@ -57,9 +59,13 @@ WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Survey:
-    """The work of a preparation: the source's parts and bytes, all shards, the finished ones, and the folder."""
+    """The work of a preparation: the source's parts and bytes, all shards, the finished ones, and the folder.
+
+    `selection` is of `describe_selection`.
+    """
 
     source: str
+    selection: dict[str, str]
     tokenizer: str
     folder: Path
     parts: int
@@ -125,14 +131,20 @@ def survey_dataset(dataset: Dataset) -> Survey:
     )
     source_bytes, complete = sum(part.bytes for part in inputs.parts), (folder / "manifest.json").is_file()
     tokenizer = dataset.tokenizer if inputs.tokenizer else "none"
-    return Survey(
-        inputs.source.name, tokenizer, folder, len(inputs.parts), source_bytes, len(shards), finished_count, complete
-    )
+    selection = describe_selection(getattr(dataset, "path", None), inputs.parts)
+    counts = len(inputs.parts), source_bytes, len(shards), finished_count
+    return Survey(inputs.source.name, selection, tokenizer, folder, *counts, complete)
 
 
 def _read_or_write_plan(inputs: PreparationInputs, setting: str) -> PreparationPlan:
     note_identity(inputs, setting)
-    return read_plan(inputs) or write_plan(inputs)
+    if plan := read_plan(inputs):
+        return plan
+    path = getattr(inputs.dataset, "path", None)
+    selection = describe_selection(path, inputs.parts)
+    if "leaves out" in selection:
+        warn_once(f"{setting}.path={path}: reads {selection['reads']}, and leaves out {selection['leaves out']}.")
+    return write_plan(inputs)
 
 
 def count_cores() -> int:
