@@ -5,19 +5,24 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from titan.config.warning import warn_once
+from titan.dataset.documents import SourcePart
 from titan.dataset.preprocess import plan
+from titan.dataset.preprocess.encode import read_documents
 from titan.dataset.preprocess.prepare import ensure_plan, prepare
 from titan.dataset.schema import Dataset, Synthetic, Text
 from titan.dataset.shards import open_corpus
+from titan.errors import ConfigError
 
 CODE = """
 from dataclasses import dataclass
@@ -201,3 +206,24 @@ def double(text: str) -> str:
 )
 def test_values_of_settings(first: Any, second: Any) -> None:
     assert plan._hash_values([first]) == plan._hash_values([first]) != plan._hash_values([second])
+
+
+@pytest.mark.parametrize(
+    ("documents", "words"),
+    [
+        pytest.param([7], "yields 7 of type int", id="number"),
+        pytest.param([None], "yields None of type NoneType", id="nothing"),
+        pytest.param([b"a"], "of type bytes", id="bytes"),
+        pytest.param([np.zeros((2, 2), int)], "of type ndarray", id="table"),
+        pytest.param([np.zeros(2)], "of type ndarray", id="fractions"),
+        pytest.param([("a", "b")], "of type tuple", id="tuple of texts"),
+        pytest.param(5, "can't be iterated over ('int' object is not iterable)", id="no iterable"),
+    ],
+)
+def test_what_is_no_document_is_rejected(needle: Make, documents: Any, words: str) -> None:
+    source = needle().build()
+    type(source).documents = lambda self, part: documents  # type: ignore[method-assign]
+    with pytest.raises(ConfigError) as refusal:
+        list(read_documents(source, SourcePart("a")))
+    assert words in str(refusal.value)
+    assert re.search(r"test_own_sources\.py:\d+, Needles\.documents: ", str(refusal.value))

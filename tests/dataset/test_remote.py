@@ -6,12 +6,15 @@ import contextlib
 import json
 import os
 import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.prepared_folders import make_documents, read_row, write_corpus
+from titan.config import optional
 from titan.console.text import is_url
 from titan.dataset import remote
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
@@ -218,3 +221,19 @@ def test_a_damaged_note_of_where_shards_come_from_is_told(text: str, there: Path
     (Path(folder) / remote.ORIGIN).write_text(text)
     with pytest.raises(RunError, match=r"origin.json: is corrupt \(.*\); remove its folder, then resume"):
         open_corpus(folder).train.read(0, 1)
+
+
+@pytest.fixture
+def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server that accepts connections and says nothing."""
+    monkeypatch.setattr(optional, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("fsspec.config.conf", {})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/x"
+
+
+def test_a_silent_server_is_given_up(silent_server: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"can't read prepared data \(OSError: SocketTimeoutError: "):
+        remote.mirror_folder(silent_server, tmp_path)
+    with pytest.raises(ConfigError, match="no such file or folder, or its server gives no answer"):
+        Text(path=silent_server).build()

@@ -17,8 +17,9 @@ def list_constraints() -> list[str]:
     """Return the constraints."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    required = [*project["dependencies"], *(entry for name in extras if name not in ("lint", "test") for entry in extras[name])]
-    bounds = dict(match.groups() for match in map(_LOWER.match, required) if match)
+    groups = [project["dependencies"], *(extras[name] for name in extras if name not in ("lint", "test"))]
+    matches = (_LOWER.match(requirement) for group in groups for requirement in group)
+    bounds = dict(match.groups() for match in matches if match)
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
     return [f"{name}=={version}" for name, version in sorted((bounds | {"torch": pins["torch"]}).items())]
 

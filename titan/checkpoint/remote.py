@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
 from titan.checkpoint.schema import Checkpoint
+from titan.config.optional import import_fsspec
 from titan.config.settings import format_setting
 from titan.console.text import is_url
 from titan.errors import ConfigError
@@ -58,9 +59,8 @@ class Remote:
     @cached_property
     def _fs_and_root(self) -> tuple[Any, str]:
         """The file system and the path in it; created at first use, because some file systems connect at once."""
-        from fsspec.core import url_to_fs
-
-        fs_and_root: tuple[Any, str] = url_to_fs(self.url, use_listings_cache=False)
+        core = import_fsspec("checkpoint.path").core
+        fs_and_root: tuple[Any, str] = core.url_to_fs(self.url, use_listings_cache=False)
         return fs_and_root
 
     @property

@@ -79,9 +79,14 @@ class PreparationPlan:
 
 @dataclass(frozen=True)
 class PreparationInputs:
-    """A dataset's source and tokenizer, with the digest of the source's content and of both.
+    """A dataset's source and tokenizer, with their digests.
 
     Attributes:
+        dataset: the settings.
+        source: what they build.
+        tokenizer: None for a source of tokens.
+        content_digest: of the source's content.
+        digest: of the prepared corpus.
         folder: the prepared folder, whether it exists or not.
         identity: of a user's own source: the name of the folder for its settings and its code as they are now.
         outdated: the folder of the same settings that was prepared before the source's code changed, if any.

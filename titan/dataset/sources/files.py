@@ -22,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from titan.config.optional import import_optional
+from titan.config.optional import import_fsspec, import_optional
 from titan.console.numbers import format_bytes, format_plural
 from titan.console.text import format_error, is_url, redact
 from titan.dataset.documents import Skip, SourcePart, content_digest
@@ -299,7 +299,9 @@ def _list_remote(
         matches = filesystem.glob(remote_path, detail=True).values()
         return [info for info in matches if info["type"] == "file"]
     if not filesystem.exists(remote_path):
-        raise ConfigError(f"dataset.path={path}: there is no such file or folder; correct the URL.")
+        raise ConfigError(
+            f"dataset.path={path}: there is no such file or folder, or its server gives no answer; correct the URL."
+        )
     if not remote_path.endswith("/") and filesystem.isfile(remote_path):
         return [filesystem.info(remote_path)]
     all_infos = [info for info in filesystem.find(remote_path, detail=True).values() if info["type"] == "file"]
@@ -308,9 +310,9 @@ def _list_remote(
 
 def _open_filesystem(path: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it."""
-    fsspec = import_optional("fsspec.core", f"dataset.path={path}")
+    fsspec = import_fsspec(f"dataset.path={path}")
     try:
-        filesystem, remote_path = fsspec.url_to_fs(path)
+        filesystem, remote_path = fsspec.core.url_to_fs(path)
     except ImportError as error:
         raise ConfigError(
             f"dataset.path={path}: needs another package: {format_error(error)}; install it with pip."

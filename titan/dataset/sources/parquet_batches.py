@@ -115,7 +115,7 @@ def _count_text_bytes(array: Any) -> int:
         return sum(_count_text_bytes(part) for part in array.flatten())
     if isinstance(array, (pyarrow.ListArray, pyarrow.LargeListArray)):
         elements = array.flatten()
-        return VALUE_BYTES * len(elements) + _count_text_bytes(elements)
+        return max(VALUE_BYTES * len(elements), _count_text_bytes(elements))
     return 0
 
 
