@@ -105,8 +105,8 @@ def use_old_name(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_changed_code_is_prepared_anew(
     needle: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, is_new: bool
 ) -> None:
-    former = ensure_plan(needle())
-    assert (ensure_plan(needle()), capsys.readouterr().err) == (former, "")
+    former = prepare(needle())
+    assert (prepare(needle()), capsys.readouterr().err) == (former, "")
     with open(tmp_path / file, "a") as code:
         code.write("\n# changed\n")
     folder, shown = ensure_plan(needle(), "dataset.sources.n"), capsys.readouterr().err
@@ -167,12 +167,17 @@ def test_the_name_of_a_folder_of_titans_own_is_frozen(tmp_path: Path) -> None:
     assert folder.name == "synthetic-568ec0c08ff466c3"
 
 
-def test_a_source_without_a_file_has_its_settings_in_the_name(needle: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_without_a_file_has_its_settings_in_the_name(
+    needle: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delattr(sys.modules["needles_of_mine.needle"], "__file__")
     monkeypatch.setattr(type(needle()), "__module__", "notebook_cell")
     monkeypatch.setattr(type(needle().build()), "__module__", "notebook_cell")
     name = ensure_plan(needle()).name
     assert name.endswith("-unknown") and name != ensure_plan(needle(length=4)).name
+    assert not capsys.readouterr().err
+    ensure_plan(needle())
+    assert "changes of the source's code are not seen" in capsys.readouterr().err
 
 
 @dataclass(frozen=True)

@@ -321,7 +321,7 @@ def test_the_digest_of_a_chat_is_its_layout_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "kind", "words"),
     [
-        full(2**25 + 1, "list", "1 rows have 33,554,433 values, more than 33,554,432", id="values"),
+        full(2**25 + 1, "list", "1 row with 33,554,433 values, more than 33,554,432, in the", id="values"),
         pytest.param(22 * 10**5, "list", "the row has 140,800,000 bytes, more than 134,217,728", id="elements"),
         full(150 * 2**20, "text", "are unpacked to 157,", id="page"),
     ],

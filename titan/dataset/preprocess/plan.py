@@ -160,7 +160,7 @@ def _identify_code(inputs: PreparationInputs, files: Mapping[str, Path]) -> Prep
     chosen = [f for f in fields(inputs.dataset) if f.name not in _COMMON and f.metadata.get("science") is not False]
     settings = {field.name: getattr(inputs.dataset, field.name) for field in chosen}
     digest = _hash_values([inputs.digest, type(inputs.dataset).__qualname__, settings])
-    code = packages.compute_files_digest(files) if files else "unknown"
+    code = packages.compute_files_digest(files) if files else _UNKNOWN
     earlier, prefix = inputs.folder, f"{inputs.source.name}-{digest[:16]}-"
     folder, newest = earlier.with_name(prefix + code), max((f.stat().st_mtime for f in files.values()), default=0)
     owner = (earlier / _OWNER).read_text() if (earlier / _OWNER).is_file() else None
@@ -168,11 +168,13 @@ def _identify_code(inputs: PreparationInputs, files: Mapping[str, Path]) -> Prep
         return replace(inputs, identity=folder.name)
     others = {*earlier.parent.glob(f"{glob.escape(prefix)}*")} - {folder}
     others |= {earlier} if (owner or prefix).startswith(prefix) else set()
-    outdated = max(filter(_get_time, others), key=_get_time, default=None)
+    outdated = max((f for f in others if (f / "manifest.json").is_file()), key=_get_time, default=None)
     return replace(inputs, digest=_hash_values([digest, code]), folder=folder, identity=folder.name, outdated=outdated)
 
 
 _COMMON = {field.name for field in fields(Dataset)}
+_UNKNOWN = "unknown"
+"""What stands for the code of a source that has no file."""
 _OWNER = "owner.txt"
 """The file of a folder of an earlier version that says whose it is: what the folder's name would be today."""
 
@@ -195,6 +197,11 @@ def note_identity(inputs: PreparationInputs, setting: str) -> None:
         warn_once(
             f"{setting}: {inputs.outdated} was prepared before the source's code changed, so {inputs.folder} is "
             f"prepared; to go on with the former data, give {choice}=prepared {setting}.path={inputs.outdated}."
+        )
+    elif inputs.folder.name.endswith(f"-{_UNKNOWN}") and inputs.folder.exists():
+        warn_once(
+            f"{setting}: {inputs.folder} is used, and changes of the source's code are not seen, because it has no "
+            "file; where the text has changed, change a number in its digest()."
         )
     elif inputs.identity not in ("", inputs.folder.name) and not (inputs.folder / _OWNER).exists():
         warn_once(

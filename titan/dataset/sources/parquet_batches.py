@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from titan.config.optional import import_optional
+from titan.console.numbers import format_plural
 from titan.dataset.sources.files import MAX_DOCUMENT_BYTES, BadDocumentError
 
 MAX_ROWS = 256
@@ -52,7 +53,8 @@ def find_excess(file: Any, group: int, columns: Sequence[str]) -> BadDocumentErr
         if size > MAX_DOCUMENT_BYTES and size > MAX_RATIO * stored:
             problem = f"{stored:,} bytes are unpacked to {size:,}"
         elif is_nested and column.num_values > MAX_VALUES:
-            problem = f"{metadata.num_rows:,} rows have {column.num_values:,} values, more than {MAX_VALUES:,}"
+            rows = format_plural(metadata.num_rows, "row")
+            problem = f"{rows} with {column.num_values:,} values, more than {MAX_VALUES:,},"
         else:
             continue
         way_out = "write it in smaller row groups, or give dataset.on_error=skip to skip it."
