@@ -5,6 +5,8 @@ VENV   ?= .venv
 WORKERS ?= 3
 RUN    ?= $(VENV)/bin/python
 PIP     = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
+LOWEST ?= $(VENV)-lowest
+FOREIGN = tests/dataset tests/files tests/run/test_trust.py tests/run/test_searched_files.py
 OWN     = $(findstring $(VENV),$(RUN))
 ENV     = $(if $(OWN),$(VENV)/.titan,)
 GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
@@ -12,7 +14,7 @@ PINS    = pyproject.toml constraints.txt
 # each worker computes on one thread: those of three workers would wait for each other on two cores
 PYTEST  = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help train test test-rest test-all tables planted chaos hangs rehearse rehearse-faults cuda-names lint bench measure modes gpu gpu-speeds measure clean
+.PHONY: help train test test-rest test-all test-lowest tables planted chaos hangs rehearse rehearse-faults cuda-names lint bench measure modes gpu gpu-speeds clean
 
 help:                    ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 18
@@ -28,6 +30,9 @@ test-rest: $(VENV)/.test ## what `make test` leaves out, a sample that CI runs t
 
 test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: some hours
 	TITAN_TESTS=all TITAN_EXAMPLES=thorough $(PYTEST) $(ARGS)
+
+test-lowest: $(LOWEST)/.titan  ## tests of data and of runs of others, with the lowest allowed versions: ten minutes
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(FOREIGN) $(ARGS)
 
 planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: twenty minutes
 	$(VENV)/bin/python -m tests.support.planted $(ARGS)
@@ -95,6 +100,13 @@ $(VENV)/.gpu: $(PINS) | $(VENV)/bin/python
 $(VENV)/.test: $(PINS) | $(VENV)/bin/python
 	$(PIP) -e '.[test]'
 	@touch $@ $(VENV)/.titan $(VENV)/.gpu
+
+$(LOWEST)/.titan: $(PINS)
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m tests.support.lowest_versions > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q -c $(LOWEST)/constraints.txt \
+	  -e '.[show,track,trackio,hf,data,s3,float8,slurm,sweep,compare,probe]' pytest pytest-timeout hypothesis 'moto[server]'
+	@touch $@
 
 $(VENV)/.lint: $(PINS) | $(VENV)/bin/python
 	$(PIP) -e '.[test,lint]'

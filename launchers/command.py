@@ -21,7 +21,7 @@ from titan.config.command import describe_train_option, describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
 from titan.run import certificate, command_line, hydra_node, hydra_private, lock, searched_files, trust
-from titan.run.compose import freeze_run, register_configs
+from titan.run.compose import check_weights, freeze_run, register_configs
 from titan.run.hydra_choices import describe_value_error
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, HydraSession, compose_config
@@ -208,6 +208,7 @@ def _compose_run(args: argparse.Namespace) -> DictConfig:
         if not args.resumed:  # a trial of a named sweep can be resumed by itself
             _check_no_grid(cfg)
         modules.check_hydra(cfg, args.typed)
+        check_weights(cfg, args.typed)
         hydra_node.log_composition(cfg, args.config_name or CONFIG, args.overrides)
     return cfg
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -281,6 +283,11 @@ LAPTOP = [  # on a CPU with 16 GiB
     (
         "dataset=mixture dataset.sources={} dataset.weights={a:1}",
         "the mixture is empty|+dataset@dataset.sources.NAME=CHOICE",
+    ),
+    (
+        "dataset=mixture +dataset@dataset.sources.a=stdlib +dataset@dataset.sources.b=synthetic "
+        "dataset.weights={a:3,b:1} +dataset.weights={a:1}",
+        "dataset.weights={a:1}: is merged with the weights of the other sources ({b:1})|dataset.weights={a:1,b:0}",
     ),
     ("dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={b:1}", "dataset.weights|no source 'b'"),
     (
@@ -600,6 +607,13 @@ def test_what_a_run_starts_from_is_looked_for_before_its_data_are_prepared(
 ) -> None:
     monkeypatch.setattr(start, "prepare_data", lambda *_: pytest.fail("the data were prepared"))
     refused(tiny(*overrides), f"{overrides[0]}|no such directory|correct the path")
+
+
+def test_weights_of_another_shape_are_rejected_before_the_data_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "prepare_data", lambda *_: pytest.fail("the data were prepared"))
+    weights = SimpleNamespace(model=dataclasses.replace(begun().model, ffn=96))
+    monkeypatch.setattr("titan.weights.formats.open_weights", lambda path: weights)
+    refused(tiny("checkpoint.weights=x", name="y"), "checkpoint.weights=x: the weights are of|give model.ffn=96")
 
 
 @pytest.mark.full

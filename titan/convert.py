@@ -21,9 +21,8 @@ from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
-from titan.console.numbers import format_plural
+from titan.console.numbers import format_bytes, format_plural
 from titan.console.progress import print_table
-from titan.dataset.preprocess import report
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic
 from titan.files.run_directory import RUN
@@ -208,7 +207,7 @@ def _check_space(target: Path, size: int) -> None:
     free = shutil.disk_usage(existing).free + replaced
     if free < size + SPARE:
         raise ConfigError(
-            f"to={target}: needs {report.format_bytes(size + SPARE)}, and the disk has {report.format_bytes(free)} "
+            f"to={target}: needs {format_bytes(size + SPARE)}, and the disk has {format_bytes(free)} "
             "free; free space, or choose another folder."
         )
 
@@ -258,7 +257,7 @@ def _print_report(weights: Weights, settings: Convert, files: list[Path], second
             "from": f"{settings.source}: {FORMAT_NAMES[type(weights).__name__]}, {', '.join(kinds)}",
             "model": f"{type(model).__name__}, {parameters:,} parameters, {layers} of width {model.dim}",
             "to": f"{settings.to}: {settings.format}, {settings.dtype}",
-            "files": f"{len(files):,}, {report.format_bytes(size)}",
+            "files": f"{len(files):,}, {format_bytes(size)}",
             "tokenizer": weights.tokenizer or "none",
             "time": f"{seconds:.1f} s",
         }

@@ -19,6 +19,7 @@ from titan.files.run_directory import check_run_directory
 from titan.run import compose
 from titan.run.command_line import RESUME
 from titan.run.schema import Recipe
+from titan.training.side_jobs import recompose
 
 if TYPE_CHECKING:
     from titan.dataset.mixture import RowMixture
@@ -83,9 +84,19 @@ def _show_data(command_line: CommandLine[Settings]) -> int:
     recipe = _compose_recipe(settings.run, command_line.overrides)
     _check_steps(steps, settings, recipe.training.steps)
     mix, tokenizer = _open_data(recipe)
+    if settings.run and not any(o.lstrip("+").startswith("dataset") for o in command_line.overrides):
+        _check_data(settings.run, mix)
     for step in steps:
         _show_step(recipe.training, mix, tokenizer, step, row_numbers, settings.characters or None)
     return 0
+
+
+def _check_data(directory: str, mix: RowMixture) -> None:
+    """Raise ConfigError when the data are not those that a run's last attempt read."""
+    from titan.dataset.corpora import compute_data_digest
+
+    document = recompose.read_run_attempts(directory)[-1]
+    recompose.check_science(directory, document, {**document["science"], "data": compute_data_digest(mix)}, ())
 
 
 def _check_steps(steps: range, settings: Settings, count: int) -> None:

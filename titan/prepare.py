@@ -11,7 +11,7 @@ from pathlib import Path
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
-from titan.console.numbers import format_plural
+from titan.console.numbers import format_bytes, format_plural
 from titan.console.progress import print_table, progress_line
 from titan.console.text import sanitize_line
 from titan.dataset.preprocess import report
@@ -67,7 +67,8 @@ def _prepare_corpus(name: str, dataset: Dataset, settings: Settings) -> None:
     print(f"{name}:")
     print_table(
         {
-            "source": f"{summary.source}: {parts}, {report.format_bytes(summary.bytes)}",
+            "source": f"{summary.source}: {parts}, {format_bytes(summary.bytes)}",
+            **summary.selection,
             "shards": f"{summary.shards:,}, {completion}",
             "tokenizer": summary.tokenizer,
             "folder": os.path.relpath(summary.folder)

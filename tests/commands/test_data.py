@@ -56,6 +56,10 @@ def test_one_row_of_a_run(settings: list[str], capsys: pytest.CaptureFixture[str
     assert len([line for line in lines if line.startswith("row")]) == 1
     expected = shown(capsys, *settings, "dataset.skip=[[1,2]]", "rows=4-4")
     assert lines == expected
+    (tmp_path / "x.txt").write_text(TEXT.replace("word1 ", "other "))
+    assert data.main([run.directory, "step=1"]) == 2
+    assert "the data here are not those of the run" in capsys.readouterr().err
+    assert shown(capsys, run.directory, "step=1", "dataset.separator='<|e|>'")[0] == "step 1: rows 0 to 5"
 
 
 @pytest.mark.full

@@ -36,6 +36,7 @@ def test_it_prepares_and_reports(arguments: list[str], tmp_path: Path, capsys: p
     size = (tmp_path / "x.jsonl").stat().st_size
     assert screen.out.startswith("data:\n") and screen.err == ""
     assert found["source"] == f"jsonl: 1 part, {size} bytes"
+    assert found["reads"] == f"1 file of .jsonl, {size} bytes" and "leaves out" not in found
     assert found["shards"] == "1, 0 of them done"
     assert found["documents"] == "20, 5 of them duplicates"
     assert found["skipped"] == f"1 empty, first: {tmp_path / 'x.jsonl'}, line 21"

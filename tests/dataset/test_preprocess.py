@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support.footprint import estimate_footprint
 from tests.support.made_source import Made, MadeSource, make_documents
 from tests.support.tiers import full
+from titan.console.numbers import format_bytes
 from titan.dataset.documents import Document, Skip, SourcePart, Turn
 from titan.dataset.preprocess import plan, report, shard_job
 from titan.dataset.preprocess.encode import group_documents, hash_document
@@ -62,6 +64,16 @@ def test_only_one_takes_a_claim(tmp_path: Path) -> None:
     assert not claim.exists() and leases.acquire(claim)
 
 
+def test_a_claim_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(leases.json, "dump", fail)
+    with pytest.raises(OSError, match="No space"):
+        leases.acquire(tmp_path / "unit-00000.claim")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("owner", "seconds", "stale"),
     [
@@ -71,16 +83,20 @@ def test_only_one_takes_a_claim(tmp_path: Path) -> None:
         pytest.param({"machine": "another", "pid": 1}, 0, False, id="foreign"),
         pytest.param({"machine": "another", "pid": None}, 599, False, id="foreign-and-slow"),
         pytest.param({"machine": "another", "pid": 1}, 601, True, id="foreign-and-untouched"),
+        pytest.param(None, 1, False, id="only-just-made"),
+        pytest.param(None, 11, True, id="empty"),
     ],
 )
-def test_stale_claims(tmp_path: Path, owner: dict[str, object], seconds: float, stale: bool) -> None:
-    if "pid" in owner and owner["pid"] is None:
+def test_stale_claims(tmp_path: Path, owner: dict[str, object] | None, seconds: float, stale: bool) -> None:
+    if owner and "pid" in owner and owner["pid"] is None:
         owner = owner | {"pid": dead()}
-    claim = claimed(tmp_path / "unit-00000.claim", **owner)
+    claim = claimed(tmp_path / "unit-00000.claim", **(owner or {}))
+    if owner is None:  # its owner's disk was full
+        claim.write_text("")
     age(claim, seconds)
     assert leases.is_stale(claim) is stale
     assert leases.acquire(claim) is stale
-    assert (json.loads(claim.read_text())["pid"] == os.getpid()) or not stale
+    assert not stale or json.loads(claim.read_text())["pid"] == os.getpid()
     assert [f.name for f in tmp_path.iterdir()] == ["unit-00000.claim"]
 
 
@@ -292,7 +308,7 @@ def test_copies_are_counted_in_ranges(
 
 
 def test_sizes_in_words() -> None:
-    found = [report.format_bytes(n) for n in (0, 999, 1000, 12_345, 123_456_789, 60e12, 5e15)]
+    found = [format_bytes(n) for n in (0, 999, 1000, 12_345, 123_456_789, 60e12, 5e15)]
     assert found == ["0 bytes", "999 bytes", "1.0 kB", "12.3 kB", "123 MB", "60.0 TB", "5,000.0 TB"]
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
+from tests.support.tiers import full
 from titan.dataset.documents import Skip, Source, Turn
 from titan.dataset.schema import Chat
 from titan.dataset.sources.local import build_jsonl_source, build_parquet_source
@@ -313,3 +316,29 @@ def test_the_digest_of_a_chat_is_its_layout_too(tmp_path: Path) -> None:
     ]
     assert len({chat.build().digest() for chat in same}) == 1
     assert len({chat.build().digest() for chat in (same[0], *others)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "words"),
+    [
+        full(2**25 + 1, "list", "1 row with 33,554,433 values, more than 33,554,432, in the", id="values"),
+        pytest.param(22 * 10**5, "list", "the row has 140,800,000 bytes, more than 134,217,728", id="elements"),
+        full(150 * 2**20, "text", "are unpacked to 157,", id="page"),
+    ],
+)
+def test_a_small_file_does_not_take_the_memory(tmp_path: Path, count: int, kind: str, words: str) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    file = tmp_path / "x.parquet"
+    if kind == "list":
+        offsets = pyarrow.array([0, count], pyarrow.int32())
+        values = pyarrow.ListArray.from_arrays(offsets, pyarrow.nulls(count, pyarrow.string()))
+    else:
+        values = pyarrow.array(["a" * count])
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), file, compression="zstd", use_dictionary=False)
+    assert file.stat().st_size < 20_000
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        list(build_parquet_source(str(file)).documents(build_parquet_source(str(file)).parts()[0]))
+    skipped = build_parquet_source(str(file), on_error="skip")
+    assert [skip for part in skipped.parts() for skip in skipped.documents(part)] == [Skip("too long", ANY)]

@@ -6,12 +6,16 @@ import contextlib
 import json
 import os
 import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.prepared_folders import make_documents, read_row, write_corpus
+from titan.config import optional
+from titan.console.text import is_url
 from titan.dataset import remote
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.preprocess.prepare import prepare
@@ -36,6 +40,13 @@ def shards_here(folder: Path) -> list[str]:
 
 def dataset(there: Path, **more: object) -> Prepared:
     return Prepared(path=f"file://{there}", cache=str(there.parent / "cache"), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chain", ["simplecache::file://", "simplecache::"])
+def test_a_chain_of_file_systems_is_a_url(there: Path, chain: str) -> None:
+    (folder,) = prepare_corpora(Prepared(path=f"{chain}{there}", cache=str(there.parent / "cache"))).values()
+    assert Path(folder) != there and open_corpus(folder).train.read(50_001, 1) == [50_001]
+    assert is_url(f"{chain}{there}") and not is_url(str(there))
 
 
 def test_files_come_when_they_are_read(there: Path) -> None:
@@ -210,3 +221,19 @@ def test_a_damaged_note_of_where_shards_come_from_is_told(text: str, there: Path
     (Path(folder) / remote.ORIGIN).write_text(text)
     with pytest.raises(RunError, match=r"origin.json: is corrupt \(.*\); remove its folder, then resume"):
         open_corpus(folder).train.read(0, 1)
+
+
+@pytest.fixture
+def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server that accepts connections and says nothing."""
+    monkeypatch.setattr(optional, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("fsspec.config.conf", {})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/x"
+
+
+def test_a_silent_server_is_given_up(silent_server: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"can't read prepared data \(OSError: SocketTimeoutError: "):
+        remote.mirror_folder(silent_server, tmp_path)
+    with pytest.raises(ConfigError, match="no such file or folder, or its server gives no answer"):
+        Text(path=silent_server).build()

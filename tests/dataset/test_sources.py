@@ -269,3 +269,36 @@ def test_markov_can_be_learnt() -> None:
     rates = pairs / pairs.sum(axis=1, keepdims=True)
     entropy = -(pairs / pairs.sum() * np.log(np.where(rates > 0, rates, 1))).sum()
     assert entropy < 1.2 < np.log(16)
+
+
+@pytest.mark.parametrize(
+    ("names", "reads", "leaves_out"),
+    [
+        pytest.param(["a.txt", "b.md"], "1 file of .txt, 3 bytes; 1 file of .md, 3 bytes", None, id="all"),
+        pytest.param(["a.md", "b.py", "c/d.py"], "1 file of .md, 3 bytes", "2 files of .py, 6 bytes", id="code"),
+        pytest.param(["a.txt.gz", "b.jsonl.zst"], "1 file of .txt.gz, 3 bytes", "1 file of .jsonl.zst", id="records"),
+        pytest.param(["a.py", "b.jsonl"], "1 file of .py, 3 bytes", "1 file of .jsonl, 3 bytes", id="any other"),
+        pytest.param(["a.txt", *(f"b.{i}" for i in range(12))], "1 file", "4 files of other suffixes", id="many"),
+    ],
+)
+def test_what_is_read_and_left_out(tmp_path: Path, names: list[str], reads: str, leaves_out: str | None) -> None:
+    for name in [*names, "empty.log", ".hidden"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("" if name == "empty.log" else "abc")
+    found = files.describe_selection(str(tmp_path), build_text_source(str(tmp_path)).parts())
+    assert reads in found["reads"] and (leaves_out or "") in found.get("leaves out", "")
+    assert ("leaves out" in found) is (leaves_out is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "kind"),
+    [
+        pytest.param("a.jsonl", "", "jsonl", id="folder of JSON Lines"),
+        pytest.param("a.jsonl.gz", "a.jsonl.gz", "jsonl", id="file"),
+        pytest.param("a.parquet", "*.parquet", "parquet", id="glob of Parquet files"),
+    ],
+)
+def test_records_are_no_text(tmp_path: Path, name: str, path: str, kind: str) -> None:
+    (tmp_path / name).write_text('{"text": "a"}')
+    with pytest.raises(ConfigError, match=rf"dataset\.path=.*: .*{name} holds records.*dataset={kind} dataset\.p"):
+        build_text_source(str(tmp_path / path))

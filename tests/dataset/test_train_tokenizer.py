@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,36 @@ def test_the_command_writes_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "shown", "ids"),
+    [
+        pytest.param([], "reads       1 file of .txt, 844 bytes|leaves out  1 file of .jsonl, ", 2, id="text alone"),
+        pytest.param(["field=body"], "reads       1 file of .jsonl, |; 1 file of .txt, 844 bytes", 1, id="field"),
+    ],
+)
+def test_it_says_what_it_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], shown: str, ids: int
+) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("the theatre, " * 60 + "end of the text\n" * 4)
+    (folder / "b.jsonl").write_text((json.dumps({"body": "für über"}) + "\n") * 60)
+    assert main([str(folder), f"to={tmp_path}/o.tiktoken", "ranks=266", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert all(words in out for words in shown.split("|"))
+    assert len(load_tokenizer(str(tmp_path / "o.tiktoken")).encode("ü")) == ids
+    assert main([str(folder), f"to={tmp_path}/o.tiktoken", "ranks=258"]) == 2
+    assert "exists, and is not overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         pytest.param(["{}/c.txt", "to={}/o.tiktoken", "ranks=100"], "256 or more", id="fewer-than-bytes"),
         pytest.param(["{}/c.txt", "to={}/o.tiktoken", "ranks=9999"], "fewer ranks", id="more-than-the-text-gives"),
         pytest.param(["{}/c.txt", "to={}/o.txt", "ranks=257"], ".tiktoken", id="another-suffix"),
         pytest.param(["{}/c.txt", "to={}/gone/o.tiktoken", "ranks=257"], "there is no directory", id="no-such-place"),
+        pytest.param(["{}/r.jsonl", "to={}/o.tiktoken"], "give field=KEY", id="records"),
+        pytest.param(["{}/r.jsonl", "to={}/o.tiktoken", "field=a"], "the right key in field.", id="another-key"),
         pytest.param(["{}/gone.txt", "to={}/o.tiktoken"], "no such file", id="no-such-corpus"),
     ],
 )
@@ -54,6 +79,7 @@ def test_the_command_refuses_plainly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     (tmp_path / "c.txt").write_text("".join(TEXTS))
+    (tmp_path / "r.jsonl").write_text('{"text": "a"}')
     assert main([argument.format(tmp_path) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert words in error

@@ -23,7 +23,9 @@ from typing import Any, TypeVar
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
 from titan.checkpoint.schema import Checkpoint
+from titan.config.optional import import_fsspec
 from titan.config.settings import format_setting
+from titan.console.text import is_url
 from titan.errors import ConfigError
 from titan.files.atomic import sync_path, write_atomic
 from titan.files.untrusted import check_file_name, check_type, describe_value, parse_object
@@ -57,9 +59,8 @@ class Remote:
     @cached_property
     def _fs_and_root(self) -> tuple[Any, str]:
         """The file system and the path in it; created at first use, because some file systems connect at once."""
-        from fsspec.core import url_to_fs
-
-        fs_and_root: tuple[Any, str] = url_to_fs(self.url, use_listings_cache=False)
+        core = import_fsspec("checkpoint.path").core
+        fs_and_root: tuple[Any, str] = core.url_to_fs(self.url, use_listings_cache=False)
         return fs_and_root
 
     @property
@@ -285,8 +286,3 @@ def open_remote(path: str, directory: str, setting: str = "checkpoint.path") -> 
     last = len(parts) - 1 - parts[::-1].index("runs") if "runs" in parts[:-1] else len(parts) - 2
     base = path.rstrip("/") if is_url(path) else str(Path(path).expanduser().absolute())
     return Remote("/".join((base, *parts[last + 1 :])), setting)
-
-
-def is_url(path: str) -> bool:
-    """Return whether a path is a URL."""
-    return "://" in path

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
-from titan.checkpoint.remote import INDEX, Remote, is_url, open_remote
+from titan.checkpoint.remote import INDEX, Remote, open_remote
 from titan.checkpoint.schema import Checkpoint
 from titan.config.settings import format_setting
+from titan.console.text import is_url
 from titan.errors import ConfigError
 from titan.files.run_directory import describe_runs_below
 from titan.files.untrusted import describe_value

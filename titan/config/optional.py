@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
 from titan.errors import ConfigError
+
+ANSWER_SECONDS = 60
+"""How long a web server may send nothing."""
 
 
 def advise_extra(extra: str) -> str:
@@ -33,3 +37,20 @@ def import_optional(package: str, setting: str, purpose: str = "", project: str 
     except ImportError as error:
         name, subject = project or package.partition(".")[0], f"{purpose} " if purpose else ""
         raise ConfigError(f"{setting}: {subject}needs the package {name}: pip install {name}") from error
+
+
+def import_fsspec(setting: str) -> Any:
+    """Import and return fsspec; unless the user has configured it, web servers must answer in time.
+
+    Args:
+        setting: the user's setting, for messages.
+
+    Raises:
+        ConfigError: when it isn't installed.
+    """
+    fsspec = import_optional("fsspec", setting)
+    with contextlib.suppress(ImportError):
+        aiohttp = importlib.import_module("aiohttp")
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_SECONDS, sock_read=ANSWER_SECONDS)
+        fsspec.config.conf.setdefault("http", {"client_kwargs": {"timeout": timeout}})
+    return fsspec

@@ -98,6 +98,15 @@ def format_interval(low: float | None, high: float | None, format_value: Callabl
     return "" if low is None or high is None else f"[{format_value(low)}, {format_value(high)}]"
 
 
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with a unit."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
 def format_plural(count: int, noun: str, plural_noun: str = "") -> str:
     """Return a count with its noun: 1 pair, 3 pairs; 2 batches where `plural_noun` is given."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural_noun or noun + 's'}"

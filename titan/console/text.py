@@ -41,6 +41,11 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 """Control characters, other line separators, marks that change the direction of text, and bytes that are no UTF-8."""
 
 
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL or a chain of file systems, such as simplecache::s3://bucket/x."""
+    return "://" in path or "::" in path
+
+
 def redact(text: str) -> str:
     """Return `text` without passwords and tokens in URLs, and without the values of secret variables."""
     for secret in _list_secrets():

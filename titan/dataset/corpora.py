@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from titan.console.text import is_url
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
 from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences
@@ -30,28 +31,29 @@ def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = N
     """
     folders = {}
     for name, settings in dataset.corpora().items():
-        folder = _prepare_corpus(settings, dataset.stream, progress)
-        check_sizes = not (isinstance(settings, Prepared) and "://" in settings.path)
+        setting = f"dataset.sources.{name}" if isinstance(dataset, Mixture) else "dataset"
+        folder = _prepare_corpus(settings, dataset.stream, progress, setting)
+        check_sizes = not (isinstance(settings, Prepared) and is_url(settings.path))
         _check_training_tokens(open_corpus(folder, partial=dataset.stream, check_sizes=check_sizes))
         folders[name] = str(folder)
     _check_tokenizers(open_corpora(folders))
     return folders
 
 
-def _prepare_corpus(settings: Dataset, stream: bool, progress: Callable[[str], None] | None) -> Path:
+def _prepare_corpus(settings: Dataset, stream: bool, progress: Callable[[str], None] | None, setting: str) -> Path:
     if isinstance(settings, Prepared):
         return _locate_folder(settings)
     if not stream:
-        return prepare(settings, progress)
-    folder = ensure_plan(settings)
+        return prepare(settings, progress, setting=setting)
+    folder = ensure_plan(settings, setting)
     if (folder / "manifest.json").is_file():
-        return prepare(settings, progress)  # repairs corrupt files
+        return prepare(settings, progress, setting=setting)  # repairs corrupt files
     (folder / "failed.json").unlink(missing_ok=True)  # an earlier failure is retried
     return folder
 
 
 def _locate_folder(settings: Prepared) -> Path:
-    if "://" in settings.path:
+    if is_url(settings.path):
         return remote.mirror_folder(settings.path, find_cache_folder(settings), settings.keep_gib)
     folder = Path(settings.path).expanduser().resolve()
     if not (folder / "manifest.json").is_file():
@@ -90,7 +92,7 @@ def open_corpora(folders: Folders, dataset: Dataset | None = None) -> dict[str, 
     settings_by_name = dataset.corpora() if dataset is not None else {}
     for name, folder in folders.items():
         settings = settings_by_name.get(name)
-        if isinstance(settings, Prepared) and "://" in settings.path:
+        if isinstance(settings, Prepared) and is_url(settings.path):
             remote.register_url(settings.path)
         if isinstance(settings, Prepared) and not Path(folder).exists():
             _locate_folder(settings)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from titan.config.optional import import_fsspec
 from titan.console.text import redact
 from titan.dataset.documents import content_digest
 from titan.errors import ConfigError, RunError
@@ -116,16 +117,16 @@ def _download_file(url: str, folder: Path, name: str) -> Path:
 @contextmanager
 def _open_remote(url: str, name: str) -> Iterator[Any]:
     """Open a file at `url`; every error of its file system becomes an OSError."""
-    try:
-        import fsspec
-    except ImportError as error:
-        raise ConfigError(f"dataset.path={url}: needs the package fsspec: pip install fsspec.") from error
+    fsspec = import_fsspec(f"dataset.path={url}")
     try:
         with fsspec.open(f"{url}/{name}", "rb") as file:
             yield file
-    except (OSError, ConfigError):
+    except ConfigError:
         raise
     except Exception as error:  # each protocol's package has its own errors
+        if isinstance(error, OSError) and error.__cause__ is None:
+            raise
+        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 

@@ -29,6 +29,8 @@ from titan.files.untrusted import check_type, parse_object
 
 TOUCH_SECONDS = 3.0
 STALE_SECONDS = 600.0
+UNNAMED_SECONDS = 10.0
+"""How long a lock may name nobody: its owner writes its name right after it has created it."""
 
 
 @cache
@@ -65,8 +67,12 @@ def acquire(lock: Path) -> bool:
         handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
         return False
-    with os.fdopen(handle, "w") as file:
-        json.dump({"machine": identify_machine(), "host": socket.gethostname(), "pid": os.getpid()}, file)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump({"machine": identify_machine(), "host": socket.gethostname(), "pid": os.getpid()}, file)
+    except OSError:
+        lock.unlink(missing_ok=True)
+        raise
     return True
 
 
@@ -84,9 +90,13 @@ def refresh(lock: Path) -> None:
 
 
 def is_stale(lock: Path) -> bool:
-    """Return whether the owner is gone; a missing lock counts as stale."""
+    """Return whether the owner is gone; a missing lock counts as stale.
+
+    So does one that names nobody and is not refreshed, since its owner failed to write it, as on a full disk.
+    """
     owner = _read_owner(lock)
-    return _is_gone(str(owner.get("machine", "")), int(owner.get("pid", 0)), lock)
+    seconds = STALE_SECONDS if owner.get("pid") else UNNAMED_SECONDS
+    return _is_gone(str(owner.get("machine", "")), int(owner.get("pid", 0)), lock, seconds)
 
 
 def describe_holder(lock: Path) -> str:
@@ -95,11 +105,11 @@ def describe_holder(lock: Path) -> str:
     return f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
 
 
-def _is_gone(owner: str, pid: int, path: Path) -> bool:
+def _is_gone(owner: str, pid: int, path: Path, seconds: float = STALE_SECONDS) -> bool:
     if owner == identify_machine() and pid and not is_alive(pid):
         return True
     try:
-        return time.time() - max(entry.stat().st_mtime for entry in _list_entries(path)) > STALE_SECONDS
+        return time.time() - max(entry.stat().st_mtime for entry in _list_entries(path)) > seconds
     except OSError:  # it was removed
         return True
 

@@ -14,13 +14,16 @@ from titan.files.atomic import write_atomic
 from titan.files.untrusted import MAX_NAME_BYTES
 
 
-def check_output_file(name: str, endings: Sequence[str] = (), *, makes_folder: bool = False) -> Path:
+def check_output_file(
+    name: str, endings: Sequence[str] = (), *, makes_folder: bool = False, is_new: bool = False
+) -> Path:
     """Return the path of a file that a command will write.
 
     Args:
         name: the value of `to=`.
         endings: those that the command has a format for, such as .json; empty: any.
         makes_folder: whether writing makes the folder that the file is in.
+        is_new: whether the file must not exist, because the command can't know that it wrote it.
 
     Raises:
         ConfigError: when it has another ending or can't be written: it is a directory, or its directory does not exist
@@ -33,6 +36,8 @@ def check_output_file(name: str, endings: Sequence[str] = (), *, makes_folder: b
         raise ConfigError(f"to={name}: is a directory; give another file.")
     if endings and file.suffix not in endings and not _is_stream(file):
         raise ConfigError(f"to={name}: unknown file format; use {'one of ' * (len(endings) > 1)}{', '.join(endings)}.")
+    if is_new and os.path.isfile(file):
+        raise ConfigError(f"to={name}: exists, and is not overwritten; give another name, or remove it first.")
     if not makes_folder and not os.path.isdir(file.parent):
         raise ConfigError(f"to={name}: there is no directory {file.parent}; give another file.")
     if not _is_stream(file):

@@ -27,7 +27,7 @@ from titan.config import modules, settings
 from titan.config.warning import warn_once
 from titan.console.text import is_secret, redact, redact_nested
 from titan.errors import ConfigError, UnknownSettingError
-from titan.run import command_line, hydra_node, hydra_private, synonyms
+from titan.run import command_line, hydra_node, hydra_private, synonyms, trust
 from titan.run.axes import PLUGGABLE
 from titan.run.hydra_errors import HydraErrors, list_names
 from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, HydraSession, compose_config, drop_hydra_node
@@ -213,6 +213,25 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
     command_line.reject_shown(args)
     with HydraErrors(args.overrides), HydraSession(args):
         command_line.check(args)
-        return _build_recipe(
-            compose_config(args.overrides, args.config_name), modules.list_trusted_packages(args.typed)
-        )
+        cfg = compose_config(args.overrides, args.config_name)
+        check_weights(cfg, args.typed)
+        return _build_recipe(cfg, modules.list_trusted_packages(args.typed))
+
+
+def check_weights(cfg: DictConfig, typed: Sequence[str]) -> None:
+    """Raise ConfigError where a typed mapping of a mixture's weights leaves out sources, whose weights Hydra keeps.
+
+    Args:
+        cfg: the composed configuration.
+        typed: the overrides of the command line, without those of a run that it resumes.
+    """
+    for word in (word for word in typed if word.lstrip("+").startswith("dataset.weights=")):
+        named = {key.removeprefix("dataset.weights.") for key in trust.list_typed([word])}
+        weights: Any = OmegaConf.to_container(OmegaConf.select(cfg, "dataset.weights") or OmegaConf.create({}))
+        kept = {name: weight for name, weight in weights.items() if weight and name not in named}
+        if kept and named & weights.keys():
+            whole = settings.format_value({**weights, **dict.fromkeys(kept, 0)})
+            raise ConfigError(
+                f"{word}: is merged with the weights of the other sources ({settings.format_value(kept)}); give "
+                f"dataset.weights={whole} to leave these out, or dataset.weights.NAME=VALUE to change one."
+            )

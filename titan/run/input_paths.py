@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Iterator
 
+from titan.console.text import is_url
 from titan.dataset.schema import Chat, Jsonl, Parquet, Prepared, Text
 from titan.run.run import Run
 
@@ -16,7 +17,7 @@ FILE_DATASETS = (Chat, Jsonl, Parquet, Prepared, Text)
 def find_missing_input(run: Run) -> str | None:
     """Return the first setting of a run that names no file or folder of this machine, as typed; None where all do."""
     for key, path in _list_inputs(run):
-        if path and "://" not in path and not glob.has_magic(path) and not os.path.exists(os.path.expanduser(path)):
+        if path and not is_url(path) and not glob.has_magic(path) and not os.path.exists(os.path.expanduser(path)):
             return f"{key}={path}"
     return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest, check_resumable
@@ -21,7 +21,9 @@ from titan.dataset import permutation
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.run.run import Run, as_model
-from titan.weights.origin import check_source
+
+if TYPE_CHECKING:
+    from titan.weights.interface import Weights
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,13 @@ def check_start(run: Run) -> None:
     """Check what a new run starts from, before its data are prepared, which may take hours.
 
     Raises:
-        ConfigError: when it is missing, or a checkpoint of another model.
+        ConfigError: when it is missing, or of another model.
     """
     _reject_both(run)
     if run.checkpoint.resume:
         _load_fork(run, run.checkpoint.resume)
     elif run.checkpoint.weights:
-        check_source(run.checkpoint.weights, "checkpoint.weights")
+        _open_weights(run, run.checkpoint.weights)
 
 
 def _reject_both(run: Run) -> None:
@@ -132,11 +134,9 @@ def _find_recorded_fork(run: Run, resume: str, recorded: str) -> Parent:
 
 def _find_weights(run: Run, path: str, recorded: str | None) -> Parent:
     """Return initial weights that fit the model and are those of the first attempt."""
-    from titan.weights.formats import compute_digest, open_weights
-    from titan.weights.model_config import check_model
+    from titan.weights.formats import compute_digest
 
-    weights = open_weights(path)
-    check_model(run.model, weights.model, f"checkpoint.weights={path}")
+    weights = _open_weights(run, path)
     identity = f"weights:{compute_digest(weights)[:12]}"
     if recorded and recorded != identity:
         raise ConfigError(
@@ -144,6 +144,16 @@ def _find_weights(run: Run, path: str, recorded: str | None) -> Parent:
             "checkpoint or folder that has them, or choose another name."
         )
     return Parent(identity, weights=weights.path)
+
+
+def _open_weights(run: Run, path: str) -> Weights:
+    """Return initial weights; raise ConfigError when they are of another model."""
+    from titan.weights.formats import open_weights
+    from titan.weights.model_config import check_model
+
+    weights = open_weights(path)
+    check_model(run.model, weights.model, f"checkpoint.weights={path}")
+    return weights
 
 
 def _check_model(run: Run, checkpoint: CheckpointCandidate) -> None:

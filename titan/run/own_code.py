@@ -7,7 +7,6 @@ changed code is noticed; a launcher's copy of the code includes the files.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.util
 import os
 import sys
@@ -16,15 +15,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan.optimizer.external.packages import is_own
+from titan.optimizer.external.packages import compute_files_digest, is_own
 
 if TYPE_CHECKING:
     from titan.run.run import Run
 
 KEY = "own_code"
 """The key of the digests in a document of run.yaml."""
-MAX_HASHED_BYTES = 1 << 20
-"""The size in bytes above which a file is data: its size counts, and its content does not."""
 RESULTS = ("run.yaml", "ledger.jsonl")
 """Files that make a folder one of results, which is no code."""
 
@@ -94,16 +91,7 @@ def is_installed(package: str) -> bool:
 
 def compute_digests(run: Run) -> dict[str, str]:
     """Return 12 hex digits of a hash of the files of each package: of their paths and contents."""
-    return {package: _compute_digest(find_files(package)) for package in find_packages(run)}
-
-
-def _compute_digest(content: Mapping[str, Path]) -> str:
-    digest = hashlib.sha256()
-    for name, file in content.items():
-        size = file.stat().st_size
-        digest.update(f"{name}\0{size}\0".encode())
-        digest.update(file.read_bytes() if size <= MAX_HASHED_BYTES else b"")
-    return digest.hexdigest()[:12]
+    return {package: compute_files_digest(find_files(package)) for package in find_packages(run)}
 
 
 def note_changes(run: Run, last: Mapping[str, Any]) -> tuple[str, ...]:

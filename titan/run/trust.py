@@ -46,7 +46,7 @@ RISKS: Mapping[TextKind, str] = {
 """What a setting does, for the kinds whose every value the user must have typed."""
 SWEPT = "hydra.sweeper.params."
 """What stands before the settings that a sweeper varies."""
-_URL = re.compile(r"\b(?!file:)[A-Za-z][A-Za-z0-9+.-]*://")
+_URL = re.compile(r"\b(?!file:)[A-Za-z][A-Za-z0-9+.-]*://|::")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _VARIABLE_FOLDER = re.compile(r"\$\{oc\.env:\w+(,[\w./-]*)?\}(/[^$]*)?")
 _FOLDER_BELOW = re.compile(r"(?![/~])(?!.*\.\.)([^$]|\$\{(name|now:[^${}]*|hydra[.:]job\.\w+)\})*")

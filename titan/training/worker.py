@@ -16,11 +16,11 @@ import torch.distributed as dist
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.reader import CheckpointReader
-from titan.checkpoint.remote import Remote, is_url, open_remote
+from titan.checkpoint.remote import Remote, open_remote
 from titan.checkpoint.restore import find_corruption
 from titan.checkpoint.transfer import fetch_checkpoint
 from titan.cluster.rank_info import RankInfo
-from titan.console.text import sanitize_lines
+from titan.console.text import is_url, sanitize_lines
 from titan.debug.activity import Activity
 from titan.debug.dumps import record_nccl_timeouts
 from titan.debug.rank_state import RankGroup, compact_ranks

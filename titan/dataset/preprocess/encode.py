@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 
 from titan.dataset.documents import Document, Skip, Source, SourcePart, Turn
 from titan.dataset.tokenizers.tokenizer import Tokenizer
-from titan.errors import ConfigError
+from titan.errors import ConfigError, find_own_code_error
 
 GROUP_BYTES = 1024 * 1024
 GROUP_DOCUMENTS = 4096
@@ -51,13 +53,35 @@ def read_documents(source: Source, part: SourcePart) -> Iterator[Document]:
     """Yield the documents of a part.
 
     Raises:
-        ConfigError: when they can't be read.
+        ConfigError: when they can't be read, or what a source yields is no document.
     """
     try:
-        yield from source.documents(part)
+        for document in source.documents(part):
+            if not _is_document(document):
+                raise ConfigError(
+                    f"{_locate_source(source)}: yields {reprlib.repr(document)} of type {type(document).__name__}; a "
+                    "document is a text, a one-dimensional array of integers, a tuple of Turn, or Skip."
+                )
+            yield document
+    except TypeError as error:
+        if find_own_code_error(error) or type(source).__module__.startswith("titan."):
+            raise
+        raise ConfigError(f"{_locate_source(source)}: can't be iterated over ({error}); yield documents.") from error
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"{part.name}: can't be read ({reason}); make it readable, or choose other data.") from error
+
+
+def _is_document(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and value.dtype.kind in "iu"
+    return isinstance(value, (str, Skip)) or (isinstance(value, tuple) and all(isinstance(t, Turn) for t in value))
+
+
+def _locate_source(source: Source) -> str:
+    """Return where a source yields its documents, such as "mine/needle.py:15, Needles.documents"."""
+    code, name = getattr(type(source).documents, "__code__", None), f"{type(source).__qualname__}.documents"
+    return f"{os.path.relpath(code.co_filename)}:{code.co_firstlineno}, {name}" if code else name
 
 
 def group_documents(

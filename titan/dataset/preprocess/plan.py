@@ -6,10 +6,13 @@ make the same plan; readers find it as `plan.json` in the folder.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan.config.warning import warn_once
 from titan.dataset.documents import Skip, Source, SourcePart
 from titan.dataset.preprocess import encode
 from titan.dataset.preprocess.writer import read_json, write_json, write_token_bytes
@@ -27,7 +31,9 @@ from titan.dataset.shards import FORMAT, choose_token_dtype
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
+from titan.files.atomic import write_atomic
 from titan.files.untrusted import check_file_name, check_type
+from titan.optimizer.external import packages
 
 VERSION = 2
 """Part of every digest; increased when the division, hashing or tokenization changes."""
@@ -73,18 +79,27 @@ class PreparationPlan:
 
 @dataclass(frozen=True)
 class PreparationInputs:
-    """A dataset's source and tokenizer, with the digest of the source's content and of both."""
+    """A dataset's source and tokenizer, with their digests.
+
+    Attributes:
+        dataset: the settings.
+        source: what they build.
+        tokenizer: None for a source of tokens.
+        content_digest: of the source's content.
+        digest: of the prepared corpus.
+        folder: the prepared folder, whether it exists or not.
+        identity: of a user's own source: the name of the folder for its settings and its code as they are now.
+        outdated: the folder of the same settings that was prepared before the source's code changed, if any.
+    """
 
     dataset: Dataset
     source: Source
     tokenizer: Tokenizer | None
     content_digest: str
     digest: str
-
-    @property
-    def folder(self) -> Path:
-        """The prepared folder, whether it exists or not."""
-        return find_cache_folder(self.dataset) / "datasets" / f"{self.source.name}-{self.digest[:16]}"
+    folder: Path
+    identity: str = ""
+    outdated: Path | None = None
 
     @cached_property
     def parts(self) -> Sequence[SourcePart]:
@@ -128,9 +143,73 @@ def examine_dataset(dataset: Dataset) -> PreparationInputs:
     source = dataset.build()
     tokenizer = load_tokenizer(dataset.tokenizer) if source.vocab_size is None else None
     content_digest = source.digest(find_digest_cache(dataset))
-    return PreparationInputs(
-        dataset, source, tokenizer, content_digest, _compute_digest(content_digest, tokenizer, dataset)
-    )
+    digest = _compute_digest(content_digest, tokenizer, dataset)
+    folder = find_cache_folder(dataset) / "datasets" / f"{source.name}-{digest[:16]}"
+    inputs = PreparationInputs(dataset, source, tokenizer, content_digest, digest, folder)
+    modules = {type(owner).__module__ for owner in (dataset, source)}
+    is_own = any(module.partition(".")[0] != "titan" for module in modules)
+    return _identify_code(inputs, packages.find_module_files(modules)) if is_own else inputs
+
+
+def _identify_code(inputs: PreparationInputs, files: Mapping[str, Path]) -> PreparationInputs:
+    """Return the inputs with a digest and a folder for the settings and the code of a user's own source.
+
+    The name of a folder of titan's earlier versions has neither. It belongs to the settings and the code that first use
+    it, unless the code's files have changed since it was made.
+    """
+    chosen = [f for f in fields(inputs.dataset) if f.name not in _COMMON and f.metadata.get("science") is not False]
+    settings = {field.name: getattr(inputs.dataset, field.name) for field in chosen}
+    digest = _hash_values([inputs.digest, type(inputs.dataset).__qualname__, settings])
+    code = packages.compute_files_digest(files) if files else _UNKNOWN
+    earlier, prefix = inputs.folder, f"{inputs.source.name}-{digest[:16]}-"
+    folder, newest = earlier.with_name(prefix + code), max((f.stat().st_mtime for f in files.values()), default=0)
+    owner = (earlier / _OWNER).read_text() if (earlier / _OWNER).is_file() else None
+    if owner == folder.name or (owner is None and not folder.exists() and _get_time(earlier) > newest):
+        return replace(inputs, identity=folder.name)
+    others = {*earlier.parent.glob(f"{glob.escape(prefix)}*")} - {folder}
+    others |= {earlier} if (owner or prefix).startswith(prefix) else set()
+    outdated = max((f for f in others if (f / "manifest.json").is_file()), key=_get_time, default=None)
+    return replace(inputs, digest=_hash_values([digest, code]), folder=folder, identity=folder.name, outdated=outdated)
+
+
+_COMMON = {field.name for field in fields(Dataset)}
+_UNKNOWN = "unknown"
+"""What stands for the code of a source that has no file."""
+_OWNER = "owner.txt"
+"""The file of a folder of an earlier version that says whose it is: what the folder's name would be today."""
+
+
+def _get_time(folder: Path) -> float:
+    """Return when a folder's preparation began; 0 where there is none."""
+    plan = folder / "plan.json"
+    return plan.stat().st_mtime if plan.is_file() else 0
+
+
+def note_identity(inputs: PreparationInputs, setting: str) -> None:
+    """Warn when a folder is prepared since the code has changed, and when one of an earlier version is used.
+
+    Args:
+        inputs: of a user's own source.
+        setting: the name of the dataset's settings, such as dataset.
+    """
+    choice = setting if setting == "dataset" else f"dataset@{setting}"
+    if inputs.outdated and not inputs.folder.exists():
+        warn_once(
+            f"{setting}: {inputs.outdated} was prepared before the source's code changed, so {inputs.folder} is "
+            f"prepared; to go on with the former data, give {choice}=prepared {setting}.path={inputs.outdated}."
+        )
+    elif inputs.folder.name.endswith(f"-{_UNKNOWN}") and inputs.folder.exists():
+        warn_once(
+            f"{setting}: {inputs.folder} is used, and changes of the source's code are not seen, because it has no "
+            "file; where the text has changed, change a number in its digest()."
+        )
+    elif inputs.identity not in ("", inputs.folder.name) and not (inputs.folder / _OWNER).exists():
+        warn_once(
+            f"{setting}: {inputs.folder} is used, which an earlier version of titan prepared without recording the "
+            "source's settings and code; if they were others, delete it."
+        )
+        with contextlib.suppress(OSError):  # a cache that can't be written can still be read
+            write_atomic(inputs.folder / _OWNER, inputs.identity)
 
 
 def read_plan(inputs: PreparationInputs) -> PreparationPlan | None:
@@ -225,4 +304,20 @@ def _compute_digest(content_digest: str, tokenizer: Tokenizer | None, dataset: D
     identity = [VERSION, FORMAT, content_digest, tokenizer.fingerprint if tokenizer else "none", dataset.validation]
     if dataset.on_error != "refuse":
         identity.append(dataset.on_error)
-    return blake2b(json.dumps(identity).encode(), digest_size=32).hexdigest()
+    return _hash_values(identity)
+
+
+def _hash_values(values: list[Any]) -> str:
+    return blake2b(json.dumps(values, sort_keys=True, default=_encode_value).encode(), digest_size=32).hexdigest()
+
+
+def _encode_value(value: Any) -> Any:
+    """Return what JSON writes of a value of a setting that it has no text for."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__qualname__, {field.name: getattr(value, field.name) for field in fields(value)}]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    name = getattr(value, "__qualname__", None)
+    return f"{value.__module__}.{name}" if name else pickle.dumps(value).hex()

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan.config.warning import warn_once
 from titan.dataset.preprocess import report
 from titan.dataset.preprocess.plan import (
     PreparationInputs,
@@ -29,6 +30,7 @@ from titan.dataset.preprocess.plan import (
     divide_parts,
     examine_dataset,
     find_cache_folder,
+    note_identity,
     read_plan,
     write_plan,
 )
@@ -46,6 +48,7 @@ from titan.dataset.preprocess.workers import convert_cache_errors, run_shard_job
 from titan.dataset.preprocess.writer import read_json, write_json
 from titan.dataset.schema import Dataset
 from titan.dataset.shards import SPLITS, check_manifest, open_corpus
+from titan.dataset.sources.files import describe_selection
 from titan.errors import ConfigError
 from titan.files import leases
 
@@ -56,9 +59,13 @@ WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Survey:
-    """The work of a preparation: the source's parts and bytes, all shards, the finished ones, and the folder."""
+    """The work of a preparation: the source's parts and bytes, all shards, the finished ones, and the folder.
+
+    `selection` is of `describe_selection`.
+    """
 
     source: str
+    selection: dict[str, str]
     tokenizer: str
     folder: Path
     parts: int
@@ -68,13 +75,16 @@ class Survey:
     complete: bool
 
 
-def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool = False) -> Path:
+def prepare(
+    dataset: Dataset, progress: Progress | None = None, *, verify: bool = False, setting: str = "dataset"
+) -> Path:
     """Prepare `dataset` unless the cache has it; return the prepared folder, which `open_corpus` reads.
 
     Args:
         dataset: the settings; those that determine the folder's content are part of its name.
         progress: called about twice a second with a line for the user, while there is work.
         verify: compare the checksums of existing files too, not their sizes only.
+        setting: the name of these settings in messages.
 
     Raises:
         ConfigError: when the input can't be used or the cache can't be written.
@@ -83,7 +93,7 @@ def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool 
     """
     inputs = examine_dataset(dataset)
     with convert_cache_errors(find_cache_folder(dataset)), _interrupt_on_signals():
-        task = _Task(inputs, _read_or_write_plan(inputs), progress)
+        task = _Task(inputs, _read_or_write_plan(inputs, setting), progress)
         task.repair_shards(verify)
         if not task.is_complete():
             task.run()
@@ -91,15 +101,19 @@ def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool 
     return inputs.folder
 
 
-def ensure_plan(dataset: Dataset) -> Path:
+def ensure_plan(dataset: Dataset, setting: str = "dataset") -> Path:
     """Write the plan of `dataset` unless it exists, and return the folder; nothing is tokenized.
+
+    Args:
+        dataset: the settings.
+        setting: their name in messages.
 
     Raises:
         ConfigError: when the input can't be used or the cache can't be written.
     """
     inputs = examine_dataset(dataset)
     with convert_cache_errors(find_cache_folder(dataset)):
-        _read_or_write_plan(inputs)
+        _read_or_write_plan(inputs, setting)
     return inputs.folder
 
 
@@ -117,13 +131,20 @@ def survey_dataset(dataset: Dataset) -> Survey:
     )
     source_bytes, complete = sum(part.bytes for part in inputs.parts), (folder / "manifest.json").is_file()
     tokenizer = dataset.tokenizer if inputs.tokenizer else "none"
-    return Survey(
-        inputs.source.name, tokenizer, folder, len(inputs.parts), source_bytes, len(shards), finished_count, complete
-    )
+    selection = describe_selection(getattr(dataset, "path", None), inputs.parts)
+    counts = len(inputs.parts), source_bytes, len(shards), finished_count
+    return Survey(inputs.source.name, selection, tokenizer, folder, *counts, complete)
 
 
-def _read_or_write_plan(inputs: PreparationInputs) -> PreparationPlan:
-    return read_plan(inputs) or write_plan(inputs)
+def _read_or_write_plan(inputs: PreparationInputs, setting: str) -> PreparationPlan:
+    note_identity(inputs, setting)
+    if plan := read_plan(inputs):
+        return plan
+    path = getattr(inputs.dataset, "path", None)
+    selection = describe_selection(path, inputs.parts)
+    if "leaves out" in selection:
+        warn_once(f"{setting}.path={path}: reads {selection['reads']}, and leaves out {selection['leaves out']}.")
+    return write_plan(inputs)
 
 
 def count_cores() -> int:

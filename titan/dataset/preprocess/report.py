@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.console.numbers import format_plural
+from titan.console.numbers import format_bytes, format_plural
 from titan.dataset.preprocess.plan import PreparationPlan
 from titan.dataset.preprocess.shard_job import JobProgress, ShardManifest
 
@@ -83,15 +83,6 @@ def count_distinct(files: Sequence[Path], range_bytes: int = RANGE_BYTES) -> int
             starts[i] = end
         total += np.unique(np.concatenate(pieces)).size if pieces else 0
     return total
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes with a unit."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"
 
 
 class ProgressMeter:

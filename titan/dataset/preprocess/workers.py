@@ -25,7 +25,7 @@ from titan.dataset.preprocess.shard_job import (
     read_finished_manifest,
     write_shard,
 )
-from titan.errors import ConfigError, RunError
+from titan.errors import ConfigError, RunError, describe_user_error
 from titan.files import leases
 
 PROGRESS_SECONDS = 0.2
@@ -186,10 +186,12 @@ def _run_worker(parent_pid: int, pipe: Connection) -> None:
     try:
         job, shards = pipe.recv()
         work_on_shards(job, shards, _throttle_progress(pipe))
-    except (ConfigError, RunError) as error:
-        pipe.send(type(error)(str(error)))
-    except Exception:
-        pipe.send(RuntimeError(f"in a process that prepares the data:\n{traceback.format_exc()}"))
+    except Exception as error:
+        if (user_error := describe_user_error(error)) is None:
+            pipe.send(RuntimeError(f"in a process that prepares the data:\n{traceback.format_exc()}"))
+        else:
+            code, sentence = user_error
+            pipe.send(ConfigError(sentence) if code == 2 else RunError(sentence))
 
 
 def _throttle_progress(pipe: Connection) -> OnProgress:

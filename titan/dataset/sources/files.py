@@ -14,15 +14,17 @@ import io
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from titan.config.optional import import_optional
-from titan.console.text import format_error, redact
+from titan.config.optional import import_fsspec, import_optional
+from titan.console.numbers import format_bytes, format_plural
+from titan.console.text import format_error, is_url, redact
 from titan.dataset.documents import Skip, SourcePart, content_digest
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
@@ -186,8 +188,7 @@ def find_files(path: str, suffixes: Sequence[str], *, any_other: bool = False) -
     Raises:
         ConfigError: when there are no such files, or only empty ones.
     """
-    path = path.removeprefix("file://")
-    matches = _find_remote(path, suffixes, any_other) if "://" in path else _find_local(path, suffixes, any_other)
+    matches = _list_files(path, suffixes, any_other)
     if not matches:
         raise ConfigError(f"dataset.path={path}: no file matches; give a file, a glob, or a folder of *{suffixes[0]}.")
     nonempty = tuple(file for file in matches if file.size)
@@ -195,6 +196,34 @@ def find_files(path: str, suffixes: Sequence[str], *, any_other: bool = False) -
         subject = "the file is" if len(matches) == 1 else f"all {len(matches)} files are"
         raise ConfigError(f"dataset.path={path}: {subject} empty ({matches[0].path}); name files with text in them.")
     return nonempty
+
+
+def describe_selection(path: str | None, parts: Iterable[SourcePart]) -> dict[str, str]:
+    """Return which files are read, and which of those that `path` names are left out: count, suffix and bytes.
+
+    Args:
+        path: as in `find_files`; None: only what is read is known.
+        parts: of the source; of those of one that reads no files, nothing is said.
+    """
+    read = {part.location[0].path: part.location[0] for part in parts if _is_file(part)}
+    named = _list_files(path, (), True) if read and path else []
+    rows = {"reads": read.values(), "leaves out": [file for file in named if file.size and file.path not in read]}
+    return {name: _count_suffixes(files) for name, files in rows.items() if files}
+
+
+def _is_file(part: SourcePart) -> bool:
+    return bool(part.location) and isinstance(part.location[0], SourceFile)
+
+
+def _count_suffixes(files: Iterable[SourceFile]) -> str:
+    """Return for instance "17 files of .py, 148 kB; 1 file of .txt, 2.0 MB"."""
+    by_suffix = defaultdict[str, list[int]](list)
+    for file in files:
+        by_suffix[get_suffix(file.path, full=True) or "no suffix"].append(file.size)
+    largest = sorted(by_suffix.items(), key=lambda item: -sum(item[1]))
+    rest = [size for _, sizes in largest[8:] for size in sizes]
+    shown = [*largest[:8], *([("other suffixes", rest)] if rest else [])]
+    return "; ".join(f"{format_plural(len(s), 'file')} of {suffix}, {format_bytes(sum(s))}" for suffix, s in shown)
 
 
 def build_local_file(path: Path) -> SourceFile:
@@ -224,6 +253,11 @@ def compute_digests(files: Sequence[SourceFile], memo: Path | None) -> list[str]
 
 def _compute_digest(file: SourceFile, memo: Path | None) -> str:
     return compute_file_digest(Path(file.path), memo).hex() if file.mark is None else file.mark
+
+
+def _list_files(path: str, suffixes: Sequence[str], any_other: bool) -> list[SourceFile]:
+    path = path.removeprefix("file://")
+    return _find_remote(path, suffixes, any_other) if is_url(path) else _find_local(path, suffixes, any_other)
 
 
 def _find_local(path: str, suffixes: Sequence[str], any_other: bool) -> list[SourceFile]:
@@ -265,7 +299,9 @@ def _list_remote(
         matches = filesystem.glob(remote_path, detail=True).values()
         return [info for info in matches if info["type"] == "file"]
     if not filesystem.exists(remote_path):
-        raise ConfigError(f"dataset.path={path}: there is no such file or folder; correct the URL.")
+        raise ConfigError(
+            f"dataset.path={path}: there is no such file or folder, or its server gives no answer; correct the URL."
+        )
     if not remote_path.endswith("/") and filesystem.isfile(remote_path):
         return [filesystem.info(remote_path)]
     all_infos = [info for info in filesystem.find(remote_path, detail=True).values() if info["type"] == "file"]
@@ -274,9 +310,9 @@ def _list_remote(
 
 def _open_filesystem(path: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it."""
-    fsspec = import_optional("fsspec.core", f"dataset.path={path}")
+    fsspec = import_fsspec(f"dataset.path={path}")
     try:
-        filesystem, remote_path = fsspec.url_to_fs(path)
+        filesystem, remote_path = fsspec.core.url_to_fs(path)
     except ImportError as error:
         raise ConfigError(
             f"dataset.path={path}: needs another package: {format_error(error)}; install it with pip."

@@ -14,7 +14,8 @@ shuffled and divided into the training and the validation split:
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +35,8 @@ TARGET_PASSAGES = 128
 _CHUNK = 8 * 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
 _TEXTS = (".txt", ".md", ".text")
+_RECORDS = {".jsonl": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+"""Suffixes of files whose content is no text, and the choices of the dataset that read them."""
 
 
 def build_stdlib_source() -> Source:
@@ -57,14 +60,52 @@ def build_text_source(path: str, separator: str | None = None, on_error: str = "
     """Return the source of text files: a file, a folder (*.txt, *.md and *.text below it, or all its files) or a glob.
 
     Raises:
-        ConfigError: when there are no files, or only empty ones.
+        ConfigError: when there are no files, or only empty ones or ones of records.
     """
     if separator == "":
         raise ConfigError("dataset.separator is empty: give the text between documents, or null if there is none.")
-    source_files = files.find_files(path, _TEXTS, any_other=True)
+    source_files = find_texts(path, f"dataset={{kind}} dataset.path={path} (dataset.field=KEY names the text's key)")
     if separator is None:
         return PassageSource(name="text", files=source_files, on_error=on_error)
     return SeparatedSource(name="text", files=source_files, on_error=on_error, separator=separator)
+
+
+def find_texts(path: str, way_out: str) -> tuple[SourceFile, ...]:
+    """Return the text files at `path`.
+
+    Args:
+        path: as in `build_text_source`.
+        way_out: what to give to read records; {kind} stands for what the axis dataset calls them.
+
+    Raises:
+        ConfigError: when there are no files, or only empty ones or ones of records.
+    """
+    found = files.find_files(path, _TEXTS, any_other=True)
+    texts = tuple(file for file in found if files.get_suffix(file.path) not in _RECORDS)
+    if not texts:
+        kind = _RECORDS[files.get_suffix(found[0].path)]
+        raise ConfigError(
+            f"dataset.path={path}: {found[0].path} holds records, whose keys and marks would be read as text; give "
+            f"{way_out.format(kind=kind)}."
+        )
+    return texts
+
+
+def build_field_sources(path: str, field: str) -> list[Source]:
+    """Return the sources of the text files at `path`, and of the field of its JSON Lines and Parquet files.
+
+    Raises:
+        ConfigError: when there are no files, or only empty ones.
+    """
+    by_kind = defaultdict[str, list[SourceFile]](list)
+    for file in files.find_files(path, (*_TEXTS, *_RECORDS), any_other=True):
+        by_kind[_RECORDS.get(files.get_suffix(file.path), "text")].append(file)
+    builders: dict[str, Callable[[tuple[SourceFile, ...]], Source]] = {
+        "text": lambda found: PassageSource(name="text", files=found),
+        "jsonl": lambda found: RowSource("jsonl", JsonLinesReader(found), TextField(field)),
+        "parquet": lambda found: RowSource("parquet", ParquetReader(found, (field,)), TextField(field)),
+    }
+    return [builders[kind](tuple(found)) for kind, found in sorted(by_kind.items())]
 
 
 def build_jsonl_source(path: str, field: str = "text", on_error: str = "refuse") -> Source:

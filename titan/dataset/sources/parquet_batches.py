@@ -10,10 +10,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from titan.config.optional import import_optional
+from titan.console.numbers import format_plural
 from titan.dataset.sources.files import MAX_DOCUMENT_BYTES, BadDocumentError
 
 MAX_ROWS = 256
 """The most rows of a batch."""
+MAX_RATIO = 1000
+"""The most bytes that a large column may be unpacked to for each that is stored; text is packed to a twentieth."""
+MAX_VALUES = 2**25
+"""The most values of nested rows in a row group."""
+VALUE_BYTES = 64
+"""What an element of a list takes at least as a Python object."""
 MAX_BATCH_BYTES = 32 * 1024 * 1024
 """The size in bytes of a batch's text above which its rows are expanded one by one."""
 
@@ -30,6 +37,29 @@ def open_parquet(stream: BinaryIO, columns: Sequence[str] = ()) -> Any:
 
 _TEXT = ("STRING", "NONE", "JSON")
 """Logical types of text, also where its writer has not marked it."""
+
+
+def find_excess(file: Any, group: int, columns: Sequence[str]) -> BadDocumentError | None:
+    """Return why the columns of a row group may not fit in memory, whatever few bytes they have in the file.
+
+    Pages are unpacked as a whole, and so are all values of a row.
+    """
+    metadata = file.metadata.row_group(group)
+    for i in range(metadata.num_columns):
+        column, is_nested = metadata.column(i), file.schema.column(i).max_repetition_level > 0
+        if column.path_in_schema.split(".")[0] not in columns:
+            continue
+        size, stored = column.total_uncompressed_size, column.total_compressed_size
+        if size > MAX_DOCUMENT_BYTES and size > MAX_RATIO * stored:
+            problem = f"{stored:,} bytes are unpacked to {size:,}"
+        elif is_nested and column.num_values > MAX_VALUES:
+            rows = format_plural(metadata.num_rows, "row")
+            problem = f"{rows} with {column.num_values:,} values, more than {MAX_VALUES:,},"
+        else:
+            continue
+        way_out = "write it in smaller row groups, or give dataset.on_error=skip to skip it."
+        return BadDocumentError("too long", f"{problem} in the column {column.path_in_schema!r}; {way_out}")
+    return None
 
 
 def iterate_batches(file: Any, group: int, columns: Sequence[str]) -> Iterator[Any | BadDocumentError]:
@@ -86,7 +116,8 @@ def _count_text_bytes(array: Any) -> int:
     if isinstance(array, pyarrow.StructArray):
         return sum(_count_text_bytes(part) for part in array.flatten())
     if isinstance(array, (pyarrow.ListArray, pyarrow.LargeListArray)):
-        return _count_text_bytes(array.flatten())
+        elements = array.flatten()
+        return max(VALUE_BYTES * len(elements), _count_text_bytes(elements))
     return 0
 
 

@@ -21,7 +21,7 @@ from titan.console.text import format_error
 from titan.dataset.documents import Document, Skip, Source, SourcePart, content_digest
 from titan.dataset.sources import files
 from titan.dataset.sources.files import BadDocumentError, SourceFile, reject_or_skip
-from titan.dataset.sources.parquet_batches import iterate_batches, open_parquet
+from titan.dataset.sources.parquet_batches import find_excess, iterate_batches, open_parquet
 from titan.errors import ConfigError
 
 TableRow = Mapping[str, Any]
@@ -253,6 +253,9 @@ class ParquetReader(RowReader):
             try:
                 table, number = open_parquet(stream, self.columns), 0
                 self._check_columns(file, table)
+                if excess := find_excess(table, group or 0, self.columns):
+                    yield part.name, excess
+                    return
                 for batch in iterate_batches(table, group or 0, self.columns):
                     for row in (batch,) if isinstance(batch, BadDocumentError) else convert_rows(batch):
                         yield f"{part.name}, row {number}", row

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE vocabulary: `python -m titan.dataset.tokenizers.train [PATH ...] to=OUT.tiktoken [ranks=N]`.
+"""Train a byte-level BPE vocabulary: `python -m titan.dataset.tokenizers.train [PATH ...] to=OUT.tiktoken`.
 
 Text is split by Llama 3's pattern, pairs of bytes are merged by frequency (Sennrich et al. 2016, on bytes), and the
 result is written as a tiktoken rank file. The built-in titan4k was trained this way on the standard library's sources:
@@ -15,8 +15,11 @@ from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import MISSING, setting
 from titan.console import output
+from titan.console.progress import print_table
+from titan.console.text import sanitize_line
 from titan.dataset.documents import Source
 from titan.dataset.sources import local
+from titan.dataset.sources.files import describe_selection
 from titan.dataset.tokenizers.rank_file import PATTERN, cut_spaces, write_ranks
 from titan.errors import ConfigError, RunError
 from titan.files.output_files import check_output_file
@@ -29,8 +32,11 @@ MAX_RANKS = 10**7
 class Settings:
     """The settings of `python -m titan.dataset.tokenizers.train`."""
 
-    paths: tuple[str, ...] = operand("PATH", "text files, folders or globs; without any, the standard library", ())
+    paths: tuple[str, ...] = operand("PATH", "files, folders or globs; without any, the standard library", ())
     to: str = setting(MISSING, "the rank file to write, *.tiktoken")
+    field: str | None = setting(
+        None, "the key or column that holds the text in .jsonl and .parquet files; null: text files only"
+    )
     ranks: int = setting(4095, "number of tokens", at_least=1, at_most=MAX_RANKS)
 
 
@@ -39,6 +45,7 @@ COMMAND = Command(
     "Train a tokenizer's vocabulary on text.",
     {
         "corpus/ to=my.tiktoken ranks=8191": "then: dataset.tokenizer=my.tiktoken model.vocab=8192",
+        "corpus/ to=my.tiktoken field=text": "its .jsonl and .parquet files too",
         "to=small.tiktoken ranks=511": "on the sources of the standard library",
     },
     Settings,
@@ -93,13 +100,31 @@ def _read_texts(source: Source) -> Iterator[str]:
     return (document for document in documents if isinstance(document, str))
 
 
+def _open_sources(path: str | None, field: str | None) -> Sequence[Source]:
+    """Return the sources of the text at a path, or of the standard library's, and print what is read and left out."""
+    sources: Sequence[Source]
+    if path is None:
+        sources = [local.build_stdlib_source()]
+    elif field is None:
+        way_out = "field=KEY, the key or column of the text"
+        sources = [local.PassageSource(name="text", files=local.find_texts(path, way_out))]
+    else:
+        sources = local.build_field_sources(path, field)
+    parts = [part for source in sources for part in source.parts()]
+    print(sanitize_line(path or "the standard library"))
+    print_table(describe_selection(path, parts))
+    return sources
+
+
 def _train_file(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    out = check_output_file(settings.to, (".tiktoken",))
-    sources = [local.build_text_source(path) for path in settings.paths] or [local.build_stdlib_source()]
-    tokens = train_vocabulary(chain.from_iterable(map(_read_texts, sources)), settings.ranks)
+    out = check_output_file(settings.to, (".tiktoken",), is_new=True)
+    sources = list(chain.from_iterable(_open_sources(path, settings.field) for path in settings.paths or (None,)))
     try:
+        tokens = train_vocabulary(chain.from_iterable(map(_read_texts, sources)), settings.ranks)
         write_ranks(out, tokens)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("dataset.field", "field")) from error
     except OSError as error:
         raise RunError(f"to={out}: can't be written ({error.strerror}).") from error
     print(f"{out}: {len(tokens):,} tokens; use it as dataset.tokenizer={out} model.vocab={len(tokens) + 1}")

@@ -113,7 +113,8 @@ def check_science(name: str, document: Mapping[str, Any], science: Mapping[str, 
         if key == "data":
             raise ConfigError(
                 f"{name}: the data here are not those of the run (digest {science.get(key, '')[:12]} instead of "
-                f"{run_science.get(key, '')[:12]}); give dataset.path=DIR or what else names the run's data."
+                f"{run_science.get(key, '')[:12]}); give dataset.path=DIR or what else names the run's data, such as "
+                "dataset=prepared dataset.path=FOLDER."
             )
         raise ConfigError(
             f"{name}: {key} was {run_science.get(key, 'the default')}, and its command gives "
