@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.console.text import sanitize_nested
-from titan.report import align, effort, equivalence, estimate, notes, rank, superiority
+from titan.report import align, effort, equivalence, estimate, figures, notes, rank, superiority
 from titan.report.collect import CollectedRuns, RawRun, collect_runs
 from titan.report.effort import ShorterRun
 from titan.report.estimate import VariantEstimates
@@ -67,6 +67,7 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     groups = align.group_runs(collected.list_started_runs(), collected.failed)
     margin = parse_margin(spec.margin, "margin")
     members = estimate.build_members(groups, align.find_shared_runs(collected.runs), margin.nats or DEFAULT)
+    members, figure_notes = figures.drop_incomparable(members)
     candidates = rank.list_candidates(groups, members, options.baseline, spec.baseline)
     short = effort.find_shorter_run(candidates)
     resolved = effort.resolve_margin(margin, candidates, short)
@@ -85,6 +86,7 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
         budget=spec.budget,
         notes=(
             *resolved.notes,
+            *figure_notes,
             *notes.list_comparison_notes(
                 candidates, collected, spec, resolved.nats, options.baseline, options.margin is not None
             ),
