@@ -141,7 +141,8 @@ def _compare_by_bounds(
     near, far = (end, earlier) if is_faster_better else (earlier, end)
     suffix = f" with {abs(hours.ratio - 1):.0%} {'fewer' if hours.ratio < 1 else 'more'} device-hours"
     if near is earlier:
-        suffix = f" where {hours.slower_name} had taken as many device-hours (it took {hours.excess:.0%} more in all{left_out})"
+        more = f"it took {hours.excess:.0%} more in all{left_out}"
+        suffix = f" where {hours.slower_name} had taken as many device-hours ({more})"
     ranked = build_ranked(near, measure, AT, suffix)
     advice = _format_advice(hours, steps) if hours.excess > FEW_HOURS else ""
     if is_faster_better or (end.difference.estimate < 0) == (earlier.difference.estimate < 0):
