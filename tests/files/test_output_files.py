@@ -53,7 +53,7 @@ def test_a_folder_that_can_not_be_made_is_rejected(name: str, tmp_path: Path) ->
 
 OWN = {
     "a.html": "<!doctype html>\n<meta content=\"default-src 'none'; style-src 'unsafe-inline'\">\n<title>x",
-    "a.md": "<!-- written by titan.compare -->\n",
+    "a.md": "# runs\n\nText.\n\n`2030-01-01 10:00: python -m titan.compare runs to=a.md`\n",
     "a.csv": "corpus,variant,baseline,n,d,runs,loss\n",
     "a.json": '{\n "from": "runs/x"\n}\n',
     "a.jsonl": '{"prompt": "a", "text": "b", "tokens": [1], "finish_reason": "stop"}\n',

@@ -16,16 +16,16 @@ from titan.files.untrusted import MAX_NAME_BYTES, open_regular_file
 
 WRITTEN = {
     ".html": rb"<!doctype html>.{,300}content=\"default-src .{1,5}none.{1,5}; style-src ",
-    ".md": rb"<!-- written by titan",
+    ".md": rb"# .*\n`[-0-9]{10} [:0-9]{5}: python -m titan\.compare [^\n]*`\n\Z",
     ".csv": rb"variant,baseline,same_science,run,|corpus,variant,baseline,n,d,runs,",
     ".json": rb"\{\n \"(format|from|trials|step_seconds|record|against|passed|constants)\": ",
     ".jsonl": rb"\{\"prompt\": [^\n]*, \"finish_reason\": ",
     ".yaml": rb"# [^\n]*, measured by titan\.calibrate\.\n",
 }
-"""How the files begin that commands write, by their endings: such a file may be written again, and no other one."""
+"""What marks the files that commands write, by their endings: such a file may be written again, and no other one."""
 FOREIGN = "is not recognised as a file that titan wrote"
 BEGINNING = 1 << 20
-"""Bytes of a file in which its beginning is looked for."""
+"""Bytes of a file in which the mark is looked for."""
 
 
 def check_output_file(
@@ -75,7 +75,7 @@ def _check_folder(name: str, folder: Path) -> None:
 
 
 def _can_replace(file: Path) -> bool:
-    """Return whether a file is missing, a stream or empty, or begins as those that titan writes."""
+    """Return whether a file is missing, a stream or empty, or marked as one that titan wrote."""
     if not file.is_file():
         return True
     try:

@@ -27,7 +27,6 @@ def format_markdown(comparison: Comparison) -> str:
     """Return the whole comparison."""
     parts = [
         [
-            "<!-- written by titan.compare -->",
             f"# {_escape_text(comparison.title)}",
             "",
             *([_escape_text(comparison.question), ""] if comparison.question else []),
