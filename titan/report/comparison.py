@@ -4,7 +4,8 @@ Each stage is a module of the same name, but for the tests, of which there are t
 
 1. collect: find the runs and read their files.
 2. align: group the runs into variants, whose runs differ in seed and repeat only.
-3. estimate: results of each run, then means, speeds and outcomes over the seeds of a variant.
+3. estimate: results of each run, then means, speeds and outcomes over the seeds of a variant; without the figures of
+   files and tasks that `figures` finds to be of different content.
 4. rank: the best of several learning rates stands for its recipe, and one variant is the baseline.
 5. test each variant against the baseline: equivalence where both have the same hyperparameters, else superiority.
 6. effort: what share of the baseline's compute each variant needs for its loss.
