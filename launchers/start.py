@@ -20,7 +20,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.console.progress import progress_line
 from titan.debug.verdict import HangError
 from titan.errors import ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
-from titan.metrics.reader import METRICS, read_steps
+from titan.metrics.reader import METRICS, read_last_steps
 from titan.run import attempts, summary
 from titan.run.directory import read_attempts
 from titan.run.lineage import check_start
@@ -93,7 +93,7 @@ class Failures:
     def is_repeated(self) -> bool:
         """Return whether this attempt ended as the last one: the same reason, step and latest checkpoint."""
         saved = max((int(f.name[5:]) for f in manifest.list_complete(Path(self.run.directory))), default=0)
-        step = max((int(line["step"]) for line in read_steps(Path(self.run.directory) / METRICS)), default=0)
+        step = next(read_last_steps(Path(self.run.directory) / METRICS), {"step": 0})["step"]
         earlier, self.previous = self.previous, (self.reason, step, saved)
         return bool(self.reason) and earlier == self.previous
 

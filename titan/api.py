@@ -43,13 +43,13 @@ from titan.estimate.plan import Plan
 from titan.files.run_directory import check_run_directory
 from titan.law import Settings as LawSettings
 from titan.law import study_sources
-from titan.metrics.reader import METRICS, read_steps
+from titan.metrics.reader import METRICS, merge_steps, read_records
 from titan.report import comparison, history
 from titan.report.findings import Comparison
 from titan.report.law_findings import LawFindings, collect_findings
 from titan.report.render import law_text
 from titan.report.render.sentences import format_answers, format_lead
-from titan.run import certificate
+from titan.run import certificate, evaluated
 from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
 from titan.sweep.margin import parse_margin
@@ -307,9 +307,11 @@ class SavedRun:
 
         Steps that a later attempt did again have that attempt's values. A number that a step lacks, or that was not
         finite, is NaN, and a text is empty; columns of whole numbers without a gap are int64. Lists are left out.
+        Figures of a file or task whose content changed later are called `evaluation/NAME@DIGEST/...`.
         """
         documents = tuple(attempt.document for attempt in self.attempts)
-        return _build_columns(read_steps(self.directory / METRICS, history.find_step_limits(documents)))
+        records = evaluated.separate_figures(read_records(self.directory / METRICS), documents)
+        return _build_columns(merge_steps(records, history.find_step_limits(documents)))
 
     def frame(self) -> Any:
         """The metrics as a pandas DataFrame with one row per step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -209,11 +210,15 @@ def _read_lines(name: str) -> Iterator[str]:
         yield from (line for line in sys.stdin if line.strip())
         return
     try:
-        with open(name, encoding="utf-8") as file:
-            yield from (line for line in file if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "no text in UTF-8"
-        raise ConfigError(f"requests={name}: can't be read ({reason}); correct the path.") from None
+        with untrusted.open_regular_file(Path(name)) as file:
+            lines = [line for line in io.TextIOWrapper(file, encoding="utf-8") if line.strip()]
+    except (OSError, ValueError) as error:
+        is_undecodable = isinstance(error, UnicodeDecodeError)
+        reason = "no text in UTF-8" if is_undecodable else getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"requests={name}: can't be read ({reason}); correct the path, or give - for stdin."
+        ) from None
+    yield from lines
 
 
 def _answer_line(folder: Path, line: str, verb: str | None) -> int:

@@ -107,7 +107,7 @@ def _write_files(comparison: Comparison, folder: Path, files: Sequence[Path] | N
     for file in [folder / PAGE] if files is None else files:
         text = _WRITERS[file.suffix](comparison, provenance)
         try:
-            write_output_file(file, text)
+            write_output_file(file, text, replaces_own=files is None)
         except RunError as error:
             if files is not None:
                 raise

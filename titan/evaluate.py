@@ -11,6 +11,7 @@ from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.console import output
 from titan.files.output_files import check_output_file, write_output_file
+from titan.run import evaluated
 from titan.training.evaluation.job import EvaluationJob, read_result
 from titan.training.evaluation.request import Settings, describe_job, plan_evaluation
 from titan.weights.origin import check_source
@@ -52,7 +53,10 @@ def _run_evaluation(command_line: CommandLine[Settings]) -> int:
         figures = read_result(job)
     _print_table(figures)
     if file is not None:
-        write_output_file(file, {"from": settings.source, **describe_job(job), "results": figures})
+        digests = evaluated.compute_digests(job.run.evaluation)
+        write_output_file(
+            file, {"from": settings.source, **describe_job(job), evaluated.KEY: digests, "results": figures}
+        )
     return 0
 
 

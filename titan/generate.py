@@ -37,7 +37,7 @@ def _run_generation(command_line: CommandLine[Settings]) -> int:
     texts = settings.read_texts()
     check_source(settings.source)
     if settings.to is not None:
-        check_output_file(settings.to, (".jsonl",))
+        check_output_file(settings.to, (".jsonl",), sources=[settings.prompts or ""])
         output.ignore_write_errors()
     machine = devices.detect_machine(settings.device, setting="device")
 

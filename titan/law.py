@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_law(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    files = None if settings.to is None else check_output_files(settings.to, tuple(_WRITERS))
+    files = None if settings.to is None else check_output_files(settings.to, tuple(_WRITERS), settings.sources)
     table, studies = study_sources(settings)
 
     from titan.report.render import law_text
@@ -153,7 +153,7 @@ def _write_files(
     print()
     for file in [folder / PAGE] if files is None else files:
         try:
-            write_output_file(file, _WRITERS[file.suffix](table, studies, made))
+            write_output_file(file, _WRITERS[file.suffix](table, studies, made), replaces_own=files is None)
         except (RunError, ImportError) as error:
             if files is not None and isinstance(error, RunError):
                 raise

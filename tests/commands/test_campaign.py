@@ -177,6 +177,7 @@ WORDS: dict[str, tuple[list[str], str]] = {
     "two baselines": (["open", "model=debug", "baseline=mine"], "baseline= is given as well"),
     "a large budget": (["open", "model=debug", "budget=0.9"], "budget=0.9: "),
     "no file": (["requests=none.jsonl"], "requests=none.jsonl: can't be read (No such file or directory)"),
+    "no regular file": (["requests=/dev/zero"], "requests=/dev/zero: can't be read (it is not a regular file)"),
     "JSON and words": (["{}", "seed=1"], "a request as JSON holds everything"),
 }  # fmt: skip
 

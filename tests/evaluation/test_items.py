@@ -50,6 +50,12 @@ def test_formats(name: str, record: dict[str, Any], item: TaskItem) -> None:
     [
         pytest.param("{}", {"format": "lambada"}, "line 1 is no item of this task (KeyError: 'text')", id="key"),
         pytest.param('{"text": "a "}', {"format": "lambada"}, "choices that are not empty", id="empty-choice"),
+        pytest.param(
+            json.dumps(HUB | {"choices": {"text": [1, 2], "label": ["1", "2"]}}),
+            {"format": "arc"},
+            "line 1 is no item of this task (ValueError: a value of choices is 1, where a text is due)",
+            id="numbers",
+        ),
         pytest.param("\n[1]", {"format": "arc"}, "line 2 is not a JSON object", id="no-object"),
         pytest.param("", {"format": "arc"}, "has no items", id="no-items"),
         pytest.param("{}", {}, "evaluation.tasks.x.format=null: give one of hellaswag, arc, lambada", id="no-format"),

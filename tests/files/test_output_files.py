@@ -51,6 +51,53 @@ def test_a_folder_that_can_not_be_made_is_rejected(name: str, tmp_path: Path) ->
         check_output_file(f"{tmp_path}/{name}", makes_folder=True)
 
 
+OWN = {
+    "a.html": "<!doctype html>\n<meta content=\"default-src 'none'; style-src 'unsafe-inline'\">\n<title>x",
+    "a.md": "# runs\n\nText.\n\n`2030-01-01 10:00: python -m titan.compare runs to=a.md`\n",
+    "a.csv": "corpus,variant,baseline,n,d,runs,loss\n",
+    "a.json": '{\n "from": "runs/x"\n}\n',
+    "a.jsonl": '{"prompt": "a", "text": "b", "tokens": [1], "finish_reason": "stop"}\n',
+    "a.yaml": "# a CPU, measured by titan.calibrate.\n",
+}
+FOREIGN = {
+    "a.html": "<!doctype html>\n<title>x",
+    "a.md": "# Results\n",
+    "a.csv": "N,D,loss\n",
+    "a.json": '{"from": 1}',
+    "result.json": '{\n "finished": true\n}\n',
+    "a.jsonl": '{"prompt": "a"}\n{"prompt": "b", "finish_reason": "stop"}\n',
+    "a.yaml": "device: cpu\n",
+    "a.tiktoken": "IQ== 0\n",
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_file_that_titan_wrote_is_replaced(name: str, tmp_path: Path) -> None:
+    for text in (OWN[name], ""):
+        (tmp_path / name).write_text(text)
+        write_output_file(check_output_file(f"{tmp_path}/{name}"), "new", replaces_own=True)
+        assert (tmp_path / name).read_text() == "new"
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_another_file_is_not_replaced(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(FOREIGN[name])
+    (tmp_path / "link").symlink_to(name)
+    for given in (name, "link"):
+        with pytest.raises(ConfigError, match="not recognised as a file that titan wrote; give another file, or del"):
+            check_output_file(f"{tmp_path}/{given}")
+    with pytest.raises(RunError, match="not recognised as a file that titan wrote"):
+        write_output_file(tmp_path / name, "new", replaces_own=True)
+    assert (tmp_path / name).read_text() == FOREIGN[name]
+
+
+def test_a_file_that_the_command_reads_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(OWN["a.csv"])
+    (tmp_path / "link.csv").symlink_to("a.csv")
+    with pytest.raises(ConfigError, match="is a file that this command reads; give another file"):
+        check_output_files(f"{tmp_path}/link.csv", (".csv",), [f"{tmp_path}/a.csv"])
+
+
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     file = check_output_file(f"/dev/fd/{write_end}")  # as in to=>(command)

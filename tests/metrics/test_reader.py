@@ -127,6 +127,23 @@ def test_the_end_of_the_file(text: str, last: list[int], attempts: list[int], tm
     assert [attempt for attempt in (1, 2) if ends_with_attempt(tmp_path / METRICS, attempt)] == attempts
 
 
+@pytest.mark.parametrize(
+    ("end", "steps"),
+    [
+        pytest.param(b"", [2, 1], id="steps"),
+        pytest.param(b"\0" * 50_000, [2, 1], id="a-short-hole"),
+        pytest.param(b"\0" * 200_000, [], id="a-long-hole"),
+        pytest.param(b'{"step": 1, "validation_loss": 1}\n' * 9_000, [], id="other-lines"),
+    ],
+)
+def test_the_end_that_is_read_has_a_limit(
+    end: bytes, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MOST_TAIL_BYTES", 100_000)
+    (tmp_path / METRICS).write_bytes(b'{"step": 1, "loss": 1}\n{"step": 2, "loss": 1}\n' + end)
+    assert [record["step"] for record in read_last_steps(tmp_path / METRICS)] == steps
+
+
 def test_only_the_end_is_read_for_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [f'{{"step": {step}, "loss": 1}}\n' for step in range(10_000)]
     (tmp_path / METRICS).write_text("".join(lines))

@@ -207,6 +207,17 @@ def test_unequal_time_is_ranked_by_bounds(tmp_path: Path, seconds: float, level:
 
 
 @pytest.mark.full
+def test_seeds_without_a_loss_at_equal_time_are_named(tmp_path: Path) -> None:
+    base = seeds(0, 0.0001, 0, 0)
+    other = [
+        replace(story, seconds=story.seconds * 1.25, level=2.9 + 0.0002 * story.seed, every=20 * (story.seed != 2))
+        for story in base
+    ]
+    end = qualities(compared(tmp_path, (base, ()), (other, (WD,))))["equal device-hours"]
+    assert re.search("more in all; without seed 2, whose evaluations do not span that time.* over 3 pairs", end.text)
+
+
+@pytest.mark.full
 def test_hours_are_those_of_the_runs_that_are_ranked(tmp_path: Path) -> None:
     base = seeds(*[0.0001 * n for n in range(9)])
     slow = [replace(story, seconds=story.seconds * 1.5, level=2.96 + 0.0001 * story.seed) for story in base]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launchers import start
 from launchers.command import run_command
 from launchers.start import run_local
 from tests.support import learning_sweeper
 from tests.support.learning_sweeper import Learning
+from tests.support.made_runs import make_run
 from tests.support.runs import TINY
 from tests.support.tiers import full
 from titan.errors import ConfigError
@@ -106,3 +109,19 @@ def test_a_loss_that_is_not_finite_is_the_worst_and_a_trial_ended_by_a_hook_coun
     (tmp_path / "result.json").write_text(json.dumps(about | {"last_loss": 1.0}))
     with pytest.raises(ConfigError, match="did you mean 'last_loss'"):
         objective.read_objective(Sweep(objective="lost_loss"), tmp_path, 0, 9.0)
+
+
+@pytest.mark.parametrize(("digest", "is_same"), [("a", True), ("b", False), (None, True)])
+def test_an_objective_is_of_one_content(digest: str | None, is_same: bool, tmp_path: Path) -> None:
+    for name, content in (("0", "a"), ("1", digest)):
+        make_run(tmp_path / name)
+        document = yaml.safe_load((tmp_path / name / "run.yaml").read_text())
+        document |= {"evaluated": {"book": content}} if content else {}
+        (tmp_path / name / "run.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+        result = {"finished": True, "step": 3, "science_id": "a", "evaluation/book/loss": 2.0, "last_loss": 1.0}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
+    asked = Sweep(objective="evaluation/book/loss")
+    assert objective.read_objective(asked, tmp_path / "0", 0, 9.0) == 2.0
+    assert objective.read_objective(Sweep(objective="last_loss"), tmp_path / "1", 0, 9.0) == 1.0
+    with nullcontext() if is_same else pytest.raises(ConfigError, match=r"has changed since .*/0 \(a -> b\); restore"):
+        assert objective.read_objective(asked, tmp_path / "1", 0, 9.0) == 2.0

@@ -9,12 +9,15 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titan.errors import ConfigError
 from titan.files import untrusted
+
+_ITEM_TYPES: dict[str, Any] = {"context": str, "choices": tuple[str, ...], "label": int | bool, "delimiter": str}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,18 @@ class TaskItem:
     choices: tuple[str, ...]
     label: int = 0
     delimiter: str = " "
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values of another type, for no or empty choices, and for a label that is none of them.
+
+        What makes items reports this with the line of the file.
+        """
+        for name, kind in _ITEM_TYPES.items():
+            untrusted.check_type(getattr(self, name), kind, name)
+        if not self.choices or not all(self.choices):
+            raise ValueError("an item needs choices that are not empty")
+        if not 0 <= self.label < len(self.choices):
+            raise ValueError(f"answer {self.label} of {len(self.choices)} choices")
 
 
 def parse_hellaswag(record: Mapping[str, Any]) -> TaskItem:
@@ -88,7 +103,7 @@ def read_items(
         if len(items) == limit:
             break
         try:
-            items.append(_check_item(parse_item(record)))
+            items.append(parse_item(record))
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(
                 f"{setting}={path}: line {number} is no item of this task ({type(error).__name__}: {error}); correct "
@@ -99,31 +114,30 @@ def read_items(
     return tuple(items)
 
 
-def _check_item(item: TaskItem) -> TaskItem:
-    if not item.choices or not all(item.choices):
-        raise ValueError("an item needs choices that are not empty")
-    if not 0 <= item.label < len(item.choices):
-        raise ValueError(f"answer {item.label} of {len(item.choices)} choices")
-    return item
-
-
 def read_records(path: str, setting: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield the number and the object of each line of a file that is not empty.
 
     Raises:
         ConfigError: when the file can't be read, or a line is no JSON object.
     """
+    with (
+        name_unreadable(path, setting, "a file with one JSON object per line"),
+        untrusted.open_regular_file(Path(path).expanduser()) as file,
+    ):
+        for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), 1):
+            if line.strip():
+                yield number, _parse_object(line, f"{setting}={path}: line {number}")
+
+
+@contextmanager
+def name_unreadable(path: str, setting: str, wanted: str) -> Iterator[None]:
+    """Turn the errors of reading a file into a ConfigError that names the setting, and what to give instead."""
     try:
-        with untrusted.open_regular_file(Path(path).expanduser()) as file:
-            for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), 1):
-                if line.strip():
-                    yield number, _parse_object(line, f"{setting}={path}: line {number}")
+        yield
     except (OSError, ValueError) as error:
         is_undecodable = isinstance(error, UnicodeDecodeError)
         reason = "it is not UTF-8" if is_undecodable else getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{setting}={path}: can't be read ({reason}); give a file with one JSON object per line."
-        ) from error
+        raise ConfigError(f"{setting}={path}: can't be read ({reason}); give {wanted}.") from error
 
 
 def _parse_object(line: str, location: str) -> Mapping[str, Any]:

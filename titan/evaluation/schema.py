@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from titan.config.settings import MISSING, setting
 from titan.config.text_kinds import Input, Label
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS, TaskItem, read_items
-from titan.evaluation.texts import read_texts
+from titan.evaluation.texts import compute_digest, read_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,10 @@ class ValidationSet:
         """Raise ConfigError when the file can't be read, or its first document has no text."""
         if not next(read_texts(self.path, self.field, prefix), ""):
             raise ConfigError(f"{prefix}.path={self.path}: its first document is empty; give another file.")
+
+    def compute_digest(self, prefix: str) -> str:
+        """Return 12 hex digits that tell its text apart from others: of the file's content, and how it is read."""
+        return compute_digest(self.path, self.field, self.tokens, prefix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,10 @@ class Task:
             ConfigError: when the file or an item can't be read.
         """
         return read_items(self.path, self.item, self.limit, f"{prefix}.path")
+
+    def compute_digest(self, prefix: str) -> str:
+        """Return 12 hex digits that tell its items apart from others, whatever file and class they are from."""
+        return hashlib.sha256(repr((self.build(prefix), self.bos)).encode()).hexdigest()[:12]
 
     def item(self, record: Mapping[str, Any]) -> TaskItem:
         """Return the item of one JSON object; one of another format may raise KeyError, ValueError or TypeError."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from titan.errors import ConfigError
-from titan.evaluation.items import read_records
+from titan.evaluation.items import name_unreadable, read_records
 from titan.files import untrusted
 
 
@@ -35,9 +36,26 @@ def read_texts(path: str, field: str, prefix: str) -> Iterator[str]:
 
 
 def _read_whole_text(path: str, setting: str) -> str:
-    try:
+    with name_unreadable(path, setting, "a file of text"):
         return untrusted.read_regular_file(Path(path).expanduser()).decode()
-    except (OSError, ValueError) as error:
-        is_undecodable = isinstance(error, UnicodeDecodeError)
-        reason = "it is not UTF-8" if is_undecodable else getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{setting}={path}: can't be read ({reason}); give a file of text.") from error
+
+
+def compute_digest(path: str, field: str, tokens: int, prefix: str) -> str:
+    """Return 12 hex digits of a hash of a file's content and of how `read_validation_set` reads it.
+
+    Args:
+        path: see `read_texts`.
+        field: see `read_texts`.
+        tokens: how many are used.
+        prefix: see `read_texts`.
+
+    Raises:
+        ConfigError: when the file can't be read.
+    """
+    key = field if Path(path).suffix == ".jsonl" else None
+    with (
+        name_unreadable(path, f"{prefix}.path", "a file of text"),
+        untrusted.open_regular_file(Path(path).expanduser()) as file,
+    ):
+        content = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(f"{content} {key} {tokens}".encode()).hexdigest()[:12]

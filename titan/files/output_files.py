@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +12,24 @@ from typing import Any
 
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic
-from titan.files.untrusted import MAX_NAME_BYTES
+from titan.files.untrusted import MAX_NAME_BYTES, open_regular_file
+
+WRITTEN = {
+    ".html": rb"<!doctype html>.{,300}content=\"default-src .{1,5}none.{1,5}; style-src ",
+    ".md": rb"# .*\n`[-0-9]{10} [:0-9]{5}: python -m titan\.compare [^\n]*`\n\Z",
+    ".csv": rb"variant,baseline,same_science,run,|corpus,variant,baseline,n,d,runs,",
+    ".json": rb"\{\n \"(format|from|trials|step_seconds|record|against|passed|constants)\": ",
+    ".jsonl": rb"\{\"prompt\": [^\n]*, \"finish_reason\": ",
+    ".yaml": rb"# [^\n]*, measured by titan\.calibrate\.\n",
+}
+"""What marks the files that commands write, by their endings: such a file may be written again, and no other one."""
+FOREIGN = "is not recognised as a file that titan wrote"
+BEGINNING = 1 << 20
+"""Bytes of a file in which the mark is looked for."""
 
 
 def check_output_file(
-    name: str, endings: Sequence[str] = (), *, makes_folder: bool = False, is_new: bool = False
+    name: str, endings: Sequence[str] = (), *, makes_folder: bool = False, sources: Sequence[str] = ()
 ) -> Path:
     """Return the path of a file that a command will write.
 
@@ -23,11 +37,11 @@ def check_output_file(
         name: the value of `to=`.
         endings: those that the command has a format for, such as .json; empty: any.
         makes_folder: whether writing makes the folder that the file is in.
-        is_new: whether the file must not exist, because the command can't know that it wrote it.
+        sources: files that the command reads.
 
     Raises:
-        ConfigError: when it has another ending or can't be written: it is a directory, or its directory does not exist
-            or can't be written to.
+        ConfigError: when it has another ending, can't be written (it is a directory, or its directory does not exist
+            or can't be written to), or is a file with content that the command reads or that titan did not write.
     """
     file = Path(name).expanduser()
     if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in file.parts):
@@ -36,10 +50,12 @@ def check_output_file(
         raise ConfigError(f"to={name}: is a directory; give another file.")
     if endings and file.suffix not in endings and not _is_stream(file):
         raise ConfigError(f"to={name}: unknown file format; use {'one of ' * (len(endings) > 1)}{', '.join(endings)}.")
-    if is_new and os.path.isfile(file):
-        raise ConfigError(f"to={name}: exists, and is not overwritten; give another name, or remove it first.")
     if not makes_folder and not os.path.isdir(file.parent):
         raise ConfigError(f"to={name}: there is no directory {file.parent}; give another file.")
+    if any(os.path.exists(source) and file.exists() and file.samefile(source) for source in sources):
+        raise ConfigError(f"to={name}: is a file that this command reads; give another file.")
+    if not _can_replace(file):
+        raise ConfigError(f"to={name}: {FOREIGN}; give another file, or delete this one.")
     if not _is_stream(file):
         _check_folder(name, next(folder for folder in file.resolve().parents if os.path.exists(folder)))
     return file
@@ -58,27 +74,45 @@ def _check_folder(name: str, folder: Path) -> None:
         ) from error
 
 
+def _can_replace(file: Path) -> bool:
+    """Return whether a file is missing, a stream or empty, or marked as one that titan wrote."""
+    if not file.is_file():
+        return True
+    try:
+        with open_regular_file(file) as content:
+            beginning = content.read(BEGINNING)
+    except (OSError, ValueError):
+        return False
+    return not beginning or bool(re.match(WRITTEN.get(file.suffix, b"(?!)"), beginning, re.DOTALL))
+
+
 def _is_stream(file: Path) -> bool:
     """Return whether a file is a pipe or a device."""
     return os.path.exists(file) and not os.path.isfile(file)
 
 
-def check_output_files(names: str | Sequence[str] | None, endings: Sequence[str]) -> tuple[Path, ...]:
+def check_output_files(
+    names: str | Sequence[str] | None, endings: Sequence[str], sources: Sequence[str] = ()
+) -> tuple[Path, ...]:
     """Return the paths of files that a command will write; see `check_output_file`."""
-    return tuple(check_output_file(name, endings) for name in ([names] if isinstance(names, str) else names or ()))
+    given = [names] if isinstance(names, str) else names or ()
+    return tuple(check_output_file(name, endings, sources=sources) for name in given)
 
 
-def write_output_file(file: Path, content: Any, *, makes_folder: bool = False) -> None:
+def write_output_file(file: Path, content: Any, *, makes_folder: bool = False, replaces_own: bool = False) -> None:
     """Write a text, or plain data as JSON.
 
     Args:
         file: from `check_output_file`.
         content: what to write.
         makes_folder: make the folder that the file is in.
+        replaces_own: replace only a file that titan wrote; for one that `check_output_file` has not checked.
 
     Raises:
         RunError: when it can't be written.
     """
+    if replaces_own and not _can_replace(file):
+        raise RunError(f"to={file}: {FOREIGN}.")
     text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
     try:
         if makes_folder:

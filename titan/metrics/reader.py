@@ -26,6 +26,8 @@ LINES_PER_PARSE = 1000
 """Lines that are parsed together."""
 TAIL_BYTES = 1 << 16
 """How much of the end of the file is read at first for the last steps."""
+MOST_TAIL_BYTES = 1 << 25
+"""How much of it at most: behind that a file holds no steps, or a line that is none."""
 COUNTS = {"step": 0, "attempt": 1}
 """Values that are whole numbers from 0, if there, and what they are where a line lacks them."""
 NUMBERS = ("loss", "validation_loss", "tokens_per_second", "step_seconds")
@@ -47,7 +49,7 @@ def read_steps(file: Path, limits: Mapping[int, float] | None = None) -> list[Re
 
 
 def read_last_steps(file: Path) -> Iterator[Record]:
-    """Yield the records of training steps at the end of metrics.jsonl, the last one first."""
+    """Yield the records of training steps in the last `MOST_TAIL_BYTES` of metrics.jsonl, the last one first."""
     return (record for record in _read_last_records(file) if "loss" in record and "step" in record)
 
 
@@ -152,13 +154,15 @@ def _read_last_records(file: Path) -> Iterator[Record]:
 
 
 def _read_lines_backwards(file: Path) -> Iterator[bytes]:
-    """Yield the lines of the file, the last one first; each read takes twice as much, so that long lines cost once."""
+    """Yield the last lines of the file, the last one first; each read takes twice as much, so long lines cost once."""
     with open_regular_file(file) as content:
         start, size, rest = content.seek(0, os.SEEK_END), TAIL_BYTES, b""
-        while start:
-            end, start = start, max(0, start - size)
+        first = max(0, start - MOST_TAIL_BYTES)
+        while start > first:
+            end, start = start, max(first, start - size)
             size *= 2
             content.seek(start)
             rest, *lines = (content.read(end - start) + rest).split(b"\n")
             yield from reversed(lines)
-        yield rest
+        if not start:
+            yield rest

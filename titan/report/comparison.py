@@ -4,7 +4,8 @@ Each stage is a module of the same name, but for the tests, of which there are t
 
 1. collect: find the runs and read their files.
 2. align: group the runs into variants, whose runs differ in seed and repeat only.
-3. estimate: results of each run, then means, speeds and outcomes over the seeds of a variant.
+3. estimate: results of each run, then means, speeds and outcomes over the seeds of a variant; without the figures of
+   files and tasks that `figures` finds to be of different content.
 4. rank: the best of several learning rates stands for its recipe, and one variant is the baseline.
 5. test each variant against the baseline: equivalence where both have the same hyperparameters, else superiority.
 6. effort: what share of the baseline's compute each variant needs for its loss.
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.console.text import sanitize_nested
-from titan.report import align, effort, equivalence, estimate, notes, rank, superiority
+from titan.report import align, effort, equivalence, estimate, figures, notes, rank, superiority
 from titan.report.collect import CollectedRuns, RawRun, collect_runs
 from titan.report.effort import ShorterRun
 from titan.report.estimate import VariantEstimates
@@ -67,6 +68,7 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     groups = align.group_runs(collected.list_started_runs(), collected.failed)
     margin = parse_margin(spec.margin, "margin")
     members = estimate.build_members(groups, align.find_shared_runs(collected.runs), margin.nats or DEFAULT)
+    members, figure_notes = figures.drop_incomparable(members)
     candidates = rank.list_candidates(groups, members, options.baseline, spec.baseline)
     short = effort.find_shorter_run(candidates)
     resolved = effort.resolve_margin(margin, candidates, short)
@@ -85,6 +87,7 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
         budget=spec.budget,
         notes=(
             *resolved.notes,
+            *figure_notes,
             *notes.list_comparison_notes(
                 candidates, collected, spec, resolved.nats, options.baseline, options.margin is not None
             ),

@@ -85,17 +85,20 @@ def compare_at_equal_hours(
     hours = _Hours(*(float(np.median([m.run.cost.training_hours for m in side])) for side in sides))
     if abs(hours.ratio - 1) <= SAME_HOURS:
         return [build_ranked(end.seeds, measure, AT, "")]
-    earlier = None if end.seeds.signs else _compare_earlier(variant, baseline, measure, hours)
+    earlier, left_out = (None, "") if end.seeds.signs else _compare_earlier(variant, baseline, measure, hours)
     steps = _count_equal_steps(sides[0] if hours.ratio > 1 else sides[1], hours)
     if earlier is None or earlier.difference is None or earlier.signs:
         return [_compare_by_end(end.seeds, measure, hours, steps)]
-    return [_compare_by_bounds(end.seeds, earlier, measure, hours, steps)]
+    return [_compare_by_bounds(end.seeds, earlier, measure, hours, steps, left_out)]
 
 
 def _compare_earlier(
     variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure, hours: _Hours
-) -> SeedComparison | None:
-    """Return the comparison of the faster side's final values with the slower's where they had taken as long."""
+) -> tuple[SeedComparison | None, str]:
+    """Return the comparison of the faster side's final values with the slower's where they had taken as long.
+
+    With the seeds of the slower side that are left out, and why, as text.
+    """
     point = min(hours.variant, hours.baseline)
 
     def interpolate_value(m: Member) -> float | None:
@@ -108,7 +111,11 @@ def _compare_earlier(
         collect_outcomes(slower, interpolate_value),
         collect_outcomes(faster, measure.final_value),
     )
-    return compare_seeds(*((slower_values, faster_values) if hours.ratio > 1 else (faster_values, slower_values)))
+    sides = (slower_values, faster_values) if hours.ratio > 1 else (faster_values, slower_values)
+    missing = sorted(collect_outcomes(slower, measure.final_value).keys() - slower_values.keys())
+    names = ", ".join(f"seed {seed}" for seed in missing)
+    left_out = f"; without {names}, whose evaluations do not span that time" if missing else ""
+    return compare_seeds(*sides), left_out
 
 
 def _compare_by_end(end: SeedComparison, measure: ComparedMeasure, hours: _Hours, steps: int) -> UncorrectedComparison:
@@ -126,7 +133,7 @@ def _compare_by_end(end: SeedComparison, measure: ComparedMeasure, hours: _Hours
 
 
 def _compare_by_bounds(
-    end: SeedComparison, earlier: SeedComparison, measure: ComparedMeasure, hours: _Hours, steps: int
+    end: SeedComparison, earlier: SeedComparison, measure: ComparedMeasure, hours: _Hours, steps: int, left_out: str
 ) -> UncorrectedComparison:
     """Rank by the bound that favours the slower side less; bounds of two signs show no difference, but no rank."""
     assert end.difference is not None and earlier.difference is not None
@@ -134,7 +141,8 @@ def _compare_by_bounds(
     near, far = (end, earlier) if is_faster_better else (earlier, end)
     suffix = f" with {abs(hours.ratio - 1):.0%} {'fewer' if hours.ratio < 1 else 'more'} device-hours"
     if near is earlier:
-        suffix = f" where {hours.slower_name} had taken as many device-hours (it took {hours.excess:.0%} more in all)"
+        more = f"it took {hours.excess:.0%} more in all{left_out}"
+        suffix = f" where {hours.slower_name} had taken as many device-hours ({more})"
     ranked = build_ranked(near, measure, AT, suffix)
     advice = _format_advice(hours, steps) if hours.excess > FEW_HOURS else ""
     if is_faster_better or (end.difference.estimate < 0) == (earlier.difference.estimate < 0):

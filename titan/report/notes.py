@@ -15,6 +15,7 @@ from titan.report.collect import CollectedRuns
 from titan.report.estimate import Member, average_by_seed, classify_unfinished, format_speed_settings
 from titan.report.findings import FailedRun, RunResult, Spike
 from titan.report.rank import VariantCandidate, find_fitting, has_settings
+from titan.run import own_code
 from titan.sweep.ledger import SweepSpec
 
 NAMED_RUNS, NAMED_VARIANTS = 6, 4
@@ -187,7 +188,12 @@ def list_comparison_notes(
         *(f"{raw.directory.name}: {corruption}" for raw in collected.runs for corruption in raw.corruption),
     ]
     if len(codes := _collect_code_ids(all_members)) > 1:
-        notes.append(f"the runs use {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
+        own = {pair for m in all_members for d in m.raw.documents for pair in (d.get(own_code.KEY) or {}).items()}
+        changed = sorted(name for name, count in Counter(name for name, _ in own).items() if count > 1)
+        what = f" (files of your {', '.join(changed)} differ)" if changed else ""
+        notes.append(
+            f"the runs use {len(codes)} different versions of code or libraries{what}: {', '.join(sorted(codes))}"
+        )
     if len(hardware := {m.run.hardware for m in all_members}) > 1:
         notes.append(f"different hardware: {', '.join(sorted(hardware))}; speeds and device-hours depend on it")
     if len(collected.sweeps) > 1 and not margin_typed:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from titan.checkpoint.select import CheckpointCandidate
 from titan.dataset import corpora
 from titan.errors import ConfigError
 from titan.metrics.reader import METRICS, ends_with_attempt
-from titan.run import completion, identity, own_code, records
+from titan.run import completion, evaluated, identity, own_code, records
 from titan.run.directory import is_locked, parse_attempts, read_attempts, read_result
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, count_rows_read, find_parent
@@ -49,6 +49,7 @@ class Attempt:
         weights: the folder of initial weights that replace those of the seed.
         notes: messages about it, for example about checkpoints that can't be used.
         prediction: of its step time and memory; None where the hardware is not described.
+        evaluated: digests of what it evaluates, see `titan.run.evaluated`.
     """
 
     number: int
@@ -63,6 +64,7 @@ class Attempt:
     weights: str | None = None
     notes: tuple[str, ...] = ()
     prediction: Prediction | None = None
+    evaluated: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,12 @@ def begin_attempt(run: Run, data: PreparedData) -> Attempt | FinishedRun:
         _check_last(run, history.result, history.last, notes)
         notes += (*_note_missing_steps(history), *history.result_notes)
         notes += own_code.note_changes(run, history.documents[-1])
+    digests = evaluated.compute_digests(run.evaluation)
+    notes += evaluated.note_changes(digests, history.documents)
     prediction, problem = predict(run)
     notes += (problem,) if problem else ()
     attempt = _build_attempt(run, history, identity.compute_ids(run, science), data, origin)
-    attempt = replace(attempt, notes=notes, prediction=prediction)
+    attempt = replace(attempt, notes=notes, prediction=prediction, evaluated=digests)
     records.record_attempt(run, attempt, science, history.documents)
     return attempt
 

@@ -38,7 +38,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 _OPTIONAL: dict[str, Any] = {
     "parent": str | None, "from_step": int, "notes": list[str], "options": list[str],
     "choices": dict[str, Any], "layout": dict[str, int], "kind": str | None, "name": str | None,
-    "own_code": dict[str, str], "microbatches": int, "expert": int, "began": str,
+    "own_code": dict[str, str], "evaluated": dict[str, str], "microbatches": int, "expert": int, "began": str,
 }  # fmt: skip
 _RESULT: dict[str, Any] = {
     **dict.fromkeys(("tokens", "attempt"), int),

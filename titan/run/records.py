@@ -17,7 +17,7 @@ import yaml
 from titan.console.text import redact_nested
 from titan.files.atomic import write_atomic
 from titan.files.run_directory import RUN
-from titan.run import certificate, hydra_private, identity, own_code, prediction
+from titan.run import certificate, evaluated, hydra_private, identity, own_code, prediction
 from titan.run.directory import ENVIRONMENT, read_attempts
 from titan.run.lock import build_write_error
 from titan.run.run import Run, as_config
@@ -70,6 +70,7 @@ def _build_document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> d
         "config": as_config(run),
         "science": dict(science),
         **({own_code.KEY: digests} if (digests := own_code.compute_digests(run)) else {}),
+        **({evaluated.KEY: dict(attempt.evaluated)} if attempt.evaluated else {}),
         **({prediction.KEY: prediction.to_document(attempt.prediction)} if attempt.prediction else {}),
         **({certificate.KEY: found.summarize()} if (found := certificate.find(run)) else {}),
         "run_id": attempt.run_id,  # last, because it is required: a file that was cut lacks it

@@ -219,6 +219,8 @@ def _choose_variants(table: Table) -> tuple[list[str], list[str]]:
             left_out.append(f"{name}: {format_plural(rungs, 'rung')}, and a variant needs {LEAST_OWN} for its A and B.")
         else:
             kept.append(name)
+    if not kept:
+        raise ConfigError(f"no variant has {LEAST_OWN} rungs, which its A and B need: add sizes or lengths.")
     for name in kept[1:]:
         if spans[name][0] > spans[kept[0]][1] or spans[name][1] < spans[kept[0]][0]:
             raise ConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +41,10 @@ LEAST_COUNT = 1000.0
 """Fewer parameters or tokens are figures in another unit, such as millions."""
 SPREAD = 1e7
 """Largest ratio of parameters, or of tokens, in one table: beyond, units are mixed."""
+SMALLEST, LARGEST = 1e-6, 1e30
+"""Of any number in a table: no loss is smaller and no count is larger, and fits compute with powers of them."""
+MOST_RUNS = 100_000
+"""In one table."""
 HIGHEST_LOSS = 15.0
 """A higher loss is above chance for any vocabulary, so a perplexity."""
 
@@ -134,8 +137,15 @@ def read_csv(path: Path | str, count_all: bool = False) -> Table:
     )
     other = {"n": "n_body", "n_body": "n"}[size_key]
     body, lines = _drop_empty(rows[1:])
-    if not body:
-        raise ConfigError(f"{path}: has no rows; give one per run.")
+    if not 0 < len(body) <= MOST_RUNS:
+        count = f"{len(body):,}" if body else "no"
+        raise ConfigError(f"{path}: has {count} rows; give one per run, and at most {MOST_RUNS:,}.")
+    for row, line in zip(body, lines, strict=True):
+        if any(cell.strip() for cell in row[len(rows[0]) :]):
+            raise ConfigError(
+                f"{path}, line {line}: has {len(row)} values for {len(rows[0])} columns; write decimals with a point, "
+                "as in 3.21, and texts with a comma in quotes."
+            )
 
     def read(key: str) -> Numbers:
         return np.array([_parse(row, columns, key, f"{path}, line {k}") for row, k in zip(body, lines, strict=True)])
@@ -160,7 +170,8 @@ def _read_rows(path: Path) -> list[list[str]]:
         text = read_regular_file(path).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text)))
     except (OSError, ValueError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no CSV file in UTF-8"
+        is_other = isinstance(error, (UnicodeDecodeError, csv.Error))
+        reason = "it is no CSV file in UTF-8" if is_other else getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{path}: can't be read ({reason}); give directories of runs, or a CSV file.") from error
     if not rows:
         raise ConfigError(f"{path}: is empty; its first line names the columns, such as N,D,loss.")
@@ -206,8 +217,11 @@ def _parse(row: Sequence[str], columns: dict[str, int], key: str, where: str) ->
     shown, value = truncate_text(text) or "empty", parse_number(text)
     if value is None or (key == "loss" and text[-1] not in ".0123456789"):
         raise ConfigError(f"{where}: {label}={shown} is no number; correct the row or leave it out.")
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{where}: {label}={shown} must be a positive number; correct the row or leave it out.")
+    if not SMALLEST <= value <= LARGEST:
+        raise ConfigError(
+            f"{where}: {label}={shown} must be a positive number, from {SMALLEST:g} to {LARGEST:g}; correct the row or "
+            "leave it out."
+        )
     return value
 
 

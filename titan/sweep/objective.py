@@ -9,7 +9,9 @@ from typing import Any
 
 from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError
-from titan.run.directory import read_result
+from titan.files.run_directory import RUN
+from titan.run import evaluated
+from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
 from titan.sweep.schema import Sweep
 
@@ -53,15 +55,30 @@ def find_worst_value(sweep: Sweep, sweeper: Mapping[str, Any]) -> float:
     return sweep.worst if sweep.worst is not None else -math.inf if direction == "maximize" else math.inf
 
 
+def _check_content(sweep: Sweep, directory: Path) -> None:
+    """Raise ConfigError where a trial's objective is of another content than the first trial's."""
+    name = evaluated.find_name(sweep.objective)
+    first = next(iter(sorted(directory.parent.glob(f"*/{RUN}"))), directory / RUN).parent if name else directory
+    if first == directory:
+        return
+    digests = [(read_attempts(folder) or [{}])[-1].get(evaluated.KEY, {}).get(name) for folder in (first, directory)]
+    if None not in digests and digests[0] != digests[1]:
+        raise ConfigError(
+            f"sweep.objective={sweep.objective}: what it is measured on has changed since {first} ({digests[0]} -> "
+            f"{digests[1]}); restore it, or give the sweep another name."
+        )
+
+
 def read_objective(sweep: Sweep, directory: Path, code: int, worst: float) -> float:
     """Return the objective of a trial with its exit code; `find_worst_value` where it failed or is not finite.
 
     Raises:
-        ConfigError: when the result has no such number.
+        ConfigError: when the result has no such number, or it is of other content than that of the first trial.
     """
     result = read_result(directory)[0] if code == 0 else {}
     if not result:
         return worst
+    _check_content(sweep, directory)
     objective = result.get(sweep.objective)
     names = [k for k, v in result.items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
     if sweep.objective not in result and not result.get("ended_by"):

@@ -36,6 +36,7 @@ NO_VARIANT = re.compile(
     r"|metrics\.(?!valid).*"
     r"|checkpoint\.(?!mode|every|minutes).*"
     r"|dataset\.(.*\.)?(cache|prefetch|workers)"
+    r"|evaluation\.(sets|tasks)\..*\.path"  # the content decides, for each figure
 )
 """Settings that distinguish no variants."""
 

@@ -118,7 +118,7 @@ def _open_sources(path: str | None, field: str | None) -> Sequence[Source]:
 
 def _train_file(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    out = check_output_file(settings.to, (".tiktoken",), is_new=True)
+    out = check_output_file(settings.to, (".tiktoken",))
     sources = list(chain.from_iterable(_open_sources(path, settings.field) for path in settings.paths or (None,)))
     try:
         tokens = train_vocabulary(chain.from_iterable(map(_read_texts, sources)), settings.ranks)
