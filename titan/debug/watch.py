@@ -26,7 +26,7 @@ from typing import Any
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import exit_now
 from titan.debug import diagnosis, flight, verdict
-from titan.debug.activity import Activity
+from titan.debug.activity import ENDED, Activity
 from titan.debug.clock import MIN_TICK, PATIENCE_SECONDS, Clock
 from titan.debug.diagnosis import RunState
 from titan.debug.dumps import Dumps
@@ -95,6 +95,10 @@ class Watch:
         if not self._thread.is_alive():
             return
         self._thread.join()
+        if error[0] is None:
+            self.activity.enter_phase(ENDED)
+            self._write_state()
+            self.states.publish_node()
         with contextlib.suppress(ValueError, OSError):
             signal.set_wakeup_fd(self._wakeup[2])
         for descriptor in self._wakeup[:2]:
@@ -279,13 +283,13 @@ class Watch:
             self._closed.wait(delay)
             self.dumps.write(has_peers)
         if decision.exit_code == 1 and self.states.is_writer():
-            for rank in sorted(self.states.find_silent_ranks()):
+            for rank in sorted(self.states.find_silent_ranks() & self.states.build_run_state().silent_ranks):
                 self.dumps.write_silent_rank(self.states.latest[rank])
         self._write_state(late=1.0)
         self.states.publish_node()
 
     def _wait_for_dumps(self, run_state: RunState) -> None:
-        missing = set(run_state.states) - run_state.silent_ranks - {self.rank_info.rank}
+        missing = set(run_state.live) - {self.rank_info.rank}
         clock = self.clock
         deadline = clock.get_time() + LAST_SECONDS + clock.dump_seconds()
         while missing and clock.get_time() < deadline:

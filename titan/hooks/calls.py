@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +36,7 @@ class Hooks:
             ConfigError: for a hook without methods, and as its `build` does.
             RunError: when a `build` fails.
         """
-        self._contexts: dict[str, Context] = {}
+        self._run_hook, self._contexts = world.activity.run_hook, dict[str, Context]()
         self._calls: dict[str, list[tuple[Context, Callable[[Context], object]]]] = {moment: [] for moment in MOMENTS}
         self._optimizer_logs: dict[int, Logged] = {}
         self.latest_metrics: dict[str, float] = {}
@@ -78,7 +79,8 @@ class Hooks:
         for context, method in self._calls[moment]:
             context.step, context.figures = step, dict(figures)
             context._waits_for_device, context._logged = waits_for_device, {}
-            with _HookErrors(context._name, moment, step):
+            is_in_step = moment == "before_optimizer"  # whose time counts as the step's
+            with _HookErrors(context._name, moment, step), nullcontext() if is_in_step else self._run_hook():
                 method(context)
             logged |= {f"{METRIC_PREFIX}{context._name}/{name}": value for name, value in context._logged.items()}
         return logged
