@@ -20,7 +20,7 @@ from tests.support.runs import TINY, begin_run, compose_tiny_run, read_learned_v
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.cluster.rank_info import RankInfo
-from titan.debug.activity import HOOK, SAVING, Activity
+from titan.debug.activity import SAVING, Activity
 from titan.errors import ConfigError
 from titan.hooks.calls import Hooks
 from titan.hooks.schema import MOMENTS

@@ -8,7 +8,7 @@ from titan.run.run import Run
 
 
 def count_hook_seconds(run: Run) -> float:
-    """Return how much longer collectives may take since ranks may wait for a hook; the watcher knows whether they do."""
+    """Return how much longer collectives may take because of hooks; the watcher knows whether one is waited for."""
     return run.cluster.hook_timeout if run.hooks else 0.0
 
 
