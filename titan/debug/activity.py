@@ -48,6 +48,11 @@ class Activity:
         self._step_start: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=MEDIAN_STEPS)
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step has ended, or what comes between steps has begun."""
+        return bool(self._step_seconds) or self.phase not in IN_STEP
+
     def begin_step(self, step: int) -> None:
         """Record that a step begins, which first needs data; what came between two steps is not a step's time."""
         step_start = self.get_time()

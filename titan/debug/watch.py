@@ -25,6 +25,7 @@ from typing import Any
 
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import exit_now
+from titan.console import output
 from titan.debug import diagnosis, flight, verdict
 from titan.debug.activity import ENDED, Activity
 from titan.debug.clock import MIN_TICK, PATIENCE_SECONDS, Clock
@@ -134,6 +135,7 @@ class Watch:
     def _check_progress(self) -> None:
         """Write this rank's state, and look at the others when there is no progress."""
         self._notice_signals()
+        self._leave_compiler()
         self.activity.check_compiler()
         late = self.clock.compute_lateness()
         is_late = late >= 0.5 or self.hang_event.is_set()
@@ -150,6 +152,18 @@ class Watch:
             numbers = os.read(self._wakeup[0], 4096)
             if self.clock.stop_request_time is None and {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} & set(numbers):
                 self.clock.stop_request_time = self.clock.get_time()
+
+    def _leave_compiler(self) -> None:
+        """End this process where it is to stop and compiles its first step: nothing is lost, and that may take long."""
+        if self.clock.stop_request_time is None or self.activity.has_trained or self.rank_info.scheduled:
+            return
+        main = read_thread_states(self.get_module_names()).get("main")
+        if main is not None and main.compiles:
+            log.warning("stopped while compiling the first step")
+            if self.rank_info.rank == 0:
+                output.write_stderr("titan: interrupted while compiling the first step\n")
+            self._close_files()
+            exit_now(130)
 
     # --- this rank's state
 
