@@ -176,7 +176,8 @@ def test_a_hook_that_raises(moment: str, tmp_path: Path, capsys: pytest.CaptureF
     assert trained(tmp_path / "run", hook("bad", "Fail", moment=moment)) == 1
     error = capsys.readouterr().err
     at = {"build": "", "on_run_start": " at step 0", "on_step_end": " at step 1"}[moment]
-    assert re.search(rf"^titan: hooks.bad: failed in {moment}{at} \(\w+Error: .*\); correct the hook", error, re.M)
+    line = r"tests/support/own_hooks\.py:\d+ in \w+ \(\w+Error: .*\)"
+    assert re.search(rf"^titan: hooks.bad: failed in {moment}{at} \({line}\); correct the hook", error, re.M)
     assert "Traceback" not in error
     assert "Traceback" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
 

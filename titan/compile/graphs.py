@@ -84,8 +84,8 @@ class GraphWatch:
         kinds: dict[str, list[str]] = {}
         for label, graphs in self.count_graphs().items():
             part = f"{label.part} {graphs}" if label.part else str(graphs)
-            kinds.setdefault(label.kind, []).append(part if label.kind in kinds else f"{label.name}: {part}")
-        return "; ".join(", ".join(parts) for parts in kinds.values())
+            kinds.setdefault(label.kind, []).append(part)
+        return "; ".join(f"{GraphLabel(kind).name}: {', '.join(parts)}" for kind, parts in kinds.items())
 
     def list_missing(self) -> list[GraphLabel]:
         """Return the parts of which no graph ran, though they are compiled."""
