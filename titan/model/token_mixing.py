@@ -56,8 +56,8 @@ def mixes_tokens(values: Callable[[LossInputs], Tensor]) -> bool:
     targets = torch.randint(4, (2, ROW_TOKENS), generator=generator)
 
     def compute_row(changed: Tensor) -> Tensor:
-        chosen = (torch.where(changed.view(-1, *[1] * (x.dim() - 2)), x[1], x[0]) for x in (hidden, logits, targets))
-        return values(LossInputs(*chosen, Vocabulary()))
+        chosen = [torch.where(changed.view(-1, *[1] * (x.dim() - 2)), x[1], x[0]) for x in (hidden, logits, targets)]
+        return values(LossInputs(chosen[0], chosen[1], chosen[2], Vocabulary()))
 
     try:
         return _find_mixing([("", torch.stack([compute_row(changed) for changed in CHANGED]))]) is not None
@@ -68,8 +68,8 @@ def mixes_tokens(values: Callable[[LossInputs], Tensor]) -> bool:
 @lru_cache(maxsize=32)
 def _judge_model(key: Identity, regions_have_rows: bool = False) -> TokenMixing:
     schema = key.schema
-    sizes = {"heads": 4, "kv_heads": 4 if schema.kv_heads == schema.heads else 2, "dim": 64, "ffn": 96, "vocab": 128}
-    sizes |= {"head_dim": None if schema.head_dim is None else 16, "expert_ffn": 32}
+    sizes: dict[str, Any] = {"heads": 4, "kv_heads": 4 if schema.kv_heads == schema.heads else 2, "dim": 64, "ffn": 96}
+    sizes |= {"head_dim": None if schema.head_dim is None else 16, "expert_ffn": 32, "vocab": 128}
     names = {field.name for field in dataclasses.fields(schema)}
     for changes in ({name: size for name, size in sizes.items() if name in names}, {}):  # with all blocks: any may mix
         with torch.no_grad(), torch.random.fork_rng(devices=()), torch.device("cpu"):
@@ -113,7 +113,7 @@ def _compute_parts(schema: Any, regions_have_rows: bool) -> Parts:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if name == "core" or isinstance(child, AttentionCore | TitanCore):
-                child.forward = _attend_to_itself  # type: ignore[method-assign]
+                child.forward = _attend_to_itself
     for name, placement in model.tensor_plan().items() if regions_have_rows else ():
         if placement in ("region", "vocab"):
             model.get_submodule(name).register_forward_hook(_compute_tokenwise)

@@ -377,7 +377,7 @@ def _log_layout(
     if layout.context > 1:
         balance = ", balanced" if parallelism.balance else ""
         cores = [core for block in blocks for core in iterate_cores(block)]
-        methods = [parallelism.context_method] if find_cores(blocks).has_titan else []
+        methods: list[str] = [parallelism.context_method] if find_cores(blocks).has_titan else []
         methods += ["gathered keys and values"] if any(isinstance(core, KeyValueCore) for core in cores) else []
         methods += ["states that are handed on"] if any(isinstance(core, RecurrentCore) for core in cores) else []
         note(f"context parallel over {layout.context} ranks by {' and '.join(methods)}{balance}")
