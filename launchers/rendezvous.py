@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import random
 import resource
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from titan.cluster.rank_info import RankInfo
+from titan.config.frozen_json import read_json, write_json
 from titan.errors import ConfigError, RunError
 
 JOIN_TIMEOUT = timedelta(minutes=30)
@@ -53,17 +54,24 @@ def join(rank_info: RankInfo) -> Any:
 def send(store: Any, rank_info: RankInfo, message: Any) -> None:
     """Send rank 0's message; with an exit code stay until all have read it, since the store may be in this process."""
     if not store.check(["titan/word"]):
-        store.set("titan/word", pickle.dumps(message))
+        store.set("titan/word", write_json(message))
     if isinstance(message, int):
         deadline = time.monotonic() + LEAVE_SECONDS
         while store.add("titan/read", 0) < rank_info.world_size - 1 and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
-def receive(store: Any) -> Any:
-    """Return rank 0's message, once it is there."""
+def receive(store: Any, trusted: Sequence[str] = ()) -> Any:
+    """Return rank 0's message, once it is there; only titan's classes and those of trusted packages are imported.
+
+    Raises:
+        RunError: for any other message: whoever reaches rank 0's port may have written it.
+    """
     store.set_timeout(PREPARE_TIMEOUT)
-    message = pickle.loads(store.get("titan/word"))
+    try:
+        message = read_json(store.get("titan/word"), trusted)
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        raise RunError(f"rank 0's message can't be read: {error}; give all ranks the same command line.") from error
     store.set_timeout(JOIN_TIMEOUT)
     store.add("titan/read", 1)
     return message

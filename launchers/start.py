@@ -6,7 +6,7 @@ Nothing here imports torch: what does is loaded by name, once this process is to
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -177,11 +177,17 @@ def dismiss_workers(rank_info: RankInfo, code: int) -> None:
     rendezvous.send(rendezvous.join(rank_info), rank_info, code)
 
 
-def run_worker(rank_info: RankInfo, report: Report = _ignore_error) -> int:
-    """Be any other rank under torchrun or srun: wait for rank 0's message, then train or exit; see `run_rank0`."""
+def run_worker(rank_info: RankInfo, report: Report = _ignore_error, trusted: Sequence[str] = ()) -> int:
+    """Be any other rank under torchrun or srun: wait for rank 0's message, then train or exit; see `run_rank0`.
+
+    Args:
+        rank_info: this rank.
+        report: see `run_rank0`.
+        trusted: packages of one's own whose classes the message may name.
+    """
     rendezvous, worker = import_module(RENDEZVOUS), import_module(WORKER)
     store = rendezvous.join(rank_info)
-    message = rendezvous.receive(store)
+    message = rendezvous.receive(store, trusted)
     if isinstance(message, int):
         return message
     run, attempt = message

@@ -124,7 +124,7 @@ def test_the_tables_name_every_moment_and_every_public_name() -> None:
     table = HOOKS.partition("### The context")[2].partition("\n\n`norms`")[0]
     named = set(re.findall(r"`(\w+)(?:\(.*?\))?`", "".join(re.findall(r"^\| (.*?) \|", table, flags=re.M))))
     public = {name for name in vars(Context) if not name.startswith("_")}
-    assert named == public | {"run", "rank", "world_size", "device", "step", "figures"}
+    assert named == public | {"run", "directory", "rank", "world_size", "device", "step", "figures"}
 
 
 @pytest.mark.full

@@ -130,6 +130,7 @@ def exit_code(body: Callable[[], int], report: ReasonReceiver = ignore_reason) -
     try:
         return body()
     except KeyboardInterrupt:
+        output.write_stderr(output.INTERRUPTED)
         return 130
     except output.OutputClosedError as lost:  # the reader of stdout has exited: `... | head`
         if lost.code != output.SIGPIPE_CODE:

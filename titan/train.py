@@ -12,6 +12,7 @@ from launchers.trials import Trial
 from titan.cluster import rank_info
 from titan.cluster.environment import prepare_environment
 from titan.cluster.rank_process import exit_now
+from titan.config.modules import list_trusted_packages
 from titan.console import output
 from titan.errors import exit_code
 from titan.run.run import Run
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if current_rank.rank > 0:
         from launchers import start
 
-        return exit_code(lambda: start.run_worker(current_rank))
+        typed = [argument for argument in (sys.argv[1:] if argv is None else argv) if argument.startswith("modules=")]
+        return exit_code(lambda: start.run_worker(current_rank, trusted=list_trusted_packages(typed)))
     return _run_leader(argv, current_rank)
 
 

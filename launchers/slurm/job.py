@@ -25,6 +25,7 @@ from titan.cluster.environment import divide_cores, prepare_environment, use_loo
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import exit_now, report_error, run_body
 from titan.cluster.signals import handle_signals, preempt_signal, scheduler_signals
+from titan.config import frozen_json
 from titan.console import output
 from titan.errors import EXIT_REQUEUE
 from titan.run.resolve import adapt_to_machine
@@ -144,7 +145,7 @@ def _train_rank(run: Run, rank_info: RankInfo, attempt: Path) -> int:
     report = partial(report_error, _locate_error_file(attempt, rank_info.rank), rank_info.rank)
     if rank_info.rank == 0:
         return int(start.run_rank0(run, rank_info, report))
-    return int(start.run_worker(rank_info, report))
+    return int(start.run_worker(rank_info, report, frozen_json.list_packages(run)))
 
 
 def _locate_error_file(attempt: Path, rank: int) -> Path:

@@ -57,7 +57,7 @@ def _help(main: Callable[[list[str]], int]) -> Callable[[Path, pytest.MonkeyPatc
 
 def _follow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training.rank_info, "from_environment", lambda env: RankInfo(1, 2))
-    monkeypatch.setattr("launchers.start.run_worker", lambda rank_info: 0)
+    monkeypatch.setattr("launchers.start.run_worker", lambda rank_info, trusted: 0)
     assert training.main([]) == 0
 
 

@@ -91,6 +91,10 @@ def test_graphs_are_counted_where_they_run() -> None:
     assert [graph(1) for graph in (*graphs[1:], *graphs[1:])] == [2] * 4
     assert watch.count_graphs() == dict(zip(labels, (0, 2, 0), strict=True))
     assert watch.describe() == "dense: 0; experts: router 2, attention 0"
+    own = GraphLabel(":ParallelBlock,norm:RMSNorm {'norm.weight': (32,)} []", "attention")
+    assert (GraphWatch([own, labels[0]]).describe(), str(own)) == (
+        "ParallelBlock: attention 0; dense: 0", "ParallelBlock (attention)",
+    )  # fmt: skip
     assert watch.list_missing() == [labels[0], labels[2]]
 
 

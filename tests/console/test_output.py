@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import titan
 from tests.support.processes import ROOT, run_program, wait_for_end, wait_until
 from tests.support.runs import TINY
 from titan.checkpoint import manifest
 from titan.cluster.signals import is_repeat, list_stop_signals
+from titan.console import output
+from titan.errors import exit_code
 from titan.metrics.reader import read_records
 from titan.training.signals import StopSignals
 
@@ -112,3 +116,21 @@ def test_a_hang_up_asks_once_and_is_ignored_under_nohup() -> None:
             assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_ctrl_c_is_one_line_and_130(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a command, and while it imports."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(output, "write_stderr", lambda text: print(text, end="", file=sys.stderr))
+
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    assert exit_code(interrupt) == 130 and capfd.readouterr().err == "titan: interrupted\n"
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    importlib.reload(titan)
+    assert sys.excepthook is output.print_exception
+    with pytest.raises(SystemExit, match="130"):
+        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capfd.readouterr().err == "titan: interrupted\n"

@@ -10,7 +10,7 @@ import pytest
 from tests.debug.test_diagnosis import issued, rank, waits, world
 from titan.cluster.rank_info import RankInfo
 from titan.debug import verdict
-from titan.debug.activity import COMPUTING, EVALUATING, SAVING, STARTING, Activity
+from titan.debug.activity import COMPUTING, ENDED, EVALUATING, HOOK, SAVING, STARTING, Activity
 from titan.debug.clock import Clock
 from titan.debug.judge import Judge
 
@@ -61,6 +61,36 @@ def test_at_the_timeout_the_run_ends_and_the_setting_is_named(late: float, silen
     assert found is not None and found.exit_code == 1
     assert found.sentence.startswith("no progress for 1799 s: waiting for rank 2 ")
     assert "; ended after cluster.timeout=1800, see" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("age", "state", "end"),
+    [
+        (50, {}, None),
+        (60, {}, "; ended after cluster.hook_timeout=60, see"),
+        (5, {"pending": waits(2).pending, "entered": {"w": 7}}, None),
+        (5, {"phase": SAVING}, "; ended after cluster.timeout=20, see"),
+    ],
+    ids=["hook", "slow-hook", "hook-that-waits", "other-phase"],
+)
+def test_a_hook_has_its_own_limit(age: float, state: Any, end: str | None, directory: Path) -> None:
+    """The others have waited for longer than collectives may take."""
+    judge = judge_after(59, directory, SAVING, timeout=20)
+    judge.clock.activity.hook_timeout = 60
+    found = judge.decide_verdict(world(*OTHERS, rank(2, **{"phase": HOOK, "age": age, "late": 3.0, **LATE} | state)))
+    assert found is not None and (end in found.sentence if end else found.exit_code is None or found.ranks != (2,))
+
+
+def test_ranks_that_have_ended_are_not_waited_for(directory: Path) -> None:
+    """But in a collective that they have left out."""
+    judge = judge_after(1799, directory, SAVING)
+    ended = [rank(n, phase=ENDED) for n in (1, 2, 3)]
+    found = judge.decide_verdict(world(rank(0, phase=SAVING), *ended))
+    assert found is not None and (found.exit_code, found.ranks) == (None, ())
+    found = judge.decide_verdict(world(waits(0), *ended))
+    assert (
+        found is not None and found.ranks == (1, 2, 3) and "; rank 3: ended in layer 12 (a.py:1 in f)" in found.sentence
+    )
 
 
 @pytest.mark.parametrize(("late", "silent", "code"), [(0.1, (), None), (3.0, (), 1), (0.1, (2,), 1)])

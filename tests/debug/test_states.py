@@ -17,7 +17,7 @@ from tests.support.simulated_ranks import SimulatedRun
 from tests.support.tiers import full, thorough
 from titan.cluster.rank_info import RankInfo
 from titan.debug import folder, rank_state
-from titan.debug.activity import EVALUATING, SAVING, Activity
+from titan.debug.activity import ENDED, EVALUATING, HOOK, SAVING, Activity
 from titan.debug.clock import (
     DUMP_OPERATIONS,
     OPERATIONS_OF_NODE,
@@ -122,6 +122,35 @@ def test_a_node_that_ends_is_silent_and_another_one_reports(run: SimulatedRun) -
     list(run.measure_rates(2 * run.nodes[1].clock.node_silence_timeout()))
     assert [node.states.is_reporter() for node in run.nodes[1:]] == [True, False, False]
     assert run.nodes[1].states.build_run_state().silent_ranks == set(range(4))
+
+
+@pytest.mark.full
+def test_a_rank_that_has_ended_is_not_silent_and_the_last_one_clears_the_memory(tmp_path: Path) -> None:
+    now = [0.0]
+    memory = tmp_path / "memory"
+
+    def make_states(number: int) -> States:
+        clock = Clock(Activity(get_time=lambda: now[0]), None, 2)
+        return States(tmp_path, RankInfo(number, 2, number), 1, clock, lambda key: Folder(memory, 64))
+
+    def write(states: States, beat: int, phase: str) -> None:
+        states.write_rank(RankState(states.rank, pid=os.getpid(), attempt=1, beat=beat, phase=phase))
+
+    first, second = make_states(0), make_states(1)
+    write(first, 1, HOOK)
+    write(second, 1, ENDED)
+    second.publish_node()
+    second.close()
+    for beat in range(2, 100):
+        now[0] = float(beat)
+        write(first, beat, HOOK)
+        first.read_nodes()
+    state = first.build_run_state()
+    assert (sorted(state.states), sorted(state.live), state.silent_ranks) == ([0, 1], [0], frozenset())
+    assert first.is_reporter() and not first.is_undecided()
+    write(first, 100, ENDED)
+    first.close()
+    assert not memory.exists()
 
 
 @pytest.mark.full

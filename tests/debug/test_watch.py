@@ -22,8 +22,9 @@ from tests.support.tiers import full
 from titan.cluster import rank_error
 from titan.cluster.rank_info import RankInfo
 from titan.debug import verdict
-from titan.debug.activity import COMPUTING, Activity
-from titan.debug.thread_state import read_thread_states
+from titan.debug import watch as watch_module
+from titan.debug.activity import COMPUTING, SAVING, STARTING, Activity
+from titan.debug.thread_state import ThreadState, read_thread_states
 from titan.debug.verdict import HangError, Messages, Verdict
 from titan.debug.watch import Watch
 from titan.parallelism import turns
@@ -195,6 +196,44 @@ def test_a_signal_to_a_users_worker_is_none_to_the_rank(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: watch.clock.stop_request_time is not None, "this process's own signal")
         assert stop.requested
+
+
+@pytest.mark.parametrize(
+    ("step", "phase", "compiles", "scheduled", "code"),
+    [
+        pytest.param(1, COMPUTING, True, False, 130, id="first-step"),
+        pytest.param(0, STARTING, True, False, 130, id="before-it"),
+        pytest.param(1, COMPUTING, False, False, None, id="does-not-compile"),
+        pytest.param(2, COMPUTING, True, False, None, id="later-step"),
+        pytest.param(1, SAVING, True, False, None, id="between-steps"),
+        pytest.param(1, COMPUTING, True, True, None, id="scheduler"),
+    ],
+)
+def test_a_request_to_stop_ends_only_a_first_compilation_at_once(
+    step: int,
+    phase: str,
+    compiles: bool,
+    scheduled: bool,
+    code: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codes = list[int]()
+    monkeypatch.setattr(watch_module, "exit_now", codes.append)
+    monkeypatch.setattr(
+        watch_module, "read_thread_states", lambda names: {"main": ThreadState("a.py:1", compiles=compiles)}
+    )
+    monkeypatch.setattr(Watch, "_close_files", lambda watch: None)
+    what = Activity(get_time=lambda: 100.0)
+    for number in range(1, step + 1):
+        what.begin_step(number)
+    what.enter_phase(phase)
+    watch = Watch(tmp_path, RankInfo(scheduled=scheduled), 1, what)
+    watch._leave_compiler()
+    assert codes == []
+    watch.clock.stop_request_time = 99.0
+    watch._leave_compiler()
+    assert codes == [code] * (code is not None)
 
 
 @pytest.mark.parametrize("moves", [True, False])

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import TINY, begin_run, compose_tiny_run, read_learned_values, read_step_records, train_run
 from tests.support.tiers import full
 from titan.cluster import devices
+from titan.cluster.rank_info import RankInfo
+from titan.debug.activity import SAVING, Activity
 from titan.errors import ConfigError
+from titan.hooks.calls import Hooks
 from titan.hooks.schema import MOMENTS
 from titan.metrics.reader import read_records
 from titan.run import identity
@@ -43,6 +47,18 @@ def trained(folder: Path, *overrides: str) -> int:
 
 def result(folder: Path) -> Any:
     return json.loads((folder / "result.json").read_text())
+
+
+def test_a_hook_between_steps_is_a_phase(tmp_path: Path) -> None:
+    """The watcher of hangs knows it by that; what is before the optimizer counts as its step."""
+    run = compose_tiny_run(tmp_path, "modules=[tests]", hook("phases", "Phases"))
+    activity = Activity()
+    activity.enter_phase(SAVING)
+    hooks = Hooks(run, SimpleNamespace(rank_info=RankInfo(), device=None, activity=activity), lambda: iter(()))  # type: ignore[arg-type]
+    hooks.before_optimizer(1)
+    logged = hooks.call_moment("on_checkpoint", 1, {"activity": activity}) | hooks.end_step(1, lambda: {})
+    assert logged == {"hooks/phases/on_checkpoint": 1.0, "hooks/phases/before_optimizer": 0.0}
+    assert activity.phase == SAVING
 
 
 CALLS = [
@@ -160,7 +176,8 @@ def test_a_hook_that_raises(moment: str, tmp_path: Path, capsys: pytest.CaptureF
     assert trained(tmp_path / "run", hook("bad", "Fail", moment=moment)) == 1
     error = capsys.readouterr().err
     at = {"build": "", "on_run_start": " at step 0", "on_step_end": " at step 1"}[moment]
-    assert re.search(rf"^titan: hooks.bad: failed in {moment}{at} \(\w+Error: .*\); correct the hook", error, re.M)
+    line = r"tests/support/own_hooks\.py:\d+ in \w+ \(\w+Error: .*\)"
+    assert re.search(rf"^titan: hooks.bad: failed in {moment}{at} \({line}\); correct the hook", error, re.M)
     assert "Traceback" not in error
     assert "Traceback" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
 

@@ -315,6 +315,25 @@ def plant_torch_trap(scene: DamageScene) -> None:
     update_checksums(scene.last)
 
 
+LIES: dict[str, Callable[[Any, Any], Any]] = {
+    "an offset beyond the file": lambda info, other: replace(info, offset=2**40),
+    "an offset in a tensor": lambda info, other: replace(info, offset=info.offset + 8),
+    "a length that is too short": lambda info, other: replace(info, length=info.length // 2),
+    "a length of zero": lambda info, other: replace(info, length=0),
+    "the position of another tensor": lambda info, other: other,
+}
+"""What metadata may say of the position of the largest tensor; `other` is that of the smallest."""
+
+
+def change_positions(change: Callable[[Any, Any], Any]) -> Callable[[DamageScene, Any], None]:
+    def change_largest(scene: DamageScene, metadata: Any) -> None:
+        indices = sorted(metadata.storage_data, key=lambda index: metadata.storage_data[index].length)
+        other, info = (metadata.storage_data[index] for index in (indices[0], indices[-1]))
+        metadata.storage_data[indices[-1]] = change(info, other)
+
+    return change_largest
+
+
 def change_metadata(change: Callable[[DamageScene, Any], Any]) -> Callable[[DamageScene], None]:
     """Change the metadata, and correct the manifest."""
 
@@ -359,7 +378,7 @@ def limit_file_size(bytes_: int) -> Callable[[Trainer], None]:
 
 def kill_before_manifest(trainer: Trainer) -> None:
     """The rank dies when all files of a checkpoint are there, and only its manifest is missing."""
-    manifest.write = lambda folder, record: os._exit(9)  # type: ignore[assignment]
+    manifest.write = lambda *args: os._exit(9)  # type: ignore[assignment]
 
 
 def _load(file: str) -> Any:
@@ -555,9 +574,11 @@ def _list_trap_damages() -> Iterator[Damage]:
     objects = _match_damage(names.format("torch.distributed.checkpoint.metadata.BytesStorageMetadata"))
     yield Damage("metadata of objects", change_metadata(describe_as_bytes), objects)
     yield Damage("metadata that lead outside", change_metadata(lead_outside), _match_damage("it leads to '../step-2/"))
-    refused = "the checkpoint .*step-4 can't be read: .*; remove"
-    yield Damage("data run a shell", plant_torch_trap, refused, None, code=1)
-    yield Damage("data a pickle", plant_trap(make_shell_trap, DATA), refused, None, code=1)
+    elsewhere = _match_damage(rf"{DATA} has no \S+ where {METADATA} says")
+    yield Damage("data run a shell", plant_torch_trap, elsewhere)
+    yield Damage("data a pickle", plant_trap(make_shell_trap, DATA), elsewhere)
+    for title, change in LIES.items():
+        yield Damage(f"metadata with {title}", change_metadata(change_positions(change)), elsewhere)
 
 
 def _list_remote_damages() -> Iterator[Damage]:

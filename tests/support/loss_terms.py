@@ -32,6 +32,14 @@ def compute_entropy(tokens: LossInputs) -> Tensor:
     return tokens.hidden.float().square().mean(-1) - (log_p.exp() * log_p).sum(-1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rolled(LossTerm):
+    """Compares each token with the one before it, and the first with the last of all."""
+
+    def build(self) -> Callable[[LossInputs], Tensor]:
+        return lambda tokens: (tokens.logsumexp - tokens.logsumexp.roll(1)).square()
+
+
 class SmallBlock(Block):
     """Returns the mean square of its output."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from titan.config.settings import setting
+from titan.debug.activity import HOOK
 from titan.hooks.context import Context
 from titan.hooks.schema import MOMENTS, Hook
 
@@ -48,6 +49,22 @@ class Listed(Hook):
 
     def build(self) -> _Listed:
         return _Listed()
+
+
+class _Phases:
+    def on_checkpoint(self, context: Context) -> None:
+        context.log("on_checkpoint", context._world.activity.phase == HOOK)
+
+    def before_optimizer(self, context: Context) -> None:
+        context.log("before_optimizer", context._world.activity.phase == HOOK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases(Hook):
+    """Logs whether its moments count as a hook's time."""
+
+    def build(self) -> _Phases:
+        return _Phases()
 
 
 class _Scale:

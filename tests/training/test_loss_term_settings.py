@@ -51,6 +51,18 @@ def test_an_own_term_has_another_name_than_a_setting(name: str) -> None:
             ("checkpoint.export=hf", "model.logit_cap=30"), r"checkpoint\.export=hf.*model\.logit_cap=30", id="hf"
         ),
         pytest.param(("+training.loss_terms.a={coefficient: 1}",), r"training\.loss_terms\.a.*_target_", id="class"),
+        *(
+            pytest.param(
+                ("modules=[tests]", "+training.loss_terms.own={_target_: tests.support.loss_terms.Rolled}", split),
+                rf"{value}: splits rows, and training\.loss_terms\.own computes .* or give {way_out}\.",
+                id=f"mixes-{split}",
+            )
+            for split, value, way_out in (
+                ("parallelism=cp", r"parallelism\.context=2", r"parallelism\.context=1"),
+                ("parallelism=tp", "sequence_parallel=true", r"parallelism\.sequence_parallel=false"),
+                ("training.loss_chunk=32", r"training\.loss_chunk=32", r"training\.loss_chunk=null"),
+            )
+        ),
         pytest.param(("training.z_loss=-1",), r"training\.z_loss=-1.*at least 0", id="negative"),
     ],
 )

@@ -10,7 +10,7 @@ must be in the checkpoint's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from titan.checkpoint import manifest, safe_pickle
-from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
 from titan.checkpoint.safe_pickle import Global, PickledObject
 from titan.files.untrusted import check_file_name, describe_value, truncate_text
 
@@ -93,6 +93,38 @@ class CheckpointReader(FileSystemReader):
     def list_files(self) -> set[str]:
         """Return the names of the files with the tensors."""
         return {info.relative_path for info in self.read_metadata().storage_data.values()}
+
+    def check_tensors(self, files: Iterable[str], advance: Callable[[], None]) -> None:
+        """Check that files have the tensors that the metadata name, where they say; call `advance` after each of them.
+
+        Their values are not read.
+
+        Raises:
+            CorruptCheckpointError: naming the first that is not there.
+            OSError: when a file can't be read.
+            UnknownContentError: see `read_metadata`.
+        """
+        metadata: Any = self.read_metadata()
+        parts = {
+            MetadataIndex(name, chunk.offsets): (chunk.sizes, tensor.properties.dtype)
+            for name, tensor in metadata.state_dict_metadata.items()
+            for chunk in tensor.chunks
+        }
+        for name in files:
+            with (self.folder / name).open("rb") as file:
+                for index, info in metadata.storage_data.items():
+                    if info.relative_path != name:
+                        continue
+                    try:
+                        tensor = torch.load(self._slice_file(file, info), map_location="meta", weights_only=True)
+                        is_there = (tensor.shape, tensor.dtype) == parts[MetadataIndex(index.fqn, index.offset)]
+                    except OSError:
+                        raise
+                    except Exception:  # torch raises errors of many types for what it did not write
+                        is_there = False
+                    if not is_there:
+                        raise CorruptCheckpointError(f"{name} has no {index.fqn} where {METADATA} says")
+                    advance()
 
     def _parse_file(self) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(), "rb") as file:

@@ -73,6 +73,10 @@ def _check_rank_files(reader: CheckpointReader, coordinator: Coordinator, checks
         manifest.check_sizes(folder, checkpoint_manifest.files if coordinator.rank == 0 else rank_files)
         if checksums:
             manifest.verify_checksums(folder, rank_files, coordinator.activity.record_progress)
+        if METADATA in checkpoint_manifest.files:  # else rank 0 says so
+            reader.check_tensors(rank_files, coordinator.activity.record_progress)
+    except UnknownContentError as error:
+        return _Problem(str(error))
     except (CorruptCheckpointError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         missing = isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError))

@@ -52,6 +52,13 @@ class Cluster:
         at_least=1,
         cap=LONGEST_SECONDS,
     )
+    hook_timeout: float = setting(
+        1800.0,
+        "timeout in seconds of a hook of one's own for which other ranks wait, but for before_optimizer, which is part "
+        "of its step",
+        at_least=1,
+        cap=LONGEST_SECONDS,
+    )
     step_timeout: float | str = setting(
         "auto",
         "timeout in seconds of collectives within a step, after the first step of a batch size; auto: 600, at most "

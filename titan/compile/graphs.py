@@ -28,9 +28,13 @@ class GraphLabel(NamedTuple):
     kind: str = ""
     part: str = ""
 
+    @property
+    def name(self) -> str:
+        """The kind in a word: of blocks of one's own, whose kind lists their modules, the class."""
+        return self.kind[1:].partition(",")[0].partition(" ")[0] if self.kind.startswith(":") else self.kind or "blocks"
+
     def __str__(self) -> str:
-        kind = self.kind or "blocks"
-        return f"{kind} ({self.part})" if self.part else kind
+        return f"{self.name} ({self.part})" if self.part else self.name
 
 
 WHOLE = GraphLabel()
@@ -81,7 +85,7 @@ class GraphWatch:
         for label, graphs in self.count_graphs().items():
             part = f"{label.part} {graphs}" if label.part else str(graphs)
             kinds.setdefault(label.kind, []).append(part)
-        return "; ".join(f"{kind or 'blocks'}: {', '.join(parts)}" for kind, parts in kinds.items())
+        return "; ".join(f"{GraphLabel(kind).name}: {', '.join(parts)}" for kind, parts in kinds.items())
 
     def list_missing(self) -> list[GraphLabel]:
         """Return the parts of which no graph ran, though they are compiled."""

@@ -25,6 +25,9 @@ SIGPIPE_CODE = 141
 """The exit code of a program that SIGPIPE ends (128 + 13), as shells show it."""
 
 
+INTERRUPTED = "titan: interrupted\n"
+
+
 class OutputClosedError(Exception):
     """stdout, a command's only product, can no longer be written; `code` is the exit code."""
 
@@ -73,7 +76,7 @@ def protect_streams(keep_going: bool = True) -> None:
     """
     sys.stdout = _open_stream(sys.stdout, 1, keep_going)
     sys.stderr = _open_stream(sys.stderr, 2, True)
-    sys.excepthook = _print_exception
+    sys.excepthook = print_exception
 
 
 def ignore_write_errors() -> None:
@@ -118,6 +121,9 @@ def _open_null(descriptor: int) -> None:
     os.set_inheritable(descriptor, True)
 
 
-def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of an exception on stderr, as Python does, but without secrets."""
+def print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an exception on stderr, as Python does, but without secrets; at Ctrl-C exit at once."""
+    if issubclass(kind, KeyboardInterrupt):
+        write_stderr(INTERRUPTED)
+        os._exit(130)
     print(sanitize_lines("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 
 STARTING, DATA, COMPUTING, UPDATING = "starting", "waiting for data", "computing gradients", "updating the weights"
 EVALUATING, SAVING, FINISHING = "evaluating", "saving a checkpoint", "finishing the run"
+HOOK, ENDED = "running a hook", "ended"
 """The phases of a rank."""
 IN_STEP = (STARTING, DATA, COMPUTING, UPDATING)
 """Those that end with a step."""
@@ -28,6 +30,7 @@ class Activity:
         phase: one of the phases above.
         since: when the phase began, in seconds of the monotonic clock.
         timeout: seconds that ranks may wait for each other in this phase.
+        hook_timeout: seconds that they may wait for a rank in a hook.
         save_timeout: the same for a save in the background.
         get_running_save: returns the checkpoint that is being written; None when there is none.
         progress_count: how often `record_progress` and `record_save_progress` were called.
@@ -37,13 +40,18 @@ class Activity:
         """Begin with the phase `STARTING`; `get_time` gives the time in seconds."""
         self.get_time = get_time
         self.step, self.phase, self.since = 0, STARTING, get_time()
-        self.timeout = self.save_timeout = timeout
+        self.timeout = self.save_timeout = self.hook_timeout = timeout
         self.get_running_save: Callable[[], RunningSave | None] = lambda: None
         self.progress_count = 0
         self._progress_time = self._save_progress_time = self.since
         self._compiler_count = 0
         self._step_start: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=MEDIAN_STEPS)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step has ended, or what comes between steps has begun."""
+        return bool(self._step_seconds) or self.phase not in IN_STEP
 
     def begin_step(self, step: int) -> None:
         """Record that a step begins, which first needs data; what came between two steps is not a step's time."""
@@ -57,6 +65,15 @@ class Activity:
         if phase in (EVALUATING, SAVING, FINISHING):
             self._step_start = None
         self.phase, self.since = phase, self.get_time()
+
+    @contextmanager
+    def run_hook(self) -> Iterator[None]:
+        """Record that a hook of one's own runs while the block does; the phase before goes on after it."""
+        phase, self.phase, self.since = self.phase, HOOK, self.get_time()
+        try:
+            yield
+        finally:
+            self.phase, self.since = phase, self.get_time()
 
     def record_progress(self) -> None:
         """Record progress within a phase: a micro-batch is computed, a tensor loaded, a part of a

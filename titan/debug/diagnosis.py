@@ -53,6 +53,15 @@ class RunState:
     silent_ranks: frozenset[int]
     processes: Mapping[int, str] = field(default_factory=dict)
 
+    @property
+    def live(self) -> dict[int, RankState]:
+        """The states of the ranks that write them, without those that have ended."""
+        return {
+            rank: state
+            for rank, state in self.states.items()
+            if rank not in self.silent_ranks and state.phase != activity.ENDED
+        }
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -66,6 +75,7 @@ class Diagnosis:
         node: the name of the node of the first of these ranks; empty where it is not known.
         all_entered: whether ranks wait in a collective that all of them have entered.
         is_save: whether it is a checkpoint that waits.
+        is_hook: whether it waits for hooks of one's own.
     """
 
     ranks: tuple[int, ...]
@@ -74,11 +84,12 @@ class Diagnosis:
     node: str = ""
     all_entered: bool = False
     is_save: bool = False
+    is_hook: bool = False
 
 
 def diagnose(run_state: RunState) -> Diagnosis:
     """Return what a run waits for whose ranks make no progress."""
-    live = {rank: state for rank, state in run_state.states.items() if rank not in run_state.silent_ranks}
+    live = run_state.live
     culprits = _find_culprits(run_state, live) if live else ()
     if not culprits:
         return _diagnose_common_collective(live) or _diagnose_common_work(live)
@@ -88,12 +99,13 @@ def diagnose(run_state: RunState) -> Diagnosis:
         culprits,
         f"waiting for {format_ranks(culprits)}{_describe_wait(run_state, live, culprits)}; {causes}",
         node=_get_node(first),
+        is_hook=all(r in live and live[r].phase == activity.HOOK and not _is_waiting(live[r]) for r in culprits),
     )
 
 
 def diagnose_save(run_state: RunState) -> Diagnosis:
     """Return what the checkpoint waits for that ranks are writing; its rounds go through rank 0."""
-    live = {rank: state for rank, state in run_state.states.items() if rank not in run_state.silent_ranks}
+    live = run_state.live
     step = Counter(s.saving for s in live.values() if s.saving is not None).most_common(1)[0][0]
     late_ranks = sorted(run_state.silent_ranks) or [
         r for r, s in live.items() if s.saving != step or not s.saving_waits
@@ -116,7 +128,8 @@ def _find_culprits(run_state: RunState, live: Mapping[int, RankState]) -> tuple[
     absent = _AbsentRanks(run_state)
     waited_for = set[int]().union(*(_find_awaited_ranks(absent, state) for state in live.values()))
     free = {rank for rank, state in live.items() if not _is_waiting(state)}
-    if late := sorted(waited_for & free or (free if len(free) < len(live) else set())):
+    ended = run_state.states.keys() - run_state.silent_ranks - live.keys()
+    if late := sorted(waited_for & (free | ended) or (free if len(free) < len(live) else set())):
         return tuple(late)
     return _find_crossed(live) if waited_for else _find_behind(run_state, live)
 
@@ -343,7 +356,9 @@ def _diagnose_common_work(live: Mapping[int, RankState]) -> Diagnosis:
         return Diagnosis((), "all ranks are compiling", is_expected=True)
     phase = Counter(state.phase for state in states).most_common(1)[0][0] if states else activity.STARTING
     subject = "all ranks are" if len(states) > 1 else "it is"
-    is_expected = phase in (activity.EVALUATING, activity.SAVING, activity.STARTING, activity.FINISHING)
+    is_expected = phase in (
+        activity.EVALUATING, activity.SAVING, activity.STARTING, activity.FINISHING, activity.HOOK
+    )  # fmt: skip
     lines = Counter(state.reads if phase == activity.DATA and state.reads else state.line for state in states)
     line = f" ({lines.most_common(1)[0][0]})" if lines else ""
     return Diagnosis(

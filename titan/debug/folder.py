@@ -9,6 +9,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
@@ -99,9 +100,9 @@ class Folder:
             os.close(descriptor)
         self._open_files.clear()
 
-    def remove(self) -> None:
-        """Remove the files that were written here, and the folder where it has no others."""
-        for name in self._open_files:
+    def remove(self, names: Iterable[str] = ()) -> None:
+        """Remove the files that were written here, and others, and the folder where it has no more."""
+        for name in {*self._open_files, *names}:
             with contextlib.suppress(OSError):
                 os.unlink(self.path / name)
         self.close()

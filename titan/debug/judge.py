@@ -49,7 +49,7 @@ class Judge:
             return None
         sentence = f"{subject}: {finding.sentence}"
         if code == 1:
-            name = self.find_setting(limit)
+            name = "cluster.hook_timeout" if finding.is_hook else self.find_setting(limit)
             sentence += f"; ended after {name}={limit:g}, see {self.directory}/{verdict.ANALYSIS} and the stacks there"
         if code == 1 and self.rank_info.supervised:
             log.error(sentence)  # the launcher shows it as the error that ended the run
@@ -82,12 +82,11 @@ class Judge:
                 age,
                 activity.save_timeout,
             )
-        return (
-            finding,
-            f"no {_name_missing(activity.phase)} for {activity.compute_idle_seconds():.0f} s{usual_text}",
-            activity.compute_idle_seconds(),
-            activity.timeout,
-        )
+        age = activity.compute_idle_seconds()
+        subject = f"no {_name_missing(activity.phase)} for {age:.0f} s{usual_text}"
+        if finding.is_hook:
+            return finding, subject, max(run_state.states[rank].age for rank in finding.ranks), activity.hook_timeout
+        return finding, subject, age, activity.timeout
 
     def _choose_exit_code(self, run_state: RunState, finding: Diagnosis, age: float, limit: float) -> int | None:
         """Return the code with which the run ends now; None when it goes on waiting."""

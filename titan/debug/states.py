@@ -20,6 +20,7 @@ from pathlib import Path
 
 from titan.cluster.rank_info import RankInfo
 from titan.debug import rank_state
+from titan.debug.activity import ENDED
 from titan.debug.clock import Clock
 from titan.debug.diagnosis import RunState
 from titan.debug.folder import Folder, node_memory
@@ -169,13 +170,16 @@ class States:
             self._last_beats[state.rank] = state.beat, self.clock.get_time()
 
     def find_silent_ranks(self) -> set[int]:
-        """Return the ranks of this node that do not beat."""
+        """Return the ranks of this node that do not beat, or have ended."""
         current_time = self.clock.get_time()
         return {
             rank
             for rank, (_, beat_time) in self._last_beats.items()
             if rank != self.rank
-            and current_time - beat_time >= self.clock.silence_timeout(self._processes.get(rank) in STOPPED)
+            and (
+                self.latest[rank].phase == ENDED
+                or current_time - beat_time >= self.clock.silence_timeout(self._processes.get(rank) in STOPPED)
+            )
         }
 
     def is_writer(self) -> bool:
@@ -273,12 +277,12 @@ class States:
 
     def build_run_state(self) -> RunState:
         """Return what all ranks do."""
-        silent, processes = self.find_silent_ranks(), dict(self._processes)
-        alive = self._last_beats.keys() - silent
+        processes, alive = dict(self._processes), self._last_beats.keys() - self.find_silent_ranks()
         for node in self.nodes.values():
             alive |= node.states.keys() - node.silent - self._last_beats.keys() if self._is_alive(node) else set()
             processes |= {rank: state for rank, state in node.processes.items() if rank not in self._last_beats}
-        return RunState(self.clock.ranks, dict(self.latest), frozenset(self.latest.keys() - alive), processes)
+        silent = (rank for rank in self.latest.keys() - alive if self.latest[rank].phase != ENDED)
+        return RunState(self.clock.ranks, dict(self.latest), frozenset(silent), processes)
 
     def is_undecided(self) -> bool:
         """Whether a rank or a node has missed beats, and is not silent yet, or may still have to start."""
@@ -298,9 +302,20 @@ class States:
         )
 
     def close(self) -> None:
-        """Close the files, and remove those in memory."""
+        """Close the files, and remove those in memory: its own, or, where all ranks of the node have ended, all.
+
+        Until then the state of a rank that has ended stays, so that no other one takes it for dead.
+        """
         self.shared.close()
-        if self.memory is not None:
+        if self.memory is None:
+            return
+        self.read_node()
+        states = self._list_node_states()
+        if all(state.phase == ENDED for state in states.values()):
+            self.memory.remove(self.memory.list_names())
+        elif states[self.rank].phase == ENDED:
+            self.memory.close()
+        else:
             self.memory.remove()
 
 

@@ -25,8 +25,9 @@ from typing import Any
 
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import exit_now
+from titan.console import output
 from titan.debug import diagnosis, flight, verdict
-from titan.debug.activity import Activity
+from titan.debug.activity import ENDED, Activity
 from titan.debug.clock import MIN_TICK, PATIENCE_SECONDS, Clock
 from titan.debug.diagnosis import RunState
 from titan.debug.dumps import Dumps
@@ -95,6 +96,10 @@ class Watch:
         if not self._thread.is_alive():
             return
         self._thread.join()
+        if error[0] is None:
+            self.activity.enter_phase(ENDED)
+            self._write_state()
+            self.states.publish_node()
         with contextlib.suppress(ValueError, OSError):
             signal.set_wakeup_fd(self._wakeup[2])
         for descriptor in self._wakeup[:2]:
@@ -130,6 +135,7 @@ class Watch:
     def _check_progress(self) -> None:
         """Write this rank's state, and look at the others when there is no progress."""
         self._notice_signals()
+        self._leave_compiler()
         self.activity.check_compiler()
         late = self.clock.compute_lateness()
         is_late = late >= 0.5 or self.hang_event.is_set()
@@ -146,6 +152,18 @@ class Watch:
             numbers = os.read(self._wakeup[0], 4096)
             if self.clock.stop_request_time is None and {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} & set(numbers):
                 self.clock.stop_request_time = self.clock.get_time()
+
+    def _leave_compiler(self) -> None:
+        """End this process where it is to stop and compiles its first step: nothing is lost, and that may take long."""
+        if self.clock.stop_request_time is None or self.activity.has_trained or self.rank_info.scheduled:
+            return
+        main = read_thread_states(self.get_module_names()).get("main")
+        if main is not None and main.compiles:
+            log.warning("stopped while compiling the first step")
+            if self.rank_info.rank == 0:
+                output.write_stderr("titan: interrupted while compiling the first step\n")
+            self._close_files()
+            exit_now(130)
 
     # --- this rank's state
 
@@ -279,13 +297,13 @@ class Watch:
             self._closed.wait(delay)
             self.dumps.write(has_peers)
         if decision.exit_code == 1 and self.states.is_writer():
-            for rank in sorted(self.states.find_silent_ranks()):
+            for rank in sorted(self.states.find_silent_ranks() & self.states.build_run_state().silent_ranks):
                 self.dumps.write_silent_rank(self.states.latest[rank])
         self._write_state(late=1.0)
         self.states.publish_node()
 
     def _wait_for_dumps(self, run_state: RunState) -> None:
-        missing = set(run_state.states) - run_state.silent_ranks - {self.rank_info.rank}
+        missing = set(run_state.live) - {self.rank_info.rank}
         clock = self.clock
         deadline = clock.get_time() + LAST_SECONDS + clock.dump_seconds()
         while missing and clock.get_time() < deadline:

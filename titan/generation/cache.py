@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan.config.warning import warn_once
 from titan.model.core import KeyValueCore, TitanCore, find_unknown, iterate_cores
 from titan.model.layers import CausalAttention
 from titan.model.masks import CoreInputs, DocumentTokens, Masks, select_mask
+from titan.model.token_mixing import find_token_mixing
 
 
 class KVCache:
@@ -162,8 +164,14 @@ def _attend_grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float 
 
 
 def can_cache(model: Any) -> bool:
-    """Return whether keys and values are all that a model's attention knows of earlier tokens."""
-    return all(find_unknown(block, (KeyValueCore,)) is None for block in model.blocks())
+    """Return whether keys and values of attention are all that a model knows of earlier tokens."""
+    if any(find_unknown(block, (KeyValueCore,)) for block in model.blocks()):
+        return False
+    part, is_judged = find_token_mixing(model.config)
+    if part or not is_judged:
+        cause = f"{part} mixes tokens" if part else "it can't be tested whether the model mixes tokens"
+        warn_once(f"no keys and values are cached, so each token takes longer: {cause} outside of its attention core.")
+    return is_judged and part is None
 
 
 @contextmanager

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from titan.config.settings import suggest_nearest
 from titan.console.text import format_error
-from titan.errors import ConfigError, RunError
+from titan.errors import ConfigError, RunError, find_own_code_error
 from titan.hooks.context import Context, Parameters
 from titan.hooks.schema import METRIC_PREFIX, MOMENTS, Hook
 from titan.parallelism.mesh import World
+from titan.run import own_code
 from titan.run.run import Run
 
 log = logging.getLogger("titan")
@@ -35,13 +37,14 @@ class Hooks:
             ConfigError: for a hook without methods, and as its `build` does.
             RunError: when a `build` fails.
         """
-        self._contexts: dict[str, Context] = {}
+        self._packages = own_code.find_packages(run)
+        self._run_hook, self._contexts = world.activity.run_hook, dict[str, Context]()
         self._calls: dict[str, list[tuple[Context, Callable[[Context], object]]]] = {moment: [] for moment in MOMENTS}
         self._optimizer_logs: dict[int, Logged] = {}
         self.latest_metrics: dict[str, float] = {}
         for name, hook in (run.hooks or {}).items():
             context = self._contexts[name] = Context(name, run, world, parameters)
-            hook_object = _build_hook(name, hook)
+            hook_object = _build_hook(name, hook, self._packages)
             for moment in _list_moments(name, hook_object):
                 self._calls[moment].append((context, getattr(hook_object, moment)))
 
@@ -78,7 +81,11 @@ class Hooks:
         for context, method in self._calls[moment]:
             context.step, context.figures = step, dict(figures)
             context._waits_for_device, context._logged = waits_for_device, {}
-            with _HookErrors(context._name, moment, step):
+            is_in_step = moment == "before_optimizer"  # whose time counts as the step's
+            with (
+                _HookErrors(context._name, self._packages, moment, step),
+                nullcontext() if is_in_step else self._run_hook(),
+            ):
                 method(context)
             logged |= {f"{METRIC_PREFIX}{context._name}/{name}": value for name, value in context._logged.items()}
         return logged
@@ -93,8 +100,8 @@ class Hooks:
 class _HookErrors:
     """Turn an error of a hook into a RunError that names the hook and the moment. A context manager."""
 
-    def __init__(self, name: str, moment: str, step: int | None = None) -> None:
-        self.name, self.moment, self.step = name, moment, step
+    def __init__(self, name: str, packages: Sequence[str], moment: str, step: int | None = None) -> None:
+        self.name, self.packages, self.moment, self.step = name, packages, moment, step
 
     def __enter__(self) -> None:
         return
@@ -104,15 +111,16 @@ class _HookErrors:
             return
         log.error("hooks.%s failed in %s", self.name, self.moment, exc_info=error)
         step_text = "" if self.step is None else f" at step {self.step}"
-        cause = f"{type(error).__name__}: {format_error(error)}".rstrip(": ")
+        location = find_own_code_error(error, self.packages)
+        cause = location or f"{type(error).__name__}: {format_error(error)}".rstrip(": ")
         raise RunError(
             f"hooks.{self.name}: failed in {self.moment}{step_text} ({cause}); correct the hook, or leave it out. "
             "The log of the rank has the traceback."
         ) from error
 
 
-def _build_hook(name: str, hook: Hook) -> Any:
-    with _HookErrors(name, "build"):
+def _build_hook(name: str, hook: Hook, packages: Sequence[str]) -> Any:
+    with _HookErrors(name, packages, "build"):
         return hook.build()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class Context:
 
     Attributes:
         run: all settings.
+        directory: the run's.
         rank: this rank.
         world_size: the number of ranks.
         device: of this rank.
@@ -30,6 +32,7 @@ class Context:
     def __init__(self, name: str, run: Run, world: World, parameters: Parameters) -> None:
         """Make the context of the hook `name`; `parameters` yields those of this rank."""
         self.run, self.rank, self.world_size = run, world.rank_info.rank, world.rank_info.world_size
+        self.directory = Path(run.directory)
         self.device, self.step, self.figures = world.device, 0, dict[str, Any]()
         self._name, self._world, self._parameters = name, world, parameters
         self._names_of_all: dict[tuple[str, ...], tuple[str, ...]] = {}

@@ -33,7 +33,7 @@ class StopRequestReader:
 
     def on_step_end(self, context: Context) -> None:
         """End the run where there is a request."""
-        file = Path(context.run.directory) / STOP_REQUEST
+        file = context.directory / STOP_REQUEST
         if context.rank == 0 and file.exists():
             context.stop(file.read_text(errors="replace").strip() or "asked to end")
 

@@ -90,7 +90,7 @@ def use_built_counts(kind: type) -> None:
             setattr(kind, name, vars(BuiltCounts)[name])
 
 
-class _Identity:
+class Identity:
     """A schema as a key: its fields need not be hashable."""
 
     def __init__(self, schema: Any) -> None:
@@ -100,16 +100,16 @@ class _Identity:
         return id(self.schema)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.schema is self.schema
+        return isinstance(other, Identity) and other.schema is self.schema
 
 
 def describe_blocks(schema: Any) -> tuple[BuiltBlock, ...]:
     """Return the blocks of a schema's module, which is built on meta once."""
-    return _describe_blocks(_Identity(schema))
+    return _describe_blocks(Identity(schema))
 
 
 @lru_cache(maxsize=32)
-def _describe_blocks(key: _Identity) -> tuple[BuiltBlock, ...]:
+def _describe_blocks(key: Identity) -> tuple[BuiltBlock, ...]:
     import torch
 
     with torch.device("meta"):

@@ -24,9 +24,12 @@ from titan.model.layers import Head
 from titan.model.parts import find_gated_layers
 from titan.model.schema import Decoder
 from titan.model.tensor_plan import find_plan_errors
+from titan.model.token_mixing import find_token_mixing
 
 
-def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int = 1, gate: bool = False) -> None:
+def check_module(
+    schema: Decoder, tensor: int = 1, context: int = 1, expert: int = 1, gate: bool = False, sequence: bool = False
+) -> None:
     """Check a model's module.
 
     Args:
@@ -35,6 +38,7 @@ def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int
         context: the degree of context parallelism.
         expert: the degree of expert parallelism.
         gate: whether gated products are recomputed (`memory=gate`).
+        sequence: whether tensor ranks split rows too, between matmuls.
 
     Raises:
         ConfigError: with the first module or parameter that a technique can't treat, or that is not counted.
@@ -47,6 +51,7 @@ def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int
         _find_core_errors(model, name, tensor, context),
         _find_value_errors(model, name),
         _find_contract_errors(model, schema, name, tensor),
+        _find_mixing_errors(schema, name, context, sequence),
         _find_expert_errors(model, schema, name, expert),
         _find_gate_errors(model, schema, name) if gate else iter(()),
         _find_compute_errors(model, name),
@@ -117,6 +122,19 @@ def _find_contract_errors(model: Any, schema: Decoder, name: str, tensor: int) -
         for core in iterate_cores(model.layers[str(layers[0])]):
             if error := find_core_error(core, schema.heads, schema.kv_heads, schema.head_size, tensor):
                 yield f"model={name}: attention {type(core).__qualname__} of layers.{layers[0]} {error} ({GUIDE})."
+
+
+def _find_mixing_errors(schema: Decoder, name: str, context: int, sequence: bool) -> Iterator[str]:
+    """Yield which part mixes tokens outside of attention cores, where ranks have parts of a row."""
+    for setting, way_out, splits_rows, regions_have_rows in (
+        (f"parallelism.context={context}", "parallelism.context=1", context > 1, False),
+        ("parallelism.sequence_parallel=true", "parallelism.sequence_parallel=false", sequence, True),
+    ):
+        if splits_rows and (part := find_token_mixing(schema, regions_have_rows).part):
+            yield (
+                f"{setting}: ranks have parts of a row, and {part} of the model {name} mixes tokens outside of its "
+                f"attention core; mix them in the core ({GUIDE}), or give {way_out}."
+            )
 
 
 def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int) -> Iterator[str]:

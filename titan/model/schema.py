@@ -135,7 +135,9 @@ class Decoder(DecoderCounts):
         """
         return {}
 
-    def check_module(self, tensor: int = 1, context: int = 1, expert: int = 1, gate: bool = False) -> None:
+    def check_module(
+        self, tensor: int = 1, context: int = 1, expert: int = 1, gate: bool = False, sequence: bool = False
+    ) -> None:
         """Raise ConfigError for a module that titan can't count, or that a technique can't treat; it is built on meta.
 
         Raises:
@@ -143,7 +145,7 @@ class Decoder(DecoderCounts):
         """
         from titan.model import module_checks
 
-        module_checks.check_module(self, tensor, context, expert, gate)
+        module_checks.check_module(self, tensor, context, expert, gate, sequence)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from titan.parallelism.pipeline.stage_plan import list_overlaps, plan_stages
 from titan.precision.schema import CAPABILITY, HARDWARE
 from titan.precision.selection import QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
-from titan.run.model_limits import check_limits
+from titan.run.model_limits import TECHNIQUES, check_limits
 from titan.weights.hf_config import FAMILIES, OWN_MODELS
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     _check_split(run)
     if not is_titan_class(type(run.model)):  # tests check titan's own, without torch here
         layout, gate = run.layout, run.memory.checkpointing == "gate"
-        run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert, gate=gate)
+        sequence = TECHNIQUES["sequence_parallel"].is_on(run)
+        run.model.check_module(layout.tensor, layout.context, layout.expert, gate, sequence)
     _check_growth(run, remote)
     _check_precision(run, remote)
     _check_dispatcher(run, remote)

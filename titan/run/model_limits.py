@@ -60,6 +60,7 @@ def check_limits(run: Run) -> None:
             )
     if not model.predicts_tokens:
         _check_settings(run)
+    _check_loss_terms(run)
 
 
 def _check_rows(run: Run) -> None:
@@ -98,6 +99,22 @@ def _check_settings(run: Run) -> None:
             raise ConfigError(
                 f"{name}.{next(iter(names))}: the model {get_kind(type(run.model))} predicts no tokens; leave it out."
             )
+
+
+def _check_loss_terms(run: Run) -> None:
+    """Reject a term whose value of a token depends on others, where they may be on another rank or in another chunk."""
+    chunk = Technique(
+        "training.loss_chunk", lambda run: run.training.loss_chunk, lambda run: run.training.loss_chunk is not None,
+        "", "training.loss_chunk=null",
+    )  # fmt: skip
+    for technique in (TECHNIQUES["context"], TECHNIQUES["sequence_parallel"], chunk):
+        for name, term in (run.training.loss_terms or {}).items() if technique.is_on(run) else ():
+            if term.mixes_tokens():
+                raise ConfigError(
+                    f"{technique.setting}={format_value(technique.value(run))}: splits rows, and training.loss_terms."
+                    f"{name} computes a token's value from other tokens; let it depend on its own token only, or give "
+                    f"{technique.way_out}."
+                )
 
 
 def require_tokens(model: Decoder, command: str) -> None:

@@ -114,7 +114,7 @@ PURPOSES = {
     "pipeline": "pass on hidden states",
     "replicate": "all-reduce the gradients of replicas",
     "shard": "all-gather weights, reduce-scatter gradients",
-    "context": "split rows, and exchange keys and values",
+    "context": "split rows, and exchange what attention needs of them",
     "tensor": "split each matmul",
     "expert": "have different experts, and exchange tokens",
 }

@@ -6,7 +6,7 @@ stages, precision, tensor, context, activation checkpointing, compile, FSDP, ini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from titan.errors import ConfigError
 from titan.estimate.regather import regathers_input
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, balance, init_weights, loss_terms
-from titan.model.core import RecurrentCore, iterate_cores
+from titan.model.core import KeyValueCore, RecurrentCore, find_cores, iterate_cores
 from titan.model.halves import compute_in_halves
 from titan.model.parts import Part, list_parts
 from titan.model.schema import Decoder
@@ -70,7 +70,7 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
     data.configure_exchange(
         [*stages.values()], parallelism.reduce_buffers, parallelism.separate_reduce, parallelism.symmetric_memory
     )
-    _log_layout(run, world, add_note, groups)
+    _log_layout(run, world, add_note, groups, [block for stage in stages.values() for block in stage.model.blocks()])
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, init in zip(stages.values(), initializers, strict=True):
         with world.memory():
@@ -360,7 +360,9 @@ def _find_fsdp_mesh(world: World) -> Any:
     return None if world.layout.only_replicated else world.get_submesh("replicate", "shard")
 
 
-def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Sharding]) -> None:
+def _log_layout(
+    run: Run, world: World, note: Note, groups: Mapping[str, Sharding], blocks: Sequence[nn.Module]
+) -> None:
     """Log what was applied, in order."""
     parallelism, layout = run.parallelism, run.layout
     note(f"precision: {run.precision.describe()}")
@@ -374,7 +376,11 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
             note("inputs of split matmuls gathered again in backward")
     if layout.context > 1:
         balance = ", balanced" if parallelism.balance else ""
-        note(f"context parallel over {layout.context} ranks by {parallelism.context_method}{balance}")
+        cores = [core for block in blocks for core in iterate_cores(block)]
+        methods: list[str] = [parallelism.context_method] if find_cores(blocks).has_titan else []
+        methods += ["gathered keys and values"] if any(isinstance(core, KeyValueCore) for core in cores) else []
+        methods += ["states that are handed on"] if any(isinstance(core, RecurrentCore) for core in cores) else []
+        note(f"context parallel over {layout.context} ranks by {' and '.join(methods)}{balance}")
     if parallelism.halves and layout.expert > 1:
         note("blocks compute micro-batches in two halves, each beside the exchange of the other's tokens")
     if parallelism.pairs:

@@ -39,6 +39,12 @@ class LossTerm:
         """Return the function that maps tokens to the term's value of each, float32 [N]."""
         raise NotImplementedError
 
+    def mixes_tokens(self) -> bool:
+        """Return whether a token's value depends on other tokens; see `titan.model.token_mixing.mixes_tokens`."""
+        from titan.model import token_mixing
+
+        return token_mixing.mixes_tokens(self.build())
+
 
 @dataclass(frozen=True, kw_only=True)
 class ZLoss(LossTerm):

@@ -7,6 +7,11 @@ from titan.run.attempts import Attempt
 from titan.run.run import Run
 
 
+def count_hook_seconds(run: Run) -> float:
+    """Return how much longer collectives may take because of hooks; the watcher knows whether one is waited for."""
+    return run.cluster.hook_timeout if run.hooks else 0.0
+
+
 class Timeouts:
     """Sets the timeout of all groups of this rank; all ranks call its methods together.
 
@@ -16,7 +21,7 @@ class Timeouts:
 
     def __init__(self, run: Run, attempt: Attempt, world: World) -> None:
         """Take the settings, the first step of the attempt, and the ranks."""
-        self.run, self.attempt, self.world, self.seconds = run, attempt, world, world.timeout
+        self.run, self.attempt, self.world, self.seconds = run, attempt, world, run.cluster.timeout
 
     def allow_step(self, step: int) -> None:
         """Set the timeout for a step.
@@ -36,5 +41,5 @@ class Timeouts:
 
     def _set_seconds(self, seconds: float) -> None:
         if seconds != self.seconds:
-            self.world.set_timeout(seconds, barrier=seconds < self.seconds)
+            self.world.set_timeout(seconds + count_hook_seconds(self.run), barrier=seconds < self.seconds)
             self.seconds = self.world.activity.timeout = seconds

@@ -36,6 +36,7 @@ from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.evaluation.sets import StopRequestedError
 from titan.training.signals import StopSignals, choose_stop_exit_code
+from titan.training.timeouts import count_hook_seconds
 from titan.training.train_step import TrainStep
 from titan.training.trainer import Trainer
 
@@ -68,6 +69,7 @@ def work(
     set_log_file(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
     set_switches(run.debug)
     activity = Activity(run.cluster.timeout)
+    activity.hook_timeout = run.cluster.hook_timeout
     watch = Watch(Path(run.directory), rank_info, attempt.number, activity, run.debug.hang_seconds, report_error)
     watch.judge.find_setting = partial(_find_timeout_setting, run)
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop, watch:
@@ -94,7 +96,8 @@ def _connect_ranks(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) 
     if run.machine.device == "cuda":
         record_nccl_timeouts(Path(run.directory))
     exchanges = _needs_exchange(run, attempt)
-    return mesh.connect_world(rank_info, run.layout, run.machine.device, run.cluster.timeout, store, exchanges)
+    timeout = run.cluster.timeout + count_hook_seconds(run)
+    return mesh.connect_world(rank_info, run.layout, run.machine.device, timeout, store, exchanges)
 
 
 def _build_trainer(run: Run, attempt: Attempt, world: World, stop: StopSignals, watch: Watch) -> Trainer:
@@ -135,7 +138,7 @@ def to_user_error(run: Run, error: Exception, watch: Watch | None = None) -> Exc
     )  # gloo; NCCL ends the process
     if timeout_match:
         hang_error = watch.find_hang_error() if watch is not None else None
-        return hang_error or RunError(_explain_timeout(run, int(timeout_match[1]) / 1000))
+        return hang_error or RunError(_explain_timeout(run, int(timeout_match[1]) / 1000 - count_hook_seconds(run)))
     is_user_error = isinstance(error, (ConfigError, RunError, StopRequestedError))
     own_error = None if is_user_error else find_own_code_error(error, own_code.find_packages(run))
     if own_error is not None:

@@ -1,0 +1,85 @@
+"""Frozen dataclasses as JSON, for messages between processes: reading one imports from packages that the reader allows.
+
+A dataclass or named tuple is its class and its fields; what JSON does not tell apart has a name. Free of torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def write_json(value: Any) -> bytes:
+    """Return a value as JSON: dataclasses, named tuples, tuples, lists, mappings, and what JSON has.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    return json.dumps(_encode(value)).encode()
+
+
+def read_json(content: bytes, allowed: Sequence[str]) -> Any:
+    """Return the value that `write_json` was given.
+
+    Args:
+        content: the JSON.
+        allowed: packages whose classes it may name, beside titan and experiments.
+
+    Raises:
+        ValueError: when it is something else.
+    """
+    roots = {"titan", "experiments", *allowed}
+    return json.loads(content, object_hook=lambda item: _decode(item, roots))
+
+
+def list_packages(value: Any) -> tuple[str, ...]:
+    """Return the packages of the classes in a value."""
+    roots = set[str]()
+    _encode(value, lambda cls: roots.add(cls.__module__.partition(".")[0]))
+    return tuple(sorted(roots))
+
+
+def _encode(value: Any, on_class: Callable[[type], object] = lambda cls: None) -> Any:
+    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+    if is_named_tuple or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        names = value._fields if is_named_tuple else [field.name for field in dataclasses.fields(value)]
+        on_class(cls := type(value))
+        fields = {name: _encode(getattr(value, name), on_class) for name in names}
+        return {"class": [cls.__module__, cls.__qualname__], "fields": [[*pair] for pair in fields.items()]}
+    if isinstance(value, Mapping):
+        return {"mapping": [[_encode(k, on_class), _encode(v, on_class)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, on_class) for item in value]
+        return items if isinstance(value, list) else {"tuple": items}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"a {type(value).__qualname__} is no part of a message")
+
+
+def _decode(item: dict[str, Any], roots: set[str]) -> Any:
+    """Return what an object of JSON means; the values in it are decoded already."""
+    if item.keys() == {"tuple"}:
+        return tuple(item["tuple"])
+    if item.keys() == {"mapping"}:
+        return dict(item["mapping"])
+    if item.keys() != {"class", "fields"}:
+        raise ValueError("it has another format")
+    (module, name), fields = item["class"], dict(item["fields"])
+    if module.partition(".")[0] not in roots:
+        raise ValueError(f"it names {module}.{name}, and only you may let code be imported")
+    cls: Any = importlib.import_module(module)
+    for part in name.split("."):
+        cls = getattr(cls, part)
+    if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return cls(**fields)
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise ValueError(f"{module}.{name} is no dataclass")
+    if fields.keys() != {field.name for field in dataclasses.fields(cls)}:
+        raise ValueError(f"{module}.{name} has other fields")
+    value = object.__new__(cls)
+    for key, part in fields.items():
+        object.__setattr__(value, key, part)
+    return value
