@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from titan.config.settings import setting
+from titan.config.settings import format_value, setting
 
 LAUNCHER_MODULE = "hydra_plugins.titan"
 """Hydra takes launchers only from a module below `hydra_plugins`; `launchers.plugin` puts them there."""
@@ -23,7 +23,7 @@ class Sweep:
     """The description of a named sweep; nothing of it changes a run."""
 
     question: str | None = setting(None, "the question that the sweep answers", any_text=True)
-    baseline: Mapping[str, str] | None = setting(
+    baseline: Mapping[str, bool | int | float | str | None] | None = setting(
         None, "the variant that the others are compared with, such as {parallelism:single}; null: the first"
     )
     budget: Literal["steps", "tokens", "flops", "time"] = setting(
@@ -80,6 +80,11 @@ class Sweep:
         None,
         "objective of a trial that failed; null: none with hydra/sweeper=optuna, else infinity, negative to maximize",
     )
+
+    @property
+    def baseline_settings(self) -> dict[str, str]:
+        """The baseline's settings, with values as they are typed."""
+        return {name: format_value(value) for name, value in (self.baseline or {}).items()}
 
 
 @dataclass(frozen=True)
