@@ -181,7 +181,7 @@ def put_baseline_first(variants: Sequence[Variant], sweep: Sweep) -> list[Varian
 
     if len(variants) > 1 and not any(map(is_baseline, variants)):
         labels = ", ".join(variant.label for variant in variants)
-        raise ConfigError(f"sweep.baseline={format_value(wanted)}: is none of the ladder's variants; there are {labels}.")
+        raise ConfigError(f"sweep.baseline={wanted}: is none of the ladder's variants; there are {labels}.")
     return sorted(variants, key=lambda variant: not is_baseline(variant))
 
 

@@ -210,6 +210,21 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("metrics.wandb_mode=onlin", "did you mean 'online'?"),
     # what users of other software write
     ("--batch-size 32", "--batch-size: there is no such option|training.global_batch=TOKENS"),
+    ("--training.steps 100", "--training.steps: there is no such option|training.steps=100;"),
+    ("--model.name llama3", "--model.name: there is no such option|model=llama8b;"),
+    ("--parallelism.tensor_parallel_degree=2", "no such option|parallelism.tensor=2;"),
+    ("--job.config_file x.toml", "no such option|recipe=NAME|docs/from_torchtitan.md"),
+    ("parallelism=tp+fsdp", "did you mean 'fsdp_tp'"),
+    ("optimizer.lr= 1e-3", "1e-3: not understood; write optimizer.lr=1e-3, without spaces"),
+    ("'optimizer.lr = 1e-3'", "write optimizer.lr=1e-3, without spaces"),
+    ("optimizer.lr = 1e-3", "write optimizer.lr=1e-3, without spaces"),
+    ("–training.steps=3", "– is a character of printed text; write -"),
+    ("help", "help: not understood; write --help"),
+    ("--help model", "model: not understood|--cfg job -p model shows its settings"),
+    ("resume=last", "resume=last: names no run|runs/NAME"),
+    ("-m optimizer.lr=1e-3,3e-3 --cfg job", "--cfg job: shows one run|leave out -m"),
+    ("evaluation.tasks=[hellaswag]", "such as +evaluation.tasks.NAME={path:VALUE,format:VALUE}, or null"),
+    ("training.tokens=100e9 training.seq_len=32768", "training.global_batch=2048: must be a multiple|nearest is 32768"),
     ("--dry-run", "--dry-run: there is no such option|python -m titan.plan"),
     ("--config mine.yaml", "--config: there is no such option|recipe=NAME"),
     ("mine.yaml", "mine.yaml: not understood|recipe=NAME"),
@@ -224,7 +239,9 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("recipe=conf/recipe/train_8b.yaml", "did you mean 'train_8b'"),
     ("compile=true", "compile=true|choose one of auto, block, model, off"),
     ("cluster.device=gpu", "did you mean 'cuda'"),
-    ("training.seq_len=4k", "training.seq_len=4k|write 4e3"),
+    ("training.seq_len=4k", "training.seq_len=4k|write 4Ki (4,096) or 4000"),
+    ("checkpoint.every=1h", "checkpoint.every=1h|write checkpoint.minutes=60 for time"),
+    ("schedule.warmup=5%", "schedule.warmup=5%|it is no share|auto: a tenth"),
     ("schedule.warmup=0.1", "schedule.warmup=0.1|steps"),
     ("hooks=[os.system]", "+hooks.system={_target_:os.system}"),
     ("+hooks.x=mine.Hook", "hooks.x=mine.Hook|hooks.x={_target_:MODULE.CLASS}"),
@@ -431,7 +448,7 @@ QUICK = (
     "cpu:+training.steps=3", "cpu:model", "cpu:--package_model", "cpu:name=/x", "cpu:training.steps=ten",
     f"cpu:name={'x' * 75}", "cpu:optimizer.betas=[0.9]", "cpu:training.grow=[[1000,4100]]",
     "cpu:parallelism=pp_parallelism.pipeline=8_parallelism.microbatches=8", "cpu:parallelism.microbatches=100",
-    "cpu:cluster.memory_gib=0.01", "gpu:model=llama405b_parallelism=fsdp",
+    "cpu:cluster.memory_gib=0.01", "cpu:parallelism=tp+fsdp", "cpu:optimizer.lr_=_1e-3", "gpu:model=llama405b_parallelism=fsdp",
 )  # fmt: skip
 
 
@@ -573,7 +590,11 @@ def refused_to_begin(run: Run, expected: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        pytest.param(["optimizer.lr=0.5"], "another experiment|optimizer.lr was 0.001, now 0.5|another name", id="lr"),
+        pytest.param(
+            ["optimizer.lr=0.5"],
+            "runs/x: holds another experiment|optimizer.lr was 0.001, now 0.5|another name|checkpoint.resume=runs/x",
+            id="lr",
+        ),
         pytest.param(["training.seed=1"], "training.seed was 0, now 1", id="seed"),
         full(["schedule=cosine"], "schedule was titan.schedule.WSD, now titan.schedule.Cosine", id="schedule"),
         full(["optimizer=sgd"], "optimizer was titan.optimizer.AdamW, now titan.optimizer.SGD", id="optimizer"),

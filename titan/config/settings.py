@@ -192,8 +192,13 @@ def _describe_group(cls: type, path: str) -> str:
     """Return what a user gives in place of a single value where a schema's settings are expected."""
     if "." not in path:
         return f"a group of settings; choose one of {path}'s choices instead"
-    name = "_target_:MODULE.CLASS" if _suggest_target(cls) else f"{next(iter(_list_fields(cls)))}:VALUE"
-    return f"names and values, such as {path}={{{name}}}"
+    return f"names and values, such as {path}={{{_name_first_fields(cls, 1)}}}"
+
+
+def _name_first_fields(cls: type, count: int = 2) -> str:
+    """Return the first fields of a schema as they are typed."""
+    names = ["_target_:MODULE.CLASS"] if _suggest_target(cls) else [f"{name}:VALUE" for name in _list_fields(cls)]
+    return ",".join(names[:count])
 
 
 def _suggest_target(cls: type) -> str:
@@ -500,7 +505,8 @@ def _convert_union(value: Any, kinds: tuple[Any, ...], path: str, words: tuple[s
     try:
         return _convert_value(value, rest[-1], path, (), unit)
     except ConfigError as error:
-        raise ConfigError(f"{str(error).rstrip('.')} or null." if optional else str(error)) from None
+        comma = "," if "such as" in str(error) else ""
+        raise ConfigError(f"{str(error).rstrip('.')}{comma} or null." if optional else str(error)) from None
 
 
 def _convert_tuple(value: Any, kinds: tuple[Any, ...], path: str, unit: str) -> tuple[Any, ...]:
@@ -514,9 +520,12 @@ def _convert_tuple(value: Any, kinds: tuple[Any, ...], path: str, unit: str) -> 
 
 
 def _convert_mapping(value: Any, kinds: tuple[Any, ...], path: str, unit: str) -> dict[Any, Any]:
-    if not isinstance(value, Mapping):
-        _reject_type(value, f"names and values, such as {path}={{a:1,b:2}}", path)
     key_kind, value_kind = kinds
+    if not isinstance(value, Mapping):
+        example = f"names and values, such as {path}={{a:1,b:2}}"
+        if dataclasses.is_dataclass(value_kind):
+            example = f"names and their settings, such as +{path}.NAME={{{_name_first_fields(value_kind)}}}"
+        _reject_type(value, example, path)
     return {
         _convert_value(k, key_kind, path, (), unit): _convert_value(v, value_kind, _join_path(path, str(k)), (), unit)
         for k, v in value.items()
@@ -525,7 +534,7 @@ def _convert_mapping(value: Any, kinds: tuple[Any, ...], path: str, unit: str) -
 
 def _reject_type(value: Any, expected: str, path: str) -> NoReturn:
     advice = ""
-    if isinstance(value, (list, tuple)) and "list" not in expected:
+    if isinstance(value, (list, tuple)) and "such as" not in expected and "list" not in expected:
         advice = "; the values of a sweep (-m) have no brackets"
     raise ConfigError(f"{path}={format_value(value)}: expected {expected}{advice}.")
 

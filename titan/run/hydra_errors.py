@@ -65,7 +65,7 @@ class HydraErrors:
         if isinstance(error, MissingConfigException) and error.options is not None:
             return self._describe_choice_error(error)
         if isinstance(error, OverrideParseException):
-            return f"{error.override}: not understood; {_advise_on_syntax(str(error.override))}."
+            return f"{error.override}: not understood; {_advise_on_syntax(str(error.override), self.overrides)}."
         if isinstance(error, MissingConfigException) and str(error.missing_cfg_file).startswith("hooks/"):
             return hydra_choices.describe_unknown_hook(str(error.missing_cfg_file).removeprefix("hooks/"))
         if isinstance(error, MissingConfigException):
@@ -151,8 +151,20 @@ class HydraErrors:
         return [*names, *list_names(parts, "hydra."), "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
 
 
-def _advise_on_syntax(word: str) -> str:
-    """Return what to write in place of a word that is no override."""
+DASHES = "\u2012\u2013\u2014\u2015\u2212"
+
+
+def _advise_on_syntax(word: str, words: Sequence[str]) -> str:
+    """Return what to write in place of a word that is no override, one of the words of the command line."""
+    for spaced in re.finditer(r"([\w.@/]+)(?: +=|= +)=? *([^\s=]+)", " ".join(words)):
+        if word in spaced[0] or spaced[0] in word:
+            return f"write {spaced[1]}={spaced[2]}, without spaces"
+    if typeset := re.search("[\u2012-\u2015\u2212\u2018-\u201f]", word):
+        return f"{typeset[0]} is a character of printed text; write {'-' if typeset[0] in DASHES else 'a plain quote'}"
+    if word in Recipe.axes():
+        return f"write AXIS=CHOICE, such as {word}=NAME; --cfg job -p {word} shows its settings"
+    if advice := synonyms.ADVICE.get(word):
+        return advice
     if word.endswith((".yaml", ".yml")) and "=" not in word:
         return synonyms.FILE_ADVICE
     if os.path.isfile(os.path.join(word, RUN)):

@@ -8,6 +8,7 @@ from dataclasses import fields
 from titan.errors import UnknownSettingError
 from titan.run.axes import PLUGGABLE
 from titan.run.experiments import advise_on_experiment
+from titan.run.schema import Recipe
 
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "training.steps": ("max_steps", "total_steps", "num_steps", "train_iters", "max_iters", "steps"),
@@ -78,6 +79,11 @@ AXES = {
 PERIODS = ("interval", "frequency", "freq", "every_n_steps")
 """What others call the steps between evaluations, or between checkpoints."""
 CHOICES: Mapping[str, Mapping[str, str]] = {
+    "model": {
+        **dict.fromkeys(("llama3", "8b", "llama3_8b"), "llama8b"), "70b": "llama70b", "405b": "llama405b",
+        "llama3_70b": "llama70b", "llama3_405b": "llama405b", "debugmodel": "debug",
+    },
+    "checkpoint": {**dict.fromkeys(("true", "disabled"), "sync"), "false": "off", "async_with_pinned_mem": "async"},
     "parallelism": {
         **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "deepspeed"), "fsdp"), "data_parallel": "ddp", "dp": "ddp",
         "tensor_parallel": "tp", "pipeline_parallel": "pp", "context_parallel": "cp", "expert_parallel": "ep",
@@ -91,10 +97,29 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
         "cosine_with_warmup": "cosine", "cosine_annealing": "cosine", "linear_with_warmup": "linear",
         "constant_with_warmup": "constant", "trapezoidal": "wsd", "warmup_stable_decay": "wsd",
     },
-    "memory": dict.fromkeys(("activation_checkpointing", "gradient_checkpointing", "recompute"), "full"),
+    "memory": {
+        **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing", "recompute", "true"), "full"),
+        "memory_budget": "budget", "false": "none",
+    },
     "optimizer": {"adam": "adamw"},
 }  # fmt: skip
 """titan's choice of an axis for what others call it."""
+KEYS = {
+    **dict.fromkeys(("checkpoint.enable", "checkpoint.enable_checkpoint", "checkpoint.async_mode"), "checkpoint"),
+    **dict.fromkeys(("activation_checkpoint.mode", "activation_checkpoint", "activation_checkpointing"), "memory"),
+    **dict.fromkeys(("model.name", "model.flavor"), "model"), "training.dataset": "dataset",
+    "optimizer.name": "optimizer", "lr_scheduler.decay_type": "schedule",
+}  # fmt: skip
+"""Settings of others whose value is a choice of titan's axis."""
+FROM_TORCHTITAN = "docs/from_torchtitan.md has torchtitan's settings"
+ADVICE = {
+    "trainer": "devices are cluster.device=cuda or cpu, layouts parallelism=CHOICE",
+    "help": "write --help",
+    "job.config_file": "a file of settings is recipe=NAME, from recipe/NAME.yaml in a folder of $TITAN_CONF; "
+    + FROM_TORCHTITAN,
+    "model.converters": f"write precision=CHOICE; {FROM_TORCHTITAN}",
+}
+"""What to write in place of other settings and words."""
 EXPERIMENT = ("experiment", "experiments", "exp")
 """Names of a config group that other projects have."""
 DRY_RUNS = ("dry_run", "dryrun", "plan_only")
@@ -128,10 +153,28 @@ def suggest_setting(word: str) -> str | None:
     return f"{name}={VALUES.get(name, value)}"
 
 
+def advise_on_option(option: str, value: str) -> str:
+    """Return what to write in place of an option that there is not, which may be a setting with dashes before it."""
+    name = option.lstrip("-").replace("-", "_")
+    if name == "config":
+        return FILE_ADVICE
+    if name in DRY_RUNS:
+        return PLAN_ADVICE
+    axis, _, last = name.rpartition(".")
+    advice = None if axis in Recipe.axes() and name not in KEYS else _find_advice(name, value, frozenset())
+    advice = advice or suggest_setting(last) or (f"{name}=VALUE" if axis else "AXIS.SETTING=VALUE")
+    advice = advice.removeprefix("write ").replace("=VALUE", f"={value or 'VALUE'}")
+    return f"settings have no dashes: {advice}"
+
+
 def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None:
     """Return what to write in place of a setting that there is not; None where nothing is known."""
     axis, _, rest = key.partition(".")
     word = key.rpartition(".")[2]
+    if key in KEYS:
+        return f"write {KEYS[key]}={CHOICES.get(KEYS[key], {}).get(value.lower(), value or 'CHOICE')}"
+    if key in ADVICE:
+        return ADVICE[key]
     if key in EXPERIMENT:
         return advise_on_experiment(value)
     if key.replace("-", "_") in DRY_RUNS:

@@ -17,7 +17,7 @@ SHOWN_DIGITS, LONG, MAX_DIGITS = 4, 9, 17
 
 
 def clean_override(override: str) -> str:
-    """Return an override without rounding errors of its floats, and with switches as typed: 1e-5 for 1e-05, true for True."""
+    """Return an override without rounding errors of its floats, and with switches as typed: true for True."""
     return _SWITCH.sub(lambda match: match[0].lower(), _FLOAT.sub(lambda match: _clean_number(match[0]), override))
 
 
