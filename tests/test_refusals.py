@@ -218,7 +218,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("optimizer.lr= 1e-3", "1e-3: not understood; write optimizer.lr=1e-3, without spaces"),
     ("'optimizer.lr = 1e-3'", "write optimizer.lr=1e-3, without spaces"),
     ("optimizer.lr = 1e-3", "write optimizer.lr=1e-3, without spaces"),
-    ("–training.steps=3", "– is a character of printed text; write -"),
+    ("\u2013training.steps=3", "\u2013 is a character of printed text; write -"),
     ("help", "help: not understood; write --help"),
     ("--help model", "model: not understood|--cfg job -p model shows its settings"),
     ("resume=last", "resume=last: names no run|runs/NAME"),
@@ -448,7 +448,8 @@ QUICK = (
     "cpu:+training.steps=3", "cpu:model", "cpu:--package_model", "cpu:name=/x", "cpu:training.steps=ten",
     f"cpu:name={'x' * 75}", "cpu:optimizer.betas=[0.9]", "cpu:training.grow=[[1000,4100]]",
     "cpu:parallelism=pp_parallelism.pipeline=8_parallelism.microbatches=8", "cpu:parallelism.microbatches=100",
-    "cpu:cluster.memory_gib=0.01", "cpu:parallelism=tp+fsdp", "cpu:optimizer.lr_=_1e-3", "gpu:model=llama405b_parallelism=fsdp",
+    "cpu:cluster.memory_gib=0.01", "cpu:parallelism=tp+fsdp", "cpu:optimizer.lr_=_1e-3",
+    "gpu:model=llama405b_parallelism=fsdp",
 )  # fmt: skip
 
 

@@ -34,7 +34,6 @@ class Counts:
     grace: float = setting(1.0, "how long", unit="seconds")
     memory_gib: float | None = setting(None, "memory")
     margin: float | str = setting(0.1, "a number, or a share as text")
-    weights: dict[str, int] | None = setting(None, "weights")
 
 
 def read(name: str, text: object) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from titan.config.settings import format_value, setting
 
@@ -23,7 +23,7 @@ class Sweep:
     """The description of a named sweep; nothing of it changes a run."""
 
     question: str | None = setting(None, "the question that the sweep answers", any_text=True)
-    baseline: Mapping[str, bool | int | float | str | None] | None = setting(
+    baseline: Mapping[str, Any] | None = setting(
         None, "the variant that the others are compared with, such as {parallelism:single}; null: the first"
     )
     budget: Literal["steps", "tokens", "flops", "time"] = setting(
