@@ -76,8 +76,7 @@ def setting(
         below: a number must be smaller.
         cap: the largest plausible number; unlike `at_most` it follows from no property of the setting.
         words: texts that a field of type `int | str` or `float | str` accepts beside numbers, such as "auto".
-        unit: what its numbers count, where neither its name nor its limits say it: "seconds", or "powers" (of two) for
-            lengths of rows, batches and sizes of models, of which 32k may be 32,000 or 32,768.
+        unit: what it counts, if its name and limits don't say it: "seconds", "powers" (32k may be 32,000 or 32,768).
         in_ids: False when no id depends on it: requests to a scheduler, and names of a run.
         any_text: whether a text may be empty, long and have several lines.
         later: whether files and digests leave it out while it has its default, as those from before it was added do.
@@ -197,8 +196,9 @@ def _describe_group(cls: type, path: str) -> str:
 
 def _name_first_fields(cls: type, count: int = 2) -> str:
     """Return the first fields of a schema as they are typed."""
-    names = ["_target_:MODULE.CLASS"] if _suggest_target(cls) else [f"{name}:VALUE" for name in _list_fields(cls)]
-    return ",".join(names[:count])
+    if _suggest_target(cls):
+        return "_target_:MODULE.CLASS"
+    return ",".join(f"{name}:VALUE" for name in list(_list_fields(cls))[:count])
 
 
 def _suggest_target(cls: type) -> str:
@@ -505,8 +505,7 @@ def _convert_union(value: Any, kinds: tuple[Any, ...], path: str, words: tuple[s
     try:
         return _convert_value(value, rest[-1], path, (), unit)
     except ConfigError as error:
-        comma = "," if "such as" in str(error) else ""
-        raise ConfigError(f"{str(error).rstrip('.')}{comma} or null." if optional else str(error)) from None
+        raise ConfigError(f"{str(error).rstrip('.')} or null." if optional else str(error)) from None
 
 
 def _convert_tuple(value: Any, kinds: tuple[Any, ...], path: str, unit: str) -> tuple[Any, ...]:

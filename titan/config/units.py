@@ -10,8 +10,7 @@ _DECIMAL = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "b": 10**9, "G": 10*
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _TIMES = {"seconds": 1, "minutes": 60, "hours": 3600}
-_AMBIGUOUS = ("k", "K", "M")
-"""Suffixes of lengths of which people mean powers of two or of ten."""
+_AMBIGUOUS = ("k", "K", "M")  # of lengths
 _SCALES: Mapping[str, Mapping[str, Fraction | int]] = {
     "": {**_DECIMAL, **_BINARY},
     "powers": {name: scale for name, scale in {**_DECIMAL, **_BINARY}.items() if name not in _AMBIGUOUS},
@@ -24,13 +23,7 @@ _NUMBER = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,20})?) ?([A-Za-z]{1,3}|%)")
 
 
 def find_unit(name: str, declared: str, limits: Mapping[str, float]) -> str:
-    """Return what the numbers of a setting count: a key of `_SCALES`.
-
-    Args:
-        name: the setting's; one that ends in a unit counts it.
-        declared: see `titan.config.settings.setting`.
-        limits: of its numbers; a share is in 0 to 1.
-    """
+    """Return what a setting counts, a key of `_SCALES`: as declared, by the end of its name, or a share of 0 to 1."""
     last = name.rpartition("_")[2]
     low, high = (limits.get(a, limits.get(b)) for a, b in (("at_least", "above"), ("at_most", "below")))
     return declared or (last if last in ("gib", *_TIMES) else "share" if (low, high) == (0, 1) else "")
@@ -46,13 +39,7 @@ def read_number(text: str, unit: str) -> int | float | None:
 
 
 def advise(text: str, unit: str, siblings: Iterable[str]) -> str:
-    """Return the end of a sentence on a text that `read_number` does not read: what to write; empty where unknown.
-
-    Args:
-        text: as typed.
-        unit: see `find_unit`.
-        siblings: the dotted names of the settings in the same group.
-    """
+    """Return the end of a sentence on a text that `read_number` does not read: what to write, as in `siblings`."""
     match = _NUMBER.fullmatch(text)
     if not match:
         return ""

@@ -116,15 +116,11 @@ def _match_option(groups: Sequence[RunGroup], option: str) -> tuple[list[int], b
         return [i for i, group in enumerate(groups) if directory in [raw.directory for raw in group.runs]], True
     if labelled := [i for i, group in enumerate(groups) if option == group.label]:
         return labelled, True
-    if named := [i for i, group in enumerate(groups) if _is_named(group, option)]:
+    names = [(*group.facts.choices.values(), *(Path(raw.directory).name for raw in group.runs)) for group in groups]
+    if named := [i for i, group_names in enumerate(names) if option in group_names]:
         return named, False
     settings = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
     return find_fitting(groups, settings), _names_rate(settings)
-
-
-def _is_named(group: RunGroup, option: str) -> bool:
-    """Return whether an option is one of a variant's choices, or a run's name, without the setting that it is of."""
-    return option in group.facts.choices.values() or option in [Path(raw.directory).name for raw in group.runs]
 
 
 def _names_rate(settings: Mapping[str, str]) -> bool:

@@ -153,8 +153,8 @@ def _check_options(args: argparse.Namespace) -> None:
         option = "--resolve" if args.resolve else f"--package {args.package}"
         raise ConfigError(f"{option}: takes effect with --cfg only; add --cfg job.")
     if args.multirun and (args.cfg or args.info):
-        shown = f"--cfg {args.cfg}" if args.cfg else "--info"
-        raise ConfigError(f"{shown}: shows one run, and -m asks for several; leave out -m, and give one value of each.")
+        option = "--cfg" if args.cfg else "--info"
+        raise ConfigError(f"{option}: shows one run, and -m asks for several; leave out -m, and give one value each.")
     if args.experimental_rerun is not None:
         raise ConfigError(
             f"--experimental-rerun {args.experimental_rerun}: titan writes no such file; give resume=DIR to resume "
@@ -235,11 +235,10 @@ def _read_last_attempt(folder: str, word: str) -> dict[str, Any]:
     if directory.parent.name == "checkpoints" and directory.is_dir():
         raise ConfigError(f"{word}: is a checkpoint; a new run starts from it with checkpoint.{word} name=NAME.")
     runs = describe_runs_below(folder) if folder.strip() else None
-    if folder in ("last", "latest", "auto"):
-        below = describe_runs_below("runs") or "holds none; give the directory of one, such as runs/NAME"
-        runs = f"names no run, and runs/ {below}"
     advice = " (the command of the sweep resumes all)" if runs and is_sweep_directory(directory) else ""
-    raise ConfigError(f"{word}: {runs or 'there is no run; give the directory of one, such as runs/NAME'}{advice}.")
+    below = describe_runs_below("runs")
+    way_out = f"runs/ {below}" if below else "give the directory of one, such as runs/NAME"
+    raise ConfigError(f"{word}: {runs or f'there is no run; {way_out}'}{advice}.")
 
 
 def quote_value(text: str) -> str:

@@ -151,16 +151,13 @@ class HydraErrors:
         return [*names, *list_names(parts, "hydra."), "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
 
 
-DASHES = "\u2012\u2013\u2014\u2015\u2212"
-
-
 def _advise_on_syntax(word: str, words: Sequence[str]) -> str:
     """Return what to write in place of a word that is no override, one of the words of the command line."""
     for spaced in re.finditer(r"([\w.@/]+)(?: +=|= +)=? *([^\s=]+)", " ".join(words)):
         if word in spaced[0] or spaced[0] in word:
             return f"write {spaced[1]}={spaced[2]}, without spaces"
     if typeset := re.search("[\u2012-\u2015\u2212\u2018-\u201f]", word):
-        return f"{typeset[0]} is a character of printed text; write {'-' if typeset[0] in DASHES else 'a plain quote'}"
+        return f"{typeset[0]} is a character of printed text; write the plain one"
     if word in Recipe.axes():
         return f"write AXIS=CHOICE, such as {word}=NAME; --cfg job -p {word} shows its settings"
     if advice := synonyms.ADVICE.get(word):

@@ -80,8 +80,7 @@ PERIODS = ("interval", "frequency", "freq", "every_n_steps")
 """What others call the steps between evaluations, or between checkpoints."""
 CHOICES: Mapping[str, Mapping[str, str]] = {
     "model": {
-        **dict.fromkeys(("llama3", "8b", "llama3_8b"), "llama8b"), "70b": "llama70b", "405b": "llama405b",
-        "llama3_70b": "llama70b", "llama3_405b": "llama405b", "debugmodel": "debug",
+        "llama3": "llama8b", "8b": "llama8b", "70b": "llama70b", "405b": "llama405b", "debugmodel": "debug",
     },
     "checkpoint": {**dict.fromkeys(("true", "disabled"), "sync"), "false": "off", "async_with_pinned_mem": "async"},
     "parallelism": {
@@ -111,21 +110,19 @@ KEYS = {
     "optimizer.name": "optimizer", "lr_scheduler.decay_type": "schedule",
 }  # fmt: skip
 """Settings of others whose value is a choice of titan's axis."""
-FROM_TORCHTITAN = "docs/from_torchtitan.md has torchtitan's settings"
-ADVICE = {
-    "trainer": "devices are cluster.device=cuda or cpu, layouts parallelism=CHOICE",
-    "help": "write --help",
-    "job.config_file": "a file of settings is recipe=NAME, from recipe/NAME.yaml in a folder of $TITAN_CONF; "
-    + FROM_TORCHTITAN,
-    "model.converters": f"write precision=CHOICE; {FROM_TORCHTITAN}",
-}
-"""What to write in place of other settings and words."""
 EXPERIMENT = ("experiment", "experiments", "exp")
 """Names of a config group that other projects have."""
 DRY_RUNS = ("dry_run", "dryrun", "plan_only")
 """What others call a command that starts nothing."""
 PLAN_ADVICE = "python -m titan.plan with the same settings predicts the run, and starts nothing"
 FILE_ADVICE = "a file of settings is recipe=NAME, from recipe/NAME.yaml in the folder of --config-dir"
+ADVICE = {
+    "trainer": "devices are cluster.device=cuda or cpu, layouts parallelism=CHOICE",
+    "help": "write --help",
+    "config": FILE_ADVICE,
+    "job.config_file": f"{FILE_ADVICE}; docs/from_torchtitan.md has torchtitan's settings",
+}
+"""What to write in place of other settings and words."""
 EXPERTS = ("experts", "num_experts", "n_experts", "num_local_experts", "expert_ffn", "top_k")
 """Settings of models with experts."""
 
@@ -156,15 +153,12 @@ def suggest_setting(word: str) -> str | None:
 def advise_on_option(option: str, value: str) -> str:
     """Return what to write in place of an option that there is not, which may be a setting with dashes before it."""
     name = option.lstrip("-").replace("-", "_")
-    if name == "config":
-        return FILE_ADVICE
-    if name in DRY_RUNS:
-        return PLAN_ADVICE
     axis, _, last = name.rpartition(".")
     advice = None if axis in Recipe.axes() and name not in KEYS else _find_advice(name, value, frozenset())
+    if advice and not advice.startswith("write "):
+        return advice
     advice = advice or suggest_setting(last) or (f"{name}=VALUE" if axis else "AXIS.SETTING=VALUE")
-    advice = advice.removeprefix("write ").replace("=VALUE", f"={value or 'VALUE'}")
-    return f"settings have no dashes: {advice}"
+    return f"settings have no dashes: {advice.removeprefix('write ')}".replace("=VALUE", f"={value or 'VALUE'}")
 
 
 def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None:
