@@ -23,9 +23,7 @@ class Llama4(Llama4Counts, Moe):
     expert of the same width as well; scores are sigmoids and scale the inputs of experts.
     """
 
-    ffn: int = setting(
-        16384, "width of the feed-forward layer of blocks without experts", at_least=1, cap=WIDEST, unit="powers"
-    )
+    ffn: int = setting(16384, "feed-forward width of blocks without experts", at_least=1, cap=WIDEST, unit="powers")
     experts: int = setting(16, "experts of each block that has them", at_least=1, cap=10_000)
     top_k: int = setting(1, "experts that compute each token", at_least=1, cap=10_000)
     expert_ffn: int = setting(8192, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST, unit="powers")

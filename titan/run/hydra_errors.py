@@ -85,7 +85,11 @@ class HydraErrors:
             return f"{self._find_interval()}: {advice}."
         for beginning, advice in HYDRA_HINTS.items():
             if text.startswith(beginning):
-                return f"{self._find_override(text)}: {advice}."
+                typed = self._find_override(text)
+                advice = advice.replace("[a,b]", f"[{typed.partition('=')[2]}]")
+                if number := re.search(r"=(\d{1,3}(?:,\d{3})+)$", typed):  # 0,001 and 1,000
+                    advice = f"write {number[1].replace(',', '.' if number[1].startswith('0') else '')}"
+                return f"{typed}: {advice}."
         cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
         text = text.removeprefix("Error merging override ")
         if cause is None:
@@ -153,6 +157,8 @@ class HydraErrors:
 
 def _advise_on_syntax(word: str, words: Sequence[str]) -> str:
     """Return what to write in place of a word that is no override, one of the words of the command line."""
+    if pair := re.fullmatch(r"([a-z_.]+)(?:==|:=?)([\w.+-]+)", word):
+        return f"write {pair[1]}={pair[2]}"
     for spaced in re.finditer(r"([\w.@/]+)(?: +=|= +)=? *([^\s=]+)", " ".join(words)):
         if word in spaced[0] or spaced[0] in word:
             return f"write {spaced[1]}={spaced[2]}, without spaces"
@@ -168,6 +174,8 @@ def _advise_on_syntax(word: str, words: Sequence[str]) -> str:
         return f"it is a run: give it as the first word of a command for runs, or as resume={word}"
     if os.path.isfile(word):
         return f"data of a file are dataset=text dataset.path={word}"
+    if re.fullmatch(r"[a-z_]+(\.\w+)+", word):
+        return f"write {word}=VALUE"
     if "=~" in word:
         return "write $HOME in place of ~"
     return "write AXIS=CHOICE or AXIS.SETTING=VALUE, [a,b] for a list, and quote special characters"

@@ -90,10 +90,7 @@ def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool =
 
 
 def open_own_classes() -> None:
-    """Let overrides name fields of a class outside of titan without a `+`; whoever builds the class checks the names.
-
-    Its schema is known only once it is imported, which composing does not do. Idempotent.
-    """
+    """Let overrides name fields of a class outside of titan without a `+`; who imports and builds it checks them."""
     ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_overrides)  # type: ignore[method-assign]
 
 

@@ -265,11 +265,10 @@ def _format_variables(folders: str, packages: Sequence[str]) -> str:
 
 
 def _uses_own_files(run: Run) -> bool:
-    """Return whether a choice of the run's command line is a file of a folder of $TITAN_CONF."""
-    words = [f"{axis}={choice}" for axis, choice in run.choices.items()] + [o.lstrip("+") for o in run.overrides]
-    parts = [(word.partition("@")[0].partition("=")[0], word.partition("=")[2]) for word in words]
-    files = [f"{group}/{name}.yaml" for group, names in parts for name in re.findall(r"[\w./-]+", names)]
-    return any((Path(folder) / file).is_file() for folder in searched_files.list_own_folders() for file in files)
+    """Return whether the run's command line names a file of a folder of $TITAN_CONF."""
+    words = {*run.choices.values(), *re.findall(r"[\w.-]+", " ".join(run.overrides))}
+    folders = map(Path, searched_files.list_own_folders())
+    return any(file.stem in words for folder in folders for file in folder.rglob("*.yaml"))
 
 
 def _describe_attempt(attempt: Attempt) -> str:

@@ -119,6 +119,7 @@ FILE_ADVICE = "a file of settings is recipe=NAME, from recipe/NAME.yaml in the f
 ADVICE = {
     "trainer": "devices are cluster.device=cuda or cpu, layouts parallelism=CHOICE",
     "help": "write --help",
+    "resume": "write resume=DIR",
     "config": FILE_ADVICE,
     "job.config_file": f"{FILE_ADVICE}; docs/from_torchtitan.md has torchtitan's settings",
 }
@@ -157,7 +158,8 @@ def advise_on_option(option: str, value: str) -> str:
     advice = None if axis in Recipe.axes() and name not in KEYS else _find_advice(name, value, frozenset())
     if advice and not advice.startswith("write "):
         return advice
-    advice = advice or suggest_setting(last) or (f"{name}=VALUE" if axis else "AXIS.SETTING=VALUE")
+    is_whole = axis or name in (*Recipe.axes(), "resume", "recipe", "sweep", "name", "modules", "hooks")
+    advice = advice or suggest_setting(last) or (f"{name}=VALUE" if is_whole else "AXIS.SETTING=...")
     return f"settings have no dashes: {advice.removeprefix('write ')}".replace("=VALUE", f"={value or 'VALUE'}")
 
 
@@ -173,7 +175,7 @@ def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None
         return advise_on_experiment(value)
     if key.replace("-", "_") in DRY_RUNS:
         return PLAN_ADVICE
-    if key.isupper():
+    if key.isupper() and "." not in key:
         return f"variables of the environment stand before the command: {key}={value} python -m titan.train"
     if axis == "model" and word in EXPERTS:
         return "this model has no experts; choose one that has, such as model=qwen3_moe_debug"
