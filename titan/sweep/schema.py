@@ -45,6 +45,7 @@ class Sweep:
         None,
         "widths of a ladder, in place of a grid: the largest is predicted from the others before it runs; null: a grid",
         at_least=1,
+        unit="powers",
         later=True,
     )
     lengths: tuple[float, ...] = setting(
