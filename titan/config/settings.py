@@ -522,7 +522,7 @@ def _convert_mapping(value: Any, kinds: tuple[Any, ...], path: str, unit: str) -
     key_kind, value_kind = kinds
     if not isinstance(value, Mapping):
         example = f"names and values, such as {path}={{a:1,b:2}}"
-        if dataclasses.is_dataclass(value_kind):
+        if isinstance(value_kind, type) and dataclasses.is_dataclass(value_kind):
             example = f"names and their settings, such as +{path}.NAME={{{_name_first_fields(value_kind)}}}"
         _reject_type(value, example, path)
     return {

@@ -119,7 +119,7 @@ FILE_ADVICE = "a file of settings is recipe=NAME, from recipe/NAME.yaml in the f
 ADVICE = {
     "trainer": "devices are cluster.device=cuda or cpu, layouts parallelism=CHOICE",
     "help": "write --help",
-    "resume": "write resume=DIR",
+    "resume": "write resume=VALUE",
     "config": FILE_ADVICE,
     "job.config_file": f"{FILE_ADVICE}; docs/from_torchtitan.md has torchtitan's settings",
 }
