@@ -70,8 +70,7 @@ def check_container(cluster: Cluster) -> None:
 def parse_minutes(time: str | None) -> int | None:
     """Return a time limit in minutes, rounded up; None for None.
 
-    The formats are sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual, --time);
-    and 12h, 90min or 2d.
+    The formats are 12h, 90min, 2d and sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual).
 
     Raises:
         ConfigError: for other formats, zero, more than `LONGEST_DAYS` and a number of more than `MOST_MINUTES`.

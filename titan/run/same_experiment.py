@@ -68,9 +68,8 @@ def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Ma
 def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
     """Raise ConfigError that names the settings that differ, if any do."""
     if differ:
-        classes = {"model": get_kind(Llama)}  # which ids leave out
-        last_values = {**classes, **flatten_config(last["config"]), **last["science"]}
-        new_values = {**classes, **flatten_config(as_config(run)), **new}
+        last_values = {"model": get_kind(Llama), **flatten_config(last["config"]), **last["science"]}
+        new_values = {"model": get_kind(Llama), **flatten_config(as_config(run)), **new}  # which ids leave out
         differences = "; ".join(
             f"{k} was {format_value(last_values.get(k))}, now {format_value(new_values.get(k))}" for k in differ
         )

@@ -254,8 +254,7 @@ def build_next_command(run: Run, result: Mapping[str, Any]) -> str:
     )  # which the recorded command can't permit
     packages = [name for name in own_code.find_packages(run) if name not in ("experiments", *run.modules)]
     variables = _format_variables(os.environ.get(searched_files.VARIABLE, "") if _uses_own_files(run) else "", packages)
-    words = ["python", "-m", "titan.train", f"resume={shorten_path(run.directory)}", *overrides]
-    return f"{variables}{shlex.join(words)}"
+    return variables + shlex.join(["python", "-m", "titan.train", f"resume={shorten_path(run.directory)}", *overrides])
 
 
 def _format_variables(folders: str, packages: Sequence[str]) -> str:
