@@ -227,7 +227,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("training.steps=1,000", "training.steps=1,000: write 1000."),
     ("optimizer.lr=0,001", "optimizer.lr=0,001: write 0.001."),
     ("metrics=wandb,tensorboard", "write [wandb,tensorboard] for a list, or add -m"),
-    ("\"training.steps='5'\"", "training.steps=5: expected a whole number; write it without quotes"),
+    ("\"training.steps='5'\"", "training.steps=5: expected a whole number; it is text, write it without quotes"),
     ("help", "help: not understood; write --help"),
     ("--help model", "model: not understood|--cfg job -p model shows its settings"),
     ("resume=last", "resume=last: there is no run; give|runs/NAME"),

@@ -42,7 +42,7 @@ def advise(text: str, unit: str, siblings: Iterable[str]) -> str:
     """Return the end of a sentence on a text that `read_number` does not read: what to write, as in `siblings`."""
     match = _NUMBER.fullmatch(text)
     if not match:
-        return "; write it without quotes" if re.fullmatch(r"[+-]?\d*\.?\d+(e[+-]?\d+)?", text) else ""
+        return "; it is text, write it without quotes" if re.fullmatch(r"[+-]?\d*\.?\d+(e[+-]?\d+)?", text) else ""
     number, suffix = match.groups()
     if unit == "powers" and suffix in _AMBIGUOUS:
         binary = f"{number}{suffix.upper()}i"
