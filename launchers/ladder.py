@@ -173,7 +173,7 @@ def put_baseline_first(variants: Sequence[Variant], sweep: Sweep) -> list[Varian
     Raises:
         ConfigError: where none has its settings.
     """
-    wanted = dict(sweep.baseline or {})
+    wanted = sweep.baseline_settings
 
     def is_baseline(variant: Variant) -> bool:
         own = {_get_key(override): override.partition("=")[2] for override in variant.overrides}

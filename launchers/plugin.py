@@ -275,7 +275,7 @@ def build_spec(cfg: DictConfig) -> SweepSpec:
     """Return what a composed configuration asks of its sweep."""
     sweep = build_sweep(cfg)
     parse_margin(sweep.margin)
-    return SweepSpec(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target, sweep.budget)
+    return SweepSpec(sweep.question, {}, sweep.baseline_settings, sweep.margin, sweep.target, sweep.budget)
 
 
 def find_scheduler_launcher(cfg: DictConfig) -> SweepLauncher | None:

@@ -154,6 +154,16 @@ def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> 
     assert imported()
 
 
+def test_the_next_command_has_the_environment_that_it_needs(laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(laptop, "recipe", {"optimizer": {"_target_": "theirs_pack.Theirs"}})
+    monkeypatch.setenv(modules.VARIABLE, "theirs_pack,more")
+    run = compose_run([*TINY, "recipe=theirs", "name=one"])
+    command = summary.build_next_command(run, {"finished": False})
+    assert command == f"TITAN_CONF={laptop}/conf TITAN_MODULES=theirs_pack python -m titan.train resume=runs/one"
+    plain = compose_run([*TINY, "name=two"])
+    assert summary.build_next_command(plain, {"finished": False}) == "python -m titan.train resume=runs/two"
+
+
 @pytest.mark.full
 def test_a_recorded_command_line_is_not_the_users() -> None:
     run = compose_run([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"])

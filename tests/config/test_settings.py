@@ -84,8 +84,10 @@ def test_converts_what_loses_nothing(name: str, value: Any, expected: Any) -> No
     [
         pytest.param("count", 1.5, "sample.count=1.5: expected a whole number (how many).", id="fraction"),
         pytest.param("count", True, "sample.count=true: expected a whole number (how many).", id="bool-as-int"),
-        pytest.param("count", "3", "sample.count=3: expected a whole number (how many).", id="text-as-int"),
-        pytest.param("count", "4k", "sample.count=4k: expected a whole number; write 4e3 (how many).", id="unit"),
+        pytest.param("count", "3", "sample.count=3: expected a whole number; it is text, write it without quotes "
+                     "(how many).", id="text-as-int"),
+        pytest.param("count", "4m", "sample.count=4m: expected a whole number; write 4M for millions (how many).",
+                     id="unit"),
         pytest.param("rate", [0.1], "sample.rate=[0.1]: expected a number; the values of a sweep (-m) have no brackets "
                      "(how fast).", id="brackets"),
         pytest.param("count", 10, "sample.count=10: must be at least 0 and below 10.", id="below"),

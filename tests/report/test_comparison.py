@@ -38,7 +38,8 @@ def test_a_lone_run_is_shown(tmp_path: Path) -> None:
 def test_the_baseline_comes_first(tmp_path: Path) -> None:
     make_run(tmp_path / "a", S, SINGLE)
     make_run(tmp_path / "b", S, FSDP)
-    assert compare([tmp_path], Options(baseline=FSDP)).variants[0].label == FSDP
+    for named in (FSDP, "fsdp", "b"):  # a setting, its value alone, a run's name
+        assert compare([tmp_path], Options(baseline=named)).variants[0].label == FSDP
     with pytest.raises(ConfigError, match="baseline=parallelism=tp"):
         compare([tmp_path], Options(baseline="parallelism=tp"))
 

@@ -16,9 +16,10 @@ from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.run import identity
 from titan.run.branch import build_continuation
-from titan.run.budget import count_steps, describe_hours
-from titan.training.schema import Training
+from titan.run.budget import apply_tokens, count_steps, describe_hours
+from titan.training.schema import MOST_STEPS, Training
 
+RECIPE = compose_test_run([*TINY, "name=x"])
 STEPLESS = [o for o in TINY if not o.startswith("training.steps")]
 
 
@@ -34,6 +35,22 @@ def test_steps_are_the_fewest_that_read_the_tokens(tokens: int, rows: int, growt
     training = Training(global_batch=rows * 64, seq_len=64, grow=tuple(grow))
     steps = count_steps(training, tokens)
     assert training.count_rows_before(steps + 1) * 64 >= tokens > training.count_rows_before(steps) * 64
+
+
+@given(
+    st.floats(1e-3, 1e19), st.integers(1, 10**10), st.integers(2, 10**9),
+    st.lists(st.tuples(st.integers(-9, 10**12), st.integers(0, 10**10)), max_size=2),
+    st.sampled_from([None, 1e-3, 1e12]),
+)  # fmt: skip
+def test_any_budget_makes_steps_or_is_rejected(
+    tokens: float, batch: int, seq_len: int, grow: list[tuple[int, int]], hours: float | None
+) -> None:
+    training = Training(global_batch=batch, seq_len=seq_len, grow=tuple(grow), tokens=tokens, hours=hours)
+    try:
+        recipe = apply_tokens(dataclasses.replace(RECIPE, training=training), [])
+    except ConfigError:
+        return
+    assert 1 <= recipe.training.steps <= MOST_STEPS and batch % seq_len == 0
 
 
 def test_tokens_make_the_same_run_as_their_steps() -> None:

@@ -90,6 +90,24 @@ def test_resume_is_the_command_line_of_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        pytest.param(
+            "resume=runs/x/checkpoints/step-2", "checkpoint.resume=runs/x/checkpoints/step-2 name=", id="checkpoint"
+        ),
+        pytest.param("resume=last", "there is no run; runs/ holds runs; give one of them, such as runs/x", id="last"),
+    ],
+)
+def test_a_run_that_is_not_there_is_answered_with_one(
+    word: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (Path(begun("name=x").directory) / "checkpoints/step-2").mkdir(parents=True)
+    assert run_command([word], lambda run: 0) == 2
+    assert advice in capsys.readouterr().err
+
+
+@pytest.mark.full
 def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["-m", "sweep=learning_rate", "optimizer.lr=1e-3", "training.seed=5", "name=g", *TINY]
     runs: list[Run] = []

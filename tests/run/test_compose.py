@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -316,13 +317,27 @@ def test_third_party_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "from dataclasses import dataclass\nfrom titan.model.schema import Llama\n"
         "from titan.config.settings import setting\n\n@dataclass(frozen=True, kw_only=True)\n"
         "class Wide(Llama):\n    width: int = setting(3, 'w', at_least=1)\n"
+        "from titan.hooks.schema import Hook\n@dataclass(frozen=True, kw_only=True)\n"
+        "class Count(Hook):\n    above: int = setting(1, 'a')\n    def build(self):\n        return print\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     overrides = ["model._target_=theirs_model.Wide", "modules=[theirs_model]"]
     model = compose_run([*overrides, "+model.width=5"]).model
     assert (type(model).__name__, model.width) == ("Wide", 5)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"model\.width=0: must be at least 1"):
-        compose_run([*overrides, "+model.width=0"])
+    assert compose_run([*overrides, "model.width=5"]).model == model
+    hook = "+hooks.h={_target_: theirs_model.Count}"
+    assert compose_run([*overrides, hook, "hooks.h.above=3"]).hooks["h"].above == 3  # type: ignore[index, attr-defined]
+    for line, message in {
+        "model.width=0": "model.width=0: must be at least 1",
+        "model.widht=5": "model.widht=5: there is no such setting; did you mean 'model.width'?",
+        "+model.widht=5": "model.widht=5: there is no such setting; did you mean 'model.width'?",
+        "hooks.h.abvoe=3": "hooks.h.abvoe=3: there is no such setting; did you mean 'hooks.h.above'?",
+        "training.width=5": "training.width=5: there is no such setting",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            compose_run([*overrides, hook, line])
+    with pytest.raises(ConfigError, match=r"model\.width=5: there is no such setting"):
+        compose_run(["model.width=5"])
 
 
 @pytest.mark.parametrize(

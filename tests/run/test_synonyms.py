@@ -46,6 +46,12 @@ def test_every_name_of_titan_exists_and_no_synonym_is_one() -> None:
         ("model.experts=8", "this model has no experts; choose one that has, such as model=qwen3_moe_debug"),
         ("parallelism.tensor_parallel_degree=2", "write parallelism.tensor=VALUE"),
         ("optimizer.beta3=1", "did you mean"),
+        ("checkpoint.enable=true", "write checkpoint=sync."),
+        ("checkpoint.enable=false", "write checkpoint=off."),
+        ("activation_checkpoint.mode=full", "write memory=full."),
+        ("model.flavor=8B", "write model=llama8b."),
+        ("optimizer.name=AdamW", "write optimizer=AdamW."),
+        ("trainer=gpu", "devices are cluster.device=cuda or cpu, layouts parallelism=CHOICE."),
     ],
 )
 def test_a_name_of_others_is_answered(typed: str, advice: str) -> None:

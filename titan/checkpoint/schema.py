@@ -27,7 +27,9 @@ class Checkpoint:
         in_ids=False,
         later=True,
     )
-    grace: float = setting(60.0, "seconds between retiring a checkpoint and deleting its files", at_least=0, cap=1e9)
+    grace: float = setting(
+        60.0, "seconds between retiring a checkpoint and deleting its files", at_least=0, cap=1e9, unit="seconds"
+    )
     on_stop: bool = setting(True, "save when a signal ends the run early")
     path: Output | None = setting(
         None, "a folder or URL (s3://bucket/x) to copy checkpoints to in the background; null: none"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
 from titan.config.settings import format_value
+from titan.config.units import read_number
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,16 +70,18 @@ def check_container(cluster: Cluster) -> None:
 def parse_minutes(time: str | None) -> int | None:
     """Return a time limit in minutes, rounded up; None for None.
 
-    The formats are sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual, --time).
+    The formats are 12h, 90min, 2d and sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual).
 
     Raises:
         ConfigError: for other formats, zero, more than `LONGEST_DAYS` and a number of more than `MOST_MINUTES`.
     """
     if time is None:
         return None
+    if (seconds := read_number(time, "seconds")) is not None:
+        return _round_minutes(seconds, time)
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if not match:
-        raise ConfigError(f"cluster.time={time}: not understood; give minutes, HH:MM:SS or D-HH:MM:SS.")
+        raise ConfigError(f"cluster.time={time}: not understood; give minutes, HH:MM:SS, D-HH:MM:SS or 12h.")
     if time.isdecimal() and int(time) > MOST_MINUTES:
         raise ConfigError(
             f"cluster.time={time}: a number of minutes must be at most {MOST_MINUTES} (YAML reads 2:00:00 "
@@ -88,11 +92,15 @@ def parse_minutes(time: str | None) -> int | None:
     if any(part > 59 for part in numbers[1:]) or (days is not None and numbers[0] > 23):
         raise ConfigError(f"cluster.time={time}: hours end at 23 after days, minutes and seconds at 59; correct it.")
     units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
-    seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    return _round_minutes((days or 0) * 86400 + sum(n * u for n, u in zip(numbers, units, strict=False)), time)
+
+
+def _round_minutes(seconds: float, time: str) -> int:
+    """Return a time limit in minutes, rounded up; raise ConfigError for zero and for more than `LONGEST_DAYS`."""
     if seconds > LONGEST_DAYS * 86400:
         raise ConfigError(
             f"cluster.time={time}: must be at most {LONGEST_DAYS} days; give minutes, HH:MM:SS or D-HH:MM:SS."
         )
-    if seconds == 0:
+    if seconds <= 0:
         raise ConfigError(f"cluster.time={time}: must be above zero; give minutes, HH:MM:SS or D-HH:MM:SS.")
-    return -(-seconds // 60)
+    return math.ceil(seconds / 60)

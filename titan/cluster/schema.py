@@ -50,6 +50,7 @@ class Cluster:
         1800.0,
         "timeout in seconds of collectives outside of steps: at start, compilation, evaluation and saving",
         at_least=1,
+        unit="seconds",
         cap=LONGEST_SECONDS,
     )
     hook_timeout: float = setting(
@@ -57,6 +58,7 @@ class Cluster:
         "timeout in seconds of a hook of one's own for which other ranks wait, but for before_optimizer, which is part "
         "of its step",
         at_least=1,
+        unit="seconds",
         cap=LONGEST_SECONDS,
     )
     step_timeout: float | str = setting(
@@ -66,6 +68,7 @@ class Cluster:
         at_least=1,
         cap=LONGEST_SECONDS,
         words=("auto",),
+        unit="seconds",
     )
     memory_gib: float | None = setting(None, "memory of one device in GiB; null: detect it", above=0, cap=1e9)
     peak_tflops: float | None = setting(
@@ -100,7 +103,7 @@ class Cluster:
         words=("auto",),
     )
     time: Label | None = _job_setting(
-        None, "time limit of a job: minutes (at most 3599), HH:MM:SS or D-HH:MM:SS; null: the partition's limit"
+        None, "time limit of a job: minutes (at most 3599), 12h, HH:MM:SS or D-HH:MM:SS; null: the partition's limit"
     )
     signal_seconds: int = _job_setting(
         120, "seconds before the time limit at which a run gets the signal to save and stop", at_least=1, at_most=65535

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import os
 import re
+import shlex
 import types
 import typing
 from collections.abc import Sequence
@@ -211,6 +212,10 @@ def _read_key(argument: str, keys: dict[str, Key]) -> str:
     name, equals, _ = argument.partition("=")
     if (key := name.lstrip("-").replace("-", "_")) in keys and name.startswith("-"):
         raise ConfigError(f"{argument}: not understood; settings have no dashes: write {key}=VALUE.")
+    if not equals and name in keys:
+        raise ConfigError(f"{argument}: has no value; write {name}={'true' if keys[name].kind is bool else 'VALUE'}.")
+    if not equals and "prompt" in keys:
+        raise ConfigError(f"{argument}: not understood; write prompt={shlex.quote(argument)}, or see --help.")
     if not equals or not name:
         raise ConfigError(f"{argument}: not understood; give KEY=VALUE, or see --help.")
     if name not in keys:

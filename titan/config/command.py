@@ -144,7 +144,7 @@ class Command(Generic[T]):
         name, equals, _ = word.partition("=")
         keys = list_keys(self.settings)
         groups = {key.path[0] for key in keys.values() if len(key.path) > 1}
-        return bool(equals) and (name in keys or name.partition(".")[0] in groups)
+        return name in keys or (bool(equals) and name.partition(".")[0] in groups)
 
     def _show_help(self, words: Sequence[str]) -> bool:
         requested = {"-h", "--help", "--version"} & set(words)

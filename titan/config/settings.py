@@ -17,7 +17,6 @@ import importlib
 import inspect
 import math
 import operator
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from typing import Any, Literal, NoReturn
 
 from titan.config.kinds import get_class_path
 from titan.config.libraries import describe_library
+from titan.config.units import advise, find_unit, read_number
 from titan.console.numbers import format_exact, shorten_exponent
 from titan.console.text import escape, is_redacted
 from titan.errors import ConfigError, UnknownSettingError, find_own_code_error
@@ -58,6 +58,7 @@ def setting(
     below: float | None = None,
     cap: float | None = None,
     words: tuple[str, ...] = (),
+    unit: str = "",
     in_ids: bool = True,
     any_text: bool = False,
     later: bool = False,
@@ -75,6 +76,7 @@ def setting(
         below: a number must be smaller.
         cap: the largest plausible number; unlike `at_most` it follows from no property of the setting.
         words: texts that a field of type `int | str` or `float | str` accepts beside numbers, such as "auto".
+        unit: what it counts, if its name and limits don't say it: "seconds", "powers" (32k may be 32,000 or 32,768).
         in_ids: False when no id depends on it: requests to a scheduler, and names of a run.
         any_text: whether a text may be empty, long and have several lines.
         later: whether files and digests leave it out while it has its default, as those from before it was added do.
@@ -85,6 +87,7 @@ def setting(
         "help": help,
         "science": science,
         "words": words,
+        "unit": unit,
         "in_ids": in_ids,
         "limits": {k: v for k, v in limits.items() if v is not None},
         "cap": cap,
@@ -169,7 +172,8 @@ def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tu
         elif (nested := get_value_schema(kind)) is not None and isinstance(value, Mapping):
             values[name] = _build_named(nested, value, field_path, allowed)
         else:
-            values[name] = _check_value(value, kind, fields[name], field_path)
+            siblings = (_join_path(path, sibling) for sibling in fields)
+            values[name] = _check_value(value, kind, fields[name], field_path, siblings)
     return values
 
 
@@ -187,8 +191,14 @@ def _describe_group(cls: type, path: str) -> str:
     """Return what a user gives in place of a single value where a schema's settings are expected."""
     if "." not in path:
         return f"a group of settings; choose one of {path}'s choices instead"
-    name = "_target_:MODULE.CLASS" if _suggest_target(cls) else f"{next(iter(_list_fields(cls)))}:VALUE"
-    return f"names and values, such as {path}={{{name}}}"
+    return f"names and values, such as {path}={{{_name_first_fields(cls, 1)}}}"
+
+
+def _name_first_fields(cls: type, count: int = 2) -> str:
+    """Return the first fields of a schema as they are typed."""
+    if _suggest_target(cls):
+        return "_target_:MODULE.CLASS"
+    return ",".join(f"{name}:VALUE" for name in list(_list_fields(cls))[:count])
 
 
 def _suggest_target(cls: type) -> str:
@@ -361,25 +371,30 @@ def _check_class(cls: Any, typed: str) -> None:
         raise ConfigError(f"{typed}: has no method build; define it.")
 
 
-def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str) -> Any:
+def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str, siblings: Iterable[str] = ()) -> Any:
     if value is MISSING or value == MISSING:
         return MISSING
-    words = field.metadata.get("words", ())
+    words, limits = field.metadata.get("words", ()), field.metadata.get("limits", {})
+    unit = find_unit(field.name, field.metadata.get("unit", ""), limits)
     try:
-        converted = _convert_value(value, kind, path, words)
+        converted = _convert_value(value, kind, path, words, unit)
     except ConfigError as error:
-        raise ConfigError(_add_meaning(str(error), field.metadata.get("help", ""))) from None
+        texts = (text for text in _iterate_scalars(value) if isinstance(text, str))
+        advice = next(filter(None, (advise(text, unit, siblings) for text in texts)), "")
+        raise ConfigError(_add_meaning(str(error), advice, field.metadata.get("help", ""))) from None
     typed = f"{path}={format_value(value)}"
     for number in converted if isinstance(converted, tuple) else (converted,):
-        _check_range(number, field.metadata.get("limits", {}), typed, words)
+        _check_range(number, limits, typed, words)
     for scalar in _iterate_scalars(converted):
         _check_scalar(scalar, field.metadata, typed)
     return converted
 
 
-def _add_meaning(sentence: str, help: str) -> str:
-    """Return the sentence on a value of the wrong type with the meaning of the setting, which has its unit."""
-    return f"{sentence.rstrip('.')} ({help})." if help and ": expected " in sentence else sentence
+def _add_meaning(sentence: str, advice: str, help: str) -> str:
+    """Return the sentence on a value of the wrong type with advice, and the setting's meaning, which has its unit."""
+    if ": expected " not in sentence:
+        return sentence
+    return f"{sentence.rstrip('.')}{advice}{f' ({help})' if help else ''}."
 
 
 def _iterate_scalars(value: Any) -> Iterator[Any]:
@@ -433,11 +448,11 @@ def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
         raise ConfigError(f"{typed}: has {len(text):,} characters; give {MAX_TEXT_LENGTH:,} at most.")
 
 
-def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...]) -> Any:
+def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...], unit: str) -> Any:
     """Return `value` as the type `kind`, or raise ConfigError; only lossless conversions."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _convert_union(value, arguments, path, words)
+        return _convert_union(value, arguments, path, words, unit)
     if origin is Literal:
         if _as_typed(value) in arguments:
             return _as_typed(value)
@@ -447,11 +462,13 @@ def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...]) -> 
             f"{path}={format_value(value)}: choose one of {choices}{suggest_nearest(word, map(str, arguments))}"
         )
     if origin is tuple:
-        return _convert_tuple(value, arguments, path)
+        return _convert_tuple(value, arguments, path, unit)
     if origin is collections.abc.Mapping:
-        return _convert_mapping(value, arguments, path)
+        return _convert_mapping(value, arguments, path, unit)
     if kind is Any or (kind is bool and isinstance(value, bool)):
         return value
+    if kind in (int, float) and isinstance(value, str) and (number := read_number(value, unit)) is not None:
+        return _convert_value(number, kind, path, (), unit)
     if kind is int and not isinstance(value, bool):
         if isinstance(value, int):
             return value
@@ -469,58 +486,56 @@ def _as_typed(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-def _convert_union(value: Any, kinds: tuple[Any, ...], path: str, words: tuple[str, ...]) -> Any:
+def _convert_union(value: Any, kinds: tuple[Any, ...], path: str, words: tuple[str, ...], unit: str) -> Any:
     optional = type(None) in kinds
     if value is None and optional:
         return None
     if isinstance(value, str) and words:
         if value in words:
             return value
+        if (number := read_number(value, unit)) is not None and bool not in kinds:
+            return _convert_union(number, kinds, path, words, unit)
         _reject_type(value, f"{'true, false' if bool in kinds else 'a number'} or {' or '.join(words)}", path)
     rest = [k for k in kinds if k is not type(None) and not (k is str and words)]
     for kind in rest[:-1]:
         try:
-            return _convert_value(value, kind, path, ())
+            return _convert_value(value, kind, path, (), unit)
         except ConfigError:
             continue
     try:
-        return _convert_value(value, rest[-1], path, ())
+        return _convert_value(value, rest[-1], path, (), unit)
     except ConfigError as error:
         raise ConfigError(f"{str(error).rstrip('.')} or null." if optional else str(error)) from None
 
 
-def _convert_tuple(value: Any, kinds: tuple[Any, ...], path: str) -> tuple[Any, ...]:
+def _convert_tuple(value: Any, kinds: tuple[Any, ...], path: str, unit: str) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
         _reject_type(value, f"a list, such as {path}=[a,b]", path)
     if kinds[-1] is Ellipsis:
-        return tuple(_convert_value(v, kinds[0], path, ()) for v in value)
+        return tuple(_convert_value(v, kinds[0], path, (), unit) for v in value)
     if len(value) != len(kinds):
         _reject_type(value, f"a list of {len(kinds)} values", path)
-    return tuple(_convert_value(v, k, path, ()) for v, k in zip(value, kinds, strict=True))
+    return tuple(_convert_value(v, k, path, (), unit) for v, k in zip(value, kinds, strict=True))
 
 
-def _convert_mapping(value: Any, kinds: tuple[Any, ...], path: str) -> dict[Any, Any]:
-    if not isinstance(value, Mapping):
-        _reject_type(value, f"names and values, such as {path}={{a:1,b:2}}", path)
+def _convert_mapping(value: Any, kinds: tuple[Any, ...], path: str, unit: str) -> dict[Any, Any]:
     key_kind, value_kind = kinds
+    if not isinstance(value, Mapping):
+        example = f"names and values, such as {path}={{a:1,b:2}}"
+        if isinstance(value_kind, type) and dataclasses.is_dataclass(value_kind):
+            example = f"names and their settings, such as +{path}.NAME={{{_name_first_fields(value_kind)}}}"
+        _reject_type(value, example, path)
     return {
-        _convert_value(k, key_kind, path, ()): _convert_value(v, value_kind, _join_path(path, str(k)), ())
+        _convert_value(k, key_kind, path, (), unit): _convert_value(v, value_kind, _join_path(path, str(k)), (), unit)
         for k, v in value.items()
     }
 
 
 def _reject_type(value: Any, expected: str, path: str) -> NoReturn:
     advice = ""
-    if isinstance(value, str) and (number := _UNIT.fullmatch(value)):
-        advice = f"; write {number[1]}{_UNITS[number[2].lower()]}"
-    elif isinstance(value, (list, tuple)) and "list" not in expected:
+    if isinstance(value, (list, tuple)) and "such as" not in expected and "list" not in expected:
         advice = "; the values of a sweep (-m) have no brackets"
     raise ConfigError(f"{path}={format_value(value)}: expected {expected}{advice}.")
-
-
-_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kmbtKMBT])")
-_UNITS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
-"""Units of counts that people write, and what a number has in their place."""
 
 
 def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str, ...]) -> None:

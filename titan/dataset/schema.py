@@ -252,10 +252,11 @@ class Mixture(Dataset):
     """Several datasets, mixed by tokens."""
 
     sources: Mapping[str, Dataset] = setting(MISSING, "the datasets, by names that you choose", science=False)
-    weights: Mapping[str, float] = setting(MISSING, "the relative share of tokens of each source")
+    weights: Mapping[str, float] = setting(MISSING, "the relative share of tokens of each source", unit="share")
     stages: Mapping[int, Mapping[str, float]] | None = setting(
         None,
         "weights of later stages: {tokens: {source: weight}}, each from the row that begins at or after tokens",
+        unit="share",
     )
 
     def corpora(self) -> Mapping[str, Dataset]:

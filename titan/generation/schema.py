@@ -49,7 +49,9 @@ class Settings:
     source: Input = operand("MODEL", "a run, a checkpoint, or a folder in the format of Hugging Face or Meta")
     prompt: Label | None = setting(None, "a text to continue, or several: [a,b]", any_text=True)
     prompts: Input | None = setting(None, "a file with one prompt per line, or *.jsonl with the key text")
-    tokens: tuple[int, ...] | None = setting(None, "token ids to continue, used unchanged: [1,2,3]", at_least=0)
+    tokens: tuple[int, ...] | None = setting(
+        None, "token ids to continue, used unchanged: [1,2,3]; how many follow is max_tokens", at_least=0
+    )
     markup: bool = setting(False, "parse special tokens in the text of prompts")
     max_tokens: int = setting(128, "maximum number of tokens to generate", at_least=1, cap=10**9)
     samples: int = setting(1, "continuations of each prompt", at_least=1, cap=10**6)

@@ -58,22 +58,22 @@ class Decoder(DecoderCounts):
     uses_keys: ClassVar[bool] = False
     """Whether the module's `forward` gets `keys`, from which it draws what is random in a step."""
 
-    dim: int = setting(256, "width of the hidden states", at_least=1, cap=WIDEST)
+    dim: int = setting(256, "width of the hidden states", at_least=1, cap=WIDEST, unit="powers")
     layers: int = setting(6, "number of blocks", at_least=1, cap=10_000)
     heads: int = setting(4, "query heads", at_least=1, cap=WIDEST)
     kv_heads: int = setting(
         2, "key and value heads; each is shared by heads / kv_heads query heads", at_least=1, cap=WIDEST
     )
     head_dim: int | None = setting(None, "width of a head; null: dim / heads", at_least=2, cap=WIDEST)
-    ffn: int = setting(640, "width of the feed-forward layer", at_least=1, cap=WIDEST)
-    vocab: int = setting(4096, "size of the vocabulary", at_least=1, cap=WIDEST)
+    ffn: int = setting(640, "width of the feed-forward layer", at_least=1, cap=WIDEST, unit="powers")
+    vocab: int = setting(4096, "size of the vocabulary", at_least=1, cap=WIDEST, unit="powers")
     rope_theta: float = setting(500000.0, "base of the rotary (RoPE) frequencies", above=0, cap=1e12)
     rope_factor: float = setting(
         1.0, "scaling factor of long rotary wavelengths (Llama 3.1); 1: none", at_least=1, cap=1e6
     )
     rope_low: float = setting(1.0, "wavelengths above rope_original / rope_low are scaled by rope_factor", above=0)
     rope_high: float = setting(4.0, "wavelengths below rope_original / rope_high are not scaled", above=0)
-    rope_original: int = setting(8192, "sequence length before RoPE scaling", at_least=1, cap=10**9)
+    rope_original: int = setting(8192, "sequence length before RoPE scaling", at_least=1, cap=10**9, unit="powers")
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm", above=0, cap=1)
     tied: bool = setting(False, "tie the head's weight to the embedding's")
     logit_cap: float | None = setting(

@@ -45,7 +45,7 @@ class DeepseekV3(DeepseekCounts, Moe):
     rope_theta: float = setting(10000.0, "base of the rotary (RoPE) frequencies", above=0, cap=1e12)
     rope_factor: float = setting(1.0, "scaling factor of long rotary wavelengths (YaRN); 1: none", at_least=1, cap=1e6)
     rope_high: float = setting(32.0, "wavelengths below rope_original / rope_high are not scaled", above=0)
-    rope_original: int = setting(4096, "sequence length before RoPE scaling", at_least=1, cap=10**9)
+    rope_original: int = setting(4096, "sequence length before RoPE scaling", at_least=1, cap=10**9, unit="powers")
     rope_mscale: float = setting(
         1.0, "YaRN's weight of the magnitude of rotated queries and keys, relative to rope_mscale_all", above=0
     )
@@ -54,7 +54,7 @@ class DeepseekV3(DeepseekCounts, Moe):
     first_dense: int = setting(1, "first blocks without experts, of width ffn", at_least=0, cap=10_000)
     experts: int = setting(64, "experts of each later block", at_least=1, cap=10_000)
     top_k: int = setting(6, "experts that compute each token", at_least=1, cap=10_000)
-    expert_ffn: int = setting(1408, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
+    expert_ffn: int = setting(1408, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST, unit="powers")
     shared_experts: int = setting(
         2, "experts that compute every token: one feed-forward layer of their width together", at_least=0, cap=10_000
     )

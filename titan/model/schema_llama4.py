@@ -23,16 +23,17 @@ class Llama4(Llama4Counts, Moe):
     expert of the same width as well; scores are sigmoids and scale the inputs of experts.
     """
 
-    ffn: int = setting(16384, "width of the feed-forward layer of blocks without experts", at_least=1, cap=WIDEST)
+    ffn: int = setting(16384, "feed-forward width of blocks without experts", at_least=1, cap=WIDEST, unit="powers")
     experts: int = setting(16, "experts of each block that has them", at_least=1, cap=10_000)
     top_k: int = setting(1, "experts that compute each token", at_least=1, cap=10_000)
-    expert_ffn: int = setting(8192, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
+    expert_ffn: int = setting(8192, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST, unit="powers")
     norm_topk_prob: bool = setting(False, "scale the chosen experts' scores so that their sum is one")
     moe_every: int = setting(1, "of this many consecutive blocks the last one has experts", at_least=1)
     attention_chunk: int | None = setting(
         8192,
         "tokens of a chunk, within which blocks with rotary embedding attend; null: they attend to all",
         at_least=1,
+        unit="powers",
     )
     nope_every: int = setting(4, "of this many consecutive blocks the last one has no rotary embedding", at_least=1)
     qk_norm: bool = setting(True, "normalise queries and keys after rotary embedding")

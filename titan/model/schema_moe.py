@@ -25,7 +25,7 @@ class Moe(MoeCounts, Decoder):
 
     experts: int = setting(8, "experts of each block", at_least=1, cap=10_000)
     top_k: int = setting(2, "experts that compute each token", at_least=1, cap=10_000)
-    expert_ffn: int = setting(640, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
+    expert_ffn: int = setting(640, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST, unit="powers")
     norm_topk_prob: bool = setting(True, "scale the chosen experts' scores so that their sum is one")
     aux_loss: float = setting(
         0.0, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, cap=1e3
@@ -77,7 +77,7 @@ class Qwen3Moe(Qwen3, Moe):
 
     experts: int = setting(128, "experts of each block", at_least=1, cap=10_000)
     top_k: int = setting(8, "experts that compute each token", at_least=1, cap=10_000)
-    expert_ffn: int = setting(768, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
+    expert_ffn: int = setting(768, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST, unit="powers")
     aux_loss: float = setting(
         0.001, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, cap=1e3
     )

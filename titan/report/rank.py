@@ -116,6 +116,9 @@ def _match_option(groups: Sequence[RunGroup], option: str) -> tuple[list[int], b
         return [i for i, group in enumerate(groups) if directory in [raw.directory for raw in group.runs]], True
     if labelled := [i for i, group in enumerate(groups) if option == group.label]:
         return labelled, True
+    names = [(*group.facts.choices.values(), *(Path(raw.directory).name for raw in group.runs)) for group in groups]
+    if named := [i for i, group_names in enumerate(names) if option in group_names]:
+        return named, False
     settings = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
     return find_fitting(groups, settings), _names_rate(settings)
 

@@ -47,6 +47,7 @@ def apply_tokens(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         )
     if training.tokens is None:
         return recipe
+    training.check()
     steps = check_steps(count_steps(training, training.tokens), budget_settings[0])
     return dataclasses.replace(recipe, training=dataclasses.replace(training, steps=steps))
 

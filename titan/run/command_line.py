@@ -24,7 +24,7 @@ from titan.run import hydra_private, trust
 from titan.run.lock import check_linked_folders
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
-from titan.run.synonyms import DRY_RUNS, FILE_ADVICE, PLAN_ADVICE, suggest_setting
+from titan.run.synonyms import advise_on_option
 
 RESUME = "resume="
 SHOWING_OPTIONS = {
@@ -123,24 +123,21 @@ def check_sweep_name(name: str, overrides: Sequence[str]) -> None:
 
 def _parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser = hydra_private.build_option_parser()
-    parser.error = _reject_arguments  # type: ignore[method-assign]
+    parser.error = lambda message: _reject_arguments(message, words)  # type: ignore[method-assign]
     asks_version = "--version" in words  # Hydra would print its version
     args = parser.parse_intermixed_args([word for word in words if word != "--version"])
     args.version = asks_version
     return args
 
 
-def _reject_arguments(message: str) -> NoReturn:
+def _reject_arguments(message: str, words: Sequence[str]) -> NoReturn:
     """Raise ConfigError for what argparse rejects: mostly a setting that is written as an option."""
     if not (unknown := re.match(r"(?:unrecognized arguments|ambiguous option): (-\S*)", message)):
         raise ConfigError(f"{message}; see --help.")
-    word = unknown[1].partition("=")[0].lstrip("-")
-    advice = f"settings have no dashes: {suggest_setting(word) or 'AXIS.SETTING=VALUE'}"
-    if word.replace("-", "_") in DRY_RUNS:
-        advice = PLAN_ADVICE
-    if word == "config":
-        advice = FILE_ADVICE
-    raise ConfigError(f"{unknown[1]}: there is no such option; {advice}; see --help.")
+    option, equals, value = unknown[1].partition("=")
+    if not equals and option in words:  # the next word may be its value
+        value = next((word for word in words[words.index(option) + 1 :][:1] if not re.search("^-|=", word)), "")
+    raise ConfigError(f"{unknown[1]}: there is no such option; {advise_on_option(option, value)}; see --help.")
 
 
 def _find_mode(overrides: Sequence[str]) -> str | None:
@@ -156,6 +153,9 @@ def _check_options(args: argparse.Namespace) -> None:
     if (args.package or args.resolve) and not args.cfg:
         option = "--resolve" if args.resolve else f"--package {args.package}"
         raise ConfigError(f"{option}: takes effect with --cfg only; add --cfg job.")
+    if args.multirun and (args.cfg or args.info):
+        option = "--cfg" if args.cfg else "--info"
+        raise ConfigError(f"{option}: shows one run, and -m asks for several; leave out -m, and give one value each.")
     if args.experimental_rerun is not None:
         raise ConfigError(
             f"--experimental-rerun {args.experimental_rerun}: titan writes no such file; give resume=DIR to resume "
@@ -234,9 +234,13 @@ def _read_last_attempt(folder: str, word: str) -> dict[str, Any]:
     directory = Path(folder)
     if folder.strip() and (directory / "run.yaml").is_file() and (attempts := read_attempts(directory)):
         return attempts[-1]
+    if directory.parent.name == "checkpoints" and directory.is_dir():
+        raise ConfigError(f"{word}: is a checkpoint; a new run starts from it with checkpoint.{word} name=NAME.")
     runs = describe_runs_below(folder) if folder.strip() else None
     advice = " (the command of the sweep resumes all)" if runs and is_sweep_directory(directory) else ""
-    raise ConfigError(f"{word}: {runs or 'there is no run; give the directory of one, such as runs/NAME'}{advice}.")
+    below = describe_runs_below("runs")
+    way_out = f"runs/ {below}" if below else "give the directory of one, such as runs/NAME"
+    raise ConfigError(f"{word}: {runs or f'there is no run; {way_out}'}{advice}.")
 
 
 def quote_value(text: str) -> str:

@@ -43,6 +43,7 @@ from titan.training.schema import LossTerm
 def register_configs() -> None:
     """Register schemas, search path and launchers with Hydra; idempotent."""
     store = hydra_private.share_store()
+    hydra_private.open_own_classes()
     if "run.yaml" not in store.repo.get("schema", {}):  # others may have stored theirs before
         _register_schemas(store)
     Plugins.instance().register(ExtraConfigs)

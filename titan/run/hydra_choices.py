@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
@@ -54,7 +55,9 @@ def _suggest_choice(axis: str, choice: str, options: Sequence[str]) -> str:
     if axis == "model" and "/" in choice:
         return f"; weights of a folder or the hub are checkpoint.weights={choice}, with the model that they are of."
     word = path.name.removesuffix(".yaml").removesuffix(".yml").lower()
-    meant = word if word in options else CHOICES.get(axis, {}).get(word)
+    parts = [set(re.split(r"[\W_]+", text)) for text in (word, *options)]  # tp+fsdp is fsdp_tp
+    same = options[parts.index(parts[0], 1) - 1] if parts[0] in parts[1:] else None
+    meant = word if word in options else CHOICES.get(axis, {}).get(word, same)
     return f"; did you mean {meant!r}?" if meant in options else suggest_nearest(choice, options)
 
 

@@ -65,7 +65,7 @@ class HydraErrors:
         if isinstance(error, MissingConfigException) and error.options is not None:
             return self._describe_choice_error(error)
         if isinstance(error, OverrideParseException):
-            return f"{error.override}: not understood; {_advise_on_syntax(str(error.override))}."
+            return f"{error.override}: not understood; {_advise_on_syntax(str(error.override), self.overrides)}."
         if isinstance(error, MissingConfigException) and str(error.missing_cfg_file).startswith("hooks/"):
             return hydra_choices.describe_unknown_hook(str(error.missing_cfg_file).removeprefix("hooks/"))
         if isinstance(error, MissingConfigException):
@@ -85,7 +85,11 @@ class HydraErrors:
             return f"{self._find_interval()}: {advice}."
         for beginning, advice in HYDRA_HINTS.items():
             if text.startswith(beginning):
-                return f"{self._find_override(text)}: {advice}."
+                typed = self._find_override(text)
+                advice = advice.replace("[a,b]", f"[{typed.partition('=')[2]}]")
+                if number := re.search(r"=(\d{1,3}(?:,\d{3})+)$", typed):  # 0,001 and 1,000
+                    advice = f"write {number[1].replace(',', '.' if number[1].startswith('0') else '')}"
+                return f"{typed}: {advice}."
         cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
         text = text.removeprefix("Error merging override ")
         if cause is None:
@@ -151,14 +155,27 @@ class HydraErrors:
         return [*names, *list_names(parts, "hydra."), "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
 
 
-def _advise_on_syntax(word: str) -> str:
-    """Return what to write in place of a word that is no override."""
+def _advise_on_syntax(word: str, words: Sequence[str]) -> str:
+    """Return what to write in place of a word that is no override, one of the words of the command line."""
+    if pair := re.fullmatch(r"([a-z_.]+)(?:==|:=?)([\w.+-]+)", word):
+        return f"write {pair[1]}={pair[2]}"
+    for spaced in re.finditer(r"([\w.@/]+)(?: +=|= +)=? *([^\s=]+)", " ".join(words)):
+        if word in spaced[0] or spaced[0] in word:
+            return f"write {spaced[1]}={spaced[2]}, without spaces"
+    if typeset := re.search("[\u2012-\u2015\u2212\u2018-\u201f]", word):
+        return f"{typeset[0]} is a character of printed text; write the plain one"
+    if word in Recipe.axes():
+        return f"write AXIS=CHOICE, such as {word}=NAME; --cfg job -p {word} shows its settings"
+    if advice := synonyms.ADVICE.get(word):
+        return advice
     if word.endswith((".yaml", ".yml")) and "=" not in word:
         return synonyms.FILE_ADVICE
     if os.path.isfile(os.path.join(word, RUN)):
         return f"it is a run: give it as the first word of a command for runs, or as resume={word}"
     if os.path.isfile(word):
         return f"data of a file are dataset=text dataset.path={word}"
+    if re.fullmatch(r"[a-z_]+(\.\w+)+", word):
+        return f"write {word}=VALUE"
     if "=~" in word:
         return "write $HOME in place of ~"
     return "write AXIS=CHOICE or AXIS.SETTING=VALUE, [a,b] for a list, and quote special characters"

@@ -18,11 +18,14 @@ from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
+
+from titan.config.settings import is_foreign
 
 __all__ = [
     "Callbacks",
@@ -34,6 +37,7 @@ __all__ = [
     "get_overrides_dirname",
     "hand_over",
     "load_basic_sweeper",
+    "open_own_classes",
     "share_store",
     "watch_files",
 ]
@@ -83,6 +87,25 @@ def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool =
     if hydra is None:
         raise RuntimeError("compose_mode is called outside of a Session")
     return hydra.compose_config(name, list(overrides), run_mode=mode, with_log_configuration=log)
+
+
+def open_own_classes() -> None:
+    """Let overrides name fields of a class outside of titan without a `+`; who imports and builds it checks them."""
+    ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_overrides)  # type: ignore[method-assign]
+
+
+_apply_to_closed = ConfigLoaderImpl._apply_overrides_to_config
+
+
+def _apply_overrides(overrides: Sequence[Override], cfg: DictConfig) -> None:
+    for override in overrides:
+        group = override.key_or_group.rpartition(".")[0]
+        while group and not group.startswith("hydra"):
+            target = OmegaConf.select(cfg, f"{group}._target_", throw_on_resolution_failure=False)
+            if is_foreign({"_target_": target}):
+                OmegaConf.set_struct(OmegaConf.select(cfg, group), False)
+            group = group.rpartition(".")[0]
+        _apply_to_closed([override], cfg)
 
 
 def hand_over(args: argparse.Namespace, task: Callable[[DictConfig], Any], folder: str, name: str) -> None:

@@ -8,13 +8,16 @@ from typing import Any
 
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.select import CheckpointCandidate
+from titan.config.kinds import get_kind
 from titan.config.settings import format_value
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.files.run_directory import RUN
+from titan.model.schema import Llama
 from titan.run import identity
 from titan.run.lineage import count_rows_read
 from titan.run.run import Run, as_config, flatten_config
+from titan.run.summary import shorten_path
 
 _DEFAULT = object()
 
@@ -65,13 +68,14 @@ def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Ma
 def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
     """Raise ConfigError that names the settings that differ, if any do."""
     if differ:
-        last_values = {**flatten_config(last["config"]), **last["science"]}
-        new_values = {**flatten_config(as_config(run)), **new}
+        last_values = {"model": get_kind(Llama), **flatten_config(last["config"]), **last["science"]}
+        new_values = {"model": get_kind(Llama), **flatten_config(as_config(run)), **new}  # which ids leave out
         differences = "; ".join(
             f"{k} was {format_value(last_values.get(k))}, now {format_value(new_values.get(k))}" for k in differ
         )
         raise ConfigError(
-            f"{_name_setting(run)}: holds another experiment ({differences}); choose another name for this one."
+            f"{_name_setting(run)}: holds another experiment ({differences}); choose another name for this one, and "
+            f"checkpoint.resume={shorten_path(run.directory)} if it is to begin where that one ended."
         )
 
 
@@ -85,7 +89,7 @@ def _reject_fewer_steps(run: Run, last: Mapping[str, Any]) -> None:
 
 
 def _name_setting(run: Run) -> str:
-    """Return the setting that names where the run is, with its value."""
+    """Return where the run is: its directory, or the setting that names a copy of it, with its value."""
     if (Path(run.directory) / RUN).is_file() or run.checkpoint.path is None:
-        return f"hydra.run.dir={run.directory}"
+        return shorten_path(run.directory)
     return f"checkpoint.path={run.checkpoint.path}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.console.progress import format_duration, format_loss, print_table
 from titan.estimate import fit
 from titan.metrics.trackers import find_viewers
-from titan.run import branch, own_code
+from titan.run import branch, own_code, searched_files
 from titan.run.budget import describe_hours
 from titan.run.directory import describe_hook_end
 from titan.run.run import Run
@@ -183,9 +185,9 @@ def _describe_generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
     if not result.get("checkpoint") or not result.get("sample"):
         return {}
     package = type(run.model).__module__.partition(".")[0]
-    modules_variable = "" if package in ("titan", "experiments") else f"{VARIABLE}={package} "
+    variables = _format_variables("", [] if package in ("titan", "experiments") else [package])
     directory = shlex.quote(shorten_path(run.directory))
-    return {"generate": f'{modules_variable}python -m titan.generate {directory} prompt="..."'}
+    return {"generate": f'{variables}python -m titan.generate {directory} prompt="..."'}
 
 
 def _describe_loss(result: Mapping[str, Any]) -> str:
@@ -250,7 +252,22 @@ def build_next_command(run: Run, result: Mapping[str, Any]) -> str:
     overrides += (
         [f"modules={format_value(run.modules)}"] if run.modules else []
     )  # which the recorded command can't permit
-    return shlex.join(["python", "-m", "titan.train", f"resume={shorten_path(run.directory)}", *overrides])
+    packages = [name for name in own_code.find_packages(run) if name not in ("experiments", *run.modules)]
+    variables = _format_variables(os.environ.get(searched_files.VARIABLE, "") if _uses_own_files(run) else "", packages)
+    return variables + shlex.join(["python", "-m", "titan.train", f"resume={shorten_path(run.directory)}", *overrides])
+
+
+def _format_variables(folders: str, packages: Sequence[str]) -> str:
+    """Return the variables of the environment before a command: of configuration folders, and of packages to import."""
+    values = {searched_files.VARIABLE: folders, VARIABLE: ",".join(packages)}
+    return "".join(f"{name}={shlex.quote(value)} " for name, value in values.items() if value)
+
+
+def _uses_own_files(run: Run) -> bool:
+    """Return whether the run's command line names a file of a folder of $TITAN_CONF."""
+    words = {*run.choices.values(), *re.findall(r"[\w.-]+", " ".join(run.overrides))}
+    folders = map(Path, searched_files.list_own_folders())
+    return any(file.stem in words for folder in folders for file in folder.rglob("*.yaml"))
 
 
 def _describe_attempt(attempt: Attempt) -> str:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from titan.errors import UnknownSettingError
 from titan.run.axes import PLUGGABLE
 from titan.run.experiments import advise_on_experiment
+from titan.run.schema import Recipe
 
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "training.steps": ("max_steps", "total_steps", "num_steps", "train_iters", "max_iters", "steps"),
@@ -78,6 +79,10 @@ AXES = {
 PERIODS = ("interval", "frequency", "freq", "every_n_steps")
 """What others call the steps between evaluations, or between checkpoints."""
 CHOICES: Mapping[str, Mapping[str, str]] = {
+    "model": {
+        "llama3": "llama8b", "8b": "llama8b", "70b": "llama70b", "405b": "llama405b", "debugmodel": "debug",
+    },
+    "checkpoint": {**dict.fromkeys(("true", "disabled"), "sync"), "false": "off", "async_with_pinned_mem": "async"},
     "parallelism": {
         **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "deepspeed"), "fsdp"), "data_parallel": "ddp", "dp": "ddp",
         "tensor_parallel": "tp", "pipeline_parallel": "pp", "context_parallel": "cp", "expert_parallel": "ep",
@@ -91,16 +96,34 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
         "cosine_with_warmup": "cosine", "cosine_annealing": "cosine", "linear_with_warmup": "linear",
         "constant_with_warmup": "constant", "trapezoidal": "wsd", "warmup_stable_decay": "wsd",
     },
-    "memory": dict.fromkeys(("activation_checkpointing", "gradient_checkpointing", "recompute"), "full"),
+    "memory": {
+        **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing", "recompute", "true"), "full"),
+        "memory_budget": "budget", "false": "none",
+    },
     "optimizer": {"adam": "adamw"},
 }  # fmt: skip
 """titan's choice of an axis for what others call it."""
+KEYS = {
+    **dict.fromkeys(("checkpoint.enable", "checkpoint.enable_checkpoint", "checkpoint.async_mode"), "checkpoint"),
+    **dict.fromkeys(("activation_checkpoint.mode", "activation_checkpoint", "activation_checkpointing"), "memory"),
+    **dict.fromkeys(("model.name", "model.flavor"), "model"), "training.dataset": "dataset",
+    "optimizer.name": "optimizer", "lr_scheduler.decay_type": "schedule",
+}  # fmt: skip
+"""Settings of others whose value is a choice of titan's axis."""
 EXPERIMENT = ("experiment", "experiments", "exp")
 """Names of a config group that other projects have."""
 DRY_RUNS = ("dry_run", "dryrun", "plan_only")
 """What others call a command that starts nothing."""
 PLAN_ADVICE = "python -m titan.plan with the same settings predicts the run, and starts nothing"
 FILE_ADVICE = "a file of settings is recipe=NAME, from recipe/NAME.yaml in the folder of --config-dir"
+ADVICE = {
+    "trainer": "devices are cluster.device=cuda or cpu, layouts parallelism=CHOICE",
+    "help": "write --help",
+    "resume": "write resume=VALUE",
+    "config": FILE_ADVICE,
+    "job.config_file": f"{FILE_ADVICE}; docs/from_torchtitan.md has torchtitan's settings",
+}
+"""What to write in place of other settings and words."""
 EXPERTS = ("experts", "num_experts", "n_experts", "num_local_experts", "expert_ffn", "top_k")
 """Settings of models with experts."""
 
@@ -128,15 +151,31 @@ def suggest_setting(word: str) -> str | None:
     return f"{name}={VALUES.get(name, value)}"
 
 
+def advise_on_option(option: str, value: str) -> str:
+    """Return what to write in place of an option that there is not, which may be a setting with dashes before it."""
+    name = option.lstrip("-").replace("-", "_")
+    axis, _, last = name.rpartition(".")
+    advice = None if axis in Recipe.axes() and name not in KEYS else _find_advice(name, value, frozenset())
+    if advice and not advice.startswith("write "):
+        return advice
+    is_whole = axis or name in (*Recipe.axes(), "resume", "recipe", "sweep", "name", "modules", "hooks")
+    advice = advice or suggest_setting(last) or (f"{name}=VALUE" if is_whole else "AXIS.SETTING=...")
+    return f"settings have no dashes: {advice.removeprefix('write ')}".replace("=VALUE", f"={value or 'VALUE'}")
+
+
 def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None:
     """Return what to write in place of a setting that there is not; None where nothing is known."""
     axis, _, rest = key.partition(".")
     word = key.rpartition(".")[2]
+    if key in KEYS:
+        return f"write {KEYS[key]}={CHOICES.get(KEYS[key], {}).get(value.lower(), value or 'CHOICE')}"
+    if key in ADVICE:
+        return ADVICE[key]
     if key in EXPERIMENT:
         return advise_on_experiment(value)
     if key.replace("-", "_") in DRY_RUNS:
         return PLAN_ADVICE
-    if key.isupper():
+    if key.isupper() and "." not in key:
         return f"variables of the environment stand before the command: {key}={value} python -m titan.train"
     if axis == "model" and word in EXPERTS:
         return "this model has no experts; choose one that has, such as model=qwen3_moe_debug"

@@ -58,11 +58,11 @@ def find_baseline(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: S
     Raises:
         ConfigError: where no trial has them.
     """
-    settings = dict(sweep.baseline or {})
+    settings = sweep.baseline_settings
     for index, (run, trial) in enumerate(zip(runs, varied, strict=True)):
         typed = dict(override.lstrip("+").split("=", 1) for override in trial if "=" in override)
         values = {name: typed.get(name, _find_value(run, name)) for name in settings}
-        if all(is_same_value(format_value(value), values[name]) for name, value in settings.items()):
+        if all(is_same_value(value, values[name]) for name, value in settings.items()):
             return index
     raise ConfigError(
         f"sweep.baseline={format_value(settings)}: no trial has it, and sweep.budget={sweep.budget} is the budget of "

@@ -10,13 +10,15 @@ from titan.console.text import sanitize_line
 
 _FLOAT = re.compile(r"(?<![^\[,=])-?\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+)(?=[\],]|$)")
 """A float that is the value of an override, or one of a list."""
+_SWITCH = re.compile(r"(?<=[\[,=])(?:True|False)(?=[\],]|$)")
+"""A switch that is such a value, as Hydra writes those of a sweep."""
 SHOWN_DIGITS, LONG, MAX_DIGITS = 4, 9, 17
 """The fewest digits of a number in a label, from how many digits on a number is shortened, and how many a float has."""
 
 
 def clean_override(override: str) -> str:
-    """Return an override without rounding errors of its floats: 0.0003 for 0.00030000000000000003, 1e-5 for 1e-05."""
-    return _FLOAT.sub(lambda match: _clean_number(match[0]), override)
+    """Return an override without rounding errors of its floats, and with switches as typed: true for True."""
+    return _SWITCH.sub(lambda match: match[0].lower(), _FLOAT.sub(lambda match: _clean_number(match[0]), override))
 
 
 def format_label(overrides: Sequence[str], digits: int = SHOWN_DIGITS) -> str:

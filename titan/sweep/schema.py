@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from titan.config.settings import setting
-from titan.config.text_kinds import Label, Output
+from titan.config.settings import format_value, setting
+from titan.config.text_kinds import Label, Output, TextKind
 
 LAUNCHER_MODULE = "hydra_plugins.titan"
 """Hydra takes launchers only from a module below `hydra_plugins`; `launchers.plugin` puts them there."""
@@ -24,7 +24,7 @@ class Sweep:
     """The description of a named sweep; nothing of it changes a run."""
 
     question: Label | None = setting(None, "the question that the sweep answers", any_text=True)
-    baseline: Mapping[str, Label] | None = setting(
+    baseline: Mapping[str, Annotated[Any, TextKind.LABEL]] | None = setting(
         None, "the variant that the others are compared with, such as {parallelism:single}; null: the first"
     )
     budget: Literal["steps", "tokens", "flops", "time"] = setting(
@@ -48,6 +48,7 @@ class Sweep:
         None,
         "widths of a ladder, in place of a grid: the largest is predicted from the others before it runs; null: a grid",
         at_least=1,
+        unit="powers",
         later=True,
     )
     lengths: tuple[float, ...] = setting(
@@ -83,6 +84,11 @@ class Sweep:
         None,
         "objective of a trial that failed; null: none with hydra/sweeper=optuna, else infinity, negative to maximize",
     )
+
+    @property
+    def baseline_settings(self) -> dict[str, str]:
+        """The baseline's settings, with values as they are typed."""
+        return {name: format_value(value) for name, value in (self.baseline or {}).items()}
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ class Training:
     """The number of steps and the global batch."""
 
     steps: int = setting(200, "optimizer updates", at_least=1, cap=MOST_STEPS)
-    global_batch: int = setting(2048, "tokens per update, over all devices", at_least=1, cap=10**10)
+    global_batch: int = setting(2048, "tokens per update, over all devices", at_least=1, cap=10**10, unit="powers")
     grow: tuple[tuple[int, int], ...] = setting(
         (),
         "larger global batches later: [[tokens,global_batch],...], each from the step that begins at or after tokens",
+        unit="powers",
     )
-    seq_len: int = setting(256, "tokens per row", at_least=2, cap=10**9)
+    seq_len: int = setting(256, "tokens per row", at_least=2, cap=10**9, unit="powers")
     seed: int = setting(0, "decides the initial weights and the order of the data", at_least=0, below=2**63)
     repeat: int = setting(0, "number of a repeated run with the same settings; changes nothing else", science=False)
     clip_norm: float | None = setting(1.0, "maximum norm of the gradient; null: no clipping", above=0)
@@ -40,6 +41,7 @@ class Training:
         "tokens per chunk of logits in head and loss, to save memory; null: all tokens at once",
         science=False,
         at_least=1,
+        unit="powers",
     )
     z_loss: float = setting(0.0, "coefficient of the mean squared logsumexp of the logits in the loss", at_least=0)
     label_smoothing: float = setting(

@@ -50,5 +50,6 @@ def _describe_missing(name: str, path: Path) -> str:
     if path.is_dir():
         return f"dataset.tokenizer={name}: is a folder; give a file in it, such as {path / 'tokenizer.json'}."
     hint = suggest_nearest(name, [BUILT_IN])
-    hint = f"; give {BUILT_IN}, or the path of a tokenizer's file." if hint == "." else hint
+    ways = f"; give {BUILT_IN}, the path of a tokenizer's file, or OWNER/NAME, such as openai-community/gpt2."
+    hint = ways if hint == "." else hint
     return f"dataset.tokenizer={name}: there is no such tokenizer or file{hint}"
