@@ -342,7 +342,10 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("parallelism=fsdp parallelism.schedule=Gpipe", "schedule=Gpipe|'GPipe'"),
     ("parallelism=pp parallelism.schedule=mine.csv", "schedule=mine.csv|no such file"),
     ("parallelism=pp parallelism.microbatches=1", "parallelism.microbatches=1|at least as many as stages|give 2"),
-    ("parallelism=pp training.global_batch=256", "schedule=1F1B|1 row |training.global_batch"),
+    (
+        "parallelism=pp parallelism.schedule=1F1B training.global_batch=256",
+        "schedule=1F1B|1 row |training.global_batch",
+    ),
     (
         "parallelism=pp parallelism.starts=[3,2] parallelism.schedule=LoopedBFS parallelism.stages=3",
         "stages=3|multiple",

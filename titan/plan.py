@@ -32,6 +32,7 @@ from titan.estimate.single_changes import find_best_changes
 from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_data import PlanOutcome
+from titan.run import identity
 from titan.run.open_layout import list_typed_settings
 from titan.run.resolve import resolve
 from titan.run.small_work import warn_of_small_work
@@ -146,6 +147,7 @@ def _plan_run(
         planned_run = _resolve_candidate(run, search_result.best[0].candidate)
         choices = {axis: choice for axis, choice in run.choices.items() if axis != "parallelism"}  # it was searched
         planned_run = replace(planned_run, choices=choices)
+        warn_of_small_work(planned_run, planned=True)
     planned = estimate.build_plan(planned_run, planned_run.layout, planned_run.microbatches, planned_run.machine)
     traced = _trace_step(planned_run, settings) if settings.trace else None
     outcome = PlanOutcome(
@@ -198,7 +200,10 @@ def _trace_results(
     planned_run: Run, traced: TracedStep, search_result: search.SearchOutcome, settings: PlanSettings
 ) -> tuple[TracedStep, ...]:
     """Return a traced step of each of the fastest results of a search; that of the plan is `traced`."""
-    fastest = [_resolve_candidate(planned_run, result.candidate) for result in search_result.best[:TRACED_RESULTS]]
+    fastest = [
+        _resolve_candidate(planned_run, result.candidate, is_candidate=True)
+        for result in search_result.best[:TRACED_RESULTS]
+    ]
     return tuple(traced if _has_equal_step(run, planned_run) else _trace_step(run, settings) for run in fastest)
 
 
@@ -270,7 +275,8 @@ def _describe_power(
     """
     seeds = Counter(budget.label_variant(trial.varied) for trial in trials)
     tokens = {trial.run.training.total_tokens for trial in trials}
-    if len(seeds) < 2 or len(tokens) > 1 or len(set(seeds.values())) > 1:
+    variants = {identity.compute_variant_id(trial.run) for trial in trials}  # of those that learn the same there is one
+    if len(seeds) < 2 or len(variants) < len(seeds) or len(tokens) > 1 or len(set(seeds.values())) > 1:
         return []
     from titan.report import power  # only now: a plan without it need not wait for numpy
 
@@ -346,21 +352,29 @@ def _render_sweep_page(labels: Sequence[str], plans: Sequence[estimate.Plan], pr
 def _is_accepted(run: Run, candidate: LayoutCandidate) -> bool:
     """Return whether titan.train would start a layout."""
     try:
-        _resolve_candidate(run, candidate)
+        _resolve_candidate(run, candidate, is_candidate=True)
     except ConfigError:
         return False
     return True
 
 
-def _resolve_candidate(run: Run, candidate: LayoutCandidate) -> Run:
-    """Return the run with a layout.
+def _resolve_candidate(run: Run, candidate: LayoutCandidate, is_candidate: bool = False) -> Run:
+    """Return the run with a layout; `is_candidate`: see `titan.run.resolve.resolve`.
 
     Raises:
         ConfigError: when titan.train would not start it.
     """
     parallelism = replace(candidate.recipe.parallelism, microbatches=candidate.microbatches)
     changed = replace(run, parallelism=parallelism, memory=candidate.recipe.memory, compile=candidate.recipe.compile)
-    resolved = resolve(changed, run.machine, run.directory, remote=True, choices=run.choices, hydra=run.hydra)
+    resolved = resolve(
+        changed,
+        run.machine,
+        run.directory,
+        remote=True,
+        choices=run.choices,
+        hydra=run.hydra,
+        is_candidate=is_candidate,
+    )
     return replace(resolved, compile_why=run.compile_why, overrides=run.overrides, options=run.options)
 
 

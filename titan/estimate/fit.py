@@ -16,6 +16,7 @@ from titan.estimate import memory, overhead
 from titan.estimate.accumulation import iterate_obstacles
 from titan.estimate.memory import Usage
 from titan.estimate.rank_sizes import count_rank_rows
+from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.parallelism.pipeline.stage_plan import find_default_stages, list_microbatch_counts, plan_stages
 from titan.parallelism.resolve_layout import resolve_layout
 from titan.parallelism.schema import Layout
@@ -143,7 +144,7 @@ def _bisect_smallest(first: int, last: int, fits: Callable[[int], bool]) -> int:
 
 def _compute_required_gib(recipe: Recipe, layout: Layout, gib: float, device: str) -> float:
     """Return the GiB that a layout needs with the micro-batches chosen for `gib`; infinite if it is not possible."""
-    setting = recipe.parallelism.microbatches
+    recipe, setting = choose_schedule(recipe, layout), recipe.parallelism.microbatches
     try:
         count = choose_microbatches(recipe, layout, gib, device) if setting == "auto" else int(setting)
         plan_stages(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, count)
@@ -180,6 +181,19 @@ def _extend_batch(recipe: Recipe, devices: int) -> Recipe:
     training = recipe.training
     rows = max(training.rows, devices) * training.seq_len
     return replace(recipe, training=replace(training, global_batch=rows))
+
+
+def choose_schedule(recipe: Recipe, layout: Layout) -> Recipe:
+    """Return the recipe with the pipeline schedule that "auto" means for a layout.
+
+    It is 1F1B, or GPipe where a rank has fewer rows in a step than 1F1B needs micro-batches. Both have one stage per
+    rank, and with so few micro-batches they hold the same activations.
+    """
+    if recipe.parallelism.schedule != "auto":
+        return recipe
+    has_rows = SCHEDULES["1F1B"].allows(layout.pipeline, 1, count_rank_rows(recipe, layout))
+    schedule = "1F1B" if has_rows else "GPipe"
+    return replace(recipe, parallelism=replace(recipe.parallelism, schedule=schedule))
 
 
 def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int) -> Layout:

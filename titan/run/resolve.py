@@ -9,6 +9,7 @@ from typing import Any
 
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
+from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import fit
@@ -41,6 +42,7 @@ def resolve(
     hydra: Mapping[str, Any] | None = None,
     options: tuple[str, ...] = (),
     is_layout_open: bool = False,
+    is_candidate: bool = False,
 ) -> Run:
     """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.
 
@@ -55,6 +57,7 @@ def resolve(
         hydra: see `Run`.
         options: see `Run`.
         is_layout_open: see `Run`; its memory is not checked.
+        is_candidate: the layout is one of those that a search tries, so nothing is recommended for it.
 
     Raises:
         ConfigError: for combinations that can't work.
@@ -64,6 +67,7 @@ def resolve(
     recipe = apply_decay(apply_tokens(recipe, overrides))
     recipe = _apply_machine(_check_axes(recipe), machine, remote)
     layout = _choose_layout(recipe, machine, ranks, remote)
+    is_schedule_open, recipe = recipe.parallelism.schedule == "auto", fit.choose_schedule(recipe, layout)
     microbatches = _choose_microbatches(recipe, layout, machine)
     run = Run(
         **{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)},
@@ -80,6 +84,10 @@ def resolve(
     )
     run = apply_learning_rate(_choose_scope(apply_hours(_choose_scope(run, remote), run), remote))
     checks.check(run, started=ranks is not None or remote, remote=remote)
+    if not (is_layout_open or is_candidate):
+        checks.recommend_shared_experts(run)
+    if is_schedule_open:
+        _report_schedule(run)
     return run
 
 
@@ -161,6 +169,17 @@ def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: 
 
 def _has_open_degrees(parallelism: Parallelism) -> bool:
     return any(getattr(parallelism, name) in (-1, "auto") for name in Layout().degrees())
+
+
+def _report_schedule(run: Run) -> None:
+    """Say which schedule "auto" is, where it is not the usual one."""
+    if run.parallelism.schedule != "1F1B":
+        batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
+        warn_once(
+            f"parallelism.schedule=auto: is {run.parallelism.schedule} with {batches}, because a rank has "
+            f"{format_plural(run.rank_rows, 'row')} in a step, and 1F1B needs at least {run.layout.pipeline}; a larger "
+            "training.global_batch gives 1F1B, and less idle time."
+        )
 
 
 def _choose_microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:

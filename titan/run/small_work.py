@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from titan.config.warning import warn_once
+from titan.run.hydra_session import CONF
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -46,7 +47,16 @@ def describe_small_work(run: Run) -> str:
     changes = [f"training.seq_len={seq_len}"] * is_short
     changes += [f"training.global_batch={batch} or more"] * (batch != training.global_batch)
     settings = f"training.seq_len={training.seq_len} training.global_batch={training.global_batch}"
-    return f"{settings}: {', and '.join(reasons)}; give {' and '.join(changes)}."
+    recipe = _find_training_recipe(run) if is_short and is_few else None
+    complete = f"; recipe={recipe} is a complete choice for a real run" if recipe else ""
+    return f"{settings}: {', and '.join(reasons)}; give {' and '.join(changes)}{complete}."
+
+
+def _find_training_recipe(run: Run) -> str | None:
+    """Return titan's recipe for training the model, where no recipe is chosen."""
+    is_chosen = any(override.lstrip("+").startswith("recipe=") for override in run.overrides)
+    files = [] if is_chosen else sorted((CONF / "recipe").glob("train_*.yaml"))
+    return next((f.stem for f in files if f"/model: {run.choices.get('model')}\n" in f.read_text()), None)
 
 
 def _suggest_batch(run: Run, seq_len: int) -> int:
