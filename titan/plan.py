@@ -200,10 +200,7 @@ def _trace_results(
     planned_run: Run, traced: TracedStep, search_result: search.SearchOutcome, settings: PlanSettings
 ) -> tuple[TracedStep, ...]:
     """Return a traced step of each of the fastest results of a search; that of the plan is `traced`."""
-    fastest = [
-        _resolve_candidate(planned_run, result.candidate, is_candidate=True)
-        for result in search_result.best[:TRACED_RESULTS]
-    ]
+    fastest = [_resolve_candidate(planned_run, result.candidate) for result in search_result.best[:TRACED_RESULTS]]
     return tuple(traced if _has_equal_step(run, planned_run) else _trace_step(run, settings) for run in fastest)
 
 
@@ -352,29 +349,21 @@ def _render_sweep_page(labels: Sequence[str], plans: Sequence[estimate.Plan], pr
 def _is_accepted(run: Run, candidate: LayoutCandidate) -> bool:
     """Return whether titan.train would start a layout."""
     try:
-        _resolve_candidate(run, candidate, is_candidate=True)
+        _resolve_candidate(run, candidate)
     except ConfigError:
         return False
     return True
 
 
-def _resolve_candidate(run: Run, candidate: LayoutCandidate, is_candidate: bool = False) -> Run:
-    """Return the run with a layout; `is_candidate`: see `titan.run.resolve.resolve`.
+def _resolve_candidate(run: Run, candidate: LayoutCandidate) -> Run:
+    """Return the run with a layout.
 
     Raises:
         ConfigError: when titan.train would not start it.
     """
     parallelism = replace(candidate.recipe.parallelism, microbatches=candidate.microbatches)
     changed = replace(run, parallelism=parallelism, memory=candidate.recipe.memory, compile=candidate.recipe.compile)
-    resolved = resolve(
-        changed,
-        run.machine,
-        run.directory,
-        remote=True,
-        choices=run.choices,
-        hydra=run.hydra,
-        is_candidate=is_candidate,
-    )
+    resolved = resolve(changed, run.machine, run.directory, remote=True, choices=run.choices, hydra=run.hydra)
     return replace(resolved, compile_why=run.compile_why, overrides=run.overrides, options=run.options)
 
 

@@ -439,6 +439,11 @@ def test_logits_in_chunks_and_one_mask_are_counted() -> None:
         pytest.param(
             ["parallelism.microbatches=1"], r"Try parallelism\.microbatches=auto, or set cluster\.memory_gib", id="rows"
         ),
+        pytest.param(
+            ["model.dim=1048576", "model.layers=100", "model.ffn=3145728", "parallelism=fsdp"],
+            r"Try a smaller model, or set cluster\.memory_gib",
+            id="no layout",
+        ),
     ],
 )
 def test_a_planned_cluster_is_named(overrides: list[str], expected: str) -> None:

@@ -40,6 +40,10 @@ FEW = "each GPU computes only 1,024 tokens per step"
             ("parallelism=cp", "training.seq_len=8192", "training.global_batch=8192"), FEW, id="a row of eight ranks"
         ),
         pytest.param(LONG, "^$", id="one long row"),
+        pytest.param(
+            ("training.seq_len=8192", "training.global_batch=16384"),
+            r": only 2 of 8 data-parallel ranks have a row; give training.global_batch=65536 or more\.", id="idle",
+        ),
         pytest.param(("training.seq_len=1024", "training.global_batch=16384"), "^$", id="two short rows"),
         pytest.param((*LONG, "parallelism=tp"), "^$", id="tensor"),
         pytest.param(

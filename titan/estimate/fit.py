@@ -16,7 +16,6 @@ from titan.estimate import memory, overhead
 from titan.estimate.accumulation import iterate_obstacles
 from titan.estimate.memory import Usage
 from titan.estimate.rank_sizes import count_rank_rows
-from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.parallelism.pipeline.stage_plan import find_default_stages, list_microbatch_counts, plan_stages
 from titan.parallelism.resolve_layout import resolve_layout
 from titan.parallelism.schema import Layout
@@ -184,15 +183,10 @@ def _extend_batch(recipe: Recipe, devices: int) -> Recipe:
 
 
 def choose_schedule(recipe: Recipe, layout: Layout) -> Recipe:
-    """Return the recipe with the pipeline schedule that "auto" means for a layout.
-
-    It is 1F1B, or GPipe where a rank has fewer rows in a step than 1F1B needs micro-batches. Both have one stage per
-    rank, and with so few micro-batches they hold the same activations.
-    """
+    """Return the recipe with the pipeline schedule that "auto" means: GPipe where a rank has too few rows for 1F1B."""
     if recipe.parallelism.schedule != "auto":
         return recipe
-    has_rows = SCHEDULES["1F1B"].allows(layout.pipeline, 1, count_rank_rows(recipe, layout))
-    schedule = "1F1B" if has_rows else "GPipe"
+    schedule = "1F1B" if count_rank_rows(recipe, layout) >= layout.pipeline else "GPipe"
     return replace(recipe, parallelism=replace(recipe.parallelism, schedule=schedule))
 
 
@@ -344,8 +338,11 @@ def _describe_cluster(recipe: Recipe, machine: Machine) -> str:
 def _suggest_cluster_change(recipe: Recipe, layout: Layout, available_gib: float) -> str:
     """Return the settings that most likely make the run fit the cluster that is planned."""
     setting = _suggest_override(recipe, layout, available_gib, "cuda")
-    first = "more cluster.nodes with parallelism=fsdp" if setting == SMALLEST else setting
-    return f"{first}, or set cluster.memory_gib if its devices have more"
+    if setting == SMALLEST:
+        sharded = _set_fsdp(recipe)
+        fits = any(map(find_smallest_layout, (sharded, _set_full_checkpointing(sharded))))
+        setting = "more cluster.nodes with parallelism=fsdp" if fits else "a smaller model"
+    return f"{setting}, or set cluster.memory_gib if its devices have more"
 
 
 def _suggest_nodes(recipe: Recipe) -> str:

@@ -221,10 +221,9 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
 
 def _describe_own(classes: Sequence[str]) -> str:
     """Return why a plan of modules of one's own has no intervals, and what traces them."""
-    verb = "is" if len(classes) == 1 else "are"
     return (
-        f"none, because {' and '.join(classes)} {verb} not titan's: memory and time are those of titan's own attention "
-        "and blocks; plan.trace=true traces the step"
+        f"none, because {' and '.join(classes)} {'is' if len(classes) == 1 else 'are'} not titan's: memory and time "
+        "are those of titan's own attention and blocks; plan.trace=true traces the step"
     )
 
 

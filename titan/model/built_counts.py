@@ -84,10 +84,6 @@ def is_titan_class(kind: type) -> bool:
     return kind.__module__.startswith("titan.")
 
 
-def _is_known(kind: type) -> bool:
-    return is_titan_class(kind) or kind.__module__.startswith("torch.")
-
-
 def list_own_modules(schema: Any) -> tuple[str, ...]:
     """Return the classes of modules in blocks whose activations and time plans take to be those of titan's modules.
 
@@ -153,6 +149,7 @@ def _describe_block(block: nn.Module, plan: Mapping[str, str]) -> BuiltBlock:
     modules = dict(block.named_modules())
     matrices = [m for m in modules.values() if isinstance(m, nn.Linear | ExpertLinear | Router)]
     classes = ",".join(f"{name}:{type(module).__qualname__}" for name, module in modules.items())
+    names = (f"{type(module).__module__}.{type(module).__qualname__}" for module in modules.values())
     shapes = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
     cores = tuple(module for module in modules.values() if isinstance(module, AttentionCore))
     costs = [core.count_flops(1, 1, 2**20) for core in cores]
@@ -166,5 +163,5 @@ def _describe_block(block: nn.Module, plan: Mapping[str, str]) -> BuiltBlock:
         },
         sum(module.weight.numel() for module in matrices),
         cores,
-        tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in map(type, modules.values()) if not _is_known(kind)),
+        tuple(name for name in names if not name.startswith(("titan.", "torch."))),
     )

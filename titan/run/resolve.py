@@ -42,7 +42,6 @@ def resolve(
     hydra: Mapping[str, Any] | None = None,
     options: tuple[str, ...] = (),
     is_layout_open: bool = False,
-    is_candidate: bool = False,
 ) -> Run:
     """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.
 
@@ -57,7 +56,6 @@ def resolve(
         hydra: see `Run`.
         options: see `Run`.
         is_layout_open: see `Run`; its memory is not checked.
-        is_candidate: the layout is one of those that a search tries, so nothing is recommended for it.
 
     Raises:
         ConfigError: for combinations that can't work.
@@ -84,10 +82,8 @@ def resolve(
     )
     run = apply_learning_rate(_choose_scope(apply_hours(_choose_scope(run, remote), run), remote))
     checks.check(run, started=ranks is not None or remote, remote=remote)
-    if not (is_layout_open or is_candidate):
-        checks.recommend_shared_experts(run)
-    if is_schedule_open:
-        _report_schedule(run)
+    if is_schedule_open and run.parallelism.schedule != "1F1B":
+        warn_once(_describe_schedule(run))
     return run
 
 
@@ -171,15 +167,14 @@ def _has_open_degrees(parallelism: Parallelism) -> bool:
     return any(getattr(parallelism, name) in (-1, "auto") for name in Layout().degrees())
 
 
-def _report_schedule(run: Run) -> None:
-    """Say which schedule "auto" is, where it is not the usual one."""
-    if run.parallelism.schedule != "1F1B":
-        batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
-        warn_once(
-            f"parallelism.schedule=auto: is {run.parallelism.schedule} with {batches}, because a rank has "
-            f"{format_plural(run.rank_rows, 'row')} in a step, and 1F1B needs at least {run.layout.pipeline}; a larger "
-            "training.global_batch gives 1F1B, and less idle time."
-        )
+def _describe_schedule(run: Run) -> str:
+    """Return why the schedule that "auto" means is not the usual one."""
+    batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
+    return (
+        f"parallelism.schedule=auto: is {run.parallelism.schedule} with {batches}, because a rank has "
+        f"{format_plural(run.rank_rows, 'row')} in a step, and 1F1B needs at least {run.layout.pipeline}; a larger "
+        "training.global_batch gives 1F1B, and less idle time."
+    )
 
 
 def _choose_microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from titan.config.warning import warn_once
+from titan.run.checks import recommend_shared_experts
 from titan.run.hydra_session import CONF
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ FEW_TOKENS = 2048
 
 
 def warn_of_small_work(run: Run, planned: bool = False) -> None:
-    """Warn of rows that are far shorter than the context before RoPE scaling, or of few tokens for each GPU.
+    """Warn of rows that are far shorter than the context before RoPE scaling, of few tokens for each GPU, or of experts
+    that ranks do not share.
 
     Args:
         run: the run; on a CPU, with a small model, or on one GPU if it is not planned, there is no warning.
         planned: whether it is planned, not trained.
     """
+    recommend_shared_experts(run)
     is_relevant = planned or run.layout.devices > 1
     is_large = run.machine.device == "cuda" and run.model.parameters() >= LARGE_MODEL
     if is_relevant and is_large and (sentence := describe_small_work(run)):
@@ -39,6 +42,8 @@ def describe_small_work(run: Run) -> str:
     tokens = run.rank_rows * training.seq_len // run.layout.context
     is_short, is_few = SHORT_SHARE * training.seq_len < context, tokens < FEW_TOKENS
     reasons = [f"rows are far shorter than the {context:,} tokens of model.rope_original"] * is_short
+    rows, ranks = training.rows, run.layout.data_ranks
+    reasons += [f"only {rows:,} of {ranks:,} data-parallel ranks have a row"] * (rows < ranks)
     reasons += [f"each GPU computes only {tokens:,} tokens per step"] * is_few
     if not reasons:
         return ""

@@ -26,8 +26,6 @@ TRAIN = "python -m titan.train"
 MOODS: dict[str, Mood] = {"": "", "fits": "good", "fits closely": "open", "does not fit": "bad"}
 """The mood of each verdict on memory."""
 CLOSELY = "the interval reaches beyond the device"
-SAME = 1.005
-"""Ratio of two step times below which they show as the same."""
 PRECISE = 0.05
 """Relative error of step times below which ratios have two decimals, in place of one."""
 
@@ -188,7 +186,7 @@ def name_slower_part(plan: Plan, fastest: Plan) -> str:
     """Return the part of a step that takes longest beyond the same part of the fastest plan; empty for that plan."""
     longer = {cause: seconds - fastest.step.parts.get(cause, 0.0) for cause, seconds in plan.step.parts.items()}
     cause = max(longer, key=lambda cause: longer[cause])
-    is_slower = plan.step.seconds > fastest.step.seconds * SAME
+    is_slower = format_rounded(plan.step.seconds) != format_rounded(fastest.step.seconds)
     return f"{format_rounded(longer[cause])} s of {cause}" if is_slower else ""
 
 
