@@ -148,7 +148,7 @@ def test_the_first_line_names_no_other_layout(
 @pytest.mark.full
 def test_warnings_of_a_search_are_of_the_shown_layout(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["model=qwen3_30b_a3b", "dataset=synthetic", "cluster=h100", "cluster.nodes=2", "training.seq_len=4096"]
-    search = ["training.global_batch=1048576", "plan.search=true", "parallelism.tensor=2", "memory=full"]
+    search = ["training.global_batch=1048576", "plan.search=true", "parallelism.tensor=2"]
     assert plan.main([*line, *search]) == 0
     assert capsys.readouterr().err == ""
     assert plan.main([*line, *search, "parallelism.expert=1"]) == 0
