@@ -72,7 +72,8 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
             return _hand_to_hydra(args, SweepSession(planner=sweep_job))
         trusted = modules.list_trusted_packages(args.typed)
         run = freeze_run(cfg, remote=True, trusted=trusted, is_searched=is_searched)
-        warn_of_small_work(run, planned=True)
+        if not run.is_layout_open:
+            warn_of_small_work(run, planned=True)
         return job(run)
 
 

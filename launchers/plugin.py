@@ -113,8 +113,9 @@ class SweepLauncher(Launcher):
     def expand(self, overrides: Sequence[Sequence[str]], first: int, fixed: frozenset[str] | None) -> list[Trial]:
         """Return the trials of some overrides, composed and checked; see `launchers.trials.expand_trials`."""
         cleaned = [[clean_override(override) for override in trial_overrides] for trial_overrides in overrides]
-        loader, remote = self.context.config_loader, self.remote or self.session.planner is not None
-        return trials.expand_trials(loader, self.config, cleaned, first, remote, self.session.trusted, fixed)
+        loader, planned = self.context.config_loader, self.session.planner is not None
+        remote, trusted = self.remote or planned, self.session.trusted
+        return trials.expand_trials(loader, self.config, cleaned, first, remote, trusted, fixed, planned)
 
     def start(self, batch: Sequence[Trial]) -> list[int]:
         """Plan or launch checked trials; return their exit codes."""

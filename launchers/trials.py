@@ -77,6 +77,7 @@ def expand_trials(
     remote: bool,
     trusted: tuple[str, ...] = (),
     fixed_settings: Collection[str] | None = None,
+    is_planned: bool = False,
 ) -> list[Trial]:
     """Compose and check every trial, and choose its folder: the one that it has had, or a new one.
 
@@ -89,6 +90,7 @@ def expand_trials(
         trusted: see `titan.run.compose.freeze_run`.
         fixed_settings: the settings that do not vary, of a sweeper that comes with one batch of trials after another,
             in which a trial may be there twice; None: those that are the same in all trials.
+        is_planned: whether trials are planned, not trained: then other hardware makes another trial.
 
     Raises:
         ConfigError: for a trial that is rejected, with its number and overrides, and for two that are the same.
@@ -114,7 +116,8 @@ def expand_trials(
         trust.remember_typed([*run.options, *run.overrides])
         small_work.warn_of_small_work(run)
         composed.append(ComposedTrial(varied, run, cfg if config.hydra.callbacks else None))
-    return _name_trials(_equalise_steps(composed, config, fixed_settings is None), root, fixed_settings is None)
+    is_grid = fixed_settings is None
+    return _name_trials(_equalise_steps(composed, config, is_grid), root, is_grid, is_planned)
 
 
 class ComposedTrial(NamedTuple):
@@ -139,7 +142,7 @@ def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_gr
     return [c._replace(run=run) for c, run in zip(composed, runs, strict=True)]
 
 
-def _name_trials(composed: Sequence[ComposedTrial], root: Path, is_grid: bool) -> list[Trial]:
+def _name_trials(composed: Sequence[ComposedTrial], root: Path, is_grid: bool, is_planned: bool) -> list[Trial]:
     """Return the trials with the ids and folders that they have had, or new ones."""
     ledger_trials = ledger.read_trials(root)
     directories = {trial.id: Path(trial.directory) for trial in ledger_trials}
@@ -148,9 +151,11 @@ def _name_trials(composed: Sequence[ComposedTrial], root: Path, is_grid: bool) -
     named: list[Trial] = []
     for number, (varied, run, cfg) in enumerate(composed):
         trial = find_trial_id(run, varied, ledger_trials)
+        if is_planned:
+            trial = identity.compute_digest([trial, repr(run.cluster)])
         if trial in trials_by_id and is_grid:
             raise ConfigError(
-                f"trial {number + 1} of the sweep, {' '.join(varied)}: is the same as another; leave one out."
+                f"{', '.join([f'trial {number + 1} of the sweep', *varied])}: is the same as another; leave one out."
             )
         if trial not in trials_by_id:
             run = _assign_folder(run, trial, root, directories, [c.run.directory for c in trials_by_id.values()])

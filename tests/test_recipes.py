@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,11 @@ from launchers.command import run_command
 from tests.support.composing import compose_test_run
 from tests.support.machines import make_detector
 from tests.support.runs import TINY, compose_tiny_run, train_run
-from tests.support.tiers import select_cases
+from tests.support.tiers import full, select_cases
 from titan.cluster import devices
+from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
+from titan.estimate.plan import build_plan
 from titan.parallelism.schema import Layout
 from titan.run.hydra_session import CONF
 from titan.run.run import Run
@@ -215,6 +218,20 @@ def test_a_recipe_for_training(
 
 def test_no_recipe_is_left_out() -> None:
     assert FILES["recipe"] == sorted([*PUBLISHED, "train_1b", "train_8b", "train_70b", "train_405b"])
+
+
+ROW = re.compile(r"^\| `(\w+)` \|(?:[^|]+\|){6} ([\d.]+) \|", re.MULTILINE)
+DOCUMENTED = ROW.findall((CONF.parent / "docs" / "recipes.md").read_text().partition("### For training")[0])
+
+
+@pytest.mark.parametrize(("name", "gib"), [full(*row, id=row[0]) for row in DOCUMENTED])
+def test_the_documented_memory_is_that_of_the_planner(name: str, gib: str) -> None:
+    run = recipe(name)
+    assert format_rounded(build_plan(run, run.layout, run.microbatches, run.machine).fullest.gib) == gib
+
+
+def test_the_memory_of_every_published_recipe_is_documented() -> None:
+    assert sorted(name for name, _ in DOCUMENTED) == sorted(PUBLISHED)
 
 
 @pytest.mark.full

@@ -374,8 +374,13 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("parallelism=pp parallelism.schedule=1f1b", "schedule=1f1b|choose one of GPipe, 1F1B"),
     ("parallelism=fsdp parallelism.schedule=Gpipe", "schedule=Gpipe|'GPipe'"),
     ("parallelism=pp parallelism.schedule=mine.csv", "schedule=mine.csv|no such file"),
+    ("parallelism=pp parallelism.pipeline=512 cluster.devices=512", "512 stages|6 layers|smaller parallelism.pipeline"),
+    ("cluster.price=inf", "cluster.price=inf: must be above 0 and finite"),
     ("parallelism=pp parallelism.microbatches=1", "parallelism.microbatches=1|at least as many as stages|give 2"),
-    ("parallelism=pp training.global_batch=256", "schedule=1F1B|1 row |training.global_batch"),
+    (
+        "parallelism=pp parallelism.schedule=1F1B training.global_batch=256",
+        "schedule=1F1B|1 row |training.global_batch",
+    ),
     (
         "parallelism=pp parallelism.starts=[3,2] parallelism.schedule=LoopedBFS parallelism.stages=3",
         "stages=3|multiple",

@@ -32,6 +32,7 @@ from titan.estimate.single_changes import find_best_changes
 from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_data import PlanOutcome
+from titan.run import identity
 from titan.run.open_layout import list_typed_settings
 from titan.run.resolve import resolve
 from titan.run.small_work import warn_of_small_work
@@ -146,6 +147,7 @@ def _plan_run(
         planned_run = _resolve_candidate(run, search_result.best[0].candidate)
         choices = {axis: choice for axis, choice in run.choices.items() if axis != "parallelism"}  # it was searched
         planned_run = replace(planned_run, choices=choices)
+        warn_of_small_work(planned_run, planned=True)
     planned = estimate.build_plan(planned_run, planned_run.layout, planned_run.microbatches, planned_run.machine)
     traced = _trace_step(planned_run, settings) if settings.trace else None
     outcome = PlanOutcome(
@@ -270,7 +272,8 @@ def _describe_power(
     """
     seeds = Counter(budget.label_variant(trial.varied) for trial in trials)
     tokens = {trial.run.training.total_tokens for trial in trials}
-    if len(seeds) < 2 or len(tokens) > 1 or len(set(seeds.values())) > 1:
+    variants = {identity.compute_variant_id(trial.run) for trial in trials}  # of those that learn the same there is one
+    if len(seeds) < 2 or len(variants) < len(seeds) or len(tokens) > 1 or len(set(seeds.values())) > 1:
         return []
     from titan.report import power  # only now: a plan without it need not wait for numpy
 

@@ -84,6 +84,77 @@ def test_a_grid_is_planned_and_leaves_nothing_but_its_files(
     assert "Plan of 2 trials" in Path("g.html").read_text()
 
 
+GRID = ("-m", "model=llama8b", "dataset=synthetic", "checkpoint=off", "parallelism=fsdp", "training.seq_len=8192",
+        "training.global_batch=524288", "name=grid")  # fmt: skip
+
+
+def test_hardware_is_compared_with_its_cost(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan.main([*GRID, "cluster=h100,b200", "cluster.price=2", "to=g.json"]) == 0
+    out = capsys.readouterr().out
+    first, second = (trial["cost"]["value"] for trial in json.loads(Path("g.json").read_text())["trials"])
+    assert first > second and f"cost {first + second:.3g}" in out
+    assert re.search(r"cluster=h100 .* 8 +2\.\d+ +\d\.\d+  2\.\d+ s of matmuls\n", out)
+    assert re.search(r"cluster=b200 .* 4 +1\.\d+ +2\.\d+\n", out)
+    assert "effect of" not in out  # both learn the same, so no seeds are needed
+    assert plan.main([*GRID, "cluster=h100,h100"]) == 2
+    assert "trial 2 of the sweep: is the same as another" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_micro_batches_and_what_is_slower_are_columns(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan.main([*GRID, "cluster=h100", "memory=full,none", "to=g.html"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"memory=full .* 31.8 +4 +3\.57  1\.56 s of recomputation\n", out)
+    assert re.search(r"memory=none .* 65.6 +8 +2\.96\n", out)
+    assert "<th>micro-batches</th>" in Path("g.html").read_text()
+
+
+OWN = ("modules=[tests]", "model._target_=tests.support.own_models.OwnLlama", "dataset=synthetic", "cluster=h100",
+       "parallelism=fsdp")  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["linear", "gated"])
+def test_modules_of_ones_own_have_no_intervals(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*OWN, f"+model.attention={kind}"]) == 0
+    out = capsys.readouterr().out
+    named = {"linear": "LinearCore", "gated": "GatedAttention"}[kind]
+    assert f"intervals    none, because tests.support.own_models.{named} is not titan's" in out
+    assert " to " not in out and "published" not in out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        pytest.param(["parallelism.shard=4", "parallelism.context=2"], "model=llama1b: 1.24B", id="typed degrees"),
+        pytest.param(["parallelism=fsdp"], "model=llama1b parallelism=fsdp: 1.24B", id="choice"),
+        pytest.param(["parallelism=single"], "model=llama1b parallelism=single: 1.24B", id="single"),
+    ],
+)
+def test_the_first_line_names_no_other_layout(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main(["model=llama1b", "dataset=synthetic", "cluster=h100", *words]) == 0
+    assert capsys.readouterr().out.startswith(expected)
+
+
+@pytest.mark.full
+def test_warnings_of_a_search_are_of_the_shown_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["model=qwen3_30b_a3b", "dataset=synthetic", "cluster=h100", "cluster.nodes=2", "training.seq_len=4096"]
+    search = ["training.global_batch=1048576", "plan.search=true", "parallelism.tensor=2"]
+    assert plan.main([*line, *search]) == 0
+    assert capsys.readouterr().err == ""
+    assert plan.main([*line, *search, "parallelism.expert=1"]) == 0
+    assert capsys.readouterr().err.count("parallelism.expert=1: each of 2 tensor ranks has whole experts") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

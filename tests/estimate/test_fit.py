@@ -14,6 +14,7 @@ from tests.support.composing import compose_test_run
 from tests.support.machines import make_detector
 from tests.support.tiers import full
 from titan.cluster import devices
+from titan.config import warning
 from titan.errors import ConfigError
 from titan.estimate import fit, memory, overhead
 from titan.estimate.constants import load_constants
@@ -342,6 +343,33 @@ def test_the_error_suggests_recomputation_where_it_suffices(monkeypatch: pytest.
         )
 
 
+@pytest.mark.parametrize(
+    ("nodes", "more", "expected"),
+    [
+        full(256, [], (Layout(pipeline=2, shard=128, tensor=8), "GPipe", 1), id="2048 ranks"),
+        pytest.param(64, [], (Layout(pipeline=2, shard=32, tensor=8), "GPipe", 1), id="64 nodes"),
+        full(64, ["parallelism.microbatches=1"], (Layout(pipeline=2, shard=32, tensor=8), "GPipe", 1), id="typed"),
+        full(64, ["training.global_batch=16384"], (Layout(pipeline=8, shard=8, tensor=8), "1F1B", 8), id="more rows"),
+        pytest.param(64, ["parallelism.schedule=1F1B"], "schedule=1F1B.* 1 row .*training.global_batch", id="1F1B"),
+        full(64, ["parallelism.microbatches=2"], "microbatches=2: more than the rows .*at most 1", id="two of one row"),
+        full(8, [], "estimated memory is 161 GiB .*Try more cluster.nodes", id="8 nodes"),
+    ],
+)
+def test_pipelines_of_few_rows_have_a_schedule_that_works(
+    nodes: int, more: list[str], expected: tuple[Layout, str, int] | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warning.warn_once.cache_clear()
+    line = ["model=llama405b", "parallelism=3d", "cluster=h100", f"cluster.nodes={nodes}", *more]
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            compose_test_run(line, remote=True)
+    else:
+        run = compose_test_run(line, remote=True)
+        assert (run.layout, run.parallelism.schedule, run.microbatches) == expected
+    says_why = "schedule=auto: is GPipe with 1 micro-batch, because a rank has 1 row" in capsys.readouterr().err
+    assert says_why is ("GPipe" in expected)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "way_out"),
@@ -410,6 +438,11 @@ def test_logits_in_chunks_and_one_mask_are_counted() -> None:
         ),
         pytest.param(
             ["parallelism.microbatches=1"], r"Try parallelism\.microbatches=auto, or set cluster\.memory_gib", id="rows"
+        ),
+        pytest.param(
+            ["model.dim=1048576", "model.layers=100", "model.ffn=3145728", "parallelism=fsdp"],
+            r"Try a smaller model, or set cluster\.memory_gib",
+            id="no layout",
         ),
     ],
 )

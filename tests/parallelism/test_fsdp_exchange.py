@@ -20,6 +20,7 @@ from titan.errors import ConfigError
 from titan.model import init_weights
 from titan.model.schema import Llama
 from titan.parallelism import data
+from titan.run.small_work import warn_of_small_work
 from titan.training.train_step import ModelStage
 
 CONFIG = Llama(dim=16, layers=4, heads=2, kv_heads=1, ffn=24, vocab=32)
@@ -139,5 +140,5 @@ def test_whole_experts_on_tensor_ranks_are_warned_of(
 ) -> None:
     warning.warn_once.cache_clear()
     wide = () if "model=debug" in settings else ("model.expert_ffn=1536",)
-    compose_test_run(["model=qwen3_moe_debug", *wide, *settings])
+    warn_of_small_work(compose_test_run(["model=qwen3_moe_debug", *wide, *settings]))
     assert ("tensor ranks has whole experts; with parallelism.expert=auto" in capsys.readouterr().err) == is_warned

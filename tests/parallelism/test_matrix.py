@@ -72,6 +72,26 @@ def test_a_layout_learns_what_one_device_learns(case: LayoutCase, one_device: On
     assert {name: value for name, value in found.items() if not value <= EXACT} == {}
 
 
+@pytest.mark.parametrize(
+    ("layout", "tokens"),
+    [
+        pytest.param(("parallelism=pp",), 16, id="pp"),
+        full(("parallelism=3d",), 16, id="3d"),  # one of its two data ranks has no row
+        full(("parallelism=pp", "parallelism.pipeline=4"), 48, id="three rows, four stages"),
+    ],
+)
+def test_a_pipeline_with_few_rows_learns_what_one_device_learns(
+    layout: tuple[str, ...], tokens: int, one_device: OneDevice, tmp_path: Path
+) -> None:
+    science = (f"training.global_batch={tokens}",)
+    trained = train_case(tmp_path, LayoutCase("few rows", layout), science)
+    assert trained.run.parallelism.schedule == "GPipe"
+    found = compare_layouts(trained, one_device[science])
+    assert found.pop("same start")
+    assert found.pop("same rows")
+    assert {name: value for name, value in found.items() if not value <= EXACT} == {}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", IN_BF16)
 def test_layouts_in_bf16_differ_by_rounding_only(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:

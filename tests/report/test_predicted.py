@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def test_the_last_attempt_is_compared(tmp_path: Path) -> None:
     file = tmp_path / "run" / "run.yaml"
     file.write_text(file.read_text().replace("value: 0.5", "value: 9.0", 1))  # of the first attempt
     assert prediction(compare([tmp_path / "run"]), "run").step_error == pytest.approx(0)
+
+
+def test_a_plan_without_an_interval_is_neither_met_nor_missed(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", Story(predicted=0.25, **STILL))
+    file = tmp_path / "run" / "run.yaml"
+    file.write_text(re.sub(r"(value: (\S+)\n +low: )\S+(\n +high: )\S+", r"\1\2\3\2", file.read_text()))
+    found = compare([tmp_path / "run"])
+    step = prediction(found, "run").step_seconds
+    assert (step.estimate, step.low, step.high) == (0.25, None, None)
+    assert predicted.summarize_intervals(found) == "" and "outside" not in table.format_report(found, 300)
 
 
 def test_the_table_has_the_variants_with_a_prediction(found: Comparison) -> None:

@@ -216,6 +216,14 @@ def test_group_is_the_same_for_all_seeds(base: Run) -> None:
     assert {of(run).group for run in runs} == {of(base).group}
 
 
+def test_a_schedule_counts_as_resolved() -> None:
+    """Ids of runs from before `auto` existed, when 1F1B was the default."""
+    lines = (["parallelism=pp"], ["parallelism=pp", "parallelism.schedule=1F1B"], [])
+    assert [of(compose_test_run(line)).execution for line in lines] == ["e87ba372f58f", "e87ba372f58f", "e93812440609"]
+    few = ["parallelism=pp", "training.global_batch=256"]
+    assert of(compose_test_run(few)) == of(compose_test_run([*few, "parallelism.schedule=GPipe"]))
+
+
 @pytest.mark.parametrize(("kind", "same_as"), [full("cpu", "fp32"), ("gpu", "bf16")])
 def test_precision_counts_as_resolved(kind: str, same_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect_machine", make_detector(kind))

@@ -22,7 +22,13 @@ FEW = "each GPU computes only 1,024 tokens per step"
     ("more", "words"),
     [
         pytest.param((), "the 8,192 tokens of model.rope_original, and each GPU computes only 256 tokens", id="laptop"),
-        pytest.param((), r"give training.seq_len=8192 and training.global_batch=65536 or more\.", id="way out"),
+        pytest.param(
+            (), "give training.seq_len=8192 and training.global_batch=65536 or more; recipe=train_1b is", id="way out"
+        ),
+        pytest.param(("model=llama405b", "parallelism=3d", "cluster.nodes=64"), "; recipe=train_405b is", id="recipe"),
+        pytest.param(
+            ("recipe=shipped_8b", "training.seq_len=256", "training.global_batch=2048"), r"or more\.$", id="its recipe"
+        ),
         pytest.param(
             ("training.seq_len=512", "training.global_batch=262144"), r"; give training.seq_len=8192\.", id="rows"
         ),
@@ -34,6 +40,10 @@ FEW = "each GPU computes only 1,024 tokens per step"
             ("parallelism=cp", "training.seq_len=8192", "training.global_batch=8192"), FEW, id="a row of eight ranks"
         ),
         pytest.param(LONG, "^$", id="one long row"),
+        pytest.param(
+            ("training.seq_len=8192", "training.global_batch=16384"),
+            r": only 2 of 8 data-parallel ranks have a row; give training.global_batch=65536 or more\.", id="idle",
+        ),
         pytest.param(("training.seq_len=1024", "training.global_batch=16384"), "^$", id="two short rows"),
         pytest.param((*LONG, "parallelism=tp"), "^$", id="tensor"),
         pytest.param(

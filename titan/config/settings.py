@@ -544,6 +544,7 @@ def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[
     if math.isfinite(value) and all(TESTS[name](value, limit) for name, limit in limits.items()):
         return
     expected = " and ".join(f"{name.replace('_', ' ')} {_format_number(limit)}" for name, limit in limits.items())
+    expected += " and finite" if limits and not math.isfinite(value) else ""
     expected, word_text = expected or "a finite number", " or ".join(words)
     if word_text:
         expected = f"{word_text}, or {expected}" if len(limits) > 1 else f"{expected} or {word_text}"

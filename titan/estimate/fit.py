@@ -143,7 +143,7 @@ def _bisect_smallest(first: int, last: int, fits: Callable[[int], bool]) -> int:
 
 def _compute_required_gib(recipe: Recipe, layout: Layout, gib: float, device: str) -> float:
     """Return the GiB that a layout needs with the micro-batches chosen for `gib`; infinite if it is not possible."""
-    setting = recipe.parallelism.microbatches
+    recipe, setting = choose_schedule(recipe, layout), recipe.parallelism.microbatches
     try:
         count = choose_microbatches(recipe, layout, gib, device) if setting == "auto" else int(setting)
         plan_stages(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, count)
@@ -180,6 +180,14 @@ def _extend_batch(recipe: Recipe, devices: int) -> Recipe:
     training = recipe.training
     rows = max(training.rows, devices) * training.seq_len
     return replace(recipe, training=replace(training, global_batch=rows))
+
+
+def choose_schedule(recipe: Recipe, layout: Layout) -> Recipe:
+    """Return the recipe with the pipeline schedule that "auto" means: GPipe where a rank has too few rows for 1F1B."""
+    if recipe.parallelism.schedule != "auto":
+        return recipe
+    schedule = "1F1B" if count_rank_rows(recipe, layout) >= layout.pipeline else "GPipe"
+    return replace(recipe, parallelism=replace(recipe.parallelism, schedule=schedule))
 
 
 def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int) -> Layout:
@@ -330,8 +338,11 @@ def _describe_cluster(recipe: Recipe, machine: Machine) -> str:
 def _suggest_cluster_change(recipe: Recipe, layout: Layout, available_gib: float) -> str:
     """Return the settings that most likely make the run fit the cluster that is planned."""
     setting = _suggest_override(recipe, layout, available_gib, "cuda")
-    first = "more cluster.nodes with parallelism=fsdp" if setting == SMALLEST else setting
-    return f"{first}, or set cluster.memory_gib if its devices have more"
+    if setting == SMALLEST:
+        sharded = _set_fsdp(recipe)
+        fits = any(map(find_smallest_layout, (sharded, _set_full_checkpointing(sharded))))
+        setting = "more cluster.nodes with parallelism=fsdp" if fits else "a smaller model"
+    return f"{setting}, or set cluster.memory_gib if its devices have more"
 
 
 def _suggest_nodes(recipe: Recipe) -> str:

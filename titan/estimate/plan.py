@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,6 +19,7 @@ from titan.estimate.memory import Usage
 from titan.estimate.operations import Speeds
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.step_time import StepTime, estimate_step
+from titan.model.built_counts import list_own_modules
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Plan:
         steps: of the run.
         checkpoint_bytes: of one checkpoint.
         price: of a device-hour; None if not given.
+        microbatches: of a rank in a step.
         intervals: says which runs these percentiles are of.
     """
 
@@ -79,6 +81,7 @@ class Plan:
     steps: int
     checkpoint_bytes: float
     price: float | None = None
+    microbatches: int = 1
     intervals: str = PUBLISHED
 
     def list_facts(self) -> dict[str, str]:
@@ -101,11 +104,11 @@ class Plan:
 
     @property
     def fit(self) -> Fit:
-        """Whether the memory suffices: with its interval, up to it, or not; empty where that of a device is unknown."""
+        """Whether the memory suffices: with its interval, up to it, or not; empty where either is unknown."""
         if self.memory_gib is None:
             return ""
         if self.memory_gib_needed.high <= self.memory_gib:
-            return "fits"
+            return "fits" if self.memory_error else ""
         return "fits closely" if self.fullest.gib <= self.memory_gib else "does not fit"
 
     @property
@@ -197,7 +200,8 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
     ]
     dtype, cpu = recipe.precision.compute, machine.device == "cpu"
     experts = takes_longer(recipe, layout)
-    return Plan(
+    own = list_own_modules(recipe.model)
+    planned = Plan(
         memory=tuple(usages),
         step=estimate_step(recipe, layout, microbatches, speeds),
         error=constants.cpu_error if cpu else constants.experts_error if experts else constants.error,
@@ -208,8 +212,18 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
         steps=recipe.training.steps,
         checkpoint_bytes=sum(memory.count_checkpoint_bytes(recipe)),
         price=recipe.cluster.price,
+        microbatches=microbatches,
         intervals=(MEASURED if cpu else describe_experts(constants) if experts else PUBLISHED)
         + describe_unmeasured(hardware, machine.device, experts),
+    )
+    return replace(planned, error=0.0, memory_error=0.0, intervals=_describe_own(own)) if own else planned
+
+
+def _describe_own(classes: Sequence[str]) -> str:
+    """Return why a plan of modules of one's own has no intervals, and what traces them."""
+    return (
+        f"none, because {' and '.join(classes)} {'is' if len(classes) == 1 else 'are'} not titan's: memory and time "
+        "are those of titan's own attention and blocks; plan.trace=true traces the step"
     )
 
 

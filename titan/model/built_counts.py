@@ -31,6 +31,7 @@ class BuiltBlock:
         matmuls: linear layers of titan, by the name of their module in the block.
         matmul_parameters: elements of all matrices that multiply tokens, also those of torch's layers.
         cores: its attention of one's own, of `titan.model.core.AttentionCore`.
+        own: the classes of its modules that are neither titan's nor torch's.
     """
 
     parameters: Mapping[str, int]
@@ -38,6 +39,7 @@ class BuiltBlock:
     matmuls: Mapping[str, Matmul]
     matmul_parameters: int
     cores: tuple[Any, ...]
+    own: tuple[str, ...]
 
 
 class BuiltCounts:
@@ -80,6 +82,17 @@ def _counts_in_closed_form(kind: type) -> bool:
 def is_titan_class(kind: type) -> bool:
     """Return whether a class is one of titan's."""
     return kind.__module__.startswith("titan.")
+
+
+def list_own_modules(schema: Any) -> tuple[str, ...]:
+    """Return the classes of modules in blocks whose activations and time plans take to be those of titan's modules.
+
+    There are none where a class outside of titan counts activations itself.
+    """
+    owners = [c for c in type(schema).__mro__ if "block_activations" in vars(c)]
+    if is_titan_class(type(schema)) or not is_titan_class(owners[0]):
+        return ()
+    return tuple(dict.fromkeys(name for block in describe_blocks(schema) for name in block.own))
 
 
 def use_built_counts(kind: type) -> None:
@@ -136,6 +149,7 @@ def _describe_block(block: nn.Module, plan: Mapping[str, str]) -> BuiltBlock:
     modules = dict(block.named_modules())
     matrices = [m for m in modules.values() if isinstance(m, nn.Linear | ExpertLinear | Router)]
     classes = ",".join(f"{name}:{type(module).__qualname__}" for name, module in modules.items())
+    names = (f"{type(module).__module__}.{type(module).__qualname__}" for module in modules.values())
     shapes = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
     cores = tuple(module for module in modules.values() if isinstance(module, AttentionCore))
     costs = [core.count_flops(1, 1, 2**20) for core in cores]
@@ -149,4 +163,5 @@ def _describe_block(block: nn.Module, plan: Mapping[str, str]) -> BuiltBlock:
         },
         sum(module.weight.numel() for module in matrices),
         cores,
+        tuple(name for name in names if not name.startswith(("titan.", "torch."))),
     )

@@ -205,7 +205,10 @@ class Parallelism:
         "allgather", "how parts of a sequence attend to each other: allgather, ulysses or ring"
     )
     balance: bool = setting(True, "with context: give each rank a chunk of the row's head and one of its tail")
-    schedule: Input = setting("1F1B", "pipeline schedule: a name, or a CSV file of actions")
+    schedule: Input = setting(
+        "auto",
+        "pipeline schedule: a name or a CSV file of actions; auto: 1F1B, or GPipe where ranks have too few rows for it",
+    )
     stages: int | str = setting(
         "auto", "stages in all; auto: as few as the schedule can have", words=("auto",), at_least=1
     )

@@ -402,7 +402,9 @@ def build_prediction(raw: RawRun, measured: MeasuredSpeed | None) -> RunPredicti
 
 
 def _build_prediction_interval(figure: PredictedValue) -> Interval:
-    return Interval(figure.value, figure.low, figure.high, PREDICTION_LEVEL)
+    """Return a figure with its interval; a plan of modules of one's own has none."""
+    low, high = (figure.low, figure.high) if figure.low < figure.high else (None, None)
+    return Interval(figure.value, low, high, PREDICTION_LEVEL)
 
 
 def _compute_error(predicted: PredictedValue, measured: float | None) -> float | None:

@@ -74,7 +74,6 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     if not started:
         _check_machine(run)
     if not run.is_layout_open:
-        _recommend_shared_experts(run)
         fit.check_memory(run, run.layout, run.machine, run.microbatches, remote)
     if run.compile.scope != "off" and run.debug.detect_anomaly:
         raise ConfigError("debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off.")
@@ -486,7 +485,7 @@ def _list_lacking_for_deep_ep(run: Run, remote: bool) -> Iterator[str]:
         yield "needs the package deep_ep, version 2; install it from github.com/deepseek-ai/DeepEP"
 
 
-def _recommend_shared_experts(run: Run) -> None:
+def recommend_shared_experts(run: Run) -> None:
     """Warn where each tensor rank has whole experts, and `expert=auto` needs less memory."""
     layout, device = run.layout, run.machine.device
     if layout.tensor == 1 or layout.expert > 1 or not run.parallelism.sequence_parallel:

@@ -45,6 +45,8 @@ DIGEST_NAMES = {
     "evaluation.tokens": "metrics.validation_tokens",
 }
 """The names under which ids hash these settings: frozen, as the kinds are."""
+DIGEST_DEFAULTS = {"parallelism.schedule": "1F1B"}
+"""Values that ids leave out as defaults, of settings whose own default is "auto" before a run is resolved."""
 DIGEST_SCHEDULES: dict[str, dict[str, str]] = {
     "titan.schedule.Cosine": {"training.schedule": "cosine"},
     "titan.schedule.Linear": {"training.schedule": "linear"},
@@ -92,11 +94,11 @@ def _select_differing(path: str, value: Any, default: bool, science: bool) -> di
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         mark = field.metadata.get("science")
-        setting = getattr(value, field.name)
+        setting, name = getattr(value, field.name), f"{path}.{field.name}"
         if not field.metadata.get("in_ids", True):
             continue
-        if (default if mark is None else mark) == science and setting != field.default:
-            settings[f"{path}.{field.name}"] = redact_nested(to_plain(setting))
+        if (default if mark is None else mark) == science and setting != DIGEST_DEFAULTS.get(name, field.default):
+            settings[name] = redact_nested(to_plain(setting))
     return settings
 
 

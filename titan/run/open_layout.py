@@ -9,6 +9,7 @@ from typing import Any
 
 from titan.cluster.devices import Machine
 from titan.errors import ConfigError
+from titan.estimate import fit
 from titan.parallelism.schema import DIMENSIONS, Layout
 from titan.run import resolve
 from titan.run.run import Run
@@ -68,7 +69,8 @@ def resolve_open_layout(
         pass
     neutral = neutralise_layout(recipe, devices)
     run = resolve.resolve(neutral, machine, directory, overrides=overrides, is_layout_open=True, **options)
-    return dataclasses.replace(run, parallelism=recipe.parallelism, cluster=recipe.cluster)
+    parallelism = fit.choose_schedule(recipe, run.layout).parallelism
+    return dataclasses.replace(run, parallelism=parallelism, cluster=recipe.cluster)
 
 
 def count_devices(recipe: Recipe, machine: Machine, typed: Mapping[str, Any]) -> int | None:

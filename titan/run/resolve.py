@@ -9,6 +9,7 @@ from typing import Any
 
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
+from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import fit
@@ -64,6 +65,7 @@ def resolve(
     recipe = apply_decay(apply_tokens(recipe, overrides))
     recipe = _apply_machine(_check_axes(recipe), machine, remote)
     layout = _choose_layout(recipe, machine, ranks, remote)
+    is_schedule_open, recipe = recipe.parallelism.schedule == "auto", fit.choose_schedule(recipe, layout)
     microbatches = _choose_microbatches(recipe, layout, machine)
     run = Run(
         **{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)},
@@ -80,6 +82,8 @@ def resolve(
     )
     run = apply_learning_rate(_choose_scope(apply_hours(_choose_scope(run, remote), run), remote))
     checks.check(run, started=ranks is not None or remote, remote=remote)
+    if is_schedule_open and run.parallelism.schedule != "1F1B":
+        warn_once(_describe_schedule(run))
     return run
 
 
@@ -161,6 +165,16 @@ def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: 
 
 def _has_open_degrees(parallelism: Parallelism) -> bool:
     return any(getattr(parallelism, name) in (-1, "auto") for name in Layout().degrees())
+
+
+def _describe_schedule(run: Run) -> str:
+    """Return why the schedule that "auto" means is not the usual one."""
+    batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
+    return (
+        f"parallelism.schedule=auto: is {run.parallelism.schedule} with {batches}, because a rank has "
+        f"{format_plural(run.rank_rows, 'row')} in a step, and 1F1B needs at least {run.layout.pipeline}; a larger "
+        "training.global_batch gives 1F1B, and less idle time."
+    )
 
 
 def _choose_microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:

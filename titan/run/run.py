@@ -18,7 +18,7 @@ from titan.console.numbers import format_count
 from titan.console.text import redact_nested
 from titan.estimate.rank_sizes import count_rank_rows, find_weight_sharding
 from titan.hooks.schema import Hook
-from titan.parallelism.schema import Layout, StagePlan
+from titan.parallelism.schema import DIMENSIONS, Layout, StagePlan
 from titan.precision.selection import WeightSharding
 from titan.run.schema import Recipe
 
@@ -86,8 +86,13 @@ class Run(Recipe):
         return build_table(self.list_facts().items())
 
     def describe(self) -> str:
-        """Return the choices that decide how much memory the run needs, for messages."""
-        return " ".join(f"{axis}={self.choices[axis]}" for axis in ("model", "parallelism") if axis in self.choices)
+        """Return the choices that decide how much memory the run needs, for messages.
+
+        That of parallelism is left out where a degree has a number: the choice then does not tell the layout.
+        """
+        has_numbers = any(getattr(self.parallelism, name) not in (-1, "auto", 1) for name in (*DIMENSIONS, "expert"))
+        axes = ("model",) if has_numbers else ("model", "parallelism")
+        return " ".join(f"{axis}={self.choices[axis]}" for axis in axes if axis in self.choices)
 
 
 def as_config(run: Recipe) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from titan.config.warning import warn_once
+from titan.run.checks import recommend_shared_experts
+from titan.run.hydra_session import CONF
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -19,12 +21,14 @@ FEW_TOKENS = 2048
 
 
 def warn_of_small_work(run: Run, planned: bool = False) -> None:
-    """Warn of rows that are far shorter than the context before RoPE scaling, or of few tokens for each GPU.
+    """Warn of rows that are far shorter than the context before RoPE scaling, of few tokens for each GPU, or of experts
+    that ranks do not share.
 
     Args:
         run: the run; on a CPU, with a small model, or on one GPU if it is not planned, there is no warning.
         planned: whether it is planned, not trained.
     """
+    recommend_shared_experts(run)
     is_relevant = planned or run.layout.devices > 1
     is_large = run.machine.device == "cuda" and run.model.parameters() >= LARGE_MODEL
     if is_relevant and is_large and (sentence := describe_small_work(run)):
@@ -38,6 +42,8 @@ def describe_small_work(run: Run) -> str:
     tokens = run.rank_rows * training.seq_len // run.layout.context
     is_short, is_few = SHORT_SHARE * training.seq_len < context, tokens < FEW_TOKENS
     reasons = [f"rows are far shorter than the {context:,} tokens of model.rope_original"] * is_short
+    rows, ranks = training.rows, run.layout.data_ranks
+    reasons += [f"only {rows:,} of {ranks:,} data-parallel ranks have a row"] * (rows < ranks)
     reasons += [f"each GPU computes only {tokens:,} tokens per step"] * is_few
     if not reasons:
         return ""
@@ -46,7 +52,16 @@ def describe_small_work(run: Run) -> str:
     changes = [f"training.seq_len={seq_len}"] * is_short
     changes += [f"training.global_batch={batch} or more"] * (batch != training.global_batch)
     settings = f"training.seq_len={training.seq_len} training.global_batch={training.global_batch}"
-    return f"{settings}: {', and '.join(reasons)}; give {' and '.join(changes)}."
+    recipe = _find_training_recipe(run) if is_short and is_few else None
+    complete = f"; recipe={recipe} is a complete choice for a real run" if recipe else ""
+    return f"{settings}: {', and '.join(reasons)}; give {' and '.join(changes)}{complete}."
+
+
+def _find_training_recipe(run: Run) -> str | None:
+    """Return titan's recipe for training the model, where no recipe is chosen."""
+    is_chosen = any(override.lstrip("+").startswith("recipe=") for override in run.overrides)
+    files = [] if is_chosen else sorted((CONF / "recipe").glob("train_*.yaml"))
+    return next((f.stem for f in files if f"/model: {run.choices.get('model')}\n" in f.read_text()), None)
 
 
 def _suggest_batch(run: Run, seq_len: int) -> int:

@@ -139,8 +139,9 @@ def _describe_stages(run: Run) -> str:
     """Return the layers of each stage, the schedule, and the share of a step in which ranks are idle."""
     layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
     schedule = run.staging.schedule.rpartition("/")[2]
+    batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
     return (
-        f"layers {' | '.join(_abbreviate_list(layers))}; {schedule} with {run.microbatches} micro-batches, "
+        f"layers {' | '.join(_abbreviate_list(layers))}; {schedule} with {batches}, "
         f"ranks idle {run.staging.idle:.0%} of a step"
     )
 

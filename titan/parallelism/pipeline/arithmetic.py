@@ -159,8 +159,7 @@ def _check_stage_count(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers:
         raise ConfigError(
             f"parallelism.pipeline: {stages} stages need a layer each, and the model has "
-            f"{format_plural(layers, 'layer')}; give a smaller parallelism.pipeline, or at most "
-            f"parallelism.stages={layers}."
+            f"{format_plural(layers, 'layer')}; give a smaller parallelism.pipeline, or fewer parallelism.stages."
         )
 
 

@@ -79,7 +79,7 @@ class PlanOutcome:
     @property
     def decimals(self) -> int:
         """The decimals of ratios: the errors of ratios are as large as those of times (docs/plan_accuracy.md)."""
-        return 2 if self.plan.error < PRECISE else 1
+        return 2 if 0 < self.plan.error < PRECISE else 1
 
     def compute_speed(self, result: PredictedLayout) -> float:
         """Return the speed of a result as a multiple of the plan's."""
@@ -138,7 +138,8 @@ class FigureText(NamedTuple):
 def format_figure(name: str, figure: PredictedValue, unit: str = "", note: str = "") -> FigureText:
     """Return a figure as text."""
     low, high = format_rounded(figure.low), format_rounded(figure.high)
-    return FigureText(name, format_rounded(figure.value), unit, f"{low} to {high}", note)
+    interval = f"{low} to {high}" if figure.low < figure.high else ""
+    return FigureText(name, format_rounded(figure.value), unit, interval, note)
 
 
 def format_run_time(plan: Plan) -> FigureText:
@@ -179,6 +180,14 @@ def name_largest_loss(step: StepTime) -> str:
     """Return what takes most of a step beside matmuls, with its share."""
     cause = max(step.parts, key=lambda cause: 0.0 if cause == "matmuls" else step.parts[cause])
     return f"{cause} ({step.parts[cause] / step.seconds:.0%})"
+
+
+def name_slower_part(plan: Plan, fastest: Plan) -> str:
+    """Return the part of a step that takes longest beyond the same part of the fastest plan; empty for that plan."""
+    longer = {cause: seconds - fastest.step.parts.get(cause, 0.0) for cause, seconds in plan.step.parts.items()}
+    cause = max(longer, key=lambda cause: longer[cause])
+    is_slower = format_rounded(plan.step.seconds) != format_rounded(fastest.step.seconds)
+    return f"{format_rounded(longer[cause])} s of {cause}" if is_slower else ""
 
 
 def fits_closely(plan: Plan, result: PredictedLayout) -> bool:

@@ -35,7 +35,7 @@ from titan.report.render.template import POLICY, content, load_template
 
 RESULT_HEAD = ("", "step", "speed", "memory", "after matmuls")
 CHANGE_HEAD = ("change", "step", "speed", "memory")
-GRID_HEAD = ("trial", "step", "speed", "MFU", "memory", "device-hours", "run", "cost")
+GRID_HEAD = ("trial", "step", "speed", "MFU", "memory", "micro-batches", "device-hours", "run", "cost")
 
 
 def render_page(outcome: PlanOutcome, rank: int, steps: ActionPhases, footer: str = "") -> str:
@@ -212,6 +212,7 @@ def _format_trial(label: str, plan: Plan) -> list[FigureText]:
         format_figure("speed", plan.tokens_per_second_per_device, "tokens/s per device"),
         mfu,
         format_memory(plan),
+        FigureText("micro-batches", f"{plan.microbatches:,}"),
         format_figure("device-hours", plan.device_hours),
         format_run_time(plan),
         cost,

@@ -23,6 +23,7 @@ from titan.report.render.plan_data import (
     format_run_time,
     judge_fit,
     name_largest_loss,
+    name_slower_part,
     sum_device_hours,
 )
 from titan.run.budget import describe_hours
@@ -108,7 +109,7 @@ def _format_speed(outcome: PlanOutcome) -> list[str]:
         f"{hours.format_line()}{cost}",
         *([f"budget       {budget}"] if budget else []),
         f"checkpoint   {format_rounded(plan.checkpoint_bytes / GIB)} GiB",
-        *_wrap(f"intervals    (low to high): {plan.intervals}"),
+        *_wrap(f"intervals    {'(low to high): ' if plan.error else ''}{plan.intervals}"),
     ]
 
 
@@ -183,14 +184,22 @@ def _format_result(outcome: PlanOutcome, number: int, result: PredictedLayout) -
 def format_grid(labels: Sequence[str], plans: Sequence[Plan]) -> str:
     """Return one line per trial of a sweep, and the total."""
     width = max(map(len, labels))
-    lines = [f"{'trial':<{width}}  {'step':>8}  {'tokens/s':>9}  {'GiB':>6}    device-hours"]
+    has_price = any(plan.cost for plan in plans)
+    price_head = f"  {'cost':>9}" if has_price else ""
+    head = f"{'step':>8}  {'tokens/s':>9}  {'GiB':>6}    micro-batches  device-hours{price_head}  slower by"
+    lines = [f"{'trial':<{width}}  {head}"]
+    fastest = min(plans, key=lambda plan: plan.step.seconds)
     for label, plan in zip(labels, plans, strict=True):
+        cost = f"  {format_rounded(plan.cost.value) if plan.cost else '':>9}" if has_price else ""
         lines.append(
             f"{label:<{width}}  {plan.step.seconds:>6.3g} s  {plan.tokens_per_second_per_device.value:>9,.0f}  "
-            f"{plan.fullest.gib:>6.1f} {MARKS[judge_fit(plan)[1]]}  {format_rounded(plan.device_hours.value)}"
+            f"{plan.fullest.gib:>6.1f} {MARKS[judge_fit(plan)[1]]}  {plan.microbatches:>13,}  "
+            f"{format_rounded(plan.device_hours.value):>12}{cost}  {name_slower_part(plan, fastest)}".rstrip()
         )
     lines += [f"{mark}: {meaning}" for mark, meaning in _explain_marks(plans)]
+    lines += dict.fromkeys(f"intervals: {plan.intervals}" for plan in plans if not plan.error)
     total = f"{format_plural(len(plans), 'trial')}, {format_rounded(sum_device_hours(plans))} device-hours"
+    total += f", cost {format_rounded(sum(plan.cost.value for plan in plans if plan.cost))}" if has_price else ""
     return "\n".join([*lines, total]) + "\n"
 
 
@@ -237,6 +246,7 @@ def _collect_figures(plan: Plan) -> dict[str, Any]:
         "cost": None if plan.cost is None else _convert_figure(plan.cost),
         "checkpoint_gib": plan.checkpoint_bytes / GIB,
         "devices": plan.step.devices,
+        "microbatches": plan.microbatches,
         "parts": {"step_seconds": dict(plan.step.parts), "memory_gib": dict(list_memory_parts(plan))},
         "memory_gib_by_stage": [usage.gib for usage in plan.memory],
     }

@@ -54,7 +54,7 @@ def _pair_memory(run: RunResult, predicted: RunPrediction) -> Pair:
 def _check_intervals(runs: Runs, pair_values: Callable[[RunResult, RunPrediction], Pair]) -> list[bool]:
     """Return for each run with a measured value whether it lies within the predicted interval."""
     pairs = [pair_values(*run) for run in runs]
-    return [(i.low or 0.0) <= measured <= (i.high or 0.0) for i, measured in pairs if measured is not None]
+    return [i.low <= x <= (i.high or 0.0) for i, x in pairs if x is not None and i.low is not None]
 
 
 def _format_ms(seconds: float | None) -> Cell:
