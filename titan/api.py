@@ -22,6 +22,7 @@ import json
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -45,7 +46,7 @@ from titan.config import settings
 from titan.config.command import CommandLine
 from titan.config.optional import import_optional
 from titan.console import output
-from titan.console.notebook import Shown, build_table
+from titan.console.notebook import Shown, build_table, format_fields
 from titan.console.numbers import format_rounded
 from titan.convert import Convert, run_conversion
 from titan.dataset.tokenizers.load import load_tokenizer
@@ -280,6 +281,10 @@ class SavedSweep(_Folder):
 
     directory: Path
     trials: tuple[TrialState, ...]
+
+    def __repr__(self) -> str:
+        states = Counter(trial.state for trial in self.trials)
+        return format_fields("SavedSweep", {"directory": str(self.directory), **{s: str(n) for s, n in states.items()}})
 
     def list_facts(self) -> dict[str, str]:
         """Return the state of each trial by its settings, for notebooks."""

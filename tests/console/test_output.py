@@ -14,6 +14,7 @@ from tests.support.processes import ROOT, run_program, wait_for_end, wait_until
 from tests.support.runs import TINY
 from titan.checkpoint import manifest
 from titan.cluster.signals import is_repeat, list_stop_signals
+from titan.console import output
 from titan.metrics.reader import read_records
 from titan.training.signals import StopSignals
 
@@ -41,6 +42,23 @@ def started(kind: str, redirect: str, folder: Path, kib: str = "unlimited") -> s
     line = f'ulimit -f {kib}; {sys.executable} -c "$0" {kind} {folder} {redirect}'
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(["bash", "-c", line, PROGRAM], capture_output=True, text=True, env=env, timeout=300)
+
+
+def test_what_is_redirected_is_in_the_file_and_a_signal_reaches_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with output.redirect_output(tmp_path / "log"):
+        assert output.is_redirected()
+        print("printed")
+        with output.redirect_output(tmp_path / "inner"):
+            os.write(2, b"written\n")
+            output.write_stderr("stopping\n")
+        subprocess.run(["echo", "a child's"], check=True)
+        print("an error", file=sys.stderr)
+    print("after")
+    assert not output.is_redirected() and capfd.readouterr() == ("after\n", "stopping\n")
+    assert (tmp_path / "inner").read_text() == "written\n"
+    assert sorted((tmp_path / "log").read_text().splitlines()) == ["a child's", "an error", "printed"]
 
 
 @pytest.mark.parametrize(
