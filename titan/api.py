@@ -47,7 +47,7 @@ from titan.config.command import CommandLine
 from titan.config.optional import import_optional
 from titan.console import output
 from titan.console.notebook import Shown, build_table, format_fields
-from titan.console.numbers import format_rounded
+from titan.console.numbers import format_count, format_rounded
 from titan.convert import Convert, run_conversion
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
@@ -607,6 +607,11 @@ class LoadedModel(NamedTuple):
 
     module: Any
     tokenizer: Tokenizer | None
+
+    def __repr__(self) -> str:
+        parameters = format_count(sum(parameter.numel() for parameter in self.module.parameters()))
+        facts = {"module": type(self.module).__name__, "parameters": parameters}
+        return format_fields("LoadedModel", facts | {"tokenizer": getattr(self.tokenizer, "name", "none")})
 
 
 def load(source: str | os.PathLike[str], *, step: int | None = None, device: str = "cpu") -> LoadedModel:
