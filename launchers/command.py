@@ -28,7 +28,7 @@ from titan.run.hydra_session import CONF, CONFIG, HydraSession, compose_config
 from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.run.small_work import warn_of_small_work
-from titan.sweep.schema import GRID, OPTUNA
+from titan.sweep.schema import GRID
 
 
 def run_command(
@@ -256,7 +256,7 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
         raise ConfigError(describe_value_error(error, args.overrides)) from error
     finally:
         session.remove_unused()
-    if session.directory and str(cfg.hydra.sweeper.get("_target_")) not in (GRID, OPTUNA):
+    if session.directory and str(cfg.hydra.sweeper.get("_target_")) != GRID:
         print(foreign_sweeper.describe_best(session.directory, str(cfg.sweep.objective)), end="", flush=True)
     return session.find_exit_code() if args.multirun else 0
 

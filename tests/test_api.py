@@ -394,7 +394,7 @@ def test_a_sweep_returns_its_trials(
     ]  # fmt: skip
     assert found.list_facts()["training.seed=1"] == "failed: the loss is lost."
     frame = found.frame()
-    assert frame["training.seed"].tolist() == ["0", "1"] and frame["validation_loss"].tolist()[0] == 4.5
+    assert frame["training.seed"].tolist() == [0, 1] and frame["validation_loss"].tolist()[0] == 4.5
 
 
 def test_quiet_prints_nothing_and_raises(

@@ -291,7 +291,7 @@ class SavedSweep(_Folder):
         return {format_label(t.overrides): f"{t.state}{f': {t.reason}' if t.reason else ''}" for t in self.trials}
 
     def frame(self) -> Any:
-        """The trials as a pandas DataFrame with one row each: settings as typed, state, and figures of result.json.
+        """The trials as a pandas DataFrame with one row each: settings, state, and figures of result.json.
 
         Raises:
             ConfigError: when pandas is not installed.
@@ -304,7 +304,8 @@ class SavedSweep(_Folder):
             }
             for trial in self.trials
         ]
-        return import_optional("pandas", "frame()").DataFrame(rows)
+        pandas = import_optional("pandas", "frame()")
+        return pandas.read_csv(StringIO(pandas.DataFrame(rows).to_csv(index=False)))  # it finds the types of texts
 
 
 def sweep(*overrides: str, quiet: bool = False) -> SavedSweep:
@@ -614,7 +615,9 @@ class LoadedModel(NamedTuple):
         return format_fields("LoadedModel", facts | {"tokenizer": getattr(self.tokenizer, "name", "none")})
 
 
-def load(source: str | os.PathLike[str], *, step: int | None = None, device: str = "cpu") -> LoadedModel:
+def load(
+    source: str | os.PathLike[str], *, step: int | None = None, device: str = "cpu", tokenizer: str | None = None
+) -> LoadedModel:
     """Return trained weights as a whole torch module, whatever layout saved them, and the tokenizer.
 
     `module.head(module(tokens))` are the logits of tokens [B, T].
@@ -623,13 +626,14 @@ def load(source: str | os.PathLike[str], *, step: int | None = None, device: str
         source: a run, a checkpoint, weights in Hugging Face's or Meta's format, or OWNER/NAME on the hub.
         step: of the run's checkpoint; None: the last complete one.
         device: "cpu", "cuda", or "auto".
+        tokenizer: of weights without one, or whose file is gone; None: that of the weights.
 
     Raises:
         ConfigError: when there are no such weights, or their model is of a class that is not trusted.
     """
     folder = os.fspath(source)
     check_source(folder)
-    machine = devices.detect_machine(device, setting="device")  # type: ignore[arg-type]
+    machine = devices.detect_machine(device, setting="device")
     import torch  # only now: importing this module does not load it
 
     from titan.generation.worker import load_model
@@ -639,8 +643,8 @@ def load(source: str | os.PathLike[str], *, step: int | None = None, device: str
     weights = open_weights(folder if step is None else manifest.folder_of(Path(folder), step), "")
     verify_checksums(weights, "")
     world = World(rank_info.RankInfo(), Layout(), torch.device(machine.device))
-    tokenizer = None if weights.tokenizer is None else load_tokenizer(weights.tokenizer)
-    return LoadedModel(load_model(weights, Precision(compute="fp32"), world), tokenizer)
+    name = tokenizer or weights.tokenizer
+    return LoadedModel(load_model(weights, Precision(compute="fp32"), world), load_tokenizer(name) if name else None)
 
 
 def generate(
@@ -663,7 +667,7 @@ def generate(
             texts = [prompt] if isinstance(prompt, str) else prompt
             prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
             options["prompts"] = str(prompts)
-        values = {"source": os.fspath(source), "to": str(file), "parallelism": {}, **options}
+        values = dict(source=os.fspath(source), to=str(file), **{"parallelism": {}, **options})
         _run(run_generation, settings.build(GenerationSettings, values))
         return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -680,9 +684,10 @@ def evaluate(source: str | os.PathLike[str], *overrides: str, **options: Any) ->
         ConfigError: when there is nothing to measure, or it can't be measured here.
         RunError: when a rank fails.
     """
+    _check_process("evaluate")
     with make_scratch_folder() as folder:
         file = folder / "evaluation.json"
-        asked = settings.build(EvaluationSettings, {"source": os.fspath(source), "to": str(file), **options})
+        asked = settings.build(EvaluationSettings, dict(source=os.fspath(source), to=str(file), **options))
         _run(run_evaluation, asked, overrides)
         results: dict[str, dict[str, float]] = json.loads(file.read_text())["results"]
         return results

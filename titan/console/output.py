@@ -12,6 +12,7 @@ import errno
 import io
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,6 +85,7 @@ def ignore_write_errors() -> None:
         raw.keep_going = True
 
 
+_REDIRECTION = threading.RLock()
 _terminal = 2
 """The descriptor of stderr as it was before `redirect_output`."""
 
@@ -95,7 +97,15 @@ def is_redirected() -> bool:
 
 @contextlib.contextmanager
 def redirect_output(file: Path) -> Iterator[None]:
-    """Append all that this process, and each that it starts, prints while the block runs to a file."""
+    """Append all that this process, and each that it starts, prints while the block runs to a file.
+
+    Of several threads one after the other does so: the descriptors are the process's.
+    """
+    with _REDIRECTION:
+        yield from _redirect_descriptors(file)
+
+
+def _redirect_descriptors(file: Path) -> Iterator[None]:
     global _terminal
     streams, terminal, saved = (sys.stdout, sys.stderr), _terminal, list[int]()
     for descriptor, stream in enumerate(streams, 1):
