@@ -73,6 +73,9 @@ class LocalSweep:
         todo = self._select_todo()
         self.screen = SweepScreen([self.trials[index] for index in todo], self.settings.at_once)
         codes = dict.fromkeys(range(len(self.trials)), 0)
+        if todo and not self.settings.verbose:
+            status = f"python -m titan.status {summary.shorten_path(str(self.root))}"
+            print(f"{format_plural(len(todo), 'trial')} to run; {status} shows how far they are", flush=True)
         try:
             codes |= self._run_in_turn(todo) if self.settings.at_once == 1 else self._run_concurrently(todo)
         finally:
