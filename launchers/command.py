@@ -17,7 +17,7 @@ from launchers import foreign_sweeper, plugin
 from launchers.session import Describe, Planner, SweepSession, describe_nothing
 from titan.config import help as help_text
 from titan.config import modules
-from titan.config.command import describe_train_option, describe_version
+from titan.config.command import describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
 from titan.run import certificate, command_line, hydra_node, hydra_private, lock, searched_files, trust
@@ -28,6 +28,7 @@ from titan.run.hydra_session import CONF, CONFIG, HydraSession, compose_config
 from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.run.small_work import warn_of_small_work
+from titan.sweep.schema import GRID
 
 
 def run_command(
@@ -75,6 +76,21 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
         if not run.is_layout_open:
             warn_of_small_work(run, planned=True)
         return job(run)
+
+
+def launch_sweep(argv: Sequence[str]) -> Path:
+    """Carry out a command line of titan.train with -m; return the sweep's directory.
+
+    Raises:
+        ConfigError: when a trial can't work, or the command line asks for anything else; nothing was started then.
+        KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    session = SweepSession()
+    with _parse_arguments(["-m", *argv]) as args:
+        command_line.reject_shown(args, accepted=("multirun",))
+        _hand_to_hydra(args, session)
+    return session.directory or Path()
 
 
 def launch_trials(
@@ -129,8 +145,6 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
         ConfigError: when the run can't work, or the command line asks for anything else.
     """
     with _parse_arguments(arguments, recorded) as args:
-        if args.help or args.version:
-            raise ConfigError(describe_train_option("--help" if args.help else "--version"))
         command_line.reject_shown(args)
         cfg = _compose_run(args)
         _check_single(cfg)
@@ -245,8 +259,8 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
         raise ConfigError(describe_value_error(error, args.overrides)) from error
     finally:
         session.remove_unused()
-    if session.root is not None:
-        print(foreign_sweeper.describe_best(session.root, str(cfg.sweep.objective)), end="", flush=True)
+    if session.directory and str(cfg.hydra.sweeper.get("_target_")) != GRID:
+        print(foreign_sweeper.describe_best(session.directory, str(cfg.sweep.objective)), end="", flush=True)
     return session.find_exit_code() if args.multirun else 0
 
 

@@ -83,6 +83,7 @@ class SweepLauncher(Launcher):
         self.callbacks = hydra_node.HydraCallbacks(config, remote=uses_processes, instances=hydra_context.callbacks)
         folder = Path(config.hydra.sweep.dir)
         settings.check_text(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
+        self.session.directory = self.root
         self.session.new_folders = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -96,7 +97,6 @@ class SweepLauncher(Launcher):
         if not self.has_learning_sweeper and not self.session.given_overrides:
             trials.note_mixed(self.root, unique_trials, build_sweep(self.config).budget != "steps")
         codes = self.start(unique_trials)
-        self.session.root = self.root if self.has_learning_sweeper else None
         self.session.codes += codes
         codes_by_id = dict(zip([trial.id for trial in unique_trials], codes, strict=True))
         self.session.outcomes += [(trial.run, codes_by_id[trial.id]) for trial in batch]

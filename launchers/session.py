@@ -59,7 +59,7 @@ class SweepSession:
         is_dry_run: whether no trial is to start; the launcher sets it when it is set up.
         codes: the exit codes of the trials; the launcher adds them.
         new_folders: folders that the sweep creates, innermost first; the launcher sets them.
-        root: the sweep's directory, where trials ran; the launcher sets it.
+        directory: the sweep's; the launcher sets it.
         given_overrides: of each trial, in place of those of a grid; empty: a grid's.
         fixed_settings: those that are no part of the trials' names then.
         outcomes: the run of each trial and its exit code, in order; the launcher adds them.
@@ -71,7 +71,7 @@ class SweepSession:
     is_dry_run: bool = False
     codes: list[int] = field(default_factory=list)
     new_folders: list[Path] = field(default_factory=list)
-    root: Path | None = None
+    directory: Path | None = None
     given_overrides: Sequence[Sequence[str]] = ()
     fixed_settings: frozenset[str] = frozenset()
     outcomes: list[tuple[Run, int]] = field(default_factory=list)

@@ -143,7 +143,7 @@ def run_ranks(
         that failed first is printed once on stderr.
     """
     ranks = Supervisor()
-    with make_scratch_folder() as folder, ranks.forward_stop(lambda: len(ranks.processes) > 1):
+    with make_scratch_folder() as folder, ranks.forward_stop(lambda: size > 1 or output.is_redirected()):
         messages = Messages(directory)
         try:
             _start_ranks(ranks, folder, payload, size, directory, module)

@@ -24,7 +24,7 @@ from titan.cluster.schema import Cluster
 from titan.config import settings
 from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
-from titan.console.progress import progress_line
+from titan.console.progress import LOG_SECONDS, progress_line
 from titan.console.text import redact, sanitize_line
 from titan.errors import ConfigError
 from titan.run import compose, identity, small_work, trust
@@ -38,8 +38,8 @@ AUTO = "auto"
 """The value of `hydra.sweep.subdir` that names a trial's folder after what it varies."""
 LONGEST_NAME = 100
 """Characters of a folder's name."""
-TERMINAL_SECONDS, LOG_SECONDS = 0.1, 5.0
-"""The time between two progress lines: on a terminal, and in a log."""
+TERMINAL_SECONDS = 0.1
+"""The time between two progress lines on a terminal."""
 MANY_TRIALS = 20
 """From so many trials on, a log has progress lines too."""
 MachineFinder = Callable[[Cluster], Machine]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from launchers import start
@@ -298,3 +300,127 @@ def test_notebooks_get_short_lines_and_tables() -> None:
     assert re.fullmatch(rf"Plan\({facts}\)", repr(plan))
     assert plan._repr_html_().count("<tr>") == 5
     assert dir(api) == sorted(api.__all__)
+
+
+def continue_greedily(module: Any, tokens: Sequence[int], count: int) -> list[int]:
+    """The most likely tokens after some others."""
+    ids = list(tokens)
+    for _ in range(count):
+        ids.append(int(module.head(module(torch.tensor([ids])))[0, -1].argmax()))
+    return ids[len(tokens) :]
+
+
+def test_the_loaded_module_is_the_one_that_generates(trained: api.Result) -> None:
+    loaded = api.load(trained)
+    (row,) = api.generate(trained, tokens=(1, 2, 3), max_tokens=4, temperature=0, dtype="fp32")
+    assert row["tokens"] == continue_greedily(loaded.module, (1, 2, 3), 4) and row["text"] is None
+    assert loaded.tokenizer is None and not any(weight.requires_grad for weight in loaded.module.parameters())
+    earlier = api.load(trained.directory, step=2).module
+    assert not torch.equal(earlier.head.weight, loaded.module.head.weight)
+    assert repr(loaded) == "LoadedModel(module=LlamaModel, parameters=19.6k, tokenizer=none)"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [["parallelism=tp"], ["parallelism=pp"], ["precision=bf16_pure"]], ids=str)
+def test_a_module_of_any_layout_has_the_loss_of_the_run(layout: list[str], tmp_path: Path) -> None:
+    given = [*TINY, "model.heads=4", "model.kv_heads=2", "evaluation.tokens=256", f"hydra.run.dir={tmp_path}/run"]
+    result = api.train(api.compose(*given, *layout), quiet=True)
+    module = api.load(result).module
+    assert {weight.dtype for weight in module.parameters()} == {torch.float32}
+    measured = api.evaluate(result, "parallelism=single")["weights"]["validation_loss"]
+    assert measured == pytest.approx(result.validation_loss, rel=1e-5)
+
+
+@pytest.mark.full
+def test_converted_weights_are_loaded_as_they_were(trained: api.Result, tmp_path: Path) -> None:
+    folder = api.convert(trained, tmp_path / "exported", dtype="keep")
+    assert torch.equal(api.load(folder).module.head.weight, api.load(trained).module.head.weight)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        pytest.param(lambda run: api.load(run, step=9), "step-9: there is no such directory", id="step"),
+        pytest.param(lambda run: api.load("no-run"), "no-run: there is no such directory", id="directory"),
+        pytest.param(lambda run: api.generate(run, max_tokens=0), "max_tokens=0: must be at least 1", id="range"),
+        pytest.param(lambda run: api.generate(run, "a", lenght=1), "lenght=1: there is no such setting", id="name"),
+        pytest.param(lambda run: api.generate(run, "a"), "has no tokenizer to read a prompt with", id="tokenizer"),
+        pytest.param(lambda run: api.evaluate(run, sets=["no.txt"]), "there is no file no.txt", id="file"),
+        pytest.param(lambda run: api.convert(run, run), "is inside", id="target"),
+        pytest.param(lambda run: api.sweep("optimizer.lr=1,0", *TINY), r"optimizer.lr=0: .*trial 2", id="trial"),
+        pytest.param(lambda run: api.sweep("--help"), "--help: is an option of titan.train", id="option"),
+    ],
+)
+def test_what_can_not_work_is_raised(
+    call: Callable[[api.Result], object], sentence: str, trained: api.Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained.directory.parent)
+    with pytest.raises(ConfigError, match=sentence):
+        call(trained)
+
+
+def test_weights_of_a_class_that_is_not_trusted_are_not_loaded(trained: api.Result, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained.directory / "checkpoints/step-3", tmp_path / "step-3")
+    content = json.loads((folder / "manifest.json").read_text())
+    content["model"]["_target_"] = "mod_evil.Model"
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="TITAN_MODULES=mod_evil"):
+        api.load(folder)
+
+
+def test_a_run_that_has_saved_nothing_says_so(tmp_path: Path) -> None:
+    made(tmp_path, [], [0])
+    with pytest.raises(ConfigError, match="is a run without a complete checkpoint"):
+        api.load(tmp_path)
+
+
+def test_a_sweep_returns_its_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run_local(run: api.Run, apart: bool, report: Callable[[str], object]) -> int:
+        if run.training.seed == 1:
+            raise RunError("the loss is lost.")
+        result = {"finished": True, "step": 3, "validation_loss": 4.5, "last_loss": 5.0}
+        (Path(run.directory) / "result.json").write_text(json.dumps(result))
+        return 0
+
+    monkeypatch.setattr(start, "run_local", run_local)
+    found = api.sweep(*TINY, "training.seed=0,1", f"hydra.sweep.dir={tmp_path}/s", quiet=True)
+    assert capfd.readouterr() == ("", "")
+    assert found.directory == tmp_path / "s" and os.fspath(found) == str(tmp_path / "s")
+    assert [(t.overrides, t.reason) for t in found.trials] == [
+        (("training.seed=0",), None), (("training.seed=1",), "the loss is lost."),
+    ]  # fmt: skip
+    assert found.list_facts()["training.seed=1"] == "failed: the loss is lost."
+    frame = found.frame()
+    assert frame["training.seed"].tolist() == [0, 1] and frame["validation_loss"].tolist()[0] == 4.5
+
+
+def test_quiet_prints_nothing_and_raises(
+    trained: api.Result, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = api.compose(f"resume={trained.directory}")
+    capfd.readouterr()
+    assert api.train(run, quiet=True).values == trained.values
+
+    def run_local(run: api.Run, apart: bool, report: Callable[[str], object]) -> int:
+        os.write(1, b"a rank's\n")
+        print("lost", file=sys.stderr)
+        report("the loss is lost.")
+        return 1
+
+    monkeypatch.setattr(start, "run_local", run_local)
+    with pytest.raises(RunError, match=r"the loss is lost\."):
+        api.train(run, quiet=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_runs_and_comparisons_are_tables(trained: api.Result, tmp_path: Path) -> None:
+    saved = api.open_run(trained.directory)
+    assert repr(saved).startswith(f"SavedRun(directory={trained.directory}, state=finished, step 3, last_loss=")
+    assert ">validation_loss</th>" in saved._repr_html_() and len(repr(trained)) < 300
+    unfinished = made(tmp_path, [{"step": 4, "loss": 1.25, "attempt": 1}], [0])
+    assert repr(unfinished) == f"SavedRun(directory={tmp_path}, state=unfinished, step 4, last_loss=1.25)"
+    frame = api.compare(saved).frame()
+    assert frame["step"].tolist() == [3] and frame["directory"].tolist() == [str(trained.directory)]

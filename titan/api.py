@@ -9,67 +9,99 @@
     findings = api.compare(["runs/first", "runs/second"], margin=0.01)
     api.law("runs/ladder", target="1.4B,28B").corpora[0].laws[0].floor
     api.plan("recipe=train_8b").days
+    module, tokenizer = api.load("runs/first")
+    api.generate("runs/first", "def main(")[0]["text"]
+    api.sweep("optimizer.lr=1e-3,3e-3", "name=grid").frame()
 
 Where a command prints a sentence and exits with 2 or 1, these functions raise ConfigError or RunError.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from html import escape
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from launchers import start
-from launchers.command import compose_single, plan_command
+from launchers.command import compose_single, launch_sweep, plan_command
+from launchers.scratch import make_scratch_folder
 from titan.checkpoint import manifest
-from titan.cluster import rank_info
+from titan.cluster import devices, rank_info
 from titan.cluster.environment import prepare_environment
 from titan.compare import Settings as CompareSettings
 from titan.config import settings
+from titan.config.command import CommandLine
 from titan.config.optional import import_optional
-from titan.console.notebook import build_table
+from titan.console import output
+from titan.console.notebook import Shown, build_table, format_fields
+from titan.console.numbers import format_count, format_rounded
+from titan.convert import Convert, run_conversion
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import EXIT_REQUEUE, ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
+from titan.evaluate import run_evaluation
 from titan.files.run_directory import check_run_directory
+from titan.generate import run_generation
+from titan.generation.schema import Settings as GenerationSettings
 from titan.law import Settings as LawSettings
 from titan.law import study_sources
-from titan.metrics.reader import METRICS, merge_steps, read_records
+from titan.metrics.reader import METRICS, merge_steps, read_last_steps, read_records
+from titan.parallelism.schema import Layout
+from titan.precision.schema import Precision
 from titan.report import comparison, history
 from titan.report.findings import Comparison
 from titan.report.law_findings import LawFindings, collect_findings
 from titan.report.render import law_text
+from titan.report.render.export import format_csv
 from titan.report.render.sentences import format_answers, format_lead
-from titan.run import certificate, evaluated
+from titan.run import certificate, evaluated, summary
 from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
+from titan.sweep import ledger
+from titan.sweep.labels import format_label
+from titan.sweep.ledger import TrialState
 from titan.sweep.margin import parse_margin
+from titan.training.evaluation.request import Settings as EvaluationSettings
+from titan.weights.origin import check_source
 
 __all__ = [
     "AttemptRecord",
     "Comparison",
     "ConfigError",
     "LawFindings",
+    "LoadedModel",
     "Plan",
     "Result",
     "Run",
     "RunError",
     "SavedCheckpoint",
     "SavedRun",
+    "SavedSweep",
     "compare",
     "compose",
+    "convert",
+    "evaluate",
+    "generate",
     "law",
+    "load",
     "open_run",
     "plan",
+    "sweep",
     "train",
 ]
 
@@ -117,8 +149,17 @@ def plan(*overrides: str) -> Plan:
     return plans[0]
 
 
-@dataclass(frozen=True)
-class Result:
+class _Folder(Shown):
+    """What a directory holds; its functions take the object as well as the path."""
+
+    directory: Path
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+
+@dataclass(frozen=True, repr=False)
+class Result(_Folder):
     """The outcome of a run, as its last attempt wrote it to result.json.
 
     Attributes:
@@ -157,6 +198,13 @@ class Result:
     values: Mapping[str, Any] = field(default_factory=dict, repr=False)
     exit_code: int = 0
 
+    def list_facts(self) -> dict[str, str]:
+        """Return what a reader wants to know first, by name, for notebooks."""
+        figures = {name: getattr(self, name) for name in ("last_loss", "validation_loss", "tokens_per_second")}
+        state = f"{'finished' if self.finished else 'unfinished'}, step {self.step:,}"
+        shown = {name: format_rounded(value) for name, value in figures.items() if value is not None}
+        return {"directory": summary.shorten_path(str(self.directory)), "state": state, **shown}
+
     @cached_property
     def losses(self) -> NDArray[np.float64]:
         """The training loss of each step done, nats per token; NaN where it was not finite."""
@@ -166,7 +214,7 @@ class Result:
         return np.asarray(metrics["loss"][metrics["step"] >= 1], dtype=np.float64)
 
 
-def train(run: Run, *, in_process: bool = False) -> Result:
+def train(run: Run, *, in_process: bool = False, quiet: bool = False) -> Result:
     """Train a run on this machine and return its result: start it, resume it, or read it when it has finished.
 
     It prints what the command prints. The first Ctrl-C stops the run at the end of its step: the result says
@@ -176,6 +224,7 @@ def train(run: Run, *, in_process: bool = False) -> Result:
         run: the run, from `compose`.
         in_process: run a single rank in this process, as the command does, for a debugger; otherwise ranks are
             processes, so that neither their memory nor their crash stays in this one.
+        quiet: print nothing.
 
     Raises:
         ConfigError: when the run is rejected: the command's exit code 2.
@@ -184,20 +233,19 @@ def train(run: Run, *, in_process: bool = False) -> Result:
     _check_process()
     certificate.check(run)
     reasons: list[str] = []
-    code = launch(run, in_process=in_process, report=reasons.append)
-    if code not in (0, *STOPPED):
-        last_reason = reasons[-1] if reasons else ""
-        reason = last_reason or f"{run.directory}: the run ended with exit code {code}; see log/ in it."
-        raise (ConfigError if code == 2 else RunError)(reason)
+    code = launch(run, in_process=in_process, quiet=quiet, report=reasons.append)
+    if code not in STOPPED:
+        _check_code(code, reasons, f"{run.directory}: the run ended with exit code {code}; see log/ in it.")
     return _read_outcome(Path(run.directory), code)
 
 
-def launch(run: Run, *, in_process: bool = True, report: ReasonReceiver = ignore_reason) -> int:
+def launch(run: Run, *, in_process: bool = True, quiet: bool = False, report: ReasonReceiver = ignore_reason) -> int:
     """Run on this machine as the command does and return the exit code.
 
     Args:
         run: the run.
         in_process: run a single rank in this process.
+        quiet: print nothing.
         report: called with the error of the rank that failed first, which the launcher has printed.
 
     Raises:
@@ -207,23 +255,89 @@ def launch(run: Run, *, in_process: bool = True, report: ReasonReceiver = ignore
     if in_process:
         prepare_environment(os.environ)
     try:
-        return start.run_local(run, apart=not in_process, report=report)
+        with _silence(quiet):
+            return start.run_local(run, apart=not in_process, report=report)
     except OSError as error:
         if (sentence := describe_machine_error(error)) is None:
             raise
         raise RunError(sentence) from error
 
 
-def _check_process() -> None:
+def _silence(quiet: bool) -> AbstractContextManager[None]:
+    return output.redirect_output(Path(os.devnull)) if quiet else nullcontext()
+
+
+def _check_code(code: int, reasons: Sequence[str], default: str = "") -> None:
+    """Raise the error of ranks, by the exit code and the last of the reasons that they gave."""
+    if code == STOPPED[0]:
+        raise KeyboardInterrupt
+    if code:
+        raise (ConfigError if code == 2 else RunError)((reasons[-1] if reasons else "") or default)
+
+
+@dataclass(frozen=True, repr=False)
+class SavedSweep(_Folder):
+    """A sweep's directory, and its trials with their `overrides`, `directory`, `state` and `reason`."""
+
+    directory: Path
+    trials: tuple[TrialState, ...]
+
+    def __repr__(self) -> str:
+        states = Counter(trial.state for trial in self.trials)
+        return format_fields("SavedSweep", {"directory": str(self.directory), **{s: str(n) for s, n in states.items()}})
+
+    def list_facts(self) -> dict[str, str]:
+        """Return the state of each trial by its settings, for notebooks."""
+        return {format_label(t.overrides): f"{t.state}{f': {t.reason}' if t.reason else ''}" for t in self.trials}
+
+    def frame(self) -> Any:
+        """The trials as a pandas DataFrame with one row each: settings, state, and figures of result.json.
+
+        Raises:
+            ConfigError: when pandas is not installed.
+        """
+        rows = [
+            {
+                **dict(override.split("=", 1) for override in trial.overrides),
+                **{name: getattr(trial, name) for name in ("state", "reason", "directory")},
+                **{name: getattr(_build_result(Path(trial.directory)), name) for name in RESULT_FIGURES},
+            }
+            for trial in self.trials
+        ]
+        pandas = import_optional("pandas", "frame()")
+        return pandas.read_csv(StringIO(pandas.DataFrame(rows).to_csv(index=False)))  # it finds the types of texts
+
+
+def sweep(*overrides: str, quiet: bool = False) -> SavedSweep:
+    """Run the sweep that a command line of `titan.train -m` describes, and return its trials.
+
+    A trial that fails ends no other: its `state` and `reason` say so. Ctrl-C raises KeyboardInterrupt once the running
+    trials have ended; the same call continues.
+
+    Args:
+        overrides: as for `compose`, with several values of what varies, as in "optimizer.lr=1e-3,3e-3".
+        quiet: print nothing.
+
+    Raises:
+        ConfigError: when a trial can't work; none was started then.
+    """
+    _check_process("sweep")
+    with _silence(quiet):
+        directory = launch_sweep(overrides)
+    found = ledger.read(directory)
+    return SavedSweep(directory, found.trials if found else ())
+
+
+def _check_process(function: str = "train") -> None:
     """Raise ConfigError where this process can't start ranks and handle their signals."""
     current_rank = rank_info.from_environment(os.environ)
     if current_rank is not None:
         raise ConfigError(
-            f"api.train: this process is rank {current_rank.rank} of {current_rank.world_size} of torchrun or srun; "
-            "start it alone, or start titan.train with torchrun."
+            f"api.{function}: this process is rank {current_rank.rank} of {current_rank.world_size} of torchrun or "
+            "srun; start it alone, or start titan.train with torchrun."
         )
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("api.train: handles signals, which only the main thread can; call it from there.")
+        raise ConfigError(f"api.{function}: handles signals, which only the main thread can; call it from there.")
 
 
 def _read_outcome(directory: Path, code: int) -> Result:
@@ -270,14 +384,16 @@ class SavedCheckpoint:
     path: Path
 
 
-class SavedRun:
+class SavedRun(_Folder):
     """A run's directory, read when asked and kept; `open_run` again to see what has been added since."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def __repr__(self) -> str:
-        return f"SavedRun({str(self.directory)!r})"
+    def list_facts(self) -> dict[str, str]:
+        """Return what a reader wants to know first, by name, for notebooks."""
+        last: Mapping[str, Any] = next(read_last_steps(self.directory / METRICS), {"step": 0})
+        return (self.result or Result(self.directory, False, last["step"], last_loss=last.get("loss"))).list_facts()
 
     @cached_property
     def attempts(self) -> tuple[AttemptRecord, ...]:
@@ -319,8 +435,7 @@ class SavedRun:
         Raises:
             ConfigError: when pandas is not installed.
         """
-        pandas = import_optional("pandas", "frame()")
-        return pandas.DataFrame(dict(self.metrics)).set_index("step")
+        return import_optional("pandas", "frame()").DataFrame(dict(self.metrics)).set_index("step")
 
 
 def open_run(directory: str | os.PathLike[str]) -> SavedRun:
@@ -441,6 +556,14 @@ class NotebookComparison(Comparison):
         failures = [(run.label, f"{run.state}: {run.reason} ({run.directory})") for run in self.failed]
         return f"<p>{escape(self.headline)}</p>{build_table([*answers, *failures])}"
 
+    def frame(self) -> Any:
+        """The runs as a pandas DataFrame with one row each, and the columns of the command's CSV file.
+
+        Raises:
+            ConfigError: when pandas is not installed.
+        """
+        return import_optional("pandas", "frame()").read_csv(StringIO(format_csv(self)))
+
     def list_answers(self) -> list[tuple[str, list[str]]]:
         """Return the label of each variant but the baseline, and the answers for it in sentences."""
         return [(variant.label, list(parts)) for variant, parts in format_answers(self)]
@@ -480,3 +603,118 @@ def law(
     options = settings.build(LawSettings, {"sources": [str(name) for name in names], **values})
     table, studies = study_sources(options)
     return collect_findings(table, studies, law_text.format_studies(table, studies))
+
+
+class LoadedModel(NamedTuple):
+    """A trained model: a torch module in fp32 that computes without gradients, and the tokenizer; None without one."""
+
+    module: Any
+    tokenizer: Tokenizer | None
+
+    def __repr__(self) -> str:
+        parameters = format_count(sum(parameter.numel() for parameter in self.module.parameters()))
+        facts = {"module": type(self.module).__name__, "parameters": parameters}
+        return format_fields("LoadedModel", facts | {"tokenizer": getattr(self.tokenizer, "name", "none")})
+
+
+def load(
+    source: str | os.PathLike[str], *, step: int | None = None, device: str = "cpu", tokenizer: str | None = None
+) -> LoadedModel:
+    """Return trained weights as a whole torch module, whatever layout saved them, and the tokenizer.
+
+    `module.head(module(tokens))` are the logits of tokens [B, T].
+
+    Args:
+        source: a run, a checkpoint, weights in Hugging Face's or Meta's format, or OWNER/NAME on the hub.
+        step: of the run's checkpoint; None: the last complete one.
+        device: "cpu", "cuda", or "auto".
+        tokenizer: of weights without one, or whose file is gone; None: that of the weights.
+
+    Raises:
+        ConfigError: when there are no such weights, or their model is of a class that is not trusted.
+    """
+    folder = os.fspath(source)
+    check_source(folder)
+    machine = devices.detect_machine(device, setting="device")
+    import torch  # only now: importing this module does not load it
+
+    from titan.generation.worker import load_model
+    from titan.parallelism.mesh import World
+    from titan.weights.formats import open_weights, verify_checksums
+
+    weights = open_weights(folder if step is None else manifest.folder_of(Path(folder), step), "")
+    verify_checksums(weights, "")
+    world = World(rank_info.RankInfo(), Layout(), torch.device(machine.device))
+    name = tokenizer or weights.tokenizer
+    return LoadedModel(load_model(weights, Precision(compute="fp32"), world), load_tokenizer(name) if name else None)
+
+
+def generate(
+    source: str | os.PathLike[str], prompt: str | Sequence[str] | None = None, **options: Any
+) -> list[dict[str, Any]]:
+    """Continue prompts; return the `prompt`, `text`, `tokens` and `finish_reason` of each continuation.
+
+    Args:
+        source: as for `load`.
+        prompt: a text or several; None where `tokens` are given.
+        options: other settings of `titan.generate`, such as max_tokens=64, samples=4, temperature=0.
+
+    Raises:
+        ConfigError: for a setting that can't work, and for prompts that don't fit the model.
+        RunError: when a rank fails.
+    """
+    with make_scratch_folder() as folder:
+        file, prompts = folder / "continuations.jsonl", folder / "prompts.jsonl"
+        if prompt is not None:
+            texts = [prompt] if isinstance(prompt, str) else prompt
+            prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            options["prompts"] = str(prompts)
+        values = dict(source=os.fspath(source), to=str(file), **{"parallelism": {}, **options})
+        _run(run_generation, settings.build(GenerationSettings, values))
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def evaluate(source: str | os.PathLike[str], *overrides: str, **options: Any) -> dict[str, dict[str, float]]:
+    """Measure trained weights; return the figures of the weights, and of each average, by their names.
+
+    Args:
+        source: a run, or weights as for `load`.
+        overrides: of the run's own command line, such as "parallelism=single".
+        options: settings of `titan.evaluate`, such as step=100, sets=["book.txt"], average=4.
+
+    Raises:
+        ConfigError: when there is nothing to measure, or it can't be measured here.
+        RunError: when a rank fails.
+    """
+    _check_process("evaluate")
+    with make_scratch_folder() as folder:
+        file = folder / "evaluation.json"
+        asked = settings.build(EvaluationSettings, dict(source=os.fspath(source), to=str(file), **options))
+        _run(run_evaluation, asked, overrides)
+        results: dict[str, dict[str, float]] = json.loads(file.read_text())["results"]
+        return results
+
+
+def convert(source: str | os.PathLike[str], to: str | os.PathLike[str], **options: Any) -> Path:
+    """Convert weights to another format, and return the folder.
+
+    Args:
+        source: as for `load`.
+        to: the folder to write.
+        options: other settings of `titan.convert`, such as format="meta", dtype="keep", overwrite=True.
+
+    Raises:
+        ConfigError: for a source without weights, and a target that can't be written.
+    """
+    asked = settings.build(Convert, {"source": os.fspath(source), "to": os.fspath(to), **options})
+    _run(lambda command_line, report: run_conversion(command_line), asked)
+    return Path(to)
+
+
+def _run(command: Callable[[CommandLine[Any], ReasonReceiver], int], asked: Any, overrides: Sequence[str] = ()) -> None:
+    """Do what a command does with some settings, and print nothing; raise the error of its ranks."""
+    reasons: list[str] = []
+    prepare_environment(os.environ)
+    with _silence(True):
+        code = command(CommandLine(asked, list(overrides), []), reasons.append)
+    _check_code(code, reasons, f"{asked.source}: its ranks ended with exit code {code}.")

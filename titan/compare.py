@@ -75,10 +75,10 @@ def _run_comparison(command_line: CommandLine[Settings]) -> int:
     _check_directories(directories)
     files = None if settings.to is None else check_output_files(settings.to, tuple(_WRITERS))
 
-    from titan import api  # only now: rejected command lines and --help need not wait for numpy
+    from titan.report.comparison import Options, compare  # only now: --help and errors need not wait for numpy
     from titan.report.render import table
 
-    comparison = api.compare(directories, baseline=settings.baseline, margin=settings.margin, target=settings.target)
+    comparison = compare(directories, Options(settings.baseline, settings.margin, settings.target))
     print(
         table.format_report(comparison, shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns, _uses_colours()),
         end="",

@@ -81,10 +81,11 @@ COMMAND = Command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    return COMMAND.run(_run_conversion, argv)
+    return COMMAND.run(run_conversion, argv)
 
 
-def _run_conversion(command_line: CommandLine[Convert]) -> int:
+def run_conversion(command_line: CommandLine[Convert]) -> int:
+    """Convert, print a report, and return the exit code."""
     settings = command_line.settings
     target = Path(settings.to).expanduser().absolute()
     check_source(settings.source)

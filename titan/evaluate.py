@@ -10,6 +10,7 @@ from pathlib import Path
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.console import output
+from titan.errors import ReasonReceiver, ignore_reason
 from titan.files.output_files import check_output_file, write_output_file
 from titan.run import evaluated
 from titan.training.evaluation.job import EvaluationJob, read_result
@@ -34,10 +35,11 @@ COMMAND = Command(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     prepare_environment(os.environ)
-    return COMMAND.run(_run_evaluation, argv)
+    return COMMAND.run(run_evaluation, argv)
 
 
-def _run_evaluation(command_line: CommandLine[Settings]) -> int:
+def run_evaluation(command_line: CommandLine[Settings], report: ReasonReceiver = ignore_reason) -> int:
+    """Measure, print a table, and return the exit code; `report` takes the error of the rank that failed first."""
     settings = command_line.settings
     check_source(settings.source)
     file = None if settings.to is None else check_output_file(settings.to, (".json",))
@@ -47,7 +49,7 @@ def _run_evaluation(command_line: CommandLine[Settings]) -> int:
 
     with make_scratch_folder() as folder:
         job = plan_evaluation(settings, command_line.overrides, folder, compose_single, open_weights)
-        code = _run_job(job)
+        code = _run_job(job, report)
         if code:
             return code
         figures = read_result(job)
@@ -60,7 +62,7 @@ def _run_evaluation(command_line: CommandLine[Settings]) -> int:
     return 0
 
 
-def _run_job(job: EvaluationJob) -> int:
+def _run_job(job: EvaluationJob, report: ReasonReceiver) -> int:
     """Run the ranks, and return their exit code."""
     ranks = job.run.layout.devices
     source = "the weights" if job.attempt.checkpoint is None else f"the checkpoint of step {job.attempt.step}"
@@ -72,7 +74,7 @@ def _run_job(job: EvaluationJob) -> int:
         return work(job, RankInfo())
     from launchers.supervisor import run_ranks
 
-    return run_ranks(job, ranks, Path(job.run.directory), module="titan.training.evaluation.rank")
+    return run_ranks(job, ranks, Path(job.run.directory), module="titan.training.evaluation.rank", report=report)
 
 
 def _print_table(figures: Mapping[str, Mapping[str, float]]) -> None:

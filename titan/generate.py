@@ -9,6 +9,7 @@ from titan.cluster import devices
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.console import output
+from titan.errors import ReasonReceiver, ignore_reason
 from titan.files.output_files import check_output_file
 from titan.generation.schema import Settings
 from titan.weights.origin import check_source
@@ -28,10 +29,11 @@ COMMAND = Command(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     prepare_environment(os.environ)
-    return COMMAND.run(_run_generation, argv)
+    return COMMAND.run(run_generation, argv)
 
 
-def _run_generation(command_line: CommandLine[Settings]) -> int:
+def run_generation(command_line: CommandLine[Settings], report: ReasonReceiver = ignore_reason) -> int:
+    """Generate, and return the exit code; `report` takes the error of the rank that failed first."""
     settings = command_line.settings
     layout = settings.parallelism.build_layout()
     texts = settings.read_texts()
@@ -56,7 +58,7 @@ def _run_generation(command_line: CommandLine[Settings]) -> int:
     from launchers.supervisor import run_ranks
 
     with make_scratch_folder() as folder:
-        return run_ranks(job, layout.devices, folder, module="titan.generation.rank")
+        return run_ranks(job, layout.devices, folder, module="titan.generation.rank", report=report)
 
 
 def cli() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -15,11 +17,14 @@ from pathlib import Path
 
 from launchers import trials as sweep_trials
 from launchers.local import reason_file
+from launchers.local.screen import SweepScreen
 from launchers.session import TrialSource
 from launchers.slurm.state import read_state
 from launchers.supervisor import Supervisor
 from launchers.trials import Trial
+from titan.console import output
 from titan.console.numbers import format_plural
+from titan.console.progress import progress_line
 from titan.errors import ConfigError, exit_code
 from titan.run import summary
 from titan.run.completion import is_done
@@ -45,6 +50,7 @@ class LocalSweep:
         processes: the process of each running trial, by the trial's index.
         run_files: likewise, the file that holds its run.
         supervisor: starts these processes, and ends them.
+        screen: shows the ends of trials.
     """
 
     root: Path
@@ -55,6 +61,7 @@ class LocalSweep:
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     run_files: dict[int, Path] = field(default_factory=dict)
     supervisor: Supervisor = field(default_factory=Supervisor)
+    screen: SweepScreen = field(default_factory=lambda: SweepScreen([]))
 
     def launch(self) -> list[int]:
         """Run the trials that are not finished, and return the exit code of each.
@@ -64,7 +71,11 @@ class LocalSweep:
         """
         sweep_trials.register_trials(self.root, self.trials, self.spec)
         todo = self._select_todo()
+        self.screen = SweepScreen([self.trials[index] for index in todo], self.settings.at_once)
         codes = dict.fromkeys(range(len(self.trials)), 0)
+        if todo and not self.settings.verbose:
+            status = f"python -m titan.status {summary.shorten_path(str(self.root))}"
+            print(f"{format_plural(len(todo), 'trial')} to run; {status} shows how far they are", flush=True)
         try:
             codes |= self._run_in_turn(todo) if self.settings.at_once == 1 else self._run_concurrently(todo)
         finally:
@@ -137,18 +148,31 @@ class LocalSweep:
         codes = {}
         for number, index in enumerate(todo, 1):
             trial = self.trials[index]
-            print(f"\n[{number}/{len(todo)}] {trial.label}", flush=True)
             self._record_start(trial)
             reasons: list[str] = []
             body = partial(run_local, trial.run, apart=True, report=reasons.append)
-            codes[index] = exit_code(partial(self.job, trial, body), reasons.append)
+            with self._show_or_redirect(f"[{number}/{len(todo)}] {trial.label}", self.screen.begin_trial(trial)):
+                codes[index] = exit_code(partial(self.job, trial, body), reasons.append)
             self._record_end(trial, codes[index], reasons[-1] if reasons else None)
             if codes[index] == 130:
                 raise KeyboardInterrupt
         return codes
 
+    @contextmanager
+    def _show_or_redirect(self, heading: str, file: Path) -> Iterator[None]:
+        """Let what a trial prints go to a file, and a terminal show which one runs; with `verbose` show all."""
+        if self.settings.verbose:
+            print(f"\n{heading}", flush=True)
+            yield
+            return
+        with progress_line() as show:
+            if sys.stderr.isatty():
+                show(f"{heading}  running; its output: {summary.shorten_path(str(file))}")
+            with output.redirect_output(file):
+                yield
+
     def _run_concurrently(self, todo: list[int]) -> dict[int, int]:
-        """Run `at_once` trials at a time, each in its own process; print a line when one starts and ends."""
+        """Run `at_once` trials at a time, each in its own process."""
         codes: dict[int, int] = {}
         waiting, supervisor = list(todo), self.supervisor
         with supervisor.forward_stop(lambda: True):
@@ -164,15 +188,14 @@ class LocalSweep:
 
     def _start_trial(self, index: int) -> None:
         trial = self.trials[index]
-        directory = Path(trial.run.directory)
-        (directory / "log").mkdir(parents=True, exist_ok=True)
         file = self.run_files[index] = sweep_trials.pickle_run(trial, self.root / "points")
         reason_file.remove(file)
         self._record_start(trial)
-        with (directory / "log" / "console.log").open("ab") as log:
+        with self.screen.begin_trial(trial).open("ab") as log:
             module, parent = "launchers.local.trial", str(os.getpid())
             self.processes[index] = self.supervisor.start(module, str(file), parent, log=log)
-        print(f"{time.strftime('%H:%M:%S')}  started   {trial.label}", flush=True)
+        if self.settings.verbose:
+            print(f"{time.strftime('%H:%M:%S')}  started  {trial.label}", flush=True)
 
     def _collect_trial(self, index: int) -> int:
         """Record the end of a trial, and return its exit code."""
@@ -183,16 +206,15 @@ class LocalSweep:
         reason = None if code in (0, 130) else reason_file.read(file, code)
         code = 1 if code < 0 else code
         self._record_end(trial, code, reason)
-        state = {0: "finished", 130: "stopped "}.get(code, "failed  ")
-        print(f"{time.strftime('%H:%M:%S')}  {state}  {trial.label}{f'  ({reason})' if reason else ''}", flush=True)
         return code
 
     def _record_start(self, trial: Trial) -> None:
         ledger.add_events(self.root, {"event": "started", "id": trial.id})
 
     def _record_end(self, trial: Trial, code: int, reason: str | None) -> None:
-        """Record the end of a trial in the ledger, and why it failed."""
+        """Record the end of a trial in the ledger, and why it failed; show it."""
         reason = None if code in (0, 130) else reason or f"exited with code {code}"
+        self.screen.show_end(trial, code, reason)
         ledger.add_events(self.root, {"event": "ended", "id": trial.id, "code": code, "reason": reason})
 
 

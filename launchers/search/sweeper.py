@@ -127,7 +127,6 @@ def run_search(
             launcher.session.codes += pool.codes or [0]
             write_best(study, launcher.root / RESULTS)
         pool.print_end(launcher.root)
-    launcher.session.root = launcher.root
 
 
 def silence_optuna(is_verbose: bool) -> None:

@@ -47,6 +47,23 @@ def started(kind: str, redirect: str, folder: Path, kib: str = "unlimited") -> s
     return subprocess.run(["bash", "-c", line, PROGRAM], capture_output=True, text=True, env=env, timeout=300)
 
 
+def test_what_is_redirected_is_in_the_file_and_a_signal_reaches_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with output.redirect_output(tmp_path / "log"):
+        assert output.is_redirected()
+        print("printed")
+        with output.redirect_output(tmp_path / "inner"):
+            os.write(2, b"written\n")
+            output.write_stderr("stopping\n")
+        subprocess.run(["echo", "a child's"], check=True)
+        print("an error", file=sys.stderr)
+    print("after")
+    assert not output.is_redirected() and capfd.readouterr() == ("after\n", "stopping\n")
+    assert (tmp_path / "inner").read_text() == "written\n"
+    assert sorted((tmp_path / "log").read_text().splitlines()) == ["a child's", "an error", "printed"]
+
+
 @pytest.mark.parametrize(
     "redirect",
     [

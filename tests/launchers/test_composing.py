@@ -15,6 +15,7 @@ from launchers.command import run_command
 from launchers.composer import Composer
 from tests.support.tiers import full
 from titan.cluster import devices
+from titan.console import progress
 from titan.run.hydra_private import ConfigLoaderImpl
 
 TINY = ["cluster=cpu", "dataset=synthetic", "training.seq_len=16", "training.global_batch=128"]
@@ -110,6 +111,7 @@ def test_composing_tells_how_far_it_is(
     """In a log only of many points; on a terminal in a line that is wiped."""
     for name, value in (("TERMINAL_SECONDS", 0.0), ("LOG_SECONDS", 0.0), ("MANY_TRIALS", many)):
         monkeypatch.setattr(trials, name, value)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
     monkeypatch.setattr(trials.sys.stderr, "isatty", lambda: terminal)
     launched(lambda *given: trials.expand_trials(*given, 0, False), "name=x", "optimizer.lr=1,2,3")
     said = capsys.readouterr().err

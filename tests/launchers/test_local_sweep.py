@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,13 +10,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launchers import run_file, start
 from launchers import trials as sweep_trials
 from launchers.command import run_command
-from launchers.local import reason_file, trial
+from launchers.local import reason_file, screen, trial
 from launchers.local.sweep import LocalSweep
 from launchers.trials import Trial
 from tests.support.runs import compose_tiny_run
@@ -117,6 +119,75 @@ def test_a_grid_of_another_recipe_under_one_name_is_noted(
     assert len(notes) == 1 and notes[0].startswith("2 new trials differ from the 3 that the directory has")
 
 
+def prints_and_warns(run: Run, apart: bool, report: Callable[[str], object]) -> int:
+    print("the banner", flush=True)
+    print("titan: warning: the same for all.", file=sys.stderr)
+    with (Path(run.directory) / "log" / "rank-0.log").open("a") as log:
+        log.write("2030-01-01 00:00:00,000 WARNING the tracker is not installed.\n")
+        log.write("2030-01-01 00:00:00,000 WARNING step 3: a spike\n")
+    if run.training.seed == 1:
+        raise ConfigError("a=b: is no c; give d.")
+    content = {"finished": True, "step": 3, "validation_loss": 4.5}
+    (Path(run.directory) / "result.json").write_text(json.dumps(content))
+    return 0
+
+
+LINES = [
+    "[1/3] training.seed=0  validation loss 4.5000  0:00  about 0:00 left",
+    "[2/3] training.seed=1  rejected: a=b: is no c; give d.  0:00  about 0:00 left",
+    "[3/3] training.seed=2  validation loss 4.5000  0:00",
+]
+
+
+@pytest.mark.parametrize("verbose", [False, full(True)])
+def test_a_trial_is_one_line_and_a_warning_is_shown_once(
+    verbose: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start, "run_local", prints_and_warns)
+    monkeypatch.setattr(screen, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    grid = ["-m", *TINY, f"hydra.sweep.dir={tmp_path}/s", "training.seed=0,1,2", f"hydra.launcher.verbose={verbose}"]
+    assert run_command(grid, lambda run: 0) == 2
+    out, err = capfd.readouterr()
+    assert [line for line in out.splitlines() if "  " in line] == LINES and "\r" not in out + err
+    assert out.count("the banner") == 3 * verbose
+    assert err.count("the tracker is not installed.") == 1 and "spike" not in err
+    assert err.count("the same for all.") == (3 if verbose else 1)
+    console = tmp_path / "s" / "seed-1" / "log" / "console.log"
+    expected = "the banner\ntitan: warning: the same for all.\ntitan: a=b: is no c; give d.\n"
+    assert verbose or console.read_text() == expected
+
+
+@pytest.mark.parametrize(
+    ("ended", "waiting", "left"),
+    [
+        pytest.param([(100, 0, 20.0)], [100, 300], "about 1:00 left", id="steps-count"),
+        pytest.param([(100, 50, 15.0)], [100], "about 0:20 left", id="resumed"),
+        pytest.param([(100, 0, 20.0), (300, 0, 40.0), (100, 0, 90.0)], [100, 100], "about 0:40 left", id="one-is-slow"),
+        pytest.param([(100, 0, 20.0)], [], "", id="none-left"),
+        pytest.param([], [100], "", id="none-measured"),
+    ],
+)
+def test_the_time_left_is_that_of_the_steps_and_what_is_beside_them(
+    ended: list[tuple[int, int, float]], waiting: list[int], left: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each trial takes 10 s beside its steps, and 0.1 s for a step."""
+
+    def make(steps: int, start: int = 0) -> Trial:
+        run = compose_tiny_run(tmp_path / f"{steps}-{start}", f"training.steps={steps}")
+        return Trial(f"{steps}-{start}", (), run)
+
+    made = make(1).run.training.global_batch
+    monkeypatch.setattr(screen, "read_attempts", lambda folder: [{"from_step": int(folder.name.split("-")[1])}])
+    monkeypatch.setattr(
+        screen,
+        "read_result",
+        lambda folder: ({"step": int(folder.name.split("-")[0]), "tokens_per_second": made / 0.1}, None),
+    )
+    costs = [screen._measure_cost(make(steps, start).run, seconds) for steps, start, seconds in ended]
+    shown = screen.SweepScreen([make(steps) for steps in waiting], costs=costs)
+    assert "".join(shown._describe_rest()) == left
+
+
 @pytest.mark.parametrize(
     ("number", "signals", "code", "state"),
     [
@@ -136,6 +207,7 @@ def test_a_trial_that_ctrl_c_ends_before_it_handles_signals_is_stopped(
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     process.send_signal(number)
     process.wait()
+    sweep.screen.begin_trial(made)
     sweep.processes, sweep.run_files = {0: process}, {0: tmp_path / "a.pickle"}
     assert sweep._collect_trial(0) == code
     assert [t.state for t in ledger.read_trials(tmp_path)] == [state]

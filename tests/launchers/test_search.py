@@ -390,7 +390,7 @@ def test_a_search_of_real_runs_is_killed_goes_on_and_prunes(tmp_path: Path) -> N
     first.wait()
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "lr=0.01" not in "".join(line for line in again.stdout.splitlines() if "started" in line)
+    assert "lr=0.01" not in "".join(line for line in again.stdout.splitlines() if line.startswith("["))
     results = {f.parent.name: json.loads(f.read_text()) for f in root.glob("*/result.json")}
     assert results["lr-0.01"]["finished"] and len(results) == 3
     assert results["lr-1e-6"]["ended_by"]["hook"] == HOOK and results["lr-1e-6"]["step"] < 1200

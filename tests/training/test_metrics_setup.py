@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_wandb_receives_what_identifies_a_run(
     assert wandb.updated == [config] and wandb.finished and wandb.summary == {"result/last_loss": 2.0}
     assert wandb.logged == [{"step": 1, "train/loss": 2.0}]
     assert (started["id"], started["group"]) == (attempt.run_id, attempt.ids.group)
-    assert started["tags"] == ["paper", "second try", "grid"]
+    assert started["tags"] == ["paper", "second try", "grid", "one device"]
     assert wandb.settings["finish_timeout"] == 180
     assert config["optimizer"]["lr"] == 0.1 and config["choices"]["schedule"] == "cosine"
     assert config["kinds"]["schedule"] == "titan.schedule.Cosine" and config["kinds"]["model"].endswith("Llama")
@@ -99,11 +100,24 @@ def test_wandb_receives_what_identifies_a_run(
 def test_a_run_of_its_own_has_its_own_group_and_no_sweep(tmp_path: Path, wandb: FakeWandb) -> None:
     (tmp_path / "single").mkdir()
     run = compose_tiny_run(tmp_path / "single", "metrics.wandb=true", "metrics.wandb_group=mine")
+    run = replace(run, overrides=("recipe=pilot", *run.overrides))
     attempt = begin_run(run)
     assert isinstance(attempt, Attempt)
     metrics_setup.build_recorder(run, attempt, print, build_run_mixture(run)).finish({"finished": True})
-    assert (wandb.started["group"], wandb.started["tags"]) == ("mine", [])
+    assert (wandb.started["group"], wandb.started["tags"]) == ("mine", ["recipe=pilot", "one device"])
     assert (wandb.started["config"]["sweep"], wandb.started["config"]["variant"]) == (None, None)
+
+
+def test_a_continued_run_stays_in_the_group_of_its_first_attempt(tmp_path: Path) -> None:
+    first, longer = (compose_tiny_run(tmp_path / "run", f"training.steps={steps}") for steps in (3, 5))
+    (tmp_path / "run").mkdir()
+    groups = []
+    for run in (first, longer):
+        attempt = begin_run(run)
+        assert isinstance(attempt, Attempt)
+        groups.append((metrics_setup.describe_run(run, attempt, None).group_id, attempt.ids.group))
+    (shown, own), (later_shown, later_own) = groups
+    assert shown == own == later_shown != later_own
 
 
 class Hurries(Trackers):

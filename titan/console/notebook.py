@@ -15,6 +15,20 @@ VALUE = f"{NAME}; overflow-wrap: anywhere"
 """Notebooks centre tables and align cells right, which is hard to read in sentences."""
 
 
+class Shown:
+    """An object of which notebooks show some facts."""
+
+    def list_facts(self) -> dict[str, str]:
+        """Return what a reader wants to know first, by name."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return format_fields(type(self).__name__, self.list_facts())
+
+    def _repr_html_(self) -> str:
+        return build_table(self.list_facts().items())
+
+
 def format_fields(kind: str, fields: Mapping[str, str]) -> str:
     """Return one line, such as Run(name=first, steps=100)."""
     return f"{kind}({', '.join(f'{name}={value}' for name, value in fields.items())})"

@@ -12,8 +12,10 @@ import errno
 import io
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -86,10 +88,53 @@ def ignore_write_errors() -> None:
         raw.keep_going = True
 
 
+_REDIRECTION = threading.RLock()
+_terminal = 2
+"""The descriptor of stderr as it was before `redirect_output`."""
+
+
+def is_redirected() -> bool:
+    """Return whether output goes to a file of `redirect_output`."""
+    return _terminal != 2
+
+
+@contextlib.contextmanager
+def redirect_output(file: Path) -> Iterator[None]:
+    """Append all that this process, and each that it starts, prints while the block runs to a file.
+
+    Of several threads one after the other does so: the descriptors are the process's.
+    """
+    with _REDIRECTION:
+        yield from _redirect_descriptors(file)
+
+
+def _redirect_descriptors(file: Path) -> Iterator[None]:
+    global _terminal
+    streams, terminal, saved = (sys.stdout, sys.stderr), _terminal, list[int]()
+    for descriptor, stream in enumerate(streams, 1):
+        _open_null(descriptor)
+        if stream is not None:
+            stream.flush()
+        saved.append(os.dup(descriptor))
+    try:
+        with file.open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        _terminal = terminal if is_redirected() else saved[1]
+        sys.stdout, sys.stderr = (_open_stream(stream, i, True) for i, stream in enumerate(streams, 1))
+        yield
+    finally:
+        sys.stdout.flush()
+        (sys.stdout, sys.stderr), _terminal = streams, terminal
+        for descriptor, copy in enumerate(saved, 1):
+            os.dup2(copy, descriptor)
+            os.close(copy)
+
+
 def write_stderr(text: str) -> None:
-    """Write a text to stderr in a signal handler, which may have interrupted a print."""
+    """Write a text to stderr in a signal handler, which may have interrupted a print, also while it is redirected."""
     with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+        os.write(_terminal, text.encode())
 
 
 def _open_stream(original: Any, descriptor: int, keep_going: bool) -> io.TextIOWrapper:

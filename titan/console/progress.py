@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +15,8 @@ from titan.console.text import sanitize_line
 
 WIPE = "\r\x1b[K"
 """Move to the beginning of the line, and clear it."""
+LOG_SECONDS = 5.0
+"""The time between two progress lines in a log."""
 
 
 class Progress:
@@ -50,12 +54,21 @@ class Progress:
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a progress line: on a terminal in place of the last one, and cleared at the end."""
-    terminal = sys.stderr.isatty()
+    """Yield a function that shows a progress line: on a terminal in place of the last one, and cleared at the end.
+
+    In a log, lines that differ in numbers alone are shown every `LOG_SECONDS`, and later at a tenth of the time so far.
+    """
+    terminal, first_time, shown = sys.stderr.isatty(), time.monotonic(), dict[str, float]()
 
     def show(line: str) -> None:
-        line = sanitize_line(line)
-        print(f"{WIPE}{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+        line, now = sanitize_line(line), time.monotonic()
+        if terminal:
+            print(f"{WIPE}{line}", end="", file=sys.stderr, flush=True)
+            return
+        kind, pause = re.sub("[^A-Za-z ]", "", line), max(LOG_SECONDS, (now - first_time) / 10)
+        if now - shown.get(kind, -math.inf) >= pause:
+            shown[kind] = now
+            print(line, file=sys.stderr, flush=True)
 
     try:
         yield show

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.cluster.known_devices import look_up_peak_tflops
-from titan.console.notebook import build_table, format_fields
+from titan.console.notebook import Shown
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
 from titan.estimate import memory, operations, overhead
@@ -52,8 +52,8 @@ class PredictedValue(NamedTuple):
         return PredictedValue(self.value * factor, self.low * factor, self.high * factor)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """What a run is predicted to take.
 
     Attributes:
@@ -95,12 +95,6 @@ class Plan:
             "memory": f"{_format_predicted(self.memory_gib_needed, 'GiB')}{device}{fit}",
             "device-hours": _format_predicted(self.device_hours),
         }
-
-    def __repr__(self) -> str:
-        return format_fields("Plan", self.list_facts())
-
-    def _repr_html_(self) -> str:
-        return build_table(self.list_facts().items())
 
     @property
     def fit(self) -> Fit:

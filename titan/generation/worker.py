@@ -20,8 +20,9 @@ from titan.generation.request import GenerationJob
 from titan.generation.terminal import GenerationOutput, JsonLinesOutput, NoOutput, TerminalOutput, Throughput
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
+from titan.precision.schema import Precision
 from titan.training import build
-from titan.weights.formats import open_weights
+from titan.weights.formats import Weights, open_weights
 from titan.weights.load import load_weights
 
 TIMEOUT = 1800.0
@@ -40,7 +41,7 @@ def work(job: GenerationJob, rank_info: RankInfo) -> int:
     world = mesh.connect_world(rank_info, job.layout, job.device, TIMEOUT)
     tokenizer = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
     try:
-        model = _load_model(job, world)
+        model = load_model(open_weights(job.path, ""), job.precision, world)
         with _create_output(job, tokenizer, world) as output:
             throughput = continue_prompts(job, model, tokenizer, world, output)
     except torch.OutOfMemoryError as error:
@@ -54,10 +55,9 @@ def work(job: GenerationJob, rank_info: RankInfo) -> int:
     return 0
 
 
-def _load_model(job: GenerationJob, world: World) -> Any:
-    """Return the model, or this rank's part of it, with its weights."""
-    weights = open_weights(job.path, "")
-    model = build.build_for_generation(weights.model, job.precision, world)
+def load_model(weights: Weights, precision: Precision, world: World) -> Any:
+    """Return the model of some weights, or this tensor rank's part of it, that computes without gradients."""
+    model = build.build_for_generation(weights.model, precision, world)
     load_weights(dict(model.named_weights()), weights, no_dist=world.rank_info.world_size == 1, setting="")
     return model
 

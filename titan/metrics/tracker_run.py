@@ -30,11 +30,12 @@ class RunDescription:
 
     Attributes:
         run_id: the same in every attempt of a run, so that a resumed run continues the same tracker run.
-        group_id: shared by the seeds of one experiment.
+        group_id: shared by the seeds of one experiment; that of the run's first attempt.
         name: the run's display name.
         config: the resolved settings as plain containers; values that look like secrets are left out.
         facts: what identifies the run: choices, kinds, ids, commit, data, parameters, sweep and variant.
         sweep: the name of its sweep, if any.
+        labels: its recipe, if it has one, and its layout.
     """
 
     run_id: str
@@ -43,6 +44,7 @@ class RunDescription:
     config: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
     sweep: str | None = None
+    labels: tuple[str, ...] = ()
 
     @property
     def metadata(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ WANDB_URL = "https://api.wandb.ai"
 
 def build_wandb_options(metrics: Metrics, description: RunDescription) -> dict[str, Any]:
     """Return what describes a run to wandb.init."""
-    tags = dict.fromkeys([*metrics.wandb_tags, *([description.sweep] if description.sweep else [])])
+    tags = dict.fromkeys(filter(None, [*metrics.wandb_tags, description.sweep, *description.labels]))
     return {
         "id": description.run_id,
         "group": metrics.wandb_group or description.group_id,

@@ -8,6 +8,7 @@ from html import escape
 
 import numpy as np
 
+from titan.console.notebook import format_fields
 from titan.scaling.fit import LEVEL, Fit, QuantileInterval, find_suspects, summarise
 from titan.scaling.floor import Floor
 from titan.scaling.ladders import ComputeFactor, LadderStudy
@@ -208,6 +209,12 @@ class LawFindings:
     notes: tuple[str, ...]
     level: float = LEVEL
     text: str = field(default="", repr=False)
+
+    def __repr__(self) -> str:
+        rungs = str(sum(len(corpus.rungs) for corpus in self.corpora))
+        return format_fields(
+            "LawFindings", {"corpora": str(len(self.corpora)), "rungs": rungs, "counted": self.counted}
+        )
 
     def __str__(self) -> str:
         return self.text

@@ -77,7 +77,7 @@ def reject_shown(args: argparse.Namespace, accepted: Sequence[str] = ()) -> None
         args: the parsed options.
         accepted: names of options that the command has.
     """
-    for name, option in SHOWING_OPTIONS.items():
+    for name, option in {"help": "--help", "version": "--version", **SHOWING_OPTIONS}.items():
         if getattr(args, name) and name not in accepted:
             is_override = name == "multirun" and _find_mode(args.overrides) == "MULTIRUN"
             raise ConfigError(describe_train_option("hydra.mode=MULTIRUN" if is_override else option))

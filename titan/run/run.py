@@ -13,7 +13,7 @@ from typing import Any
 from titan.cluster.devices import Machine
 from titan.config.kinds import get_kind
 from titan.config.settings import to_plain
-from titan.console.notebook import build_table, format_fields
+from titan.console.notebook import Shown
 from titan.console.numbers import format_count
 from titan.console.text import redact_nested
 from titan.estimate.rank_sizes import count_rank_rows, find_weight_sharding
@@ -23,8 +23,8 @@ from titan.precision.selection import WeightSharding
 from titan.run.schema import Recipe
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run(Recipe):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Run(Shown, Recipe):
     """A recipe on a machine: what ranks receive.
 
     Attributes:
@@ -79,11 +79,8 @@ class Run(Recipe):
             "directory": self.directory,
         }
 
-    def __repr__(self) -> str:
-        return format_fields("Run", self.list_facts())
-
-    def _repr_html_(self) -> str:
-        return build_table(self.list_facts().items())
+    def __fspath__(self) -> str:
+        return self.directory
 
     def describe(self) -> str:
         """Return the choices that decide how much memory the run needs, for messages.

@@ -121,8 +121,9 @@ class OptunaSearch:
 class LocalLaunch:
     """The settings of `hydra/launcher=local`."""
 
-    at_once: int = setting(
-        1, "trials that run at the same time; above 1 each writes to log/console.log", at_least=1, cap=10_000
+    at_once: int = setting(1, "trials that run at the same time", at_least=1, cap=10_000)
+    verbose: bool = setting(
+        False, "show what trials print, where they run one after the other; false: it is in log/console.log of each"
     )
 
 

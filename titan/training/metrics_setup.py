@@ -20,6 +20,7 @@ from titan.metrics.trackers import open_trackers
 from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.axes import PLUGGABLE
+from titan.run.directory import read_attempts
 from titan.run.parent_sweep import find_parent_sweep
 from titan.run.run import Run, as_config
 from titan.schedule.schema import Factors
@@ -53,11 +54,12 @@ def describe_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> RunDescr
     }
     return RunDescription(
         run_id=attempt.run_id,
-        group_id=attempt.ids.group,
+        group_id=next(iter(read_attempts(Path(run.directory))), {"ids": asdict(attempt.ids)})["ids"]["group"],
         name=hide_secrets(run.name),
         config=as_config(run),
         facts=facts,
         sweep=hide_secrets(sweep.name) if sweep else None,
+        labels=(*(o for o in run.overrides if o.startswith("recipe=")), str(run.layout)),
     )
 
 

@@ -17,7 +17,7 @@ from titan.config.optional import import_optional
 from titan.console.text import sanitize_line
 from titan.dataset.sources.hub import translate_hub_error
 from titan.errors import ConfigError
-from titan.files.run_directory import describe_runs_below
+from titan.files.run_directory import RUN, describe_runs_below
 from titan.model.schema import Decoder
 
 _ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
@@ -138,6 +138,8 @@ def _explain_absence(folder: Path, typed: str | Path, label: str) -> str:
             return f"{label}: {problem}; give another checkpoint."
     if (folder / ".metadata").exists():
         return f"{label}: is an incomplete checkpoint ({manifest.NAME} is missing); give a complete one."
+    if (folder / RUN).is_file():
+        return f"{label}: is a run without a complete checkpoint; wait for one, or train it with checkpoint=sync."
     if runs := describe_runs_below(typed):
         return f"{label}: {runs}."
     return (
