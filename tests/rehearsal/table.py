@@ -63,7 +63,7 @@ class Rehearsed:
     environment: Mapping[str, str] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
     says: str = ""
-    seconds: float = 300.0
+    seconds: float = 1800.0
 
     def build_command(self, runs: Path) -> list[str]:
         """Return the arguments of the module."""
