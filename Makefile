@@ -33,7 +33,7 @@ planted: $(VENV)/.test   ## faults planted in copies of the repository, which `m
 	$(VENV)/bin/python -m tests.support.planted $(ARGS)
 
 sample: $(VENV)/.test    ## the cheapest case of rehearse, hangs, chaos, planted and tables, which CI runs: two minutes
-	$(VENV)/bin/python -m tests.rehearsal.rehearse fsdp calibrate
+	$(VENV)/bin/python -m tests.rehearsal.rehearse fsdp "refused: calibrate"
 	$(VENV)/bin/python -m tests.support.hangs "kill, tp, off, gloo"
 	$(VENV)/bin/python -m tests.support.chaos --kills 1 --runs single
 	$(VENV)/bin/python -m tests.support.planted "laws: the bend"
