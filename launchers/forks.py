@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from titan.cluster import rank_error, rank_process
 from titan.cluster.environment import use_loopback
@@ -36,7 +37,7 @@ def fork_ranks(body: Callable[[RankInfo], int], size: int, folder: Path, timeout
         The error that explains a failure; None where all ranks returned 0.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context(platform.START_METHOD)
+    context: Any = multiprocessing.get_context(platform.START_METHOD)
     ranks = [
         context.Process(target=_run_rank, args=(body, rank, size, folder, os.getpid()), daemon=True)
         for rank in range(size)

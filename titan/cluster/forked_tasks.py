@@ -68,7 +68,7 @@ def map_in_forks(
 
 
 def _start(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Connection, BaseProcess]:
-    context = multiprocessing.get_context(START_METHOD)
+    context: Any = multiprocessing.get_context(START_METHOD)
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_be_task, args=(function, arguments, writer, os.getpid()), daemon=True)
     process.start()
