@@ -32,8 +32,6 @@ START_METHOD = "spawn" if IS_MAC else "fork"
 """How processes start that could be forked from this one: macOS's libraries may fail in forked processes."""
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGURG
 """The signal that makes a rank write its stacks: one that nobody else uses, or by default nobody notices."""
-PARENT_DEATH_SIGNAL = 1
-"""prctl's PR_SET_PDEATHSIG."""
 WATCH_SECONDS = 0.5
 STATES_OF_PS = {"U": "D", "I": "S"}
 """The letters of macOS's ps that differ from those of /proc: uninterruptible, and asleep for long."""
@@ -89,7 +87,7 @@ def die_with_parent(parent: int) -> None:
     """
     if (prctl := find_c_function("prctl")) is None:
         return watch_parent(parent)
-    prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
 
