@@ -14,7 +14,7 @@ PINS    = pyproject.toml constraints.txt
 # each worker computes on one thread: those of three workers would wait for each other on two cores
 PYTEST  = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help train test test-rest test-all test-lowest tables planted chaos hangs rehearse rehearse-faults cuda-names lint bench measure modes gpu gpu-speeds clean
+.PHONY: help train test test-rest test-all test-lowest sample tables planted chaos hangs rehearse rehearse-faults cuda-names lint bench measure modes gpu gpu-speeds clean
 
 help:                    ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 18
@@ -37,8 +37,15 @@ test-lowest: $(LOWEST)/.titan  ## tests of data and of runs of others, with the 
 planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: twenty minutes
 	$(VENV)/bin/python -m tests.support.planted $(ARGS)
 
+sample: $(VENV)/.test    ## the cheapest case of rehearse, hangs, chaos, planted and tables, which CI runs: two minutes
+	$(VENV)/bin/python -m tests.rehearsal.rehearse fsdp "refused: calibrate"
+	$(VENV)/bin/python -m tests.support.hangs "kill, tp, off, gloo"
+	$(VENV)/bin/python -m tests.support.chaos --kills 1 --runs single
+	$(VENV)/bin/python -m tests.support.planted "laws: the bend"
+	$(VENV)/bin/python -m tests.support.tables marin
+
 tables: $(VENV)/.test    ## figures of published studies, and titan's: laws, learning rates, mixtures, early stopping
-	$(VENV)/bin/python -m tests.support.tables
+	$(VENV)/bin/python -m tests.support.tables $(ARGS)
 
 chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves too, and compared: ten to twenty minutes
 	$(VENV)/bin/python -m tests.support.chaos $(ARGS)
@@ -61,6 +68,7 @@ lint: $(VENV)/.lint      ## ruff, docstrings (pydoclint), mypy, and the order of
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/flake8 titan launchers
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 bench: $(ENV)            ## titan against the bare PyTorch loop

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from titan.cluster import rank_error, rank_process
 from titan.cluster.environment import use_loopback
 from titan.cluster.rank_info import RankInfo
+from titan.files import platform
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0
@@ -35,7 +37,7 @@ def fork_ranks(body: Callable[[RankInfo], int], size: int, folder: Path, timeout
         The error that explains a failure; None where all ranks returned 0.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(platform.START_METHOD)
     ranks = [
         context.Process(target=_run_rank, args=(body, rank, size, folder, os.getpid()), daemon=True)
         for rank in range(size)
@@ -56,7 +58,7 @@ def _run_rank(body: Callable[[RankInfo], int], rank: int, size: int, folder: Pat
     """Be a rank: its output goes to a file, and it ends without the parent's exit handlers."""
     import torch
 
-    rank_process.die_with_parent(parent)
+    platform.die_with_parent(parent)
     log = os.open(folder / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)

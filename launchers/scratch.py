@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from titan.files.leases import identify_machine, is_alive
+from titan.files.leases import identify_machine
+from titan.files.platform import is_alive
 
 PREFIX = "titan-scratch-"
 

@@ -74,8 +74,9 @@ class Supervisor:
     def send_signal(self, number: int) -> None:
         """Send a signal to every process that still runs; SIGKILL also to what these have started."""
         for process in self.processes:
-            if process.poll() is None:
-                (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended: macOS denies it then
+                if process.poll() is None:
+                    (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
 
     def wait(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait until all processes have ended, one has failed, or a second request to stop has come.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support import planted, tiers
+from tests.rehearsal import rehearse
+from tests.support import chaos, hangs, planted, tiers
 from tests.support.fault import Fault
 from tests.support.tiers import full
 
@@ -71,6 +73,45 @@ def test_what_comes_of_a_fault(old: str, new: str, caught: bool, by: str, root: 
 @pytest.mark.full
 def test_a_test_that_fails_without_a_fault_is_named(root: Path) -> None:
     fault = a_fault("a + b", "a - b")
-    assert planted.list_broken([fault], root) == []
+    broken, slowest = planted.list_broken([fault], root)
+    assert broken == []
+    assert 0 <= slowest < 60
     (root / "code_.py").write_text(SUM.replace("+", "-"))
-    assert planted.list_broken([fault], root) == ["test_code.py::test_sum"]
+    assert planted.list_broken([fault], root)[0] == ["test_code.py::test_sum"]
+
+
+def test_failed_tests_are_named_once_and_without_their_errors() -> None:
+    output = (
+        "FAILED t.py::test_a: AssertionError: b - c\nFAILED t.py::test_a - AssertionError\nERROR t.py::test_d[x y]\n"
+    )
+    assert planted.parse_failures(output) == ["t.py::test_a", "t.py::test_d[x y]"]
+
+
+@pytest.mark.parametrize("program", [planted, chaos, hangs, rehearse], ids=lambda module: module.__name__)
+def test_a_name_of_no_case_is_an_error(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearse.build, "find_obstacle", lambda: "")
+    try:
+        code = program.main(["--runs", "no such"] if program is chaos else ["no such"])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+
+
+def test_nothing_rehearsed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearse.build, "find_obstacle", lambda: "no compiler")
+    assert rehearse.main([]) == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "code", "seconds", "start", "holds"),
+    [
+        pytest.param("1", 1, 20.0, 8.0, True, id="in-time"),
+        pytest.param("1", 1, 60.0, 8.0, False, id="late"),
+        pytest.param("1", 1, 60.0, 40.0, True, id="slow-machine"),
+        pytest.param("0", 1, 20.0, 8.0, False, id="another-rank"),
+        pytest.param("1", 0, 20.0, 8.0, False, id="not-failed"),
+    ],
+)
+def test_which_hangs_hold(named: str, code: int, seconds: float, start: float, holds: bool) -> None:
+    result = hangs.HangResult(((4.0, f"no step for 12 s: waiting for rank {named} in the step"),), code, seconds, start)
+    assert result.holds(1) == holds

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from launchers import run_file, start
 from launchers.local import reason_file
-from titan.cluster.rank_process import die_with_parent
 from titan.console import output
 from titan.errors import exit_code
+from titan.files.platform import die_with_parent
 
 
 def main(file: str, parent: str) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 from titan.cluster import heap
 from titan.cluster.heap import GROWTH, HeapTrimmer
+from titan.files import platform
 
 
 def list_trims(sizes: list[float], monkeypatch: pytest.MonkeyPatch, enabled: bool = True) -> list[int]:
@@ -54,7 +55,7 @@ def test_a_user_s_own_settings_are_kept(
     variables: dict[str, str], gathers: bool, expected: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters: dict[int, int] = {}
-    monkeypatch.setattr(heap, "_find_function", lambda name: parameters.__setitem__)
+    monkeypatch.setattr(platform, "find_c_function", lambda name: parameters.__setitem__)
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -31,6 +31,7 @@ from titan.debug.folder import Folder
 from titan.debug.rank_state import RankGroup, RankState
 from titan.debug.states import States
 from titan.debug.verdict import Verdict
+from titan.files import platform
 
 MOST = 200
 """Operations a second on the file system that a job may take."""
@@ -89,7 +90,7 @@ def test_other_nodes_see_at_once_what_is_written(room: int, waits: bool, tmp_pat
 
 
 def test_memory_of_ranks_that_were_killed_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "MEMORY", tmp_path)
+    monkeypatch.setattr(platform, "MEMORY", tmp_path)
     alive, killed = folder.node_memory("alive"), folder.node_memory("killed")
     for files, pid in ((alive, os.getpid()), (killed, 2**22 + 1)):  # above the largest number of a process
         files.write("rank-0.json", rank_state.encode_state(RankState(0, pid=pid)))

@@ -167,15 +167,14 @@ def _measure_memory(folder: Path, megabytes: int) -> dict[str, float]:
     code += (
         f"prepare(Jsonl(path={str(folder / f'memory-{megabytes}')!r}, cache={str(folder / 'memory')!r}, workers=1))\n"
     )
-    # VmHWM, because getrusage's maximum includes the parent's from before exec.
-    code += "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+    code += "from titan.files.platform import read_peak_resident_bytes\nprint(read_peak_resident_bytes())"
     start = time.perf_counter()
     completed = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=_build_environment()
     )
     if completed.returncode:
         raise ConfigError(f"suite=data: preparing ended with exit code {completed.returncode}; see its message above.")
-    seconds, mebibytes = time.perf_counter() - start, int(completed.stdout) / 1024
+    seconds, mebibytes = time.perf_counter() - start, int(completed.stdout) / 2**20
     print(f"peak memory for {megabytes:,} MB: {mebibytes:.0f} MiB ({seconds:.0f} s)", flush=True)
     return {"megabytes": megabytes, "peak_mebibytes": mebibytes, "seconds": seconds}
 

@@ -41,6 +41,7 @@ from titan.debug.clock import Clock
 from titan.debug.rank_state import RankState, encode_state
 from titan.debug.states import MEMORY_FILE, States
 from titan.errors import ConfigError, RunError
+from titan.files.platform import PROC
 from titan.parallelism import mesh
 from titan.run.compose import compose_run
 from titan.run.run import Run
@@ -71,7 +72,7 @@ class CostMeter:
 
     def __enter__(self) -> None:
         heap.release_freed_memory()  # or what is freed already would be used unseen
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
+        (PROC / "self/clear_refs").write_text("5")  # the peak is now the present size
         self._start_mebibytes, self._start_seconds = _read_memory("VmRSS"), time.process_time()
 
     def __exit__(
@@ -83,7 +84,7 @@ class CostMeter:
 
 def _read_memory(name: str) -> float:
     """Return a size of this process in MiB (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = (PROC / "self/status").read_text().splitlines()
     return float(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) / 1024
 
 
@@ -141,9 +142,11 @@ def suite(case: str) -> Iterator[CostRow]:
     """Measure the rows whose title contains a text.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: when there is none, or no /proc.
         RunError: when a measurement fails.
     """
+    if not (PROC / "self/clear_refs").exists():
+        raise ConfigError("suite=scale: it measures memory by Linux's /proc, which is not here; run it on Linux.")
     rows = {title: work for title, work in WORK.items() if case in title[1]}
     if not rows:
         raise ConfigError(f"case={case}: no row has a title that contains this; give a part of one of the titles.")

@@ -299,11 +299,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder, which must not exist")
     args = parser.parse_args(arguments)
     if obstacle := build.find_obstacle():
-        print(f"skipped: {obstacle}")
-        return 0
+        print(f"nothing is rehearsed: {obstacle}")
+        return 1
+    if not (commands := select_commands(args.names)):
+        parser.error(f"no command's name holds one of {args.names}")
     start, file = time.monotonic(), build.build_extension()
     print(f"{file}: built in, or found after, {time.monotonic() - start:.0f} s", flush=True)
-    commands, results = select_commands(args.names), []
+    results = []
     with ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rehearsal-")))
         folder.mkdir(exist_ok=args.keep is None)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from titan.cluster.rank_process import die_with_parent
+from titan.files.platform import die_with_parent
 
 MODULES = (
     "titan.train", "titan.generate", "titan.replay", "titan.api", "launchers.start", "launchers.rendezvous",

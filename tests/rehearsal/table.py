@@ -63,7 +63,7 @@ class Rehearsed:
     environment: Mapping[str, str] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
     says: str = ""
-    seconds: float = 300.0
+    seconds: float = 1800.0
 
     def build_command(self, runs: Path) -> list[str]:
         """Return the arguments of the module."""
@@ -134,7 +134,7 @@ BENCHES = (
         "bench: speed",
         ("titan.bench", "suite=tiny", "case=bf16, compile off, bare", "rounds=1", "steps=1",
          "to={runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
-        SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side",
+        SMALLER, leaves=("speed.json",), says="1 case: 0 skipped, 0 with a failed side",
     ),
     Rehearsed(
         "calibrate", ("titan.calibrate", "to={runs}/here.yaml"), SMALLER, 2,

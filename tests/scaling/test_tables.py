@@ -28,5 +28,14 @@ def test_a_missing_table_is_a_row_and_a_failed_check_an_exit_code(
     monkeypatch.setattr(published_tables, "FOLDER", tmp_path)
     failed = published_tables.FigureCheck("mine", "a figure", "1", "2", False)
     monkeypatch.setattr(tables, "STUDIES", {"RegMix": STUDIES["RegMix"], "mine": lambda: iter([failed])})
-    assert tables.main() == 1
+    assert tables.main([]) == 1
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == ["DATA", "FAILED"]
+
+
+def test_named_studies_decide_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    passed = published_tables.FigureCheck("mine", "a figure", "1", "1", True)
+    monkeypatch.setattr(published_tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(tables, "STUDIES", {"RegMix": STUDIES["RegMix"], "mine": lambda: iter([passed])})
+    assert (tables.main([]), tables.main(["RegMix"]), tables.main(["mine"])) == (1, 1, 0)
+    with pytest.raises(SystemExit, match="2"):
+        tables.main(["another"])

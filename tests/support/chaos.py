@@ -54,7 +54,7 @@ from titan.run.run import Run
 
 EVERY = 4
 """Steps between checkpoints."""
-LONG = 300.0
+LONG = 1800.0
 """Seconds after which a run that shows no sign of life is ended."""
 MOST = 10
 """Runs that may end before they are killed."""
@@ -435,6 +435,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file too")
     args = parser.parse_args(argv)
     names = [name for name in PLANS if args.runs in name]
+    if not names or args.kills < 1:
+        parser.error(f"--runs={args.runs} --kills={args.kills}: nothing to kill; runs are {'; '.join(PLANS)}")
     torch.set_num_threads(1)
     print(HEADER, flush=True)
     reports: list[ChaosReport] = []

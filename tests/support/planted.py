@@ -39,7 +39,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1800.0
 """Seconds after which tests that have not ended count as failed: a fault may make them wait for each other."""
 WAIT = 60.0
-"""Seconds after which such a test gives up waiting."""
+"""Seconds after which such a test gives up waiting; five times those of the slowest test without a fault, where these
+are more."""
 PASSED, FAILED = 0, 1
 """pytest's exit codes; any other means that it ran none of the tests."""
 
@@ -103,11 +104,18 @@ def plant_fault(fault: Fault, root: Path) -> Iterator[None]:
         file.write_text(original)
 
 
-def run_tests(tests: Sequence[str], root: Path, *options: str) -> tuple[int, str]:
-    """Run tests of the quick tier in a copy; the exit code and the output. Those that do not end count as failed."""
+def run_tests(tests: Sequence[str], root: Path, *options: str, wait: float = LIMIT) -> tuple[int, str]:
+    """Run tests of the quick tier in a copy; the exit code and the output. Those that do not end count as failed.
+
+    Args:
+        tests: their names.
+        root: the copy.
+        options: of pytest.
+        wait: seconds after which a test gives up waiting.
+    """
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header", "-rf", *options, *tests]
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "TITAN_EXAMPLES": "quick"}
-    env["TITAN_TESTS_LIMIT"] = str(WAIT)
+    env["TITAN_TESTS_LIMIT"] = str(wait)
     env[tiers.VARIABLE] = "quick"
     with subprocess.Popen(
         command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -122,15 +130,16 @@ def run_tests(tests: Sequence[str], root: Path, *options: str) -> tuple[int, str
 
 def parse_failures(output: str) -> list[str]:
     """The tests that failed, or could not be set up, by pytest's summary."""
-    return re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", output, flags=re.MULTILINE)
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?:(?: -|:) .*)?$", output, flags=re.MULTILINE)
+    return list(dict.fromkeys(found))
 
 
-def judge_fault(fault: Fault, root: Path) -> FaultOutcome:
+def judge_fault(fault: Fault, root: Path, wait: float = WAIT) -> FaultOutcome:
     """Plant a fault and run its tests."""
     start = time.monotonic()
     try:
         with plant_fault(fault, root):
-            code, output = run_tests(fault.tests, root, "-x")
+            code, output = run_tests(fault.tests, root, "-x", wait=wait)
     except LookupError as error:
         return FaultOutcome(fault, False, str(error))
     seconds = time.monotonic() - start
@@ -141,14 +150,15 @@ def judge_fault(fault: Fault, root: Path) -> FaultOutcome:
     return FaultOutcome(fault, False, reason, seconds)
 
 
-def list_broken(faults: Sequence[Fault], root: Path) -> list[str]:
-    """Run the tests of all faults with none planted; those that fail."""
+def list_broken(faults: Sequence[Fault], root: Path) -> tuple[list[str], float]:
+    """Run the tests of all faults with none planted; those that fail, and the seconds of the slowest."""
     tests = sorted({test for fault in faults for test in fault.tests})
-    code, output = run_tests(tests, root)
-    return parse_failures(output) if code == FAILED else [] if code == PASSED else [output[-2000:]]
+    code, output = run_tests(tests, root, "--durations=1", "--durations-min=0")
+    broken = parse_failures(output) if code == FAILED else [] if code == PASSED else [output[-2000:]]
+    return broken, max((float(s) for s in re.findall(r"^([\d.]+)s call ", output, flags=re.MULTILINE)), default=0.0)
 
 
-def judge_faults(faults: Sequence[Fault], roots: Sequence[Path]) -> Iterator[FaultOutcome]:
+def judge_faults(faults: Sequence[Fault], roots: Sequence[Path], wait: float = WAIT) -> Iterator[FaultOutcome]:
     """Judge faults, as many at a time as there are copies, in their order."""
     free: SimpleQueue[Path] = SimpleQueue()
     for root in roots:
@@ -157,7 +167,7 @@ def judge_faults(faults: Sequence[Fault], roots: Sequence[Path]) -> Iterator[Fau
     def judge_in_copy(fault: Fault) -> FaultOutcome:
         root = free.get()
         try:
-            return judge_fault(fault, root)
+            return judge_fault(fault, root, wait)
         finally:
             free.put(root)
 
@@ -173,14 +183,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
     args = parser.parse_args(arguments)
     faults = [f for f in FAULTS if not args.names or any(name in f.name for name in args.names)]
+    if not faults:
+        parser.error(f"no fault's name holds one of {args.names}")
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        roots = [copy_repository(Path(folder) / str(i)) for i in range(min(args.jobs, max(1, len(faults))))]
-        broken = [] if args.trust else list_broken(faults, roots[0])
+        roots = [copy_repository(Path(folder) / str(i)) for i in range(min(args.jobs, len(faults)))]
+        broken, slowest = ([], LIMIT) if args.trust else list_broken(faults, roots[0])
         for test in broken:
             print(f"fails without a fault: {test}", flush=True)
         print("| fault | caught by | seconds |\n| --- | --- | --- |", flush=True)
         missed = 0
-        for outcome in judge_faults(faults, roots):
+        for outcome in judge_faults(faults, roots, max(WAIT, 5 * slowest)):
             missed += not outcome.caught
             print(outcome.format_row(), flush=True)
     print(f"{len(faults) - missed} of {len(faults)} faults were caught", flush=True)

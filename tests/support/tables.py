@@ -1,12 +1,13 @@
-"""Published figures beside titan's: `python -m tests.support.tables`, which `make tables` runs.
+"""Published figures beside titan's: `python -m tests.support.tables [STUDY ...]`, which `make tables` runs.
 
-Exit code 1: a figure of titan is not as published, or out of its bound.
+Exit code 1: a figure of titan is not as published, or out of its bound, or a study's figures are not here.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tests.support.published_tables import FigureCheck, MissingTableError
 from tests.support.table_gadre import check_gadre
@@ -25,23 +26,28 @@ STUDIES: dict[str, Callable[[], Iterator[FigureCheck]]] = {
 HEADER = ("study", "what is checked", "published or bound", "titan", "result")
 
 
-def list_rows() -> Iterator[tuple[str, ...]]:
+def list_rows(studies: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table; a study whose figures are not here is one row that says so."""
-    for study, check in STUDIES.items():
+    for study in studies:
         try:
-            for c in check():
+            for c in STUDIES[study]():
                 yield c.study, c.what, c.published, c.titan, "ok" if c.passed else "FAILED"
         except MissingTableError as error:
             yield study, str(error), "", "", "NO DATA"
 
 
-def main() -> int:
-    """Print the table; return the exit code."""
-    rows = [HEADER, *list_rows()]
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table of all studies, or of those named; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="*", help=f"of {', '.join(STUDIES)}; none: all")
+    studies = parser.parse_args(arguments).studies or list(STUDIES)
+    if unknown := set(studies) - STUDIES.keys():
+        parser.error(f"no study {', '.join(sorted(unknown))}: choose of {', '.join(STUDIES)}")
+    rows = [HEADER, *list_rows(studies)]
     widths = [max(len(row[k]) for row in rows) for k in range(len(HEADER))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return int(any(row[-1] == "FAILED" for row in rows))
+    return int(any(row[-1] in ("FAILED", "NO DATA") for row in rows))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 from titan.console.numbers import format_count
 from titan.errors import ConfigError
+from titan.files.platform import sync_file
 from titan.metrics.reader import METRICS, read_records
 from titan.run.run import Run
 
@@ -163,7 +164,7 @@ def write_plain_file(file: Path, size: int) -> float:
     with file.open("wb", buffering=0) as out:
         for start in range(0, size, _CHUNK):
             out.write(chunk[: size - start])
-        os.fsync(out.fileno())
+        sync_file(out.fileno())
     seconds = time.perf_counter() - start_time
     file.unlink()
     return seconds

@@ -22,8 +22,9 @@ from torch.multiprocessing.spawn import (
 )
 
 from titan.cluster.environment import divide_cores, set_variables, use_loopback
-from titan.cluster.rank_process import die_with_parent, exit_now
+from titan.cluster.rank_process import exit_now
 from titan.errors import RunError
+from titan.files.platform import die_with_parent
 
 COLLECTIVE_SECONDS = 60
 """Timeout of a collective between the ranks."""

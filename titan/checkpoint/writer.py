@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from titan.checkpoint.assignment import Assignment
 from titan.checkpoint.manifest import ManifestFile
 from titan.checkpoint.metadata_file import Positions, encode_metadata
+from titan.files.platform import sync_file
 
 Name = str | os.PathLike[str]
 
@@ -47,7 +48,7 @@ class CheckpointWriter(FileSystemWriter):
             for piece in encode_metadata(assignment, positions, self.storage_meta()):
                 stream.write(piece)
             stream.flush()
-            os.fsync(stream.fileno())
+            sync_file(stream.fileno())
         self.fs.rename(temporary, path)
 
     @property

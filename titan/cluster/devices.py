@@ -18,6 +18,7 @@ from titan.cluster.probe import Probe, parse_fields, parse_number
 from titan.cluster.schema import Cluster
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
+from titan.files import platform
 
 DEVICE = "cluster.device"
 """The setting of titan.train that chooses the kind of devices."""
@@ -121,12 +122,17 @@ def _detect_cpu(probe: Probe) -> Machine:
     sizes = [size for size in (probe.physical_bytes, _read_memory_limit(probe)) if size]
     return Machine(
         device="cpu",
-        name=info.get("model name") or f"{probe.architecture} CPU",
+        name=info.get("model name") or _ask_mac_processor(probe) or f"{probe.architecture} CPU",
         count=1,
         cores=_usable_cores(probe),
         memory_gib=min(sizes) / GIB if sizes else None,
         bf16_fast=bool({"avx512_bf16", "amx_bf16", "bf16"} & _parse_flags(info)),
     )
+
+
+def _ask_mac_processor(probe: Probe) -> str:
+    """Return the processor's name on a Mac; empty elsewhere."""
+    return (probe.run(("sysctl", "-n", "machdep.cpu.brand_string")) or "").strip() if platform.IS_MAC else ""
 
 
 def _parse_flags(info: Mapping[str, str]) -> set[str]:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
+from titan.files import platform
+
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The variables from which torch reads its allocator's settings: the current name, then older ones."""
 
@@ -35,13 +37,13 @@ def divide_cores(env: MutableMapping[str, str], ranks: int, cores: int | None = 
         cores: each rank's; None: an equal part of this process's.
     """
     if ranks > 1:
-        threads = len(os.sched_getaffinity(0)) // ranks if cores is None else cores
+        threads = platform.count_cores() // ranks if cores is None else cores
         env.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
 
 def use_loopback(env: MutableMapping[str, str]) -> None:
     """Let gloo connect ranks of one machine over its loopback: it fails where the host's name does not resolve."""
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env.setdefault("GLOO_SOCKET_IFNAME", platform.LOOPBACK)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar
 
-from titan.cluster import rank_process
+from titan.files.platform import START_METHOD, die_with_parent
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def map_in_forks(
 
 
 def _start(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Connection, BaseProcess]:
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(START_METHOD)
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_be_task, args=(function, arguments, writer, os.getpid()), daemon=True)
     process.start()
@@ -94,7 +94,7 @@ def _be_task(function: Callable[..., Any], arguments: tuple[Any, ...], writer: C
     """Call the function with one thread, and send its result or its exception."""
     import torch
 
-    rank_process.die_with_parent(parent)
+    die_with_parent(parent)
     torch.set_num_threads(1)
     error, result = None, None
     try:

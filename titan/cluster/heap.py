@@ -14,11 +14,11 @@ and frees weights, such holes grew from step to step until they took as much mem
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from contextlib import suppress
-from typing import Any
+
+from titan.files import platform
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of mallopt (malloc.h)."""
@@ -39,7 +39,7 @@ def keep_freed_memory(gathers: bool = False) -> None:
     Args:
         gathers: whether FSDP gathers and frees weights.
     """
-    set_parameter = _find_function("mallopt")
+    set_parameter = platform.find_c_function("mallopt")
     if set_parameter is None or any(name.startswith(USER_VARIABLES) for name in os.environ):
         return
     set_parameter(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -49,7 +49,7 @@ def keep_freed_memory(gathers: bool = False) -> None:
 
 def release_freed_memory() -> None:
     """Return freed pages to the kernel."""
-    trim = _find_function("malloc_trim")
+    trim = platform.find_c_function("malloc_trim")
     if trim is not None:
         trim(0)
 
@@ -83,11 +83,6 @@ class HeapTrimmer:
 
 def read_resident_bytes() -> int:
     """Return the size of this process in memory; 0 where the kernel does not report it."""
-    with suppress(OSError, ValueError, IndexError), open("/proc/self/statm", encoding="ascii") as line:
+    with suppress(OSError, ValueError, IndexError), open(platform.PROC / "self/statm", encoding="ascii") as line:
         return int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-def _find_function(name: str) -> Any:
-    """Return a function of the C library; None where it has none of this name."""
-    return getattr(ctypes.CDLL(None), name, None)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan.files.platform import count_cores
+
 PROGRAM_SECONDS = 20.0  # a driver without persistence mode wakes eight GPUs for several seconds
 
 
@@ -50,10 +52,6 @@ def _read_torch_version() -> str:
     return read_text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else ""
 
 
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _read_physical_bytes() -> int | None:
     """Return the machine's memory: from psutil, which also knows systems without SC_PHYS_PAGES, else from sysconf."""
     if psutil := import_optional("psutil"):
@@ -84,7 +82,7 @@ class Probe:
     run: Callable[[Sequence[str]], str | None] = run_program
     nvml: Callable[[], Any] = lambda: import_optional("pynvml")
     torch_version: str = field(default_factory=_read_torch_version)
-    cores: int = field(default_factory=_count_cores)
+    cores: int = field(default_factory=count_cores)
     physical_bytes: int | None = field(default_factory=_read_physical_bytes)
     architecture: str = field(default_factory=platform.machine)
 

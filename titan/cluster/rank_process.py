@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +14,7 @@ from typing import Any, NoReturn
 from titan.cluster import rank_error
 from titan.cluster.rank_info import RankInfo
 from titan.console import output
+from titan.files.platform import die_with_parent
 
 RankBody = Callable[[Any, RankInfo, Callable[[BaseException], int]], int]
 """What a rank does, given its payload, its rank info and a function that reports an error before any cleanup."""
@@ -67,14 +66,6 @@ def report_error(file: Path, rank: int, error: BaseException, *, show: bool = Tr
             print(f"titan: {rank_failure.text}", file=sys.stderr)
         rank_error.write(file, rank_failure)
     return rank_failure.code
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends, for any reason (Linux, prctl PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended already
-            os._exit(1)
 
 
 def run_from_file(body: RankBody, *, keep_going: bool = True) -> NoReturn:

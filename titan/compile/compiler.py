@@ -9,6 +9,8 @@ import shutil
 from functools import cache
 from typing import TYPE_CHECKING
 
+from titan.files.platform import CXX
+
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
 
@@ -29,7 +31,7 @@ def find_missing_compiler(machine: Machine, backend: str, is_remote: bool = Fals
         return None
     if machine.device == "cuda":
         return _find_missing_triton(machine)
-    return _find_missing_program("C++", os.environ.get("CXX", "g++"))  # Inductor looks for no other
+    return _find_missing_program("C++", os.environ.get("CXX", CXX))  # Inductor looks for no other
 
 
 def _find_missing_triton(machine: Machine) -> str | None:

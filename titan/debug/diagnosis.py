@@ -45,7 +45,7 @@ class RunState:
         size: how many there are.
         states: what each rank does; the last state of one that is silent.
         silent_ranks: ranks that do not write their state.
-        processes: the state in /proc of each rank's process, as its node sees it.
+        processes: the state of each rank's process, as its node sees it.
     """
 
     size: int

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from titan.debug import flight
-from titan.debug.rank_state import RECORDER, STACKS, RankState, read_process_state
+from titan.debug.rank_state import RECORDER, STACKS, RankState
+from titan.files.platform import STACKS_SIGNAL, read_process_state
 
 WAKE_SECONDS = 5.0
 """How long a stopped rank may take to write its stacks, on a busy machine."""
-DUMP_SIGNAL = signal.SIGRTMIN + 7
-"""Makes a rank write its stacks, also when it holds the interpreter."""
 
 
 class Dumps:
@@ -44,7 +43,7 @@ class Dumps:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: Any = path.open("w")
         self.is_written = False
-        faulthandler.register(DUMP_SIGNAL, file=self._file)
+        faulthandler.register(STACKS_SIGNAL, file=self._file)
 
     def _build_stacks_path(self, rank: int) -> Path:
         """Return the file that a rank of this node writes its stacks to."""
@@ -87,7 +86,7 @@ class Dumps:
     def close(self) -> None:
         """Close the file, and remove it where it is in memory."""
         with contextlib.suppress(ValueError, OSError):
-            faulthandler.unregister(DUMP_SIGNAL)
+            faulthandler.unregister(STACKS_SIGNAL)
         self._file.close()
         if self.memory is not None:
             with contextlib.suppress(OSError):  # the process may be another user's by now
@@ -113,7 +112,7 @@ def _wake_and_dump(pid: int, file: Path) -> None:
     """Let a stopped process run until it has written its stacks."""
     initial_size, deadline = file.stat().st_size, time.monotonic() + WAKE_SECONDS
     last_size = initial_size
-    os.kill(pid, DUMP_SIGNAL)
+    os.kill(pid, STACKS_SIGNAL)
     os.kill(pid, signal.SIGCONT)
     while time.monotonic() < deadline:
         time.sleep(0.01)

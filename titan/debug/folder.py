@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-MEMORY = Path("/dev/shm")
-"""A file system in memory (Linux)."""
+from titan.files import platform
+from titan.files.leases import identify_machine
+
 FILE_BYTES = 1 << 16
 """Bytes that a file in memory has from the beginning, so that a full memory does not stop it later."""
 CHUNK = 1 << 20
@@ -57,8 +58,7 @@ class Folder:
             self.path.mkdir(0o700 if self.file_bytes else 0o777, parents=True, exist_ok=True)
             descriptor = self._open_file(name)
         try:
-            if self.file_bytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, self.file_bytes)
+            platform.reserve_space(descriptor, self.file_bytes)
         except OSError:
             os.close(descriptor)
             os.unlink(self.path / name)
@@ -121,8 +121,8 @@ def node_memory(key: str) -> Folder:
     Raises:
         OSError: when it can't be created, or belongs to somebody else.
     """
-    parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    prefix = f"titan-{os.getuid()}-{_process_namespace()}-"
+    parent = platform.MEMORY if os.access(platform.MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    prefix = f"titan-{os.getuid()}-{identify_machine()}-"
     path = parent / f"{prefix}{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     for sibling in parent.glob(f"{prefix}*"):
         if sibling != path and not _is_used(sibling):
@@ -133,18 +133,10 @@ def node_memory(key: str) -> Folder:
     return Folder(path, FILE_BYTES)
 
 
-def _process_namespace() -> int:
-    """Return the number of the namespace that this process's number belongs to; 0 where there are none."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
 def _is_used(path: Path) -> bool:
     """Whether a process that wrote a state into the folder runs, or may be about to write its first."""
     try:
         pids = [match[1] for file in path.glob("rank-*.json") for match in PID.finditer(file.read_text())]
-        return any(Path(f"/proc/{pid}").exists() for pid in pids) or time.time() - path.stat().st_mtime < NEW_SECONDS
+        return any(platform.is_alive(int(pid)) for pid in pids) or time.time() - path.stat().st_mtime < NEW_SECONDS
     except (OSError, ValueError):
         return True

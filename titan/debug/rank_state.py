@@ -25,7 +25,7 @@ PROCESS_WORDS = {
     "R": "no answer, running",
     "S": "no answer",
 }
-"""What a state of a process in /proc says; "" where there is no such process."""
+"""What the state of a process says (`titan.files.platform.read_process_state`); "" where there is no such process."""
 STOPPED = ("T", "t", "Z", "")
 """The states of a process that does nothing."""
 
@@ -151,11 +151,3 @@ def _pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, int]:
 
 def _unpack_ranks(ranks: list[int] | dict[str, int]) -> Sequence[int]:
     return range(ranks["start"], ranks["stop"], ranks["step"]) if isinstance(ranks, dict) else tuple(ranks)
-
-
-def read_process_state(pid: int) -> str:
-    """Return the state of a process of this host by /proc, such as "T"; empty where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

@@ -26,6 +26,7 @@ from titan.debug.diagnosis import RunState
 from titan.debug.folder import Folder, node_memory
 from titan.debug.rank_state import FOLDER, STOPPED, RankState
 from titan.debug.verdict import Verdict
+from titan.files.platform import read_process_state
 
 RANKS = FOLDER / "ranks"
 MEMORY_FILE, NODE_FILE, VERDICT_FILE = "rank-{}.json", "node-{}.json", "verdict.json"
@@ -39,7 +40,7 @@ class NodeStates:
         beat: grows with every write.
         states: of its ranks.
         silent: those that it has not heard of.
-        processes: the states of its ranks' processes in /proc.
+        processes: the states of its ranks' processes.
         verdict: what it has found, where it reports.
         changed_at: when the beat changed last, in seconds of the clock.
     """
@@ -150,9 +151,7 @@ class States:
             state = None if rank == self.rank else self._read_rank(rank)
             if state is not None:
                 self._record_beat(state)
-        self._processes = {
-            rank: rank_state.read_process_state(state.pid) for rank, state in self._list_node_states().items()
-        }
+        self._processes = {rank: read_process_state(state.pid) for rank, state in self._list_node_states().items()}
 
     def _read_rank(self, rank: int) -> RankState | None:
         return rank_state.decode_state(

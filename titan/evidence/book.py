@@ -18,6 +18,7 @@ from typing import Any
 
 from titan.errors import ConfigError
 from titan.files import locks, untrusted
+from titan.files.platform import sync_file
 
 SCHEMA = 1
 """Increased when an event changes its meaning."""
@@ -120,7 +121,7 @@ class Writer:
         content = text.encode()
         while content:  # a signal or a full disk may cut a write short
             content = content[os.write(self._descriptor, content) :]
-        os.fsync(self._descriptor)
+        sync_file(self._descriptor)
 
 
 def check_event(event: Mapping[str, Any]) -> None:

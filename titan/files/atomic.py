@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from titan.files.platform import sync_file
+
 
 @contextmanager
 def atomic_file(
@@ -30,7 +32,7 @@ def atomic_file(
             yield file
             if sync:
                 file.flush()
-                os.fsync(file.fileno())
+                sync_file(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -61,6 +63,6 @@ def sync_path(path: Path) -> None:
     """Flush a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync_file(descriptor)
     finally:
         os.close(descriptor)

@@ -25,6 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from titan.files import platform
 from titan.files.untrusted import check_type, parse_object
 
 TOUCH_SECONDS = 3.0
@@ -37,7 +38,7 @@ UNNAMED_SECONDS = 10.0
 def identify_machine() -> str:
     """Return an id of the process id namespace: this host, or the container on it."""
     try:
-        namespace = os.readlink("/proc/self/ns/pid")
+        namespace = os.readlink(platform.PROC / "self/ns/pid")
     except OSError:
         namespace = ""
     return blake2b(f"{socket.gethostname()} {namespace}".encode(), digest_size=4).hexdigest()
@@ -106,25 +107,11 @@ def describe_holder(lock: Path) -> str:
 
 
 def _is_gone(owner: str, pid: int, path: Path, seconds: float = STALE_SECONDS) -> bool:
-    if owner == identify_machine() and pid and not is_alive(pid):
+    if owner == identify_machine() and pid and not platform.is_alive(pid):
         return True
     try:
         return time.time() - max(entry.stat().st_mtime for entry in _list_entries(path)) > seconds
     except OSError:  # it was removed
-        return True
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether there is such a process; zombies don't count."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
         return True
 
 

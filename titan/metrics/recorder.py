@@ -6,8 +6,6 @@ import contextlib
 import json
 import math
 import os
-import resource
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from titan.files import platform
 from titan.metrics.reader import METRICS
 from titan.metrics.trackers import Trackers
 from titan.model.schema import Llama
@@ -123,14 +122,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def peak_resident_gib() -> float:
-    """Return the peak resident size of this process.
-
-    Linux's VmHWM where there is one: `ru_maxrss` includes the parent's memory at the time of the fork.
-    """
-    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as lines:
-        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    """Return the peak resident size of this process."""
+    return platform.read_peak_resident_bytes() / 2**30
 
 
 def replace_non_finite(value: Any) -> Any:

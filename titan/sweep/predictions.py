@@ -16,6 +16,7 @@ from typing import Any
 
 from titan.errors import ConfigError
 from titan.files import locks, untrusted
+from titan.files.platform import sync_file
 
 PREDICTION, SCORE = "prediction.json", "score.json"
 """Names in a ladder's directory."""
@@ -92,7 +93,7 @@ def write_once(folder: Path, key: str, time: str, losses: Sequence[PredictedLoss
         with temporary.open("x") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         os.link(temporary, folder / PREDICTION)  # unlike a rename it fails where the file exists
     except FileExistsError:
         return

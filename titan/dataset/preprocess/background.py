@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -21,6 +20,7 @@ from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.preprocess.writer import write_json
 from titan.dataset.schema import Dataset
 from titan.errors import ConfigError, RunError
+from titan.files.platform import watch_parent
 
 NICENESS = 10
 WATCH_SECONDS = 0.25
@@ -82,7 +82,7 @@ def _prepare_corpora(datasets: list[Dataset], log: str, parent_pid: int) -> None
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    watch_parent(parent_pid)
     os.nice(NICENESS)
     with open(log, "a", buffering=1) as file:
         try:
@@ -92,9 +92,3 @@ def _prepare_corpora(datasets: list[Dataset], log: str, parent_pid: int) -> None
             print(error, file=file)
         except KeyboardInterrupt:
             print("stopped with the training", file=file)
-
-
-def _watch_parent(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(WATCH_SECONDS)
-    os._exit(1)

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import threading
@@ -51,6 +50,7 @@ from titan.dataset.shards import SPLITS, check_manifest, open_corpus
 from titan.dataset.sources.files import describe_selection
 from titan.errors import ConfigError
 from titan.files import leases
+from titan.files.platform import count_cores
 
 __all__ = ["Progress", "Survey", "ensure_plan", "find_cache_folder", "prepare", "survey_dataset"]
 
@@ -145,11 +145,6 @@ def _read_or_write_plan(inputs: PreparationInputs, setting: str) -> PreparationP
     if "leaves out" in selection:
         warn_once(f"{setting}.path={path}: reads {selection['reads']}, and leaves out {selection['leaves out']}.")
     return write_plan(inputs)
-
-
-def count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Task:

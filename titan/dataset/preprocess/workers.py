@@ -27,9 +27,9 @@ from titan.dataset.preprocess.shard_job import (
 )
 from titan.errors import ConfigError, RunError, describe_user_error
 from titan.files import leases
+from titan.files.platform import watch_parent
 
 PROGRESS_SECONDS = 0.2
-WATCH_SECONDS = 0.25
 GRACE_SECONDS = 5.0
 
 
@@ -181,7 +181,7 @@ def _run_worker(parent_pid: int, pipe: Connection) -> None:
     """Run in a worker process: ignore SIGINT and SIGHUP, which the parent handles, and exit when the parent does."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    watch_parent(parent_pid)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         job, shards = pipe.recv()
@@ -205,9 +205,3 @@ def _throttle_progress(pipe: Connection) -> OnProgress:
             pipe.send(progress)
 
     return on_progress
-
-
-def _watch_parent(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(WATCH_SECONDS)
-    os._exit(1)

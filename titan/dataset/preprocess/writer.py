@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from titan.dataset.permutation import Permutation
 from titan.files import leases
 from titan.files.atomic import write_atomic
+from titan.files.platform import sync_file
 from titan.files.untrusted import parse_json
 
 CHUNK_TOKENS = 4 * 1024 * 1024
@@ -39,7 +39,7 @@ class HashedFile:
     def close(self) -> list[Any]:
         """Flush the file to the disk and close it; return its [bytes, hash]."""
         self._file.flush()
-        os.fsync(self._file.fileno())
+        sync_file(self._file.fileno())
         self._file.close()
         return [self.bytes, self._digest.hexdigest()]
 
