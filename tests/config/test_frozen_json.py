@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from titan.bench.in_memory import DictStore
 
 from launchers import rendezvous
 from tests.support.own_models import OwnLlama
 from tests.support.runs import begin_run, compose_tiny_run
-from titan.bench.in_memory import DictStore
 from titan.cluster.rank_info import RankInfo
 from titan.config.frozen_json import list_packages, read_json, write_json
 from titan.errors import RunError
