@@ -77,9 +77,9 @@ def read_declared_types(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def list_classes(schema: Any) -> list[type]:
+def list_classes(schema: Any) -> list[Any]:
     """Return titan's classes that `_target_` may name where a schema is expected, as far as they are imported."""
-    classes: list[type] = [[cls for cls in schema.__mro__ if dataclasses.is_dataclass(cls)][-1]]
+    classes: list[Any] = [[cls for cls in schema.__mro__ if dataclasses.is_dataclass(cls)][-1]]
     for cls in classes:
         classes += [child for child in cls.__subclasses__() if child.__module__.startswith("titan.")]
     return list(dict.fromkeys(classes))

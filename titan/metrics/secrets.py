@@ -49,8 +49,8 @@ def hide_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
 def hide_in_labels(settings: T) -> T:
     """Return a tracker's settings with secrets masked in texts that it shows, such as tags, or left out by name."""
     types = read_declared_types(type(settings))
-    values = {f.name: getattr(settings, f.name) for f in fields(settings) if f.init}  # type: ignore[arg-type]
-    labels = {name: value for name, value in values.items() if TextKind.LABEL in list_kinds(types[name])}
+    names = [f.name for f in fields(settings) if f.init and TextKind.LABEL in list_kinds(types[f.name])]  # type: ignore[arg-type]
+    labels = {name: getattr(settings, name) for name in names}
     shown = {name: remove_secrets({"": value})[""] for name, value in labels.items()}
     return replace(settings, **shown) if shown != labels else settings  # type: ignore[type-var]
 

@@ -28,8 +28,7 @@ from titan.run.schema import Recipe
 from titan.sweep.schema import LocalLaunch, OptunaSearch, SlurmLaunch, Sweep
 
 HYDRA: Mapping[str, Any] = {
-    **dict.fromkeys(("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"), RunFolder),
-    **dict.fromkeys(("hydra.output_subdir", "hydra.job.name"), RunFolder),
+    **dict.fromkeys(("hydra.run", "hydra.sweep", "hydra.output_subdir", "hydra.job.name"), RunFolder),
     **dict.fromkeys(("hydra.job.chdir", "hydra.job.config", "hydra.mode", "hydra.verbose"), Label),
     "hydra.sweeper": OptunaSearch,
     "hydra.launcher": LocalLaunch | SlurmLaunch,
