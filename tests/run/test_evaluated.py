@@ -121,7 +121,10 @@ def test_figures_of_earlier_content_have_a_name_of_their_own(digests: list[str |
 
 @pytest.mark.full
 def test_a_resumed_run_with_other_content_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [*TINY, f"+evaluation.sets.book={{path: {folder}/a.txt}}", f"hydra.run.dir={folder}/run"]
+    (folder / "corpus.txt").write_text("\n".join(f"line {k} of the corpus" for k in range(2_000)))
+    asked = [o for o in TINY if not o.startswith(("dataset", "model.vocab"))]
+    asked += ["dataset=text", f"dataset.path={folder}/corpus.txt", f"dataset.cache={folder}/data", "metrics.plot=false"]
+    asked += [f"+evaluation.sets.book={{path: {folder}/a.txt}}", f"hydra.run.dir={folder}/run"]
     assert run_command([*asked, "training.steps=1"], run_local) == 0
     (folder / "a.txt").write_text(OTHER)
     assert run_command([*asked, "training.steps=2"], run_local) == 0

@@ -57,5 +57,5 @@ def compute_digest(path: str, field: str, tokens: int, prefix: str) -> str:
         name_unreadable(path, f"{prefix}.path", "a file of text"),
         untrusted.open_regular_file(Path(path).expanduser()) as file,
     ):
-        content = hashlib.file_digest(file, "sha256").hexdigest()
+        content = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     return hashlib.sha256(f"{content} {key} {tokens}".encode()).hexdigest()[:12]

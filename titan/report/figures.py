@@ -32,7 +32,8 @@ def drop_incomparable(members: Sequence[Sequence[Member]]) -> tuple[list[list[Me
             what = f"{', '.join(sorted(files))} {verb}, or how it is read"
             notes.append(f"not compared: {what}: evaluation/{name} is of {'; '.join(parts)}")
         elif unknown and len(digests) > 1:
-            notes.append(f"evaluation/{name}: the content of {min(files)} is not recorded in {_list_runs(unknown)}")
+            what = f"evaluation/{name}: the content of {min(files)} is not recorded in {_list_runs(unknown)}"
+            notes.append(f"{what}, and taken to be that of the other runs")
     return [[_drop_figures(m, dropped) for m in variant] for variant in members], notes
 
 

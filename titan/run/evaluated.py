@@ -24,11 +24,9 @@ def compute_digests(evaluation: Evaluation) -> dict[str, str]:
     Raises:
         ConfigError: when a file can't be read.
     """
-    entries = {"sets": evaluation.sets or {}, "tasks": evaluation.tasks or {}}
-    return {
-        name: entry.compute_digest(f"evaluation.{axis}.{name}")
-        for axis, named in entries.items()
-        for name, entry in named.items()
+    sets, tasks = evaluation.sets or {}, evaluation.tasks or {}
+    return {name: sets[name].compute_digest(f"evaluation.sets.{name}") for name in sets} | {
+        name: tasks[name].compute_digest(f"evaluation.tasks.{name}") for name in tasks
     }
 
 
