@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -37,22 +38,19 @@ def read_json(content: bytes, allowed: Sequence[str]) -> Any:
 
 def list_packages(value: Any) -> tuple[str, ...]:
     """Return the packages of the classes in a value."""
-    roots = set[str]()
-    _encode(value, lambda cls: roots.add(cls.__module__.partition(".")[0]))
-    return tuple(sorted(roots))
+    return tuple(sorted(set(re.findall(r'"class": \["(\w+)', write_json(value).decode()))))
 
 
-def _encode(value: Any, on_class: Callable[[type], object] = lambda cls: None) -> Any:
+def _encode(value: Any) -> Any:
     is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
     if is_named_tuple or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         names = value._fields if is_named_tuple else [field.name for field in dataclasses.fields(value)]
-        on_class(cls := type(value))
-        fields = {name: _encode(getattr(value, name), on_class) for name in names}
-        return {"class": [cls.__module__, cls.__qualname__], "fields": [[*pair] for pair in fields.items()]}
+        fields = [[name, _encode(getattr(value, name))] for name in names]
+        return {"class": [type(value).__module__, type(value).__qualname__], "fields": fields}
     if isinstance(value, Mapping):
-        return {"mapping": [[_encode(k, on_class), _encode(v, on_class)] for k, v in value.items()]}
+        return {"mapping": [[_encode(k), _encode(v)] for k, v in value.items()]}
     if isinstance(value, (list, tuple)):
-        items = [_encode(item, on_class) for item in value]
+        items = [_encode(item) for item in value]
         return items if isinstance(value, list) else {"tuple": items}
     if value is None or type(value) in (bool, int, float, str):
         return value
