@@ -225,7 +225,7 @@ def test_a_trained_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
         pytest.param(["prompt=x", "temperature=nan"], "temperature=nan", id="temperature-nan"),
         pytest.param(["prompt=x", "max_tokens=0"], "max_tokens=0: must be at least 1.", id="max-tokens"),
         pytest.param(["prompt=x", "temprature=1"], "did you mean 'temperature'?", id="unknown"),
-        pytest.param(["x"], "x: not understood; give KEY=VALUE", id="no-setting"),
+        pytest.param(["x"], "x: not understood; write prompt=x, or see --help.", id="no-setting"),
         pytest.param(["prompt=x", "to=gone/x.jsonl"], "to=gone/x.jsonl: there is no directory gone", id="output"),
         pytest.param(["prompt=x", "to=."], "to=.: is a directory", id="output-directory"),
         pytest.param(

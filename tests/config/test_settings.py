@@ -94,7 +94,7 @@ def test_converts_what_loses_nothing(name: str, value: Any, expected: Any) -> No
         pytest.param("count", -1, "sample.count=-1: must be at least 0 and below 10.", id="at-least"),
         pytest.param("rate", 0, "sample.rate=0: must be at most 1 and above 0.", id="above"),
         pytest.param("rate", 1.5, "sample.rate=1.5: must be at most 1 and above 0.", id="at-most"),
-        pytest.param("rate", math.nan, "sample.rate=nan: must be at most 1 and above 0.", id="nan"),
+        pytest.param("rate", math.nan, "sample.rate=nan: must be at most 1 and above 0 and finite.", id="nan"),
         pytest.param("rate", True, "sample.rate=true: expected a number (how fast).", id="bool-as-float"),
         pytest.param("on", 1, "sample.on=1: expected true or false (whether).", id="int-as-bool"),
         pytest.param("kind", "fats", "sample.kind=fats: choose one of off, on, fast; did you mean 'fast'?", id="word"),

@@ -273,7 +273,7 @@ def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(
             generate,
             ["x", "prompt=a", "temperature=nan"],
-            "temperature=nan: must be at least 0.",
+            "temperature=nan: must be at least 0 and finite.",
             id="generate-nan",
         ),
         pytest.param(generate, ["", "prompt=a"], "MODEL is missing", id="generate-empty"),

@@ -127,14 +127,14 @@ def test_a_rank_that_fails_to_generate_leaves_them_alone(monkeypatch: pytest.Mon
             self.closed = True
 
     class Job:
-        layout = device = tokenizer = None
+        layout = device = tokenizer = path = precision = None
 
     def fail(*arguments: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried")
 
     world, job = World(), Job()
     monkeypatch.setattr(generation.mesh, "connect_world", lambda *arguments: world)
-    monkeypatch.setattr(generation, "_load_model", fail)
+    monkeypatch.setattr(generation, "open_weights", fail)
     with pytest.raises(RunError, match="out of memory"):
         generation.work(job, RankInfo())  # type: ignore[arg-type]
     assert not world.closed

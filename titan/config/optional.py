@@ -48,7 +48,8 @@ def import_fsspec(setting: str) -> Any:
     Raises:
         ConfigError: when it isn't installed.
     """
-    fsspec = import_optional("fsspec", setting)
+    import_optional("fsspec.core", setting)
+    fsspec = importlib.import_module("fsspec")
     with contextlib.suppress(ImportError):
         aiohttp = importlib.import_module("aiohttp")
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_SECONDS, sock_read=ANSWER_SECONDS)
