@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from titan.bench.in_memory import DictStore
 
 from launchers import rendezvous
+from tests.measure.in_memory import DictStore
 from tests.support.own_models import OwnLlama
 from tests.support.runs import begin_run, compose_tiny_run
 from titan.cluster.rank_info import RankInfo
