@@ -71,6 +71,24 @@ def describe_machine_error(error: BaseException) -> str | None:
     return f"{prefix}{error.strerror}; {_EXHAUSTED[error.errno]}, and give the same command again."
 
 
+def describe_compiler_error(error: BaseException) -> str | None:
+    """Return the sentence about a compiler that torch.compile started and that failed; None for other errors.
+
+    Frames of such an error are in files that Inductor has generated, and its message has the whole command.
+    """
+    kinds = {cls.__name__ for cls in type(error).__mro__ if cls.__module__.startswith("torch.")}
+    if "BackendCompilerFailed" not in kinds and not type(error).__module__.startswith("torch._inductor"):
+        return None
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    output = others[others.index("Output:") + 1 :] if "Output:" in others else []
+    reason = ", ".join(line[:LONGEST_REASON] for line in [first, *output[:1]])
+    return f"torch.compile failed: {reason}; repair the compiler, or give compile=off."
+
+
+LONGEST_REASON = 300
+"""Characters of a line of a compiler's message in a sentence."""
+
+
 def find_own_code_error(error: BaseException, packages: Sequence[str] | None = None) -> str | None:
     """Return where a user's own code raised an error, and the error.
 
@@ -154,6 +172,8 @@ def describe_user_error(error: Exception) -> tuple[int, str] | None:
         return 1, sentence
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return 2, f"{sanitize_line(str(error.filename))}: there is no such file or directory ({error.strerror})."
+    if (sentence := describe_compiler_error(error)) is not None:
+        return 1, sentence
     if (location := find_own_code_error(error)) is not None:
         return 2, f"your code failed: {sanitize_line(location)}; correct it."
     return None

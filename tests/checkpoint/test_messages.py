@@ -27,6 +27,7 @@ from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.writer import CheckpointWriter
+from titan.debug.activity import Activity
 from titan.parallelism.exchange import StoreExchange
 from titan.training.trainer import Trainer
 
@@ -217,7 +218,7 @@ def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path
     seen = []
     for rank in range(4):
         coordinator = Coordinator.__new__(Coordinator)
-        coordinator.rank, coordinator.world_size = rank, 4
+        coordinator.rank, coordinator.world_size, coordinator.activity = rank, 4, Activity()
         with looked_at() as names:
             assert restore._check_rank_files(CheckpointReader(folder), coordinator, checksums=False) is None
         seen.append(sorted(names))

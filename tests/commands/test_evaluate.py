@@ -21,6 +21,7 @@ from titan.evaluation.schema import Task
 from titan.evaluation.scores import compute_scores
 from titan.metrics.reader import read_records
 from titan.run.run import Run
+from titan.run.trust import remember_typed
 from titan.training.evaluation.request import EXCLUDED_OVERRIDES
 from titan.training.replay.request import EXCLUDED_OVERRIDES as REPLAY_EXCLUDED_OVERRIDES
 from titan.training.side_jobs.recompose import build_command
@@ -41,6 +42,7 @@ def run(folder: Path) -> Run:
     given = [*BASE, *task_files.write_corpus(folder), *task_files.build_settings(paths), *more, "evaluation.ema=0.5"]
     made = compose_test_run([*given, f"hydra.run.dir={folder}/run"])
     train_run(made)
+    remember_typed(made.overrides)
     return made
 
 

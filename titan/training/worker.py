@@ -27,7 +27,7 @@ from titan.debug.rank_state import RankGroup, compact_ranks
 from titan.debug.switches import set_switches
 from titan.debug.verdict import HangError
 from titan.debug.watch import Watch
-from titan.errors import ConfigError, RunError, find_own_code_error
+from titan.errors import ConfigError, RunError, describe_compiler_error, find_own_code_error
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run import own_code
@@ -79,7 +79,7 @@ def work(
         except StopRequestedError:
             return choose_stop_exit_code(stop.requeue)
         except Exception as error:
-            if stop.requested and _is_compiler_error(error):
+            if stop.requested and describe_compiler_error(error):
                 log.warning("stopped while compiling: the signal ended the compiler too")
                 return choose_stop_exit_code(stop.requeue)
             reported_error = to_user_error(run, error, watch)
@@ -139,6 +139,9 @@ def to_user_error(run: Run, error: Exception, watch: Watch | None = None) -> Exc
     if timeout_match:
         hang_error = watch.find_hang_error() if watch is not None else None
         return hang_error or RunError(_explain_timeout(run, int(timeout_match[1]) / 1000 - count_hook_seconds(run)))
+    if (sentence := describe_compiler_error(error)) is not None:
+        log.error("torch.compile failed", exc_info=error)
+        return RunError(sentence)
     is_user_error = isinstance(error, (ConfigError, RunError, StopRequestedError))
     own_error = None if is_user_error else find_own_code_error(error, own_code.find_packages(run))
     if own_error is not None:
@@ -187,11 +190,6 @@ def list_groups(world: World) -> dict[str, RankGroup]:
 def _list_module_names(train_step: TrainStep) -> dict[int, str]:
     """Return the names of the modules on this rank by their `id`."""
     return {id(module): name for stage in train_step.stages for name, module in stage.named_modules() if name}
-
-
-def _is_compiler_error(error: Exception) -> bool:
-    """Whether torch.compile failed: its compiler is a separate process, which a terminal's Ctrl-C reaches as well."""
-    return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
 
 
 def _needs_exchange(run: Run, attempt: Attempt) -> bool:
