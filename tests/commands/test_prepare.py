@@ -56,7 +56,7 @@ def test_a_second_time_there_is_nothing_to_do(arguments: list[str], capsys: pyte
 @pytest.mark.full
 def test_a_dry_run_writes_nothing(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main([*arguments, "dry_run=true"]) == 0
-    assert set(rows(capsys.readouterr().out)) == {"source", "shards", "tokenizer", "folder"}
+    assert set(rows(capsys.readouterr().out)) == {"source", "reads", "shards", "tokenizer", "folder"}
     assert not (tmp_path / "cache" / "datasets").exists()
 
 
