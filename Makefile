@@ -63,13 +63,14 @@ cuda-names: $(VENV)/.test ## names of CUDA wheels, and code for GPUs: PYTHONS ar
 	$(VENV)/bin/python -m tests.rehearsal.names $(PYTHONS)
 	$(VENV)/bin/python -m tests.rehearsal.inductor $(lastword $(PYTHONS))
 
-lint: $(VENV)/.lint      ## ruff, docstrings (pydoclint), mypy, and the order of packages (import-linter)
+lint: $(VENV)/.lint      ## ruff, docstrings (pydoclint), mypy, the order of packages (import-linter), and the size
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/flake8 titan launchers
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(VENV)/bin/lint-imports --no-cache --no-logo
+	$(VENV)/bin/python -m tests.support.house_size
 
 bench: $(ENV)            ## titan against the bare PyTorch loop
 	$(RUN) -m titan.bench $(ARGS)
