@@ -113,7 +113,7 @@ def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> N
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     assert run_command(line, start.run_local) == 0
-    Path(runs[0].directory).mkdir(parents=True)
+    Path(runs[0].directory).mkdir(parents=True, exist_ok=True)
     begin_run(runs[0])
     (again,) = ran(f"resume={runs[0].directory}")
     assert (again.training.seed, again.directory, again.name) == (5, runs[0].directory, runs[0].name)

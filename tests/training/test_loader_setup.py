@@ -263,9 +263,10 @@ def command(folder: Path, *overrides: str) -> list[str]:
     conf = folder / "conf" / "dataset"
     conf.mkdir(parents=True, exist_ok=True)
     base = "defaults:\n  - /schema/dataset/base@_here_\n  - _self_\n_target_: tests.support.made_source.Gated\n"
-    own = f"window: 400\nworkers: 1\nvalidation: 0\ngate: {folder}/gate\n"
+    own = "window: 400\nworkers: 1\nvalidation: 0\n"
     (conf / "gated.yaml").write_text(base + own)
     data = [f"hydra.searchpath=[file://{conf.parent}]", "modules=[tests]", "dataset=gated", "model.vocab=4096"]
+    data.append(f"dataset.gate={folder}/gate")  # a text of one's own class, which a file of that folder may not set
     more = ["metrics.console_every=1", "checkpoint.every=2", "training.steps=12", "cluster.timeout=600"]
     shape = [setting for setting in BASE if not setting.startswith(("model.vocab", "training.steps"))]
     return [sys.executable, "-m", "titan.train", *shape, *data, *more, *overrides]
@@ -377,8 +378,9 @@ def test_a_stream_that_can_not_be_prepared_fails_with_the_reason(tmp_path: Path)
     lines = [json.dumps({"text": f"line {i} of many"}) for i in range(300)]
     (tmp_path / "x.jsonl").write_text("\n".join([*lines, "no JSON"]))
     data = ["dataset=jsonl", f"dataset.path={tmp_path}/x.jsonl", "dataset.window=400", "dataset.stream=true"]
+    shared = [word for word in command(tmp_path) if not word.startswith("dataset.gate=")]
     done = subprocess.run(
-        [*command(tmp_path), *data, f"hydra.run.dir={tmp_path}/run"],
+        [*shared, *data, f"hydra.run.dir={tmp_path}/run"],
         env={**os.environ, "TITAN_CACHE": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
