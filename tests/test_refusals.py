@@ -104,6 +104,9 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("model={}", "model={}|model=CHOICE|model.SETTING=VALUE"),
     ("model=[]", "model=[]: changes nothing"),
     ("recipe={}", "recipe={}: changes nothing"),
+    ("cluster=[h100,h200] model=llama8b", "cluster=[h100,h200]: h100 and h200 are alternatives|-m cluster=h100,h200"),
+    ("memory=[full,nope]", "memory=nope: there is no such choice"),
+    ("cluster=h100,h200", "cluster=h100,h200: one value is expected; add -m to run each"),
     ("-m optimizer.lr=1,2 optimizer.lr=3", "optimizer.lr=1,2: optimizer.lr is given twice|leave one out"),
     ("optimizer.lr=1 -m optimizer.lr=2,3", "optimizer.lr=2,3: optimizer.lr is given twice"),
     ("-m hydra.mode=RUN training.seed=1,2", "hydra.mode=RUN|leave one out"),
@@ -345,7 +348,7 @@ LAPTOP = [  # on a CPU with 16 GiB
         "dataset.stages=x: expected a whole number",
     ),
     # layouts
-    ("parallelism=[fsdp,tp]", "only one can take the rest"),
+    ("parallelism=[fsdp,tp]", "fsdp and tp are alternatives|-m parallelism=fsdp,tp"),
     ("parallelism.shard=0", "parallelism.shard=0|1 or more"),
     ("parallelism=tp parallelism.tensor=4", "parallelism.tensor=4|model.kv_heads=2|such as 2"),
     ("parallelism=tp model.kv_heads=4 model.heads=4 model.ffn=641", "parallelism.tensor=2|model.ffn=641"),

@@ -266,7 +266,7 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int, p
     ranks = "" if layout.devices == 1 else f" per rank on {layout.devices} ranks ({layout})"
     if planned and machine.device == "cuda":
         available_memory = _describe_cluster(recipe, machine)
-        remedy = _suggest_cluster_change(recipe, layout, available_gib)
+        remedy = _suggest_cluster_change(recipe, layout, machine, available_gib)
     else:
         available_memory = _describe_machine(machine, layout, available_gib)
         override = _suggest_override(recipe, layout, available_gib, machine.device)
@@ -335,13 +335,18 @@ def _describe_cluster(recipe: Recipe, machine: Machine) -> str:
     return f"{subject} has {count}{machine.count} x {machine.name} with {_format_gib(memory_gib)} each"
 
 
-def _suggest_cluster_change(recipe: Recipe, layout: Layout, available_gib: float) -> str:
+def _suggest_cluster_change(recipe: Recipe, layout: Layout, machine: Machine, available_gib: float) -> str:
     """Return the settings that most likely make the run fit the cluster that is planned."""
     setting = _suggest_override(recipe, layout, available_gib, "cuda")
     if setting == SMALLEST:
         sharded = _set_fsdp(recipe)
-        fits = any(map(find_smallest_layout, (sharded, _set_full_checkpointing(sharded))))
-        setting = "more cluster.nodes with parallelism=fsdp" if fits else "a smaller model"
+        variants = {"parallelism=fsdp": sharded, "parallelism=fsdp memory=full": _set_full_checkpointing(sharded)}
+        grows = any(map(find_smallest_layout, variants.values()))
+        setting = "more cluster.nodes with parallelism=fsdp" if grows else "a smaller model"
+        for choices, variant in reversed(variants.items()):
+            here = _build_layout(variant, recipe.cluster.nodes * machine.count, machine.count, 1)
+            if here and _compute_required_gib(variant, here, available_gib, "cuda") <= available_gib:
+                setting = choices
     return f"{setting}, or set cluster.memory_gib if its devices have more"
 
 

@@ -188,9 +188,12 @@ def list_comparison_notes(
         *(f"{raw.directory.name}: {corruption}" for raw in collected.runs for corruption in raw.corruption),
     ]
     if len(codes := _collect_code_ids(all_members)) > 1:
-        own = {pair for m in all_members for d in m.raw.documents for pair in (d.get(own_code.KEY) or {}).items()}
+        used = [d.get(own_code.KEY) or {} for m in all_members for d in m.raw.documents]
+        of_some = sorted({name for own in used for name in own if not all(name in other for other in used)})
+        own = {pair for own in used for pair in own.items()}
         changed = sorted(name for name, count in Counter(name for name, _ in own).items() if count > 1)
         what = f" (files of your {', '.join(changed)} differ)" if changed else ""
+        what += f" (not all use your {', '.join(of_some)})" if of_some else ""
         notes.append(
             f"the runs use {len(codes)} different versions of code or libraries{what}: {', '.join(sorted(codes))}"
         )

@@ -21,6 +21,7 @@ from titan.config.command import describe_train_option
 from titan.errors import ConfigError
 from titan.files.run_directory import describe_runs_below, is_sweep_directory
 from titan.run import hydra_private, trust
+from titan.run.hydra_session import CONF
 from titan.run.lock import check_linked_folders
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
@@ -34,6 +35,8 @@ SHOWING_OPTIONS = {
 """Options that ask for something other than one run, by their names in the parsed command line."""
 CONFIG_GROUPS = (*Recipe.axes(), "recipe", "sweep")
 """The config groups of a command line."""
+COMBINED = ("metrics", "profile")
+"""Of these, the groups of which titan's own choices can be combined in a list."""
 
 
 def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namespace:
@@ -92,10 +95,17 @@ def check(args: argparse.Namespace) -> None:
     """
     overrides = OverridesParser.create().parse_overrides(list(args.overrides))
     for override in overrides:
-        if override.key_or_group in CONFIG_GROUPS and not override.is_sweep_override() and override.value() in ({}, []):
+        group, value = override.key_or_group, None if override.is_sweep_override() else override.value()
+        if group in CONFIG_GROUPS and value in ({}, []):
             raise ConfigError(
-                f"{override.input_line}: changes nothing; choose with {override.key_or_group}=CHOICE, or set "
-                f"{override.key_or_group}.SETTING=VALUE."
+                f"{override.input_line}: changes nothing; choose with {group}=CHOICE, or set {group}.SETTING=VALUE."
+            )
+        choices = value if group in CONFIG_GROUPS and group not in COMBINED and isinstance(value, list) else []
+        alternatives = [str(choice) for choice in choices if (CONF / group / f"{choice}.yaml").exists()]
+        if len(alternatives) > 1:
+            raise ConfigError(
+                f"{override.input_line}: {' and '.join(alternatives)} are alternatives, of which one counts; leave the "
+                f"others out, or run each with -m {group}={','.join(alternatives)}."
             )
     if args.multirun:
         _check_duplicates(overrides)

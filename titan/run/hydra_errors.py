@@ -69,6 +69,9 @@ class HydraErrors:
         if isinstance(error, MissingConfigException) and str(error.missing_cfg_file).startswith("hooks/"):
             return hydra_choices.describe_unknown_hook(str(error.missing_cfg_file).removeprefix("hooks/"))
         if isinstance(error, MissingConfigException):
+            group, _, choice = str(error.missing_cfg_file).rpartition("/")
+            if group in command_line.CONFIG_GROUPS:  # one of a list
+                return f"{group}={choice}: there is no such choice; see --help, which lists them."
             return f"--config-name {error.missing_cfg_file}: there is no such configuration; leave it out."
         if isinstance(error, UserWarning):
             path = str(error).partition("path=")[2].removesuffix(" is not available.")
@@ -86,7 +89,11 @@ class HydraErrors:
         for beginning, advice in HYDRA_HINTS.items():
             if text.startswith(beginning):
                 typed = self._find_override(text)
-                advice = advice.replace("[a,b]", f"[{typed.partition('=')[2]}]")
+                is_choice = _parse_key(typed) in command_line.CONFIG_GROUPS
+                advice = advice.replace(
+                    "write [a,b] for a list, or " if is_choice else "[a,b]",
+                    "" if is_choice else f"[{typed.partition('=')[2]}]",
+                )
                 if number := re.search(r"=(\d{1,3}(?:,\d{3})+)$", typed):  # 0,001 and 1,000
                     advice = f"write {number[1].replace(',', '.' if number[1].startswith('0') else '')}"
                 return f"{typed}: {advice}."
