@@ -104,6 +104,8 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("model={}", "model={}|model=CHOICE|model.SETTING=VALUE"),
     ("model=[]", "model=[]: changes nothing"),
     ("recipe={}", "recipe={}: changes nothing"),
+    ("dataset=text path=README.md", "path=README.md: there is no such setting; did you mean 'dataset.path'"),
+    ("dataset=[stdlib,text]", "stdlib and text are alternatives|-m dataset=stdlib,text"),
     ("cluster=[h100,h200] model=llama8b", "cluster=[h100,h200]: h100 and h200 are alternatives|-m cluster=h100,h200"),
     ("memory=[full,nope]", "memory=nope: there is no such choice"),
     ("cluster=h100,h200", "cluster=h100,h200: one value is expected; add -m to run each"),
@@ -433,7 +435,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("model=llama8b", "131 GiB|16.0 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
     ("model=llama8b parallelism=3d", "8 ranks|at least 2 devices of 80 GiB|cluster.memory_gib"),
     ("model=llama70b parallelism=fsdp", "model=llama70b parallelism=fsdp|2 ranks (shard 2)|at least 32 devices"),
-    ("model=llama405b", "7.6 TiB|of 80 GiB with parallelism=fsdp and memory=full"),
+    ("model=llama405b", "7.6 TiB|of 80 GiB with parallelism=fsdp memory=full"),
     ("model=llama405b parallelism=3d", "at least 256 devices of 80 GiB|pipeline 16 x shard 2 x tensor 8"),
     ("cluster.memory_gib=0.01", "model=debug|a smaller training.seq_len|cluster.memory_gib"),
     # classes

@@ -189,11 +189,10 @@ def list_comparison_notes(
     ]
     if len(codes := _collect_code_ids(all_members)) > 1:
         used = [d.get(own_code.KEY) or {} for m in all_members for d in m.raw.documents]
-        of_some = sorted({name for own in used for name in own if not all(name in other for other in used)})
-        own = {pair for own in used for pair in own.items()}
-        changed = sorted(name for name, count in Counter(name for name, _ in own).items() if count > 1)
-        what = f" (files of your {', '.join(changed)} differ)" if changed else ""
-        what += f" (not all use your {', '.join(of_some)})" if of_some else ""
+        digests = {name: {own.get(name) for own in used} for name in sorted({name for own in used for name in own})}
+        changed = ", ".join(name for name, found in digests.items() if len(found - {None}) > 1)
+        of_some = ", ".join(name for name, found in digests.items() if None in found)
+        what = f" (files of your {changed} differ)" * bool(changed) + f" (not all use your {of_some})" * bool(of_some)
         notes.append(
             f"the runs use {len(codes)} different versions of code or libraries{what}: {', '.join(sorted(codes))}"
         )

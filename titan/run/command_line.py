@@ -182,23 +182,20 @@ def _check_options(args: argparse.Namespace) -> None:
 def _check_ranges(overrides: Sequence[Override]) -> None:
     """Raise ConfigError for a range among other values, and for one with a single value: its step is 1 by default."""
     for override in overrides:
-        value = override.value()
+        value: Any = override.value()
         if isinstance(value, ChoiceSweep) and any(isinstance(choice, Sweep) for choice in value.list):
             raise ConfigError(
                 f"{override.input_line}: a range is no value of a list; write each value, as in 1e-3,3e-3."
             )
-        if override.is_range_sweep():
-            _check_range(override)
-
-
-def _check_range(override: Override) -> None:
-    count = len(list(override.sweep_iterator()))
-    if count == 0:
-        raise ConfigError(f"{override.input_line}: has no values; give range(START,STOP,STEP).")
-    sweep: Any = override.value()
-    bounds = sweep.start, sweep.stop
-    if count == 1 and any(isinstance(bound, float) for bound in bounds) and not _has_step(override):
-        raise ConfigError(f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP).")
+        if not override.is_range_sweep():
+            continue
+        count = len(list(override.sweep_iterator()))
+        if count == 0:
+            raise ConfigError(f"{override.input_line}: has no values; give range(START,STOP,STEP).")
+        if count == 1 and (isinstance(value.start, float) or isinstance(value.stop, float)) and not _has_step(override):
+            raise ConfigError(
+                f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP)."
+            )
 
 
 def _has_step(override: Override) -> bool:
