@@ -105,6 +105,12 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("model=[]", "model=[]: changes nothing"),
     ("recipe={}", "recipe={}: changes nothing"),
     ("dataset=text path=README.md", "path=README.md: there is no such setting; did you mean 'dataset.path'"),
+    (
+        "evaluation.sets.de.path=de.txt",
+        "evaluation.sets has keys that you choose; write +evaluation.sets.de.path=VALUE",
+    ),
+    ("dataset=mixture dataset.weights.de=1", "write +dataset.weights.de=VALUE"),
+    ("optimizer.lr.x=1", "did you mean 'optimizer.lr'"),
     ("dataset=[stdlib,text]", "stdlib and text are alternatives|-m dataset=stdlib,text"),
     ("cluster=[h100,h200] model=llama8b", "cluster=[h100,h200]: h100 and h200 are alternatives|-m cluster=h100,h200"),
     ("memory=[full,nope]", "memory=nope: there is no such choice"),
