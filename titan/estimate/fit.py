@@ -306,8 +306,8 @@ def _describe_requirement(recipe: Recipe) -> str:
             devices = f"{layout.devices} devices of {memory_gib} GiB ({layout})"
             return f"{change} at least {devices}, using {_format_gib(gib)} each."
     single_device_gib = estimate_memory(_set_full_checkpointing(recipe), Layout(), recipe.training.rows).gib
-    smallest_layouts = {choices: find_smallest_layout(variant) for choices, variant in _shard_all(recipe).items()}
-    ways = (f", or {x[0].devices} of {memory_gib} GiB with {way}" for way, x in smallest_layouts.items() if x)
+    smallest_layouts = ((choices, find_smallest_layout(variant)) for choices, variant in _shard_all(recipe).items())
+    ways = (f", or {found[0].devices} of {memory_gib} GiB with {way}" for way, found in smallest_layouts if found)
     return f"It needs a device of {_format_gib(single_device_gib / USABLE)}{next(ways, '')}."
 
 

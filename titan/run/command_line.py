@@ -53,12 +53,12 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
     """
     args = _parse_options(words)
     resumed = [word for word in args.overrides if word.startswith(RESUME)]
-    typed = _drop_resume(args.overrides)
+    typed = [word for word in args.overrides if not word.startswith(RESUME)]
     if resumed:
         recorded = _read_resumed_arguments(resumed[-1], args)
     recorded = trust.select_recorded(recorded, typed)
     if resumed:
-        earlier_args = _parse_options([*recorded, *_drop_resume(words)])
+        earlier_args = _parse_options([*recorded, *(word for word in words if not word.startswith(RESUME))])
         args = argparse.Namespace(**vars(earlier_args))
     elif recorded:
         args = _parse_options([*recorded, *words])
@@ -213,10 +213,6 @@ def _check_duplicates(overrides: Sequence[Override]) -> None:
                 f"{override.input_line}: {override.key_or_group} is given twice, and only the last would be run; "
                 "leave one out."
             )
-
-
-def _drop_resume(words: Sequence[str]) -> list[str]:
-    return [word for word in words if not word.startswith(RESUME)]
 
 
 def _read_resumed_arguments(word: str, args: argparse.Namespace) -> list[str]:

@@ -81,11 +81,12 @@ class HydraErrors:
             )
             return f"hydra.searchpath=[{path}]: there is no such folder; {advice}."
         if isinstance(error, OmegaConfBaseException) and error.full_key:
-            return self._describe_interpolation(error)
+            reason = " ".join(str(error).split("full_key")[0].split()).rstrip(".")
+            return f"{self._find_typed_override(str(error.full_key))}: {reason}; correct what stands in the braces."
         text = _join_lines(str(error))
         if text.startswith("BasicSweeper does not support sweep type"):
             advice = "takes a sweeper that samples, such as hydra/sweeper=optuna; or give values, as in 1e-3,3e-3"
-            return f"{self._find_interval()}: {advice}."
+            return f"{next((o for o in self.overrides if 'interval(' in o), 'interval')}: {advice}."
         for beginning, advice in HYDRA_HINTS.items():
             if text.startswith(beginning):
                 typed = self._find_override(text)
@@ -99,14 +100,6 @@ class HydraErrors:
         if cause is None:
             return text.rstrip(".") + "."
         return f"{text}: {' '.join(str(cause).split('full_key')[0].split()).rstrip('.')}; give another value."
-
-    def _describe_interpolation(self, error: OmegaConfBaseException) -> str:
-        reason = " ".join(str(error).split("full_key")[0].split()).rstrip(".")
-        return f"{self._find_typed_override(str(error.full_key))}: {reason}; correct what stands in the braces."
-
-    def _find_interval(self) -> str:
-        """The override that gives an interval."""
-        return next((o for o in self.overrides if "interval(" in o), "interval")
 
     def _find_override(self, text: str) -> str:
         """The override that `text` quotes, or else the last one that names what it names."""
