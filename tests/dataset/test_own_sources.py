@@ -54,6 +54,7 @@ class Needles(Source):
 class Needle(Dataset):
     count: int = 20
     length: int = 3
+    words: str = "none"
     path: str = setting("a", "where the files are", science=False)
 
     def build(self):
@@ -122,6 +123,21 @@ def test_a_setting_that_digest_forgets_gives_another_folder(needle: Make, capsys
     assert tokens[30] > 5 * tokens[3]
     assert ensure_plan(needle(path="b", workers=3, prefetch=2)) == ensure_plan(needle())
     assert not capsys.readouterr().err  # no code has changed
+
+
+def test_a_changed_file_that_digest_forgets_is_named(
+    needle: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "words.txt"
+    file.write_text("roses")
+    for words in (str(file), str(tmp_path)):
+        former, again = prepare(needle(words=words)), ensure_plan(needle(words=words), "dataset")
+        assert (again, capsys.readouterr().err) == (former, "")
+    folder = prepare(needle(words=str(file)))
+    later = (folder / "plan.json").stat().st_mtime + 5
+    os.utime(file, (later, later))
+    assert ensure_plan(needle(words=str(file)), "dataset") == folder
+    assert f"{file} is newer than {folder}, which is used" in capsys.readouterr().err
 
 
 def test_folders_of_earlier_versions_are_found(

@@ -60,7 +60,7 @@ def test_it_says_what_it_reads(
     assert all(words in out for words in shown.split("|"))
     assert len(load_tokenizer(str(tmp_path / "o.tiktoken")).encode("ü")) == ids
     assert main([str(folder), f"to={tmp_path}/o.tiktoken", "ranks=258"]) == 2
-    assert "is not recognised as a file that titan wrote" in capsys.readouterr().err
+    assert "there is such a file; give another file, or delete this one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

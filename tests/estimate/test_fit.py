@@ -440,6 +440,11 @@ def test_logits_in_chunks_and_one_mask_are_counted() -> None:
             ["parallelism.microbatches=1"], r"Try parallelism\.microbatches=auto, or set cluster\.memory_gib", id="rows"
         ),
         pytest.param(
+            ["model=llama8b", "cluster.nodes=2", "training.seq_len=32Ki", "training.global_batch=4Mi"],
+            r"Try parallelism=fsdp memory=full, or set cluster\.memory_gib",
+            id="enough devices",
+        ),
+        pytest.param(
             ["model.dim=1048576", "model.layers=100", "model.ffn=3145728", "parallelism=fsdp"],
             r"Try a smaller model, or set cluster\.memory_gib",
             id="no layout",

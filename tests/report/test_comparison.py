@@ -99,7 +99,10 @@ def test_other_code_is_noted(tmp_path: Path) -> None:
     make_run(tmp_path / "b", replace(S, code="abc"), FSDP)
     found = compare([tmp_path])
     assert "different code: abc; the baseline: c0de00000000" in found.variants[1].notes
-    assert any("2 different versions of code" in note for note in found.notes)
+    assert any("2 different versions of code or libraries: abc" in note for note in found.notes)
+    with open(tmp_path / "b" / "run.yaml", "a") as record:
+        record.write("own_code: {mine: a1}\n")
+    assert any("code or libraries (not all use your mine): abc" in note for note in compare([tmp_path]).notes)
 
 
 def test_a_layout_that_changed_is_noted(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int, p
     ranks = "" if layout.devices == 1 else f" per rank on {layout.devices} ranks ({layout})"
     if planned and machine.device == "cuda":
         available_memory = _describe_cluster(recipe, machine)
-        remedy = _suggest_cluster_change(recipe, layout, available_gib)
+        remedy = _suggest_cluster_change(recipe, layout, machine, available_gib)
     else:
         available_memory = _describe_machine(machine, layout, available_gib)
         override = _suggest_override(recipe, layout, available_gib, machine.device)
@@ -306,15 +306,9 @@ def _describe_requirement(recipe: Recipe) -> str:
             devices = f"{layout.devices} devices of {memory_gib} GiB ({layout})"
             return f"{change} at least {devices}, using {_format_gib(gib)} each."
     single_device_gib = estimate_memory(_set_full_checkpointing(recipe), Layout(), recipe.training.rows).gib
-    fsdp_recipe = _set_fsdp(recipe)
-    for suffix, fsdp_layout in (
-        ("", find_smallest_layout(fsdp_recipe)),
-        (" and memory=full", find_smallest_layout(_set_full_checkpointing(fsdp_recipe))),
-    ):
-        if fsdp_layout:
-            alternative = f", or {fsdp_layout[0].devices} of {memory_gib} GiB with parallelism=fsdp{suffix}"
-            return f"It needs a device of {_format_gib(single_device_gib / USABLE)}{alternative}."
-    return f"It needs a device of {_format_gib(single_device_gib / USABLE)}."
+    smallest_layouts = ((choices, find_smallest_layout(variant)) for choices, variant in _shard_all(recipe).items())
+    ways = (f", or {found[0].devices} of {memory_gib} GiB with {way}" for way, found in smallest_layouts if found)
+    return f"It needs a device of {_format_gib(single_device_gib / USABLE)}{next(ways, '')}."
 
 
 def _describe_machine(machine: Machine, layout: Layout, available_gib: float) -> str:
@@ -335,13 +329,17 @@ def _describe_cluster(recipe: Recipe, machine: Machine) -> str:
     return f"{subject} has {count}{machine.count} x {machine.name} with {_format_gib(memory_gib)} each"
 
 
-def _suggest_cluster_change(recipe: Recipe, layout: Layout, available_gib: float) -> str:
+def _suggest_cluster_change(recipe: Recipe, layout: Layout, machine: Machine, available_gib: float) -> str:
     """Return the settings that most likely make the run fit the cluster that is planned."""
     setting = _suggest_override(recipe, layout, available_gib, "cuda")
     if setting == SMALLEST:
-        sharded = _set_fsdp(recipe)
-        fits = any(map(find_smallest_layout, (sharded, _set_full_checkpointing(sharded))))
-        setting = "more cluster.nodes with parallelism=fsdp" if fits else "a smaller model"
+        variants = _shard_all(recipe)
+        grows = any(map(find_smallest_layout, variants.values()))
+        setting = "more cluster.nodes with parallelism=fsdp" if grows else "a smaller model"
+        for choices, variant in reversed(variants.items()):
+            here = _build_layout(variant, recipe.cluster.nodes * machine.count, machine.count, 1)
+            if here and _compute_required_gib(variant, here, available_gib, "cuda") <= available_gib:
+                setting = choices
     return f"{setting}, or set cluster.memory_gib if its devices have more"
 
 
@@ -358,6 +356,12 @@ def _suggest_nodes(recipe: Recipe) -> str:
 def _set_fsdp(recipe: Recipe) -> Recipe:
     parallelism = replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1)
     return replace(recipe, parallelism=parallelism)
+
+
+def _shard_all(recipe: Recipe) -> dict[str, Recipe]:
+    """Return the recipe sharded over all devices, without and with full checkpointing, by what to type."""
+    sharded = _set_fsdp(recipe)
+    return {"parallelism=fsdp": sharded, "parallelism=fsdp memory=full": _set_full_checkpointing(sharded)}
 
 
 def _set_full_checkpointing(recipe: Recipe) -> Recipe:

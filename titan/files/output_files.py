@@ -55,7 +55,8 @@ def check_output_file(
     if any(os.path.exists(source) and file.exists() and file.samefile(source) for source in sources):
         raise ConfigError(f"to={name}: is a file that this command reads; give another file.")
     if not _can_replace(file):
-        raise ConfigError(f"to={name}: {FOREIGN}; give another file, or delete this one.")
+        reason = FOREIGN if not endings or file.suffix in WRITTEN else "there is such a file"
+        raise ConfigError(f"to={name}: {reason}; give another file, or delete this one.")
     if not _is_stream(file):
         _check_folder(name, next(folder for folder in file.resolve().parents if os.path.exists(folder)))
     return file

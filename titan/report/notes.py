@@ -188,9 +188,11 @@ def list_comparison_notes(
         *(f"{raw.directory.name}: {corruption}" for raw in collected.runs for corruption in raw.corruption),
     ]
     if len(codes := _collect_code_ids(all_members)) > 1:
-        own = {pair for m in all_members for d in m.raw.documents for pair in (d.get(own_code.KEY) or {}).items()}
-        changed = sorted(name for name, count in Counter(name for name, _ in own).items() if count > 1)
-        what = f" (files of your {', '.join(changed)} differ)" if changed else ""
+        used = [d.get(own_code.KEY) or {} for m in all_members for d in m.raw.documents]
+        digests = {name: {own.get(name) for own in used} for name in sorted({name for own in used for name in own})}
+        changed = ", ".join(name for name, found in digests.items() if len(found - {None}) > 1)
+        of_some = ", ".join(name for name, found in digests.items() if None in found)
+        what = f" (files of your {changed} differ)" * bool(changed) + f" (not all use your {of_some})" * bool(of_some)
         notes.append(
             f"the runs use {len(codes)} different versions of code or libraries{what}: {', '.join(sorted(codes))}"
         )

@@ -21,6 +21,7 @@ from titan.config.command import describe_train_option
 from titan.errors import ConfigError
 from titan.files.run_directory import describe_runs_below, is_sweep_directory
 from titan.run import hydra_private, trust
+from titan.run.hydra_session import CONF
 from titan.run.lock import check_linked_folders
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
@@ -34,6 +35,8 @@ SHOWING_OPTIONS = {
 """Options that ask for something other than one run, by their names in the parsed command line."""
 CONFIG_GROUPS = (*Recipe.axes(), "recipe", "sweep")
 """The config groups of a command line."""
+COMBINED = ("metrics", "profile")
+"""Of these, the groups of which titan's own choices can be combined in a list."""
 
 
 def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namespace:
@@ -50,12 +53,12 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
     """
     args = _parse_options(words)
     resumed = [word for word in args.overrides if word.startswith(RESUME)]
-    typed = _drop_resume(args.overrides)
+    typed = [word for word in args.overrides if not word.startswith(RESUME)]
     if resumed:
         recorded = _read_resumed_arguments(resumed[-1], args)
     recorded = trust.select_recorded(recorded, typed)
     if resumed:
-        earlier_args = _parse_options([*recorded, *_drop_resume(words)])
+        earlier_args = _parse_options([*recorded, *(word for word in words if not word.startswith(RESUME))])
         args = argparse.Namespace(**vars(earlier_args))
     elif recorded:
         args = _parse_options([*recorded, *words])
@@ -92,10 +95,17 @@ def check(args: argparse.Namespace) -> None:
     """
     overrides = OverridesParser.create().parse_overrides(list(args.overrides))
     for override in overrides:
-        if override.key_or_group in CONFIG_GROUPS and not override.is_sweep_override() and override.value() in ({}, []):
+        group, value = override.key_or_group, None if override.is_sweep_override() else override.value()
+        if group in CONFIG_GROUPS and value in ({}, []):
             raise ConfigError(
-                f"{override.input_line}: changes nothing; choose with {override.key_or_group}=CHOICE, or set "
-                f"{override.key_or_group}.SETTING=VALUE."
+                f"{override.input_line}: changes nothing; choose with {group}=CHOICE, or set {group}.SETTING=VALUE."
+            )
+        choices = value if group in CONFIG_GROUPS and group not in COMBINED and isinstance(value, list) else []
+        alternatives = [str(choice) for choice in choices if (CONF / group / f"{choice}.yaml").exists()]
+        if len(alternatives) > 1:
+            raise ConfigError(
+                f"{override.input_line}: {' and '.join(alternatives)} are alternatives, of which one counts; leave the "
+                f"others out, or run each with -m {group}={','.join(alternatives)}."
             )
     if args.multirun:
         _check_duplicates(overrides)
@@ -172,23 +182,20 @@ def _check_options(args: argparse.Namespace) -> None:
 def _check_ranges(overrides: Sequence[Override]) -> None:
     """Raise ConfigError for a range among other values, and for one with a single value: its step is 1 by default."""
     for override in overrides:
-        value = override.value()
+        value: Any = override.value()
         if isinstance(value, ChoiceSweep) and any(isinstance(choice, Sweep) for choice in value.list):
             raise ConfigError(
                 f"{override.input_line}: a range is no value of a list; write each value, as in 1e-3,3e-3."
             )
-        if override.is_range_sweep():
-            _check_range(override)
-
-
-def _check_range(override: Override) -> None:
-    count = len(list(override.sweep_iterator()))
-    if count == 0:
-        raise ConfigError(f"{override.input_line}: has no values; give range(START,STOP,STEP).")
-    sweep: Any = override.value()
-    bounds = sweep.start, sweep.stop
-    if count == 1 and any(isinstance(bound, float) for bound in bounds) and not _has_step(override):
-        raise ConfigError(f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP).")
+        if not override.is_range_sweep():
+            continue
+        count = len(list(override.sweep_iterator()))
+        if count == 0:
+            raise ConfigError(f"{override.input_line}: has no values; give range(START,STOP,STEP).")
+        if count == 1 and (isinstance(value.start, float) or isinstance(value.stop, float)) and not _has_step(override):
+            raise ConfigError(
+                f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP)."
+            )
 
 
 def _has_step(override: Override) -> bool:
@@ -206,10 +213,6 @@ def _check_duplicates(overrides: Sequence[Override]) -> None:
                 f"{override.input_line}: {override.key_or_group} is given twice, and only the last would be run; "
                 "leave one out."
             )
-
-
-def _drop_resume(words: Sequence[str]) -> list[str]:
-    return [word for word in words if not word.startswith(RESUME)]
 
 
 def _read_resumed_arguments(word: str, args: argparse.Namespace) -> list[str]:

@@ -26,7 +26,7 @@ HYDRA_HINTS = {
     "Could not append to config.": "there is such a setting already; write it without the +",
     "Multiple values for": "the axis has a choice already; write it without the +",
     "force-add of config groups": "the axis has a choice already; write it without the ++",
-    "Ambiguous value for argument": "one value is expected; write [a,b] for a list, or add -m to run each",
+    "Ambiguous value for argument": "one value is expected; {}add -m to run each",
     "Override ": "there is no such axis; see --help",
 }
 """What replaces Hydra's messages, by how they begin."""
@@ -66,9 +66,12 @@ class HydraErrors:
             return self._describe_choice_error(error)
         if isinstance(error, OverrideParseException):
             return f"{error.override}: not understood; {_advise_on_syntax(str(error.override), self.overrides)}."
-        if isinstance(error, MissingConfigException) and str(error.missing_cfg_file).startswith("hooks/"):
-            return hydra_choices.describe_unknown_hook(str(error.missing_cfg_file).removeprefix("hooks/"))
         if isinstance(error, MissingConfigException):
+            group, _, choice = str(error.missing_cfg_file).partition("/")
+            if group == "hooks":
+                return hydra_choices.describe_unknown_hook(choice)
+            if choice and group in command_line.CONFIG_GROUPS:  # of a list
+                return f"{group}={choice}: there is no such choice; see --help."
             return f"--config-name {error.missing_cfg_file}: there is no such configuration; leave it out."
         if isinstance(error, UserWarning):
             path = str(error).partition("path=")[2].removesuffix(" is not available.")
@@ -78,15 +81,17 @@ class HydraErrors:
             )
             return f"hydra.searchpath=[{path}]: there is no such folder; {advice}."
         if isinstance(error, OmegaConfBaseException) and error.full_key:
-            return self._describe_interpolation(error)
+            reason = " ".join(str(error).split("full_key")[0].split()).rstrip(".")
+            return f"{self._find_typed_override(str(error.full_key))}: {reason}; correct what stands in the braces."
         text = _join_lines(str(error))
         if text.startswith("BasicSweeper does not support sweep type"):
             advice = "takes a sweeper that samples, such as hydra/sweeper=optuna; or give values, as in 1e-3,3e-3"
-            return f"{self._find_interval()}: {advice}."
+            return f"{next((o for o in self.overrides if 'interval(' in o), 'interval')}: {advice}."
         for beginning, advice in HYDRA_HINTS.items():
             if text.startswith(beginning):
                 typed = self._find_override(text)
-                advice = advice.replace("[a,b]", f"[{typed.partition('=')[2]}]")
+                lists = _parse_key(typed) not in command_line.CONFIG_GROUPS
+                advice = advice.format(f"write [{typed.partition('=')[2]}] for a list, or " * lists)
                 if number := re.search(r"=(\d{1,3}(?:,\d{3})+)$", typed):  # 0,001 and 1,000
                     advice = f"write {number[1].replace(',', '.' if number[1].startswith('0') else '')}"
                 return f"{typed}: {advice}."
@@ -95,14 +100,6 @@ class HydraErrors:
         if cause is None:
             return text.rstrip(".") + "."
         return f"{text}: {' '.join(str(cause).split('full_key')[0].split()).rstrip('.')}; give another value."
-
-    def _describe_interpolation(self, error: OmegaConfBaseException) -> str:
-        reason = " ".join(str(error).split("full_key")[0].split()).rstrip(".")
-        return f"{self._find_typed_override(str(error.full_key))}: {reason}; correct what stands in the braces."
-
-    def _find_interval(self) -> str:
-        """The override that gives an interval."""
-        return next((o for o in self.overrides if "interval(" in o), "interval")
 
     def _find_override(self, text: str) -> str:
         """The override that `text` quotes, or else the last one that names what it names."""
@@ -133,9 +130,11 @@ class HydraErrors:
             return ConfigError(f"{typed}: the defaults have no such group; write {words}.")
         if synonym_error := synonyms.build_error(typed, key, frozenset(keys)):
             return synonym_error
-        is_nested = any(name.endswith(f".{key}") for name in keys)
-        hint = suggest_nearest(key, Recipe.axes()) if "." not in key and not is_nested else "."
-        hint = suggest_nearest(key, keys) if hint == "." else hint
+        nested = [name for name in keys if name.endswith(f".{key}")]
+        axes = {_parse_key(override).partition(".")[0] for override in self.overrides}  # those that the user thinks of
+        hint = suggest_nearest(key, Recipe.axes()) if "." not in key and not nested else "."
+        near = [name for name in nested if name.partition(".")[0] in axes] or keys
+        hint = suggest_nearest(key, near) if hint == "." else hint
         sentence = f"{typed}: there is no such setting{hint} See --help and --cfg job."
         return UnknownSettingError(sentence, typed, key, hint)
 

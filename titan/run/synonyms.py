@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import get_type_hints
 
 from titan.errors import UnknownSettingError
 from titan.run.axes import PLUGGABLE
@@ -184,13 +185,19 @@ def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None
             return f"write {name}"
     if word in PERIODS and (name := f"{AXES.get(axis, axis)}.every") in known_keys:
         return f"write {name}=STEPS"
-    return _advise_on_kinds(axis, rest) or _advise_on_word(key, word)
+    return _advise_on_kinds(axis, rest, known_keys) or _advise_on_word(key, word)
 
 
-def _advise_on_kinds(axis: str, rest: str) -> str | None:
-    """Return which choices of an axis have a setting that the present one has not; None where none has."""
+def _advise_on_kinds(axis: str, rest: str, known_keys: frozenset[str]) -> str | None:
+    """Return which choices of an axis have a setting, or a mapping with a key, that is not there; None: none has."""
     name = rest.partition(".")[0]
     kinds = {} if axis == "model" else PLUGGABLE.get(axis, {})
+    if name != rest and f"{axis}.{name}" in known_keys:
+        classes = kinds.values() if kinds else [get_type_hints(Recipe)[axis]]
+        is_mapping = any(f.name == name and str(f.type).startswith("Mapping[str") for c in classes for f in fields(c))
+        return (
+            f"{axis}.{name} has keys that you choose; write +{axis}.{rest}=VALUE for a new one" if is_mapping else None
+        )
     owners = [kind for kind, cls in kinds.items() if kind != "base" and name in {f.name for f in fields(cls)}]
     return f"choose {axis}={' or '.join(owners)} for it" if owners else None
 

@@ -157,9 +157,7 @@ def _identify_code(inputs: PreparationInputs, files: Mapping[str, Path]) -> Prep
     The name of a folder of titan's earlier versions has neither. It belongs to the settings and the code that first use
     it, unless the code's files have changed since it was made.
     """
-    chosen = [f for f in fields(inputs.dataset) if f.name not in _COMMON and f.metadata.get("science") is not False]
-    settings = {field.name: getattr(inputs.dataset, field.name) for field in chosen}
-    digest = _hash_values([inputs.digest, type(inputs.dataset).__qualname__, settings])
+    digest = _hash_values([inputs.digest, type(inputs.dataset).__qualname__, _list_settings(inputs.dataset)])
     code = packages.compute_files_digest(files) if files else _UNKNOWN
     earlier, prefix = inputs.folder, f"{inputs.source.name}-{digest[:16]}-"
     folder, newest = earlier.with_name(prefix + code), max((f.stat().st_mtime for f in files.values()), default=0)
@@ -170,6 +168,12 @@ def _identify_code(inputs: PreparationInputs, files: Mapping[str, Path]) -> Prep
     others |= {earlier} if (owner or prefix).startswith(prefix) else set()
     outdated = max((f for f in others if (f / "manifest.json").is_file()), key=_get_time, default=None)
     return replace(inputs, digest=_hash_values([digest, code]), folder=folder, identity=folder.name, outdated=outdated)
+
+
+def _list_settings(dataset: Dataset) -> dict[str, Any]:
+    """Return the settings that may decide which documents there are, besides those that all datasets have."""
+    chosen = [f for f in fields(dataset) if f.name not in _COMMON and f.metadata.get("science") is not False]
+    return {field.name: getattr(dataset, field.name) for field in chosen}
 
 
 _COMMON = {field.name for field in fields(Dataset)}
@@ -186,13 +190,19 @@ def _get_time(folder: Path) -> float:
 
 
 def note_identity(inputs: PreparationInputs, setting: str) -> None:
-    """Warn when a folder is prepared since the code has changed, and when one of an earlier version is used.
+    """Warn when a folder is prepared since the code has changed, and when one is used that may be of other content.
 
     Args:
         inputs: of a user's own source.
         setting: the name of the dataset's settings, such as dataset.
     """
     choice = setting if setting == "dataset" else f"dataset@{setting}"
+    for file in _list_settings(inputs.dataset).values() if inputs.identity and inputs.folder.exists() else ():
+        if isinstance(file, str) and os.path.isfile(file) and os.path.getmtime(file) > _get_time(inputs.folder):
+            warn_once(
+                f"{setting}: {file} is newer than {inputs.folder}, which is used because the source's digest() has not "
+                "changed; where the file's content counts, it must be part of digest()."
+            )
     if inputs.outdated and not inputs.folder.exists():
         warn_once(
             f"{setting}: {inputs.outdated} was prepared before the source's code changed, so {inputs.folder} is "
