@@ -64,7 +64,7 @@ def _count_digits(text: str) -> int:
 
 
 def is_same_value(typed: str, existing: str) -> bool:
-    """Return whether two values of a setting are equal: 1e-3 is 0.001, 1k is 1000, True is true; blanks and quotes don't count.
+    """Return whether two values of a setting are equal: 1e-3 is 0.001, 1k is 1000, and True is true, without blanks.
 
     Args:
         typed: as a user types it, or copies it from a label, whose numbers have fewer digits.
