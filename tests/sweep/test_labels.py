@@ -71,6 +71,9 @@ def test_the_best_trial_of_another_sweeper_is_one_line(tmp_path: Path) -> None:
         pytest.param("0.31623", "0.3162277", False, id="other-number"),
         pytest.param("' True'", "true", True, id="boolean"),
         pytest.param("[0.9, 0.95]", "[0.9,0.95]", True, id="list"),
+        pytest.param("1024", "1Ki", True, id="unit"),
+        pytest.param("5%", "0.05", True, id="share"),
+        pytest.param("1k", "1024", False, id="other-unit"),
         pytest.param("fsdp", "FSDP", False, id="word"),
     ],
 )

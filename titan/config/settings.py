@@ -467,8 +467,8 @@ def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...], uni
         return _convert_mapping(value, arguments, path, unit)
     if kind is Any or (kind is bool and isinstance(value, bool)):
         return value
-    if kind in (int, float) and isinstance(value, str) and (number := read_number(value, unit)) is not None:
-        return _convert_value(number, kind, path, (), unit)
+    if kind in (int, float) and isinstance(value, str) and isinstance(number := read_number(value, unit), (int, kind)):
+        return kind(number)
     if kind is int and not isinstance(value, bool):
         if isinstance(value, int):
             return value
@@ -493,9 +493,8 @@ def _convert_union(value: Any, kinds: tuple[Any, ...], path: str, words: tuple[s
     if isinstance(value, str) and words:
         if value in words:
             return value
-        if (number := read_number(value, unit)) is not None and bool not in kinds:
-            return _convert_union(number, kinds, path, words, unit)
-        _reject_type(value, f"{'true, false' if bool in kinds else 'a number'} or {' or '.join(words)}", path)
+        if read_number(value, unit) is None or bool in kinds:
+            _reject_type(value, f"{'true, false' if bool in kinds else 'a number'} or {' or '.join(words)}", path)
     rest = [k for k in kinds if k is not type(None) and not (k is str and words)]
     for kind in rest[:-1]:
         try:

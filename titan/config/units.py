@@ -19,7 +19,7 @@ _SCALES: Mapping[str, Mapping[str, Fraction | int]] = {
     **{unit: {name: Fraction(scale, size) for name, scale in _SECONDS.items()} for unit, size in _TIMES.items()},
 }
 """By what a setting counts: the suffixes that its numbers may have, and what they stand for."""
-_NUMBER = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,20})?) ?([A-Za-z]{1,3}|%)")
+_NUMBER = re.compile(r"([+-]?\d{0,20}\.?\d{1,20}) ?([A-Za-z]{1,3}|%)", re.ASCII)
 
 
 def find_unit(name: str, declared: str, limits: Mapping[str, float]) -> str:
@@ -48,7 +48,7 @@ def advise(text: str, unit: str, siblings: Iterable[str]) -> str:
         binary = f"{number}{suffix.upper()}i"
         return f"; write {binary} ({read_number(binary, ''):,}) or {read_number(text, '')}"
     if suffix in _SECONDS and unit not in _TIMES:
-        ways = [f"{number}M for millions"] if suffix == "m" else []
+        ways = [f"{number}{'Mi' if unit == 'powers' else 'M for millions'}"] if suffix == "m" else []
         names = ((name, name.rpartition(".")[2]) for name in siblings)
         ways += [f"{name}={read_number(text, kind)} for time" for name, kind in names if kind in _TIMES]
         return f"; write {' or '.join(ways)}" if ways else "; it is no time"

@@ -49,11 +49,9 @@ def count_cores() -> int:
 
 def read_process_state(pid: int) -> str:
     """Return the state of a process of this machine by /proc or ps, such as "T"; empty where there is none."""
-    if (PROC / "self").exists():
-        with contextlib.suppress(OSError, IndexError):
+    with contextlib.suppress(OSError, IndexError):
+        if (PROC / "self").exists():
             return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
-        return ""
-    with contextlib.suppress(OSError):
         text = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
         return STATES_OF_PS.get(text[:1], text[:1])
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 
+from titan.config.units import read_number
 from titan.console.numbers import format_exact, shorten_exponent
 from titan.console.text import sanitize_line
 
@@ -63,13 +64,15 @@ def _count_digits(text: str) -> int:
 
 
 def is_same_value(typed: str, existing: str) -> bool:
-    """Return whether two values of a setting are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored.
+    """Return whether two values of a setting are equal: 1e-3 is 0.001, 1k is 1000, and True is true, without blanks.
 
     Args:
         typed: as a user types it, or copies it from a label, whose numbers have fewer digits.
         existing: with all digits.
     """
     typed, existing = ("".join(text.split()).strip("'\"") for text in (typed, existing))
+    numbers = [read_number(text, "share") for text in (typed, existing)]
+    typed, existing = (t if n is None else repr(n) for t, n in zip((typed, existing), numbers, strict=True))
     try:
         return typed == existing or float(typed) in (float(existing), _round_as(typed, existing))
     except ValueError:

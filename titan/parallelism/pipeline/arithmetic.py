@@ -309,7 +309,7 @@ def _read_cells(path: str | Path) -> list[list[str]]:
             rows = list(csv.reader(file))
     except FileNotFoundError:
         raise _InvalidScheduleError(
-            f"there is no such file; correct its name, or choose one of {', '.join(SCHEDULES)}"
+            f"there is no such file; correct its name, or choose one of auto, {', '.join(SCHEDULES)}"
         ) from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise _InvalidScheduleError(
