@@ -234,6 +234,9 @@ def test_a_request_to_stop_ends_only_a_first_compilation_at_once(
     watch.clock.stop_request_time = 99.0
     watch._leave_compiler()
     assert codes == [code] * (code is not None)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    watch._leave_compiler()
+    assert len(codes) == (code is not None)
 
 
 @pytest.mark.parametrize("moves", [True, False])

@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -154,8 +155,12 @@ class Watch:
                 self.clock.stop_request_time = self.clock.get_time()
 
     def _leave_compiler(self) -> None:
-        """End this process where it is to stop and compiles its first step: nothing is lost, and that may take long."""
-        if self.clock.stop_request_time is None or self.activity.has_trained or self.rank_info.scheduled:
+        """End this process where it is to stop and compiles its first step: nothing is lost, and that may take long.
+
+        A notebook's or a prompt's process stays: it holds more than the run.
+        """
+        is_prompt = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+        if self.clock.stop_request_time is None or self.activity.has_trained or self.rank_info.scheduled or is_prompt:
             return
         main = read_thread_states(self.get_module_names()).get("main")
         if main is not None and main.compiles:
