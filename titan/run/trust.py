@@ -45,10 +45,11 @@ RISKS: Mapping[TextKind, str] = {
 """What a setting does, for the kinds whose every value the user must have typed."""
 SWEPT = "hydra.sweeper.params."
 """What stands before the settings that a sweeper varies."""
-_URL = re.compile(r"\b(?!file:)[A-Za-z][A-Za-z0-9+.-]*://|::")
+_URL = re.compile(r"(?<!\bfile)://|::")
+_TORCH_OPTIMIZER = re.compile(r"torch\.optim\.\w+")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _VARIABLE_FOLDER = re.compile(r"\$\{oc\.env:\w+(,[\w./-]*)?\}(/[^$]*)?")
-_FOLDER_BELOW = re.compile(r"(?![/~])(?!.*\.\.)([^$]|\$\{(name|now:[^${}]*|hydra[.:]job\.\w+)\})*")
+_FOLDER_BELOW = re.compile(r"(?s)(?![/~])(?!.*\.\.)([^$]|\$\{(name|now:[^${}]*|hydra[.:]job\.\w+)\})*")
 _PARENT = re.compile(r"(?<![\w.])\.\.(?![\w.])")
 
 Leaf = tuple[str, Any]
@@ -82,7 +83,7 @@ def explain_setting(key: str, value: Any) -> str | None:
     if value in (None, "", [], {}) or (kind == TextKind.OPEN and not _holds_text(value)):
         return None
     if kind in RISKS:
-        return RISKS[kind]
+        return None if kind == TextKind.CLASS and _TORCH_OPTIMIZER.fullmatch(text) else RISKS[kind]
     if kind == TextKind.RUN_FOLDER:
         return None if _FOLDER_BELOW.fullmatch(text) else RISKS[TextKind.WRITTEN]
     if "${" in text and (kind == TextKind.GROUP or key.startswith("hydra.")):
@@ -171,8 +172,8 @@ def select_recorded(recorded: Sequence[str], typed: Iterable[str]) -> list[str]:
             selected.append(word)
         elif _parse_key(word) not in replaced:
             raise ConfigError(
-                f"{word}: the run has recorded this setting, which {foreign}, and you have not typed it for "
-                "a run of yours; type it here if you trust it, or another value."
+                f"{word}: the run has recorded this setting, which {foreign}, and nothing shows that you "
+                "have typed it for a run of yours; type it here if you trust it, or another value."
             )
     return [part for word in selected for part in _split_option(word)]
 
