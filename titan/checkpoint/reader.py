@@ -105,7 +105,7 @@ class CheckpointReader(FileSystemReader):
             UnknownContentError: see `read_metadata`.
         """
         metadata: Any = self.read_metadata()
-        infos: dict[str, dict[tuple[str, Any], Any]] = {name: {} for name in files}
+        infos = {name: dict[tuple[str, Any], Any]() for name in files}
         for index, info in metadata.storage_data.items():
             if info.relative_path in infos:
                 infos[info.relative_path][index.fqn, index.offset] = info

@@ -119,13 +119,10 @@ def _is_read_as_written(text: str) -> bool:
     """Return whether a text stays the name of a file that is read: no interpolation adds what nobody has checked."""
     if "${" not in text or _VARIABLE_FOLDER.fullmatch(text):
         return True
-    reference = _REFERENCE.fullmatch(text)
-    unchecked = (TextKind.LABEL, TextKind.GROUP, TextKind.RUN_FOLDER)
-    return (
-        reference is not None
-        and not reference[1].startswith((".", "hydra"))
-        and find_kind(reference[1]) not in unchecked
-    )
+    reference, unchecked = _REFERENCE.fullmatch(text), (TextKind.LABEL, TextKind.GROUP, TextKind.RUN_FOLDER)
+    if reference is None or reference[1].startswith((".", "hydra")):
+        return False
+    return find_kind(reference[1]) not in unchecked
 
 
 def is_listed(leaf: Leaf, packages: Sequence[str]) -> bool:
