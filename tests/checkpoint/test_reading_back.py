@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
@@ -13,7 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from tests.dataset.test_tokenizer import byte_level_json
 from tests.support.made_weights import LLAMA, build_tensors, write_complete, write_native
@@ -23,6 +32,7 @@ from tests.support.runs import begin_run, compose_tiny_run, train_run
 from tests.support.tiers import full
 from titan.checkpoint import manifest, restore, save
 from titan.checkpoint.coordinator import Coordinator
+from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.checkpoint.reader import CheckpointReader, UnknownContentError
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
@@ -55,6 +65,33 @@ class TestMetadata:
         else:
             with pytest.raises(UnknownContentError, match=r"names pathlib._local.Path"):
                 CheckpointReader(tmp_path).read_metadata()
+
+    def test_are_searched_once_for_all_files(self, tmp_path: Path) -> None:
+        """Thousands of ranks write millions of parts into thousands of files."""
+        searches = 0
+
+        class Positions(dict[MetadataIndex, _StorageInfo]):
+            def items(self) -> Any:
+                nonlocal searches
+                searches += 1
+                return super().items()
+
+        content = io.BytesIO()
+        torch.save(torch.zeros(2), content)
+        files = [f"__{rank}_0.distcp" for rank in range(4)]
+        chunks = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(4)]
+        tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([8]), chunks)
+        reader, length = CheckpointReader(tmp_path), len(content.getvalue())
+        infos = {MetadataIndex("w", c.offsets): _StorageInfo(f, 0, length) for f, c in zip(files, chunks, strict=True)}
+        reader._metadata = Metadata({"w": tensor}, storage_data=Positions(infos))
+        for file in files:
+            (tmp_path / file).write_bytes(content.getvalue())
+        seen: list[None] = []
+        reader.check_tensors(files, lambda: seen.append(None))
+        assert (len(seen), searches) == (4, 1)
+        chunks[3].sizes = torch.Size([1])
+        with pytest.raises(CorruptCheckpointError, match=r"__3_0\.distcp has no w where \.metadata says"):
+            reader.check_tensors(files, lambda: None)
 
     @pytest.mark.parametrize("layout", ["single", full("fsdp2")])
     def test_each_rank_parses_them_once_to_verify_and_to_restore(

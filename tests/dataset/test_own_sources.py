@@ -23,6 +23,7 @@ from titan.dataset.preprocess.prepare import ensure_plan, prepare
 from titan.dataset.schema import Dataset, Synthetic, Text
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError
+from titan.optimizer.external import packages
 
 CODE = """
 from dataclasses import dataclass
@@ -248,3 +249,10 @@ def test_what_is_no_document_is_rejected(needle: Make, documents: Any, words: st
         list(read_documents(source, SourcePart("a")))
     assert words in str(refusal.value)
     assert re.search(r"test_own_sources\.py:\d+, Needles\.documents: ", str(refusal.value))
+
+
+def test_code_that_a_function_imports_is_found_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lonely.py").write_text("def read():\n    from lonely_tool import text\n")
+    (tmp_path / "lonely_tool.py").write_text("raise SystemExit('it is run')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [*packages.find_module_files(["lonely"])] == ["lonely", "lonely_tool"]

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -269,6 +270,17 @@ def test_markov_can_be_learnt() -> None:
     rates = pairs / pairs.sum(axis=1, keepdims=True)
     entropy = -(pairs / pairs.sum() * np.log(np.where(rates > 0, rates, 1))).sum()
     assert entropy < 1.2 < np.log(16)
+
+
+@pytest.mark.parametrize("path", [None, ("a", "b"), 3, "b", "nowhere"])
+def test_what_is_left_out_is_not_known_of_another_path(tmp_path: Path, path: Any, monkeypatch: Any) -> None:
+    """As of a source of one's own, whose setting `path` need not be where its files are."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/x.txt", "b/x.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("abc")
+    found = files.describe_selection(path, build_text_source("a").parts())
+    assert found == {"reads": "1 file of .txt, 3 bytes"}
 
 
 @pytest.mark.parametrize(

@@ -105,25 +105,30 @@ class CheckpointReader(FileSystemReader):
             UnknownContentError: see `read_metadata`.
         """
         metadata: Any = self.read_metadata()
-        parts = {
-            MetadataIndex(name, chunk.offsets): (chunk.sizes, tensor.properties.dtype)
+        infos = {name: dict[tuple[str, Any], Any]() for name in files}
+        for index, info in metadata.storage_data.items():
+            if info.relative_path in infos:
+                infos[info.relative_path][index.fqn, index.offset] = info
+        wanted = set().union(*infos.values())  # there may be millions of others
+        sizes = {
+            key: chunk.sizes
             for name, tensor in metadata.state_dict_metadata.items()
             for chunk in tensor.chunks
+            if (key := (name, chunk.offsets)) in wanted
         }
-        for name in files:
-            with (self.folder / name).open("rb") as file:
-                for index, info in metadata.storage_data.items():
-                    if info.relative_path != name:
-                        continue
+        for file_name, positions in infos.items():
+            with (self.folder / file_name).open("rb") as file:
+                for key, info in positions.items():
+                    dtype = metadata.state_dict_metadata[key[0]].properties.dtype
                     try:
                         tensor = torch.load(self._slice_file(file, info), map_location="meta", weights_only=True)
-                        is_there = (tensor.shape, tensor.dtype) == parts[MetadataIndex(index.fqn, index.offset)]
+                        is_there = (tensor.shape, tensor.dtype) == (sizes[key], dtype)
                     except OSError:
                         raise
                     except Exception:  # torch raises errors of many types for what it did not write
                         is_there = False
                     if not is_there:
-                        raise CorruptCheckpointError(f"{name} has no {index.fqn} where {METADATA} says")
+                        raise CorruptCheckpointError(f"{file_name} has no {key[0]} where {METADATA} says")
                     advance()
 
     def _parse_file(self) -> Metadata:

@@ -41,13 +41,7 @@ def _read_whole_text(path: str, setting: str) -> str:
 
 
 def compute_digest(path: str, field: str, tokens: int, prefix: str) -> str:
-    """Return 12 hex digits of a hash of a file's content and of how `read_validation_set` reads it.
-
-    Args:
-        path: see `read_texts`.
-        field: see `read_texts`.
-        tokens: how many are used.
-        prefix: see `read_texts`.
+    """Return 12 hex digits of a hash of a file's content and of how `read_validation_set` reads its first `tokens`.
 
     Raises:
         ConfigError: when the file can't be read.

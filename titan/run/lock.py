@@ -97,9 +97,9 @@ def check_linked_folders(directory: Path, typed: str) -> None:
     for name, target in list_linked_folders(directory):
         if not trust.was_typed((name, target)):
             raise ConfigError(
-                f"{typed}: {name} in it is a symbolic link to {target}, outside of the run, and you have started no "
-                f"run with it; if you trust it, type the whole command with hydra.run.dir={directory} in place of "
-                f"{typed}, or replace it by what it links to."
+                f"{typed}: {name} in it is a symbolic link to {target}, outside of the run, and nothing shows that you "
+                f"have started a run with it; if you trust it, type the whole command with hydra.run.dir={directory} "
+                f"in place of {typed}, or replace it by what it links to."
             )
 
 

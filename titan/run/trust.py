@@ -45,10 +45,11 @@ RISKS: Mapping[TextKind, str] = {
 """What a setting does, for the kinds whose every value the user must have typed."""
 SWEPT = "hydra.sweeper.params."
 """What stands before the settings that a sweeper varies."""
-_URL = re.compile(r"\b(?!file:)[A-Za-z][A-Za-z0-9+.-]*://|::")
+_URL = re.compile(r"(?<!\bfile)://|::")
+_TORCH_OPTIMIZER = re.compile(r"torch\.optim\.\w+")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _VARIABLE_FOLDER = re.compile(r"\$\{oc\.env:\w+(,[\w./-]*)?\}(/[^$]*)?")
-_FOLDER_BELOW = re.compile(r"(?![/~])(?!.*\.\.)([^$]|\$\{(name|now:[^${}]*|hydra[.:]job\.\w+)\})*")
+_FOLDER_BELOW = re.compile(r"(?s)(?![/~])(?!.*\.\.)([^$]|\$\{(name|now:[^${}]*|hydra[.:]job\.\w+)\})*")
 _PARENT = re.compile(r"(?<![\w.])\.\.(?![\w.])")
 
 Leaf = tuple[str, Any]
@@ -82,7 +83,7 @@ def explain_setting(key: str, value: Any) -> str | None:
     if value in (None, "", [], {}) or (kind == TextKind.OPEN and not _holds_text(value)):
         return None
     if kind in RISKS:
-        return RISKS[kind]
+        return None if kind == TextKind.CLASS and _TORCH_OPTIMIZER.fullmatch(text) else RISKS[kind]
     if kind == TextKind.RUN_FOLDER:
         return None if _FOLDER_BELOW.fullmatch(text) else RISKS[TextKind.WRITTEN]
     if "${" in text and (kind == TextKind.GROUP or key.startswith("hydra.")):
@@ -118,13 +119,10 @@ def _is_read_as_written(text: str) -> bool:
     """Return whether a text stays the name of a file that is read: no interpolation adds what nobody has checked."""
     if "${" not in text or _VARIABLE_FOLDER.fullmatch(text):
         return True
-    reference = _REFERENCE.fullmatch(text)
-    unchecked = (TextKind.LABEL, TextKind.GROUP, TextKind.RUN_FOLDER)
-    return (
-        reference is not None
-        and not reference[1].startswith((".", "hydra"))
-        and find_kind(reference[1]) not in unchecked
-    )
+    reference, unchecked = _REFERENCE.fullmatch(text), (TextKind.LABEL, TextKind.GROUP, TextKind.RUN_FOLDER)
+    if reference is None or reference[1].startswith((".", "hydra")):
+        return False
+    return find_kind(reference[1]) not in unchecked
 
 
 def is_listed(leaf: Leaf, packages: Sequence[str]) -> bool:
@@ -171,8 +169,8 @@ def select_recorded(recorded: Sequence[str], typed: Iterable[str]) -> list[str]:
             selected.append(word)
         elif _parse_key(word) not in replaced:
             raise ConfigError(
-                f"{word}: the run has recorded this setting, which {foreign}, and you have not typed it for "
-                "a run of yours; type it here if you trust it, or another value."
+                f"{word}: the run has recorded this setting, which {foreign}, and nothing shows that you "
+                "have typed it for a run of yours; type it here if you trust it, or another value."
             )
     return [part for word in selected for part in _split_option(word)]
 

@@ -198,21 +198,21 @@ def find_files(path: str, suffixes: Sequence[str], *, any_other: bool = False) -
     return nonempty
 
 
-def describe_selection(path: str | None, parts: Iterable[SourcePart]) -> dict[str, str]:
+def describe_selection(path: Any, parts: Iterable[SourcePart]) -> dict[str, str]:
     """Return which files are read, and which of those that `path` names are left out: count, suffix and bytes.
 
     Args:
-        path: as in `find_files`; None: only what is read is known.
+        path: as in `find_files`; of anything else, as of a source of one's own, only what is read is known.
         parts: of the source; of those of one that reads no files, nothing is said.
     """
-    read = {part.location[0].path: part.location[0] for part in parts if _is_file(part)}
-    named = _list_files(path, (), True) if read and path else []
-    rows = {"reads": read.values(), "leaves out": [file for file in named if file.size and file.path not in read]}
+    locations = [part.location[0] for part in parts if part.location]
+    read = {file.path: file for file in locations if isinstance(file, SourceFile)}
+    named = dict[str, SourceFile]()
+    with contextlib.suppress(ConfigError):
+        named = {file.path: file for file in _list_files(path, (), True)} if read and isinstance(path, str) else {}
+    others = [file for file in named.values() if file.size and file.path not in read]
+    rows = {"reads": read.values(), "leaves out": others if read.keys() <= named.keys() else []}
     return {name: _count_suffixes(files) for name, files in rows.items() if files}
-
-
-def _is_file(part: SourcePart) -> bool:
-    return bool(part.location) and isinstance(part.location[0], SourceFile)
 
 
 def _count_suffixes(files: Iterable[SourceFile]) -> str:

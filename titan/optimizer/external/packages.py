@@ -45,8 +45,10 @@ def find_module_files(modules: Iterable[str]) -> dict[str, Path]:
     queue, files = list(modules), dict[str, Path | None]()
     excluded = {"titan", *sys.stdlib_module_names, *_list_installed() - {name.partition(".")[0] for name in queue}}
     while queue:
-        name = queue.pop()
-        if name in files or name.partition(".")[0] in excluded:
+        name = queue.pop(0)
+        parent = files.get(name.rpartition(".")[0])
+        is_in_module = parent is not None and parent.name != "__init__.py"  # to look for it would import the module
+        if name in files or is_in_module or name.partition(".")[0] in excluded:
             continue
         files[name] = file = _find_module_file(name)
         queue += _list_imports(name, file) if file else ()
