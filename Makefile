@@ -109,10 +109,12 @@ $(VENV)/.test: $(PINS) | $(VENV)/bin/python
 	$(PIP) -e '.[test]'
 	@touch $@ $(VENV)/.titan $(VENV)/.gpu
 
+# uv: pip's search for versions that fit together does not end. pip installs torch, which it may have a build of
 $(LOWEST)/.titan: $(PINS)
-	$(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/python -m tests.support.lowest_versions > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q -c $(LOWEST)/constraints.txt \
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt torch uv
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python -c $(LOWEST)/constraints.txt \
 	  -e '.[show,track,trackio,hf,data,s3,float8,slurm,sweep,compare,probe]' pytest pytest-timeout hypothesis 'moto[server]'
 	@touch $@
 
