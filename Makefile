@@ -31,7 +31,7 @@ test-rest: $(VENV)/.test ## what `make test` leaves out, a sample that CI runs t
 test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: some hours
 	TITAN_TESTS=all TITAN_EXAMPLES=thorough $(PYTEST) $(ARGS)
 
-test-lowest: $(LOWEST)/.titan  ## tests of data and of runs of others, with the lowest allowed versions: ten minutes
+test-lowest: $(LOWEST)/.titan  ## tests of data and of runs of others, with the lowest allowed versions: five minutes
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(FOREIGN) $(ARGS)
 
 planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: twenty minutes
@@ -109,7 +109,7 @@ $(VENV)/.test: $(PINS) | $(VENV)/bin/python
 	$(PIP) -e '.[test]'
 	@touch $@ $(VENV)/.titan $(VENV)/.gpu
 
-# uv: pip's search for versions that fit together does not end. pip installs torch, which it may have a build of
+# by uv, as pip searches for minutes for versions that fit together; torch by pip, which knows where its builds are
 $(LOWEST)/.titan: $(PINS)
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/python -m tests.support.lowest_versions > $(LOWEST)/constraints.txt
