@@ -14,7 +14,7 @@ from titan.cluster.schema import Cluster
 
 RUN = ["model=debug", "dataset=synthetic", "checkpoint=off", "compile=off", "cluster.time=60"]
 DRY = ["hydra/launcher=slurm", "hydra.launcher.dry_run=true"]
-LINE = r"^{} +[\d.]+ s +[\d,]+ +[\d.]+ +\d+ +[\d.e+-]+( +[\d.]+ s of \w+)?$"
+LINE = r"^{} +[\d.]+ s +[\d,]+ +[\d.]+ +\d+ +[\d.e+-]+( +[\d.e-]+ s of \w+)?$"
 
 
 @pytest.fixture(autouse=True)
