@@ -31,7 +31,7 @@ test-rest: $(VENV)/.test ## what `make test` leaves out, a sample that CI runs t
 test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: some hours
 	TITAN_TESTS=all TITAN_EXAMPLES=thorough $(PYTEST) $(ARGS)
 
-test-lowest: $(LOWEST)/.titan  ## tests of data and of runs of others, with the lowest allowed versions: ten minutes
+test-lowest: $(LOWEST)/.titan  ## tests of data and of runs of others, with the lowest allowed versions: five minutes
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(FOREIGN) $(ARGS)
 
 planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: twenty minutes
@@ -110,10 +110,12 @@ $(VENV)/.test: $(PINS) | $(VENV)/bin/python
 	$(PIP) -e '.[test]'
 	@touch $@ $(VENV)/.titan $(VENV)/.gpu
 
+# by uv, as pip searches for minutes for versions that fit together; torch by pip, which knows where its builds are
 $(LOWEST)/.titan: $(PINS)
-	$(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/python -m tests.support.lowest_versions > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q -c $(LOWEST)/constraints.txt \
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt torch uv
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python -c $(LOWEST)/constraints.txt \
 	  -e '.[show,track,trackio,hf,data,s3,float8,slurm,sweep,compare,probe]' pytest pytest-timeout hypothesis 'moto[server]'
 	@touch $@
 

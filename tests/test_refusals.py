@@ -441,7 +441,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("model=llama8b", "131 GiB|16.0 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
     ("model=llama8b parallelism=3d", "8 ranks|at least 2 devices of 80 GiB|cluster.memory_gib"),
     ("model=llama70b parallelism=fsdp", "model=llama70b parallelism=fsdp|2 ranks (shard 2)|at least 32 devices"),
-    ("model=llama405b", "7.6 TiB|of 80 GiB with parallelism=fsdp memory=full"),
+    ("model=llama405b", "6.4 TiB|of 80 GiB with parallelism=fsdp memory=full"),
     ("model=llama405b parallelism=3d", "at least 256 devices of 80 GiB|pipeline 16 x shard 2 x tensor 8"),
     ("cluster.memory_gib=0.01", "model=debug|a smaller training.seq_len|cluster.memory_gib"),
     # classes

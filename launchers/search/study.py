@@ -49,7 +49,7 @@ def check_packages(settings: OptunaSearch) -> None:
             f"hydra/sweeper=optuna: needs optuna {OLDEST_OPTUNA}, and {version} is installed; {advise_extra('sweep')}."
         )
     if settings.sampler == "cmaes" and importlib.util.find_spec("cmaes") is None:
-        raise ConfigError("hydra.sweeper.sampler=cmaes: needs cmaes; pip install cmaes, or take another sampler.")
+        raise ConfigError(f"hydra.sweeper.sampler=cmaes: needs cmaes; {advise_extra('sweep')}, or use another sampler.")
 
 
 def check_settings(settings: OptunaSearch, space: Space) -> None:

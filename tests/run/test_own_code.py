@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -144,7 +145,11 @@ def test_the_copy_for_jobs_has_the_package(own: Path, tmp_path: Path, monkeypatc
     titan.mkdir(parents=True)
     (titan / "a.py").write_text("a = 1\n")
     monkeypatch.setattr(snapshot, "ROOT", tmp_path / "root")
-    copy = snapshot.copy_code(tmp_path / "s", ["own_code_example", "yaml"])
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "installed_example.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "site"))
+    copy = snapshot.copy_code(tmp_path / "s", ["own_code_example", "installed_example"])
     found = sorted(str(file.relative_to(copy)) for file in copy.rglob("*") if file.is_file())
     own_files = [f"own_code_example/{name}" for name in ("__init__.py", "kernel.cu", "model.py")]
     assert found == [*own_files, "titan-code.json", "titan/a.py"]

@@ -102,7 +102,7 @@ class OptunaSearch:
     )
     sampler: Literal["tpe", "random", "cmaes", "grid"] = setting(
         "tpe",
-        "how values are chosen; cmaes needs the package cmaes and takes only numbers, grid takes combinations in turn",
+        "how values are chosen; cmaes takes only numbers, grid takes combinations in turn",
     )
     seed: int = setting(0, "seed of the sampler", at_least=0, cap=2**31)
     startup_trials: int = setting(
