@@ -81,7 +81,18 @@ def test_a_package_that_is_not_allowed_is_not_imported(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 1.5, float("inf"), "text", b"\0\xff", (1, (2, [3])), {"a": {2: (None,)}}, RankInfo(1, 2, 1, "x"), OwnLlama()],
+    [
+        None,
+        True,
+        1.5,
+        float("inf"),
+        "text",
+        b"\0\xff",
+        (1, (2, [3])),
+        {"a": {2: (None,)}},
+        RankInfo(1, 2, 1, "x"),
+        OwnLlama(),
+    ],
     ids=repr,
 )
 def test_values_are_the_same_again(value: Any) -> None:

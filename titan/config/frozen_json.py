@@ -1,7 +1,7 @@
 """Frozen dataclasses as JSON, for messages between processes: reading one imports from packages that the reader allows.
 
-A dataclass or named tuple is its class and its fields; bytes are base64; what JSON does not tell apart has a name. Free of
-torch.
+A dataclass or named tuple is its class and its fields, bytes are base64, and what JSON does not tell apart has a name.
+Free of torch.
 """
 
 from __future__ import annotations
