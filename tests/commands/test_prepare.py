@@ -56,7 +56,7 @@ def test_a_second_time_there_is_nothing_to_do(arguments: list[str], capsys: pyte
 @pytest.mark.full
 def test_a_dry_run_writes_nothing(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main([*arguments, "dry_run=true"]) == 0
-    assert set(rows(capsys.readouterr().out)) == {"source", "shards", "tokenizer", "folder"}
+    assert set(rows(capsys.readouterr().out)) == {"source", "reads", "shards", "tokenizer", "folder"}
     assert not (tmp_path / "cache" / "datasets").exists()
 
 
@@ -151,3 +151,15 @@ def test_misplaced_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     mixture = ["dataset=mixture", "+dataset@dataset.sources.a=stdlib", "dataset.weights={a: 1}", "dataset.epochs=1"]
     assert prepare.main(mixture) == 2
     assert "dataset.sources.NAME.epochs" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_files_that_are_left_out_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("some text\n" * 200)
+    (tmp_path / "in" / "b.jsonl").write_text('{"text": "x"}')
+    words = ["dataset=text", f"dataset.path={tmp_path / 'in'}", f"dataset.cache={tmp_path / 'cache'}"]
+    for more in (["dry_run=true"], [], []):  # the last one finds all prepared
+        assert prepare.main([*words, *more]) == 0
+        screen = capsys.readouterr()
+        assert (screen.out + screen.err).count("1 file of .jsonl, 13 bytes") == 1

@@ -22,7 +22,7 @@ def write_json(value: Any) -> bytes:
     Raises:
         TypeError: for anything else.
     """
-    return json.dumps(_encode(value)).encode()
+    return json.dumps(_encode(value), separators=(",", ":")).encode()
 
 
 def read_json(content: bytes, allowed: Sequence[str] = ()) -> Any:
@@ -44,7 +44,7 @@ def read_json(content: bytes, allowed: Sequence[str] = ()) -> Any:
 
 def list_packages(value: Any) -> tuple[str, ...]:
     """Return the packages of the classes in a value."""
-    return tuple(sorted(set(re.findall(r'"class": \["(\w+)', write_json(value).decode()))))
+    return tuple(sorted(set(re.findall(r'"class":\["(\w+)', write_json(value).decode()))))
 
 
 def _encode(value: Any) -> Any:

@@ -61,7 +61,7 @@ WAIT_SECONDS = 0.5
 class Survey:
     """The work of a preparation: the source's parts and bytes, all shards, the finished ones, and the folder.
 
-    `selection` is of `describe_selection`; `is_planned` whether a preparation has begun, so that `prepare` warns no more.
+    `selection` is of `describe_selection`; `is_planned`: a preparation has begun, so that `prepare` warns no more.
     """
 
     source: str
