@@ -214,8 +214,8 @@ def _combine_messages(
         return None, CoordinationError(str(messages))
     try:  # replicas' equal messages are unpacked once
         unpacked = {message: _check_outcome(unpack_message(message)) for message in messages or ()}
-    except CoordinationError as error:
-        return None, error
+    except CoordinationError as unreadable:
+        return None, unreadable
     outcomes = [unpacked[message] for message in messages or ()]
     for rank, (_, error) in enumerate(outcomes):
         if error:

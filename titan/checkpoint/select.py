@@ -151,7 +151,7 @@ def _find_latest_local(
             f"hydra.run.dir={directory}: {checkpoints_folder.name} in it is a file instead of the folder of "
             "checkpoints; move it away, or choose another name."
         )
-    notes, differing = [], list[str]()
+    notes, differing = list[str](), list[str]()
     for folder in reversed(manifest.list_folders(directory)):
         try:
             if checkpoint_manifest := _check_run(manifest.inspect(folder), run_id):

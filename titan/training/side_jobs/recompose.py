@@ -145,6 +145,8 @@ def list_checkpoints(
     candidates = select.list_candidates(folder, copy_path, run_id)
     if check is not None:
         last, notes = select.find_latest(folder, copy_path, run_id, check)
-        select.report_skipped(notes, last.path if last else "none")
+        if last is None and notes:
+            raise ConfigError(f"{name}: holds no complete checkpoint ({'; '.join(notes)}); give another run.")
+        select.report_skipped(notes, last.path if last else "")
         candidates = {s: found for s, found in candidates.items() if last and s <= last.manifest.step}
     return {step: (candidate.path, candidate.manifest) for step, candidate in candidates.items()}
