@@ -95,23 +95,16 @@ def list_candidates(directory: Path, remote_path: str | None, run_id: str) -> di
     for folder in manifest.list_folders(directory):
         with suppress(CorruptCheckpointError):
             if checkpoint_manifest := manifest.inspect(folder):
-                candidates[checkpoint_manifest.step] = CheckpointCandidate(
-                    str(folder.absolute()), _require_run(checkpoint_manifest, run_id)
-                )
+                _check_run(checkpoint_manifest, run_id)
+                candidates[checkpoint_manifest.step] = CheckpointCandidate(str(folder.absolute()), checkpoint_manifest)
     if remote_path is not None:
         with suppress(ConfigError, OSError, ValueError, KeyError, CorruptCheckpointError):
             remote = open_remote(remote_path, str(directory))
             for step in remote.list_steps().keys() - candidates.keys():
                 with suppress(CorruptCheckpointError):
-                    candidates[step] = CheckpointCandidate(
-                        f"{remote.url}/step-{step}", _require_run(remote.read_manifest(step), run_id)
-                    )
+                    _check_run(remote_manifest := remote.read_manifest(step), run_id)
+                    candidates[step] = CheckpointCandidate(f"{remote.url}/step-{step}", remote_manifest)
     return candidates
-
-
-def _require_run(checkpoint_manifest: Manifest, run_id: str) -> Manifest:
-    _check_run(checkpoint_manifest, run_id)
-    return checkpoint_manifest
 
 
 def is_post_save_pending(settings: Checkpoint, directory: Path, step: int) -> bool:

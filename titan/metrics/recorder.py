@@ -31,14 +31,9 @@ class Recorder:
         warn: Callable[[str], None],
         rename: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
-        """Start.
+        """Take the run's directory, the attempt's number, the trackers, and what shows a warning and renames records.
 
-        Args:
-            directory: the run's directory.
-            attempt: its number.
-            trackers: the trackers.
-            warn: shows a warning.
-            rename: returns a record under the names that trackers get.
+        metrics.jsonl has a record as it is, the trackers what `rename` returns.
         """
         self.attempt, self.trackers, self.rename = attempt, trackers, rename
         self.writer = LineWriter(directory / METRICS, warn)
