@@ -70,7 +70,7 @@ def receive(store: Any, trusted: Sequence[str] = ()) -> Any:
     store.set_timeout(PREPARE_TIMEOUT)
     try:
         message = read_json(store.get("titan/word"), trusted)
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except ValueError as error:
         raise RunError(f"rank 0's message can't be read: {error}; give all ranks the same command line.") from error
     store.set_timeout(JOIN_TIMEOUT)
     store.add("titan/read", 1)

@@ -640,10 +640,9 @@ def load(
 
     from titan.generation.worker import load_model
     from titan.parallelism.mesh import World
-    from titan.weights.formats import open_weights, verify_checksums
+    from titan.weights.formats import open_weights
 
-    weights = open_weights(folder if step is None else manifest.folder_of(Path(folder), step), "")
-    verify_checksums(weights, "")
+    weights = open_weights(folder if step is None else manifest.folder_of(Path(folder), step), "", verify=True)
     world = World(rank_info.RankInfo(), Layout(), torch.device(machine.device))
     name = tokenizer or weights.tokenizer
     return LoadedModel(load_model(weights, Precision(compute="fp32"), world), load_tokenizer(name) if name else None)

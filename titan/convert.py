@@ -99,11 +99,10 @@ def run_conversion(command_line: CommandLine[Convert]) -> int:
 def convert_weights(settings: Convert, target: Path) -> tuple[Weights, list[Path]]:
     """Convert; return the weights that were read and the tensor files that were written."""
     from titan.weights import tokenizer_files
-    from titan.weights.formats import open_weights, verify_checksums
+    from titan.weights.formats import open_weights
 
-    weights = open_weights(settings.source, "")
+    weights = open_weights(settings.source, "", verify=True)
     tokenizer_files.check_packages(weights.tokenizer, settings.format, f"to={settings.to}")
-    verify_checksums(weights, "")
     _check_apart(Path(weights.path), target, settings)
     names, size, write = _plan_files(weights, settings, target)
     _check_space(target, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from titan.cluster.environment import prepare_environment
@@ -45,10 +46,12 @@ def run_evaluation(command_line: CommandLine[Settings], report: ReasonReceiver =
     file = None if settings.to is None else check_output_file(settings.to, (".json",))
     from launchers.command import compose_single
     from launchers.scratch import make_scratch_folder
-    from titan.weights.formats import open_weights  # only now: errors need not wait for torch
+    from titan.weights.formats import find_damage, open_weights  # only now: errors need not wait for torch
 
     with make_scratch_folder() as folder:
-        job = plan_evaluation(settings, command_line.overrides, folder, compose_single, open_weights)
+        job = plan_evaluation(
+            settings, command_line.overrides, folder, compose_single, partial(open_weights, verify=True), find_damage
+        )
         code = _run_job(job, report)
         if code:
             return code

@@ -44,11 +44,10 @@ def run_generation(command_line: CommandLine[Settings], report: ReasonReceiver =
     machine = devices.detect_machine(settings.device, setting="device")
 
     from titan.generation.request import build_job
-    from titan.weights.formats import open_weights, verify_checksums  # only now: errors need not wait for torch
+    from titan.weights.formats import open_weights  # only now: errors need not wait for torch
 
-    weights = open_weights(settings.source, "")
+    weights = open_weights(settings.source, "", verify=True)
     job = build_job(settings, layout, texts, weights, machine)
-    verify_checksums(weights, "")
     if layout.devices == 1:
         from titan.cluster.rank_info import RankInfo
         from titan.generation.worker import work

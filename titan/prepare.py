@@ -64,11 +64,12 @@ def _prepare_corpus(name: str, dataset: Dataset, settings: Settings) -> None:
     summary = survey_dataset(dataset)
     parts = format_plural(summary.parts, "part")
     completion = "complete" if summary.complete else f"{summary.finished:,} of them done"
+    warns = not (settings.dry_run or summary.is_planned)  # of files that are left out, as a training run does
     print(f"{name}:")
     print_table(
         {
             "source": f"{summary.source}: {parts}, {format_bytes(summary.bytes)}",
-            **summary.selection,
+            **{name: files for name, files in summary.selection.items() if name != "leaves out" or not warns},
             "shards": f"{summary.shards:,}, {completion}",
             "tokenizer": summary.tokenizer,
             "folder": os.path.relpath(summary.folder)

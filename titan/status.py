@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import shutil
 import sys
 import time
@@ -29,6 +28,7 @@ from titan.files.run_directory import RUN, check_directory, describe_runs_below
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.schema import WARM
 from titan.report.run_end import classify_end
+from titan.run import own_code, summary
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_attempts, read_result
 from titan.run.prediction import parse_document
 from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
@@ -115,7 +115,9 @@ def _find_run_state(directory: Path, last: Mapping[str, Any], steps: int) -> tup
     state, reason = classify_end(directory, last, result) or ("stopped", "")
     if _is_ended_by_hook(last, result):
         return state, reason
-    command = f"python -m titan.train resume={shlex.quote(str(directory))}"
+    words = (*last.get("choices", {}).values(), *last.get("overrides", ()))
+    modules, packages = last["config"].get("modules") or (), last.get(own_code.KEY) or {}
+    command = summary.format_next_command(str(directory), words, modules, packages)
     cause = f"{reason.rstrip('.')}; " if state == "failed" else ""
     return state, f"{cause}{command} resumes it"
 

@@ -33,7 +33,7 @@ from titan.dataset.loader import hash_key
 from titan.errors import ConfigError
 from titan.files.output_files import check_output_file
 from titan.model.init_weights import allocate_model
-from titan.weights.formats import open_weights, verify_checksums
+from titan.weights.formats import open_weights
 from titan.weights.load import load_weights
 
 GAP = 2
@@ -97,7 +97,7 @@ def load_model(source: str) -> Any:
     Raises:
         ConfigError: for another model, and one of other images than `write_png` writes.
     """
-    weights = open_weights(source, "")
+    weights = open_weights(source, "", verify=True)
     if not isinstance(weights.model, Flux):
         raise ConfigError(f"{source}: is no run of experiments.flux; give one.")
     if (weights.model.channels, weights.model.vocab) != (CHANNELS, VALUES):
@@ -105,7 +105,6 @@ def load_model(source: str) -> Any:
             f"{source}: its images have {weights.model.channels} channels of {weights.model.vocab} values, and a PNG "
             f"file needs {CHANNELS} of {VALUES}; give a run on dataset=shapes."
         )
-    verify_checksums(weights, "")
     with torch.device("meta"):
         model = weights.model.build()
     allocate_model(model, "cpu")

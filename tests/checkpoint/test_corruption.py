@@ -24,7 +24,13 @@ from tests.support.corruption import (
     make_shell_trap,
 )
 from tests.support.corruption import list_damages as damages
+from tests.support.runs import compose_tiny_run, train_run
 from tests.support.tiers import select_cases
+from titan.checkpoint import manifest
+from titan.errors import ConfigError
+from titan.run.directory import read_attempts
+from titan.training.side_jobs import recompose
+from titan.weights.formats import find_damage, open_weights
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="damages files in Linux's ways")
 CASES = damages()
@@ -70,3 +76,26 @@ def test_a_trap_that_torch_saved_leaves_its_mark_where_nothing_guards(tmp_path: 
     torch.save(make_shell_trap(scene), tmp_path / "file")
     torch.load(tmp_path / "file", weights_only=False)
     assert scene.mark.exists()
+
+
+@pytest.mark.full
+def test_commands_use_the_checkpoint_before_a_corrupt_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = compose_tiny_run(tmp_path, "checkpoint.every=1", "checkpoint.keep=9", "training.steps=3")
+    train_run(run)
+    file = manifest.folder_of(tmp_path, 3) / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    (manifest.folder_of(tmp_path, 2) / "__0_0.distcp").write_bytes(b"")
+    before = manifest.folder_of(tmp_path, 1)
+    assert open_weights(tmp_path, "", verify=True).path == str(before)
+    document = read_attempts(tmp_path)[-1]
+    found = recompose.list_checkpoints(str(tmp_path), document, str(document["run_id"]), find_damage)
+    assert [path for path, _ in found.values()] == [str(before)]
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("titan: warning: ")]
+    assert len(warned) == 4
+    for line, step in zip(warned, (2, 3, 2, 3), strict=True):
+        assert line.startswith(f"titan: warning: checkpoint step-{step} is damaged and not used: __0_0.distcp has ")
+        assert line.endswith("; using step-1")
+    with pytest.raises(ConfigError, match=r"step-3: the checkpoint is damaged: .*; give another one"):
+        open_weights(file.parent, "", verify=True)

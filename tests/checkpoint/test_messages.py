@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,18 +19,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.measure.in_memory import DictStore
 from tests.support import save_messages
 from tests.support.ranks import run_ranks
 from tests.support.runs import are_identical, compose_tiny_run, read_checkpoint, train_run
 from tests.support.tiers import full
 from titan.checkpoint import manifest, restore, save_planner
 from titan.checkpoint.assignment import Holdings, describe_items
-from titan.checkpoint.coordinator import Coordinator
+from titan.checkpoint.coordinator import CoordinationError, Coordinator, pack_message
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.writer import CheckpointWriter
-from titan.debug.activity import Activity
 from titan.parallelism.exchange import StoreExchange
 from titan.training.trainer import Trainer
 
@@ -92,6 +95,62 @@ def test_what_is_simulated_is_what_is_sent(first: bool) -> None:
     for mine, answer in save_messages.make_rounds(4, first):
         kinds += ["gather"] * (mine is not None) + ["broadcast" if isinstance(answer, bytes) else "scatter"]
     assert kinds == ROUNDS
+
+
+class Shell:
+    """What runs a command where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("it-ran"),))
+
+
+OTHER_TENSORS = Holdings(zlib.compress(json.dumps([["w", [4], "os", False, False]]).encode()), bytes(16), 1)
+NO_RESULTS = [
+    pytest.param(zlib.compress(pickle.dumps((Shell(), None))), "can't be read: ", id="pickle"),
+    pytest.param(pickle.dumps((Shell(), None)), "can't be read: .*header", id="not-compressed"),
+    pytest.param(zlib.compress(b'{"class": ["os", "system"], "fields": []}'), "names os.system", id="a-function"),
+    pytest.param(pack_message(3), "is no result of a rank", id="other-value"),
+    pytest.param(pack_message((1, 2)), "is no result of a rank", id="other-error"),
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        *NO_RESULTS,
+        pytest.param(pack_message((OTHER_TENSORS, None)), "'os' is no dtype", id="other-dtype"),
+        pytest.param(
+            pack_message((OTHER_TENSORS._replace(tensors=zlib.compress(pickle.dumps([Shell()]))), None)),
+            "can't decode byte",
+            id="pickled-tensors",
+        ),
+    ],
+)
+def test_a_message_to_rank_0_that_no_rank_sent_runs_nothing(
+    message: bytes, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = DictStore()
+    first, second = (Coordinator(rank, 2, StoreExchange(store, rank, 2)) for rank in range(2))
+    assert second.exchange is not None
+    second.exchange.gather(message)
+    with pytest.raises(CoordinationError, match=sentence):
+        first.gather(lambda: describe_items([]), CachingSavePlanner(0).create_global_plan)
+    with pytest.raises(CoordinationError, match=sentence):  # rank 0 sends its error
+        second.on_rank0(lambda: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("message", "sentence"), NO_RESULTS)
+def test_a_message_that_rank_0_did_not_send_runs_nothing(
+    message: bytes, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = DictStore()
+    StoreExchange(store, 0, 2).broadcast(message)
+    with pytest.raises(CoordinationError, match=sentence):
+        Coordinator(1, 2, StoreExchange(store, 1, 2)).on_rank0(lambda: None)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("ranks", [64, full(256)])
@@ -217,8 +276,7 @@ def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path
     manifest.write(folder, replace(about, files=about.files | more))
     seen = []
     for rank in range(4):
-        coordinator = Coordinator.__new__(Coordinator)
-        coordinator.rank, coordinator.world_size, coordinator.activity = rank, 4, Activity()
+        coordinator = Coordinator(rank, 4, StoreExchange(DictStore(), rank, 4))
         with looked_at() as names:
             assert restore._check_rank_files(CheckpointReader(folder), coordinator, checksums=False) is None
         seen.append(sorted(names))

@@ -151,3 +151,15 @@ def test_misplaced_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     mixture = ["dataset=mixture", "+dataset@dataset.sources.a=stdlib", "dataset.weights={a: 1}", "dataset.epochs=1"]
     assert prepare.main(mixture) == 2
     assert "dataset.sources.NAME.epochs" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_files_that_are_left_out_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("some text\n" * 200)
+    (tmp_path / "in" / "b.jsonl").write_text('{"text": "x"}')
+    words = ["dataset=text", f"dataset.path={tmp_path / 'in'}", f"dataset.cache={tmp_path / 'cache'}"]
+    for more in (["dry_run=true"], [], []):  # the last one finds all prepared
+        assert prepare.main([*words, *more]) == 0
+        screen = capsys.readouterr()
+        assert (screen.out + screen.err).count("1 file of .jsonl, 13 bytes") == 1

@@ -12,6 +12,8 @@ from tests.support.made_runs import Story, StoryAttempt, make_run, read_lines, w
 from titan import status
 from titan.debug import verdict
 from titan.report.collect import collect_runs
+from titan.run.directory import read_attempts
+from titan.run.records import write_attempts
 
 
 def columns(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -107,6 +109,25 @@ def test_a_run_that_ended_early(
     assert ("resumes it" in text) == bool(code)
     (compared,) = collect_runs([run]).runs
     assert compared.state == state
+
+
+def test_the_line_that_resumes_a_run_has_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, folder = tmp_path / "run", tmp_path / "conf"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "mine_tiny.yaml").touch()
+    monkeypatch.setenv("TITAN_CONF", str(folder))
+    make_run(run, Story(attempts=(StoryAttempt(0, 20),)))
+    (run / "result.json").unlink(missing_ok=True)
+    (document,) = read_attempts(run)
+    document["choices"] = {"model": "mine_tiny"}
+    document["own_code"] = {"mine": "0" * 12, "theirs": "1" * 12}
+    document["config"]["modules"] = ["theirs"]
+    write_attempts(run, [document])
+    assert status.main([str(run), "watch=false"]) == 1
+    command = f"TITAN_CONF={folder} TITAN_MODULES=mine python -m titan.train resume={run} 'modules=[theirs]' resumes it"
+    assert command in capsys.readouterr().out
 
 
 def test_a_run_yaml_that_is_empty_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

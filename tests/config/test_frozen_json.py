@@ -52,6 +52,7 @@ def test_exit_codes_are_sent(code: int) -> None:
         pytest.param(pickle.dumps((1, 2)), id="pickle"),
         pytest.param(b"", id="empty"),
         pytest.param(b"[" * 10, id="half"),
+        pytest.param(b"[" * 100_000, id="deep"),
         pytest.param(json.dumps({"class": ["os", "system"], "fields": []}).encode(), id="module-of-python"),
         pytest.param(json.dumps({"class": ["titan.errors", "exit_code"], "fields": []}).encode(), id="function"),
         pytest.param(json.dumps({"class": ["titan.errors", "os.system"], "fields": []}).encode(), id="through-titan"),
@@ -80,7 +81,18 @@ def test_a_package_that_is_not_allowed_is_not_imported(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 1.5, float("inf"), "text", (1, (2, [3])), {"a": {2: (None,)}}, RankInfo(1, 2, 1, "x"), OwnLlama()],
+    [
+        None,
+        True,
+        1.5,
+        float("inf"),
+        "text",
+        b"\0\xff",
+        (1, (2, [3])),
+        {"a": {2: (None,)}},
+        RankInfo(1, 2, 1, "x"),
+        OwnLlama(),
+    ],
     ids=repr,
 )
 def test_values_are_the_same_again(value: Any) -> None:

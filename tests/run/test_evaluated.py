@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from titan import api
 from titan.errors import ConfigError
 from titan.evaluation.items import TaskItem
 from titan.evaluation.schema import Evaluation, Task, ValidationSet
+from titan.metrics.recorder import Recorder
+from titan.metrics.trackers import Trackers
 from titan.run import evaluated
 
 TEXT, OTHER = "some text", "same size"
@@ -103,20 +106,33 @@ def test_a_resume_says_what_has_changed(earlier: list[dict[str, str] | None], ch
 
 
 @pytest.mark.parametrize(
-    ("digests", "names"),
+    ("digests", "names", "tracked"),
     [
-        pytest.param(["1", "2", "1"], ["x", "x@2", "x"], id="and-back"),
-        pytest.param(["1", "2", "3"], ["x@1", "x@2", "x"], id="each-other"),
-        pytest.param([None, "2", "2"], ["x", "x", "x"], id="not-recorded-at-first"),
-        pytest.param(["1", "1", "1"], ["x", "x", "x"], id="same"),
+        pytest.param(["1", "2", "1"], ["x", "x@2", "x"], ["x", "x@2", "x"], id="and-back"),
+        pytest.param(["1", "2", "3"], ["x@1", "x@2", "x"], ["x", "x@2", "x@3"], id="each-other"),
+        pytest.param([None, "2", "2"], ["x", "x", "x"], ["x", "x", "x"], id="not-recorded-at-first"),
+        pytest.param(["1", "1", "1"], ["x", "x", "x"], ["x", "x", "x"], id="same"),
     ],
 )
-def test_figures_of_earlier_content_have_a_name_of_their_own(digests: list[str | None], names: list[str]) -> None:
+def test_figures_of_other_content_have_a_name_of_their_own(
+    digests: list[str | None], names: list[str], tracked: list[str], tmp_path: Path
+) -> None:
     documents = [build_document(k, {"x": d} if d else None) for k, d in enumerate(digests, 1)]
     keys = ("ema/evaluation/x/loss", "evaluation/x/loss", "evaluation/xx/loss", "validation_loss")
     records = [{"step": k, "attempt": k, **dict.fromkeys(keys, 1.0)} for k, _ in enumerate(digests, 1)]
     found = [set(r) - {"step", "attempt"} for r in evaluated.separate_figures(records, documents)]
     assert found == [{key.replace("evaluation/x/", f"evaluation/{name}/") for key in keys} for name in names]
+    for number, name in enumerate(tracked, 1):
+        got, trackers = list[Any](), Trackers({}, print)
+        trackers.log = trackers.finish = lambda record, got=got, **how: got.append(record)  # type: ignore[misc]
+        changed = evaluated.find_changed({"x": digests[number - 1] or "0"}, documents[:number])
+        recorder = Recorder(tmp_path, number, trackers, print, partial(evaluated.rename_figures, changed=changed))
+        recorder.log(dict.fromkeys(keys, 1.0))
+        recorder.finish(dict.fromkeys(keys, 1.0))
+        expected = {key.replace("evaluation/x/", f"evaluation/{name}/") for key in keys}
+        assert [set(record) - {"time", "attempt"} for record in got] == [expected] * 2
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [set(line) - {"time", "attempt"} for line in lines] == [set(keys)] * len(tracked)
 
 
 @pytest.mark.full

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import json
 import math
-import pickle
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem
@@ -45,7 +47,7 @@ class Holdings(NamedTuple):
     """A rank's items.
 
     Attributes:
-        tensors: the `TensorInfo` of each item, pickled and compressed; the same bytes on ranks with the same tensors.
+        tensors: the `TensorInfo` of each item, as compressed JSON; the same bytes on ranks with the same tensors.
         boxes: int64 [items, 2, dims] as bytes: each item's offsets and sizes.
         dims: the largest number of dimensions of these tensors, at least 1.
     """
@@ -77,11 +79,24 @@ def describe_items(items: Sequence[WriteItem]) -> Holdings:
     for item in items:
         if item.tensor_data is None:
             raise TypeError(f"{item.index.fqn} is no tensor")
-        infos.append(TensorInfo(item.index.fqn, tuple(item.tensor_data.size), item.tensor_data.properties))
+        infos.append((item.index.fqn, tuple(item.tensor_data.size), *_encode_properties(item.tensor_data.properties)))
         boxes.append(item.tensor_data.chunk)
-    dims = max([1, *(len(info.size) for info in infos)])
+    dims = max([1, *(len(size) for _, size, *_ in infos)])
     extents = [(_pad_values(box.offsets, dims, 0), _pad_values(box.sizes, dims, 1)) for box in boxes]
-    return Holdings(zlib.compress(pickle.dumps(infos), 1), np.array(extents, np.int64).tobytes(), dims)
+    return Holdings(zlib.compress(json.dumps(infos).encode(), 1), np.array(extents, np.int64).tobytes(), dims)
+
+
+def _encode_properties(properties: TensorProperties) -> tuple[str, bool, bool]:
+    """Return those of torch's properties that differ between tensors of checkpoints."""
+    return str(properties.dtype).removeprefix("torch."), properties.requires_grad, properties.pin_memory
+
+
+@cache
+def _decode_properties(dtype: str, requires_grad: bool, pin_memory: bool) -> TensorProperties:
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype")
+    return TensorProperties(found, requires_grad=requires_grad, pin_memory=pin_memory)
 
 
 @dataclass(frozen=True)
@@ -162,7 +177,10 @@ def _number_tensors(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], lis
     tensor_numbers: dict[bytes, Integers] = {}
     for rank, rank_holdings in enumerate(holdings):
         if rank_holdings.tensors not in tensor_numbers:
-            infos: list[TensorInfo] = pickle.loads(zlib.decompress(rank_holdings.tensors))
+            infos = [
+                TensorInfo(name, tuple(size), _decode_properties(*properties))
+                for name, size, *properties in json.loads(zlib.decompress(rank_holdings.tensors))
+            ]
             for info in infos:
                 _check_same_tensor(rank, info, *tensors.setdefault(info.name, (len(tensors), info, rank))[1:])
             tensor_numbers[rank_holdings.tensors] = np.array([tensors[info.name][0] for info in infos], np.int64)

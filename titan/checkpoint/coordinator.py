@@ -2,12 +2,11 @@
 
 They use an `StoreExchange`, which works from any thread and doesn't need the GPU's process groups. An operation sends
 at most one message from each rank to rank 0 and one back. If it fails on one rank it fails on all, so that all ranks
-continue in the same way.
+continue in the same way. A message is JSON: whoever reaches the store may have written it, and reading it runs no code.
 """
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +16,23 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan.checkpoint.manifest import CorruptCheckpointError
+from titan.config.frozen_json import read_json, write_json
 from titan.debug.activity import Activity
-from titan.errors import ConfigError
+from titan.errors import ConfigError, RunError
 from titan.parallelism.exchange import StoreExchange
 from titan.parallelism.mesh import World
 
+_UNREADABLE = "a message of another rank can't be read"
+_WORDS = (
+    b'{"mapping":[["__0_0.distcp",{"class":["titan.checkpoint.manifest","ManifestFile"],"fields":[["bytes",],["crc32",'
+    b'{"tuple":[{"tuple":[{"class":["titan.checkpoint.save_planner","WriteSummary"],"fields":[["positions",null],["digest",'
+)
+"""What the messages of most saves have in common: zlib leaves it out."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class CoordinationError(Exception):
+class CoordinationError(RunError):
     """A collective operation failed on one rank; every rank raises it with the same message.
 
     Attributes:
@@ -114,7 +120,7 @@ class Coordinator:
             raise error.to_exception(self._error_rank)
 
     def run_all(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; each returns its own result, which is not sent and need not be picklable.
+        """Run `work` on every rank; each returns its own result, which is not sent.
 
         Raises:
             CoordinationError: on every rank, when it failed on any.
@@ -178,15 +184,14 @@ class Coordinator:
             result, error = compute()
         if isinstance(error, _ErrorMessage):
             error = error.to_exception(self._error_rank)
-        failure = error and (str(error), error.is_corrupt, error.is_config_error)
+        failure = error and _ErrorMessage(str(error), error.is_corrupt, error.is_config_error)
         if is_scattered:
-            result, failure = self._scatter_results(
-                [(None if failure else result[rank], failure) for rank in self._list_ranks()]
-            )
-        else:
-            result, failure = self.broadcast((result, failure))
+            outcomes = [(None if failure else result[rank], failure) for rank in self._list_ranks()]
+        result, failure = _check_outcome(
+            self._scatter_results(outcomes) if is_scattered else self.broadcast((result, failure))
+        )
         if failure:
-            raise CoordinationError(*failure)
+            raise failure.to_exception(None)
         return result
 
     def _scatter_results(self, results: list[Any]) -> Any:
@@ -207,9 +212,10 @@ def _combine_messages(
     """Call `combine` with all ranks' results, or return the first rank's error."""
     if isinstance(messages, ConnectionError):
         return None, CoordinationError(str(messages))
-    unpacked = {
-        message: unpack_message(message) for message in messages or ()
-    }  # replicas' equal messages are unpacked once
+    try:  # replicas' equal messages are unpacked once
+        unpacked = {message: _check_outcome(unpack_message(message)) for message in messages or ()}
+    except CoordinationError as unreadable:
+        return None, unreadable
     outcomes = [unpacked[message] for message in messages or ()]
     for rank, (_, error) in enumerate(outcomes):
         if error:
@@ -221,14 +227,30 @@ def _ignore(results: Sequence[object]) -> None:
     """Ignore the results."""
 
 
+def _check_outcome(outcome: Any) -> tuple[Any, _ErrorMessage | None]:
+    """Return what a rank sent as its result and its error, if it is that."""
+    match outcome:
+        case (result, None | _ErrorMessage() as error):
+            return result, error
+    raise CoordinationError(f"{_UNREADABLE}: it is no result of a rank")
+
+
 def pack_message(value: Any) -> bytes:
-    """Pickle and compress a value: plans of many tensors shrink to a tenth."""
-    return zlib.compress(pickle.dumps(value), 1)
+    """Return a value as compressed JSON: plans of many tensors shrink to a tenth."""
+    compressor = zlib.compressobj(1, zdict=_WORDS)
+    return compressor.compress(write_json(value)) + compressor.flush()
 
 
 def unpack_message(message: bytes) -> Any:
-    """Return the value that `pack_message` was given."""
-    return pickle.loads(zlib.decompress(message))
+    """Return the value that `pack_message` was given.
+
+    Raises:
+        CoordinationError: for any other message.
+    """
+    try:
+        return read_json(zlib.decompressobj(zdict=_WORDS).decompress(message))
+    except (ValueError, zlib.error) as error:
+        raise CoordinationError(f"{_UNREADABLE}: {error}") from error
 
 
 def _call(work: Callable[[], T]) -> tuple[T | None, _ErrorMessage | None]:

@@ -1,10 +1,13 @@
 """Select the checkpoint that an attempt starts from: the last complete one, local or remote, or a given one.
 
-Only sizes are checked here; `titan.checkpoint.restore` verifies the content on all ranks. Free of torch.
+Only sizes are checked here, unless a caller checks the content; `titan.checkpoint.restore` verifies that on all ranks.
+Free of torch.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +17,13 @@ from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
 from titan.checkpoint.remote import INDEX, Remote, open_remote
 from titan.checkpoint.schema import Checkpoint
 from titan.config.settings import format_setting
-from titan.console.text import is_url
+from titan.console.text import is_url, sanitize_line
 from titan.errors import ConfigError
 from titan.files.run_directory import describe_runs_below
 from titan.files.untrusted import describe_value
 
+ContentCheck = Callable[[Path], str | None]
+"""Returns what is wrong with the content of a checkpoint's folder; None if nothing is."""
 EXPORT_MARKERS = {"hf": "config.json", "meta": "params.json"}
 """The file that makes an exported folder valid."""
 
@@ -38,7 +43,10 @@ class CheckpointCandidate:
 
 
 def find_latest(
-    directory: Path, remote_path: str | None = None, run_id: str | None = None
+    directory: Path,
+    remote_path: str | None = None,
+    run_id: str | None = None,
+    check: ContentCheck = lambda folder: None,
 ) -> tuple[CheckpointCandidate | None, tuple[str, ...]]:
     """Return the last complete checkpoint of the run in `directory`, and notes about skipped ones.
 
@@ -46,11 +54,12 @@ def find_latest(
         directory: the run's directory.
         remote_path: `checkpoint.path`, which may have more.
         run_id: the run's id, if it has started already.
+        check: which checkpoints in `directory` are corrupt.
 
     Raises:
         ConfigError: when there is none in `directory` and `remote_path` can't be read.
     """
-    local_candidate, notes = _find_latest_local(directory, run_id)
+    local_candidate, notes = _find_latest_local(directory, run_id, check)
     if remote_path is None:
         return local_candidate, notes
     remote = open_remote(remote_path, str(directory))
@@ -86,23 +95,16 @@ def list_candidates(directory: Path, remote_path: str | None, run_id: str) -> di
     for folder in manifest.list_folders(directory):
         with suppress(CorruptCheckpointError):
             if checkpoint_manifest := manifest.inspect(folder):
-                candidates[checkpoint_manifest.step] = CheckpointCandidate(
-                    str(folder.absolute()), _require_run(checkpoint_manifest, run_id)
-                )
+                _check_run(checkpoint_manifest, run_id)
+                candidates[checkpoint_manifest.step] = CheckpointCandidate(str(folder.absolute()), checkpoint_manifest)
     if remote_path is not None:
         with suppress(ConfigError, OSError, ValueError, KeyError, CorruptCheckpointError):
             remote = open_remote(remote_path, str(directory))
             for step in remote.list_steps().keys() - candidates.keys():
                 with suppress(CorruptCheckpointError):
-                    candidates[step] = CheckpointCandidate(
-                        f"{remote.url}/step-{step}", _require_run(remote.read_manifest(step), run_id)
-                    )
+                    _check_run(remote_manifest := remote.read_manifest(step), run_id)
+                    candidates[step] = CheckpointCandidate(f"{remote.url}/step-{step}", remote_manifest)
     return candidates
-
-
-def _require_run(checkpoint_manifest: Manifest, run_id: str) -> Manifest:
-    _check_run(checkpoint_manifest, run_id)
-    return checkpoint_manifest
 
 
 def is_post_save_pending(settings: Checkpoint, directory: Path, step: int) -> bool:
@@ -118,7 +120,7 @@ def is_post_save_pending(settings: Checkpoint, directory: Path, step: int) -> bo
 
 
 def _find_latest_remote(
-    remote: Remote, after_step: int, run_id: str | None
+    remote: Remote, after_step: int, run_id: str | None, check: ContentCheck = lambda folder: None
 ) -> tuple[CheckpointCandidate | None, list[str]]:
     """Return the last complete remote checkpoint after a step, and notes about skipped ones."""
     notes: list[str] = []
@@ -126,6 +128,7 @@ def _find_latest_remote(
         try:
             checkpoint_manifest = remote.read_manifest(step)
             _check_run(checkpoint_manifest, run_id)
+            _check_content(f"{remote.url}/step-{step}", check)
             return CheckpointCandidate(f"{remote.url}/step-{step}", checkpoint_manifest), notes
         except CorruptCheckpointError as error:
             notes.append(f"checkpoint step-{step} elsewhere is damaged and not used: {error}")
@@ -133,30 +136,34 @@ def _find_latest_remote(
 
 
 def _find_latest_local(
-    directory: Path, run_id: str | None = None
+    directory: Path, run_id: str | None = None, check: ContentCheck = lambda folder: None
 ) -> tuple[CheckpointCandidate | None, tuple[str, ...]]:
-    last, notes, differing = None, [], list[str]()
     checkpoints_folder = directory / "checkpoints"
     if checkpoints_folder.exists() and not checkpoints_folder.is_dir():
         raise ConfigError(
             f"hydra.run.dir={directory}: {checkpoints_folder.name} in it is a file instead of the folder of "
             "checkpoints; move it away, or choose another name."
         )
-    for folder in manifest.list_folders(directory):
+    notes, differing = list[str](), list[str]()
+    for folder in reversed(manifest.list_folders(directory)):
         try:
-            checkpoint_manifest = _check_run(manifest.inspect(folder), run_id)
+            if checkpoint_manifest := _check_run(manifest.inspect(folder), run_id):
+                _check_content(folder, check)
+                return CheckpointCandidate(str(folder), checkpoint_manifest), (*notes[::-1], *differing[::-1])
         except CorruptCheckpointError as error:
             notes.append(f"checkpoint {folder.name} is damaged and not used: {error}")
             continue
-        last = CheckpointCandidate(str(folder), checkpoint_manifest) if checkpoint_manifest else last
-        if checkpoint_manifest is None and (folder / manifest.DAMAGED).exists():
+        if (folder / manifest.DAMAGED).exists():
             notes.append(f"checkpoint {folder.name} was found damaged, and is not used")
-        if checkpoint_manifest is None and (folder / manifest.DIFFERS).exists():
+        if (folder / manifest.DIFFERS).exists():
             differing.append(f"checkpoint {folder.name} is of replicas that differed, and is not used")
-    last_step = last.manifest.step if last else -1
-    if last:  # else the run starts again: nothing before was wrong
-        notes += differing
-    return last, tuple(note for note in notes if int(note.split()[1].partition("-")[2]) > last_step)
+    return None, tuple(notes[::-1])  # the run starts again: nothing was wrong before replicas differed
+
+
+def _check_content(folder: str | Path, check: ContentCheck) -> None:
+    """Raise CorruptCheckpointError where the check finds a problem."""
+    if problem := check(Path(folder)):
+        raise CorruptCheckpointError(problem)
 
 
 def _check_run(checkpoint_manifest: Manifest | None, run_id: str | None) -> Manifest | None:
@@ -173,20 +180,33 @@ def _check_run(checkpoint_manifest: Manifest | None, run_id: str | None) -> Mani
     return checkpoint_manifest
 
 
+def report_skipped(notes: tuple[str, ...], used: str) -> None:
+    """Warn of the checkpoints that are damaged; `used` is the one before them."""
+    for note in notes:
+        print(f"titan: warning: {sanitize_line(note)}; using {Path(used).name}", file=sys.stderr)
+
+
 LAST_WORDS = ("latest", "last", "auto", "best")
 """What others write for the last checkpoint of the same run."""
 
 
-def load_named(path: str, setting: str = "checkpoint.resume") -> CheckpointCandidate:
+def load_named(
+    path: str, setting: str = "checkpoint.resume", check: ContentCheck = lambda folder: None
+) -> CheckpointCandidate:
     """Return the checkpoint of `setting=path`: a checkpoint, or a run's last complete one; a folder or a URL.
+
+    Args:
+        path: the value.
+        setting: the setting, for messages.
+        check: which checkpoints of a folder are corrupt; of a run, the one before is returned.
 
     Raises:
         ConfigError: when there is none.
     """
-    return _load_remote(path, setting) if is_url(path) else _load_local(path, setting)
+    return _load_remote(path, setting, check) if is_url(path) else _load_local(path, setting, check)
 
 
-def _load_local(path: str, setting: str) -> CheckpointCandidate:
+def _load_local(path: str, setting: str, check: ContentCheck) -> CheckpointCandidate:
     label, folder = format_setting(setting, path), Path(path).expanduser().absolute()
     if not folder.is_dir():
         advice = (
@@ -194,15 +214,16 @@ def _load_local(path: str, setting: str) -> CheckpointCandidate:
         )
         raise ConfigError(f"{label}: there is no such directory; {advice}.")
     if (folder / INDEX).is_file():  # remote checkpoints in a folder
-        return _load_remote(str(folder), setting)
+        return _load_remote(str(folder), setting, check)
     try:
-        checkpoint_manifest = manifest.inspect(folder)
+        if checkpoint_manifest := manifest.inspect(folder):
+            _check_content(folder, check)
     except CorruptCheckpointError as error:
         raise ConfigError(f"{label}: the checkpoint is damaged: {error}; give another one.") from error
     last, notes = (
         (CheckpointCandidate(str(folder), checkpoint_manifest), ())
         if checkpoint_manifest
-        else _find_latest_local(folder)
+        else _find_latest_local(folder, check=check)
     )
     if last is None:
         reasons = f" ({'; '.join(notes)})" if notes else ""
@@ -216,16 +237,18 @@ def _load_local(path: str, setting: str) -> CheckpointCandidate:
     return replace(last, notes=notes)
 
 
-def _load_remote(url: str, setting: str) -> CheckpointCandidate:
+def _load_remote(url: str, setting: str, check: ContentCheck) -> CheckpointCandidate:
     label = format_setting(setting, url)
     parent, _, name = url.rstrip("/").rpartition("/")
     try:
         if name.startswith("step-") and name[5:].isdigit():
             return CheckpointCandidate(url, Remote(parent, setting).read_manifest(int(name[5:])))
-        remote = Remote(url, setting)
-        steps = remote.list_steps()
-        if steps:
-            return CheckpointCandidate(f"{remote.url}/step-{max(steps)}", remote.read_manifest(max(steps)))
+        last, notes = _find_latest_remote(Remote(url, setting), -1, None, check)
+        if last:
+            return replace(last, notes=tuple(notes))
     except (OSError, CorruptCheckpointError, ValueError, KeyError) as error:
         raise ConfigError(f"{label}: no checkpoint can be read there ({error}); correct the URL.") from error
-    raise ConfigError(f"{label}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them.")
+    reasons = f" ({'; '.join(notes)})" if notes else ""
+    raise ConfigError(
+        f"{label}: there is no checkpoint{reasons}; give the URL of a run's checkpoints, or of one of them."
+    )

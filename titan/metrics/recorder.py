@@ -23,20 +23,30 @@ from titan.model.schema import Llama
 class Recorder:
     """Writes records to metrics.jsonl and passes them to the trackers; a context manager."""
 
-    def __init__(self, directory: Path, attempt: int, trackers: Trackers, warn: Callable[[str], None]) -> None:
-        """Take the run's directory, the attempt's number, the trackers, and a function that shows a warning."""
-        self.attempt, self.trackers = attempt, trackers
+    def __init__(
+        self,
+        directory: Path,
+        attempt: int,
+        trackers: Trackers,
+        warn: Callable[[str], None],
+        rename: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+    ) -> None:
+        """Take the run's directory, the attempt's number, the trackers, and what shows a warning and renames records.
+
+        metrics.jsonl has a record as it is, the trackers what `rename` returns.
+        """
+        self.attempt, self.trackers, self.rename = attempt, trackers, rename
         self.writer = LineWriter(directory / METRICS, warn)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write one record; numbers that are not finite become null, as JSON has none."""
         record = {**record, "time": round(time.time(), 3), "attempt": self.attempt}
         self.writer.write(json.dumps({k: replace_non_finite(v) for k, v in record.items()}) + "\n")
-        self.trackers.log(record)
+        self.trackers.log(self.rename(record))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Pass the final result to the trackers and close them; a run that was stopped does not wait for uploads."""
-        self.trackers.finish(result, hurry=not result.get("finished", False))
+        self.trackers.finish(self.rename(result), hurry=not result.get("finished", False))
 
     def close(self) -> None:
         """Let the trackers flush, also those of a run that failed, and write the lines that are still buffered."""

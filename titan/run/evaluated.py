@@ -66,17 +66,26 @@ def separate_figures(records: list[Record], documents: Documents) -> list[Record
     digests = {document["attempt"]: document.get(KEY, {}) for document in documents}
     last = {name: digest for of_attempt in digests.values() for name, digest in of_attempt.items()}
     changed = {
-        (attempt, name): digest
+        attempt: {name: digest for name, digest in of_attempt.items() if digest != last[name]}
         for attempt, of_attempt in digests.items()
-        for name, digest in of_attempt.items()
-        if digest != last[name]
     }
-    return [_rename_figures(record, changed) for record in records] if changed else records
+    return [rename_figures(record, changed.get(record.get("attempt", 1), {})) for record in records]
 
 
-def _rename_figures(record: Record, changed: Mapping[tuple[int, str], str]) -> Record:
+def find_changed(current: Mapping[str, str], documents: Documents) -> dict[str, str]:
+    """Return the digests that differ from the first that an attempt recorded under their names.
+
+    Trackers already have figures under those names.
+    """
+    first = {name: digest for document in reversed(documents) for name, digest in document.get(KEY, {}).items()}
+    return {name: digest for name, digest in current.items() if first.get(name, digest) != digest}
+
+
+def rename_figures(record: Record, changed: Mapping[str, str]) -> Record:
+    """Return a record with the figures of some sets and tasks under `evaluation/NAME@DIGEST/...`."""
+
     def rename(key: str) -> str:
-        digest = changed.get((record.get("attempt", 1), name := find_name(key)))
+        digest = changed.get(name := find_name(key))
         return key if digest is None else key.replace(f"evaluation/{name}/", f"evaluation/{name}@{digest}/")
 
-    return {rename(key): value for key, value in record.items()}
+    return {rename(key): value for key, value in record.items()} if changed else record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,12 +250,31 @@ def show_finished(run: Run, finished: FinishedRun) -> None:
 def build_next_command(run: Run, result: Mapping[str, Any]) -> str:
     """Return the command that resumes the run, or continues a finished one."""
     overrides = branch.build_continuation(run, run.training.steps * 2) if result["finished"] else []
-    overrides += (
-        [f"modules={format_value(run.modules)}"] if run.modules else []
-    )  # which the recorded command can't permit
-    packages = [name for name in own_code.find_packages(run) if name not in ("experiments", *run.modules)]
-    variables = _format_variables(os.environ.get(searched_files.VARIABLE, "") if _uses_own_files(run) else "", packages)
-    return variables + shlex.join(["python", "-m", "titan.train", f"resume={shorten_path(run.directory)}", *overrides])
+    words = (*run.choices.values(), *run.overrides)
+    return format_next_command(run.directory, words, run.modules, own_code.find_packages(run), overrides)
+
+
+def format_next_command(
+    directory: str,
+    words: Iterable[str],
+    modules: Sequence[str],
+    packages: Iterable[str],
+    overrides: Sequence[str] = (),
+) -> str:
+    """Return the command that resumes a run, with the environment that it needs.
+
+    Args:
+        directory: the run's.
+        words: its choices and overrides.
+        modules: of its settings, which the recorded command can't permit.
+        packages: outside of titan that it names.
+        overrides: to add.
+    """
+    overrides = [*overrides, *([f"modules={format_value(modules)}"] if modules else [])]
+    named_packages = [name for name in packages if name not in ("experiments", *modules)]
+    folders = os.environ.get(searched_files.VARIABLE, "") if _name_own_files(words) else ""
+    command = shlex.join(["python", "-m", "titan.train", f"resume={shorten_path(directory)}", *overrides])
+    return _format_variables(folders, named_packages) + command
 
 
 def _format_variables(folders: str, packages: Sequence[str]) -> str:
@@ -264,9 +283,9 @@ def _format_variables(folders: str, packages: Sequence[str]) -> str:
     return "".join(f"{name}={shlex.quote(value)} " for name, value in values.items() if value)
 
 
-def _uses_own_files(run: Run) -> bool:
-    """Return whether the run's command line names a file of a folder of $TITAN_CONF."""
-    words = {*run.choices.values(), *re.findall(r"[\w.-]+", " ".join(run.overrides))}
+def _name_own_files(texts: Iterable[str]) -> bool:
+    """Return whether choices and overrides name a file of a folder of $TITAN_CONF."""
+    words = {*re.findall(r"[\w.-]+", " ".join(map(str, texts)))}
     folders = map(Path, searched_files.list_own_folders())
     return any(file.stem in words for folder in folders for file in folder.rglob("*.yaml"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from titan.metrics.secrets import hide_secrets
 from titan.metrics.spikes import SpikeDetector
 from titan.metrics.tracker_run import RunDescription
 from titan.metrics.trackers import open_trackers
-from titan.run import identity
+from titan.run import evaluated, identity
 from titan.run.attempts import Attempt
 from titan.run.axes import PLUGGABLE
 from titan.run.directory import read_attempts
@@ -33,7 +34,8 @@ def build_recorder(run: Run, attempt: Attempt, warn: Callable[[str], None], mix:
     if run.metrics.tensorboard or run.metrics.wandb or run.metrics.trackers:
         description = describe_run(run, attempt, mix)
     trackers = open_trackers(run.metrics, directory=directory, description=description, warn=warn)
-    return Recorder(directory, attempt.number, trackers, warn)
+    changed = evaluated.find_changed(attempt.evaluated, read_attempts(directory))
+    return Recorder(directory, attempt.number, trackers, warn, partial(evaluated.rename_figures, changed=changed))
 
 
 def describe_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> RunDescription:

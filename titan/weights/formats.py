@@ -1,4 +1,4 @@
-"""Every format of weights: open the one that a folder has, verify checksums, and identify weights by a digest."""
+"""Every format of weights: open the one that a folder has, verify it, and identify weights by a digest."""
 
 from __future__ import annotations
 
@@ -8,51 +8,43 @@ from pathlib import Path
 
 import torch
 
-from titan.checkpoint import manifest
-from titan.checkpoint.manifest import CorruptCheckpointError
+from titan.checkpoint.coordinator import Coordinator
+from titan.checkpoint.reader import CheckpointReader
+from titan.checkpoint.restore import find_corruption
 from titan.config.kinds import get_kind
-from titan.config.settings import format_setting, to_plain
-from titan.errors import ConfigError
+from titan.config.settings import to_plain
 from titan.weights import origin
 from titan.weights.hf import HuggingFaceFormat
 from titan.weights.interface import Weights
 from titan.weights.meta import MetaFormat
 from titan.weights.titan_format import TitanFormat
 
-__all__ = ["Weights", "compute_digest", "open_weights", "verify_checksums"]
+__all__ = ["Weights", "compute_digest", "find_damage", "open_weights"]
 
 _SAMPLE = 16
 
 
-def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weights:
+def open_weights(path: str | Path, setting: str = "checkpoint.weights", verify: bool = False) -> Weights:
     """Open the weights at `path`: of a run (its last complete checkpoint), a checkpoint, or a folder in another format.
 
     Args:
         path: a folder, or OWNER/NAME[@REVISION] on Hugging Face's hub if there is no such folder.
         setting: the name of the user's setting, for messages; empty for a command's first word.
+        verify: read all of a checkpoint and compare it with its checksums; of a run whose last one is corrupt, the
+            one before is opened.
 
     Raises:
         ConfigError: when there are no weights, or they can't be read.
     """
-    location = origin.find_weights(path, setting)
+    location = origin.find_weights(path, setting, find_damage if verify else lambda folder: None)
     if location.kind == "titan":
         return TitanFormat(location.folder, location.label)
     return (MetaFormat if location.kind == "meta" else HuggingFaceFormat)(location.folder, location.label)
 
 
-def verify_checksums(weights: Weights, setting: str) -> None:
-    """Verify the checksums of a titan checkpoint; other formats have none.
-
-    Raises:
-        ConfigError: when a file differs.
-    """
-    folder = Path(weights.path)
-    try:
-        if saved_manifest := manifest.inspect(folder):
-            manifest.verify_checksums(folder, saved_manifest.files)
-    except CorruptCheckpointError as error:
-        label = format_setting(setting, weights.path)
-        raise ConfigError(f"{label}: is corrupt: {error}; give another checkpoint.") from error
+def find_damage(folder: Path, checksums: bool = True) -> str | None:
+    """Return what is wrong with a checkpoint's content; None if nothing is."""
+    return find_corruption(CheckpointReader(folder), Coordinator(0, 1), checksums)
 
 
 def compute_digest(weights: Weights) -> str:

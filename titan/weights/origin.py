@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,6 @@ from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.remote import INDEX
 from titan.config import modules, settings
 from titan.config.optional import import_optional
-from titan.console.text import sanitize_line
 from titan.dataset.sources.hub import translate_hub_error
 from titan.errors import ConfigError
 from titan.files.run_directory import RUN, describe_runs_below
@@ -78,12 +76,15 @@ def check_source(name: str, setting: str = "") -> None:
         raise ConfigError(f"{settings.format_setting(setting, name)}: there is no such directory; {advice}.")
 
 
-def find_weights(path: str | Path, setting: str = "checkpoint.weights") -> WeightsLocation:
+def find_weights(
+    path: str | Path, setting: str = "checkpoint.weights", check: select.ContentCheck = lambda folder: None
+) -> WeightsLocation:
     """Find the weights at `path`.
 
     Args:
         path: a folder, or OWNER/NAME[@REVISION] on Hugging Face's hub if there is no such folder.
         setting: the name of the user's setting, for messages; empty for a command's first word.
+        check: see `titan.checkpoint.select.load_named`.
 
     Raises:
         ConfigError: when there are no weights.
@@ -95,19 +96,14 @@ def find_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weigh
         problem = "is a file; give its folder, or" if os.path.exists(folder) else "there is no such directory;"
         raise ConfigError(f"{label}: {problem} correct the path.")
     if any((folder / name).exists() for name in (manifest.NAME, "checkpoints", INDEX)):
-        return WeightsLocation("titan", _use_last_checkpoint(select.load_named(str(path), setting)), label)
+        checkpoint = select.load_named(str(path), setting, check)
+        select.report_skipped(checkpoint.notes, checkpoint.path)
+        return WeightsLocation("titan", checkpoint.path, label)
     if any(folder.glob("consolidated.*.pth")) or (folder / "params.json").exists():
         return WeightsLocation("meta", str(folder), label)
     if any(folder.glob("*.safetensors*")) or (folder / "config.json").exists():
         return WeightsLocation("hf", str(folder), label)
     raise ConfigError(_explain_absence(folder, path, label))
-
-
-def _use_last_checkpoint(candidate: select.CheckpointCandidate) -> str:
-    """Return the folder of a run's last complete checkpoint, and log those that were skipped."""
-    for note in candidate.notes:
-        print(f"titan: {sanitize_line(note)}; using {Path(candidate.path).name}", file=sys.stderr)
-    return candidate.path
 
 
 def build_model(saved_manifest: Manifest, label: str) -> Any:

@@ -61,7 +61,7 @@ WAIT_SECONDS = 0.5
 class Survey:
     """The work of a preparation: the source's parts and bytes, all shards, the finished ones, and the folder.
 
-    `selection` is of `describe_selection`.
+    `selection` is of `describe_selection`; `is_planned`: a preparation has begun, so that `prepare` warns no more.
     """
 
     source: str
@@ -73,6 +73,7 @@ class Survey:
     shards: int
     finished: int
     complete: bool
+    is_planned: bool
 
 
 def prepare(
@@ -133,7 +134,7 @@ def survey_dataset(dataset: Dataset) -> Survey:
     tokenizer = dataset.tokenizer if inputs.tokenizer else "none"
     selection = describe_selection(getattr(dataset, "path", None), inputs.parts)
     counts = len(inputs.parts), source_bytes, len(shards), finished_count
-    return Survey(inputs.source.name, selection, tokenizer, folder, *counts, complete)
+    return Survey(inputs.source.name, selection, tokenizer, folder, *counts, complete, existing is not None)
 
 
 def _read_or_write_plan(inputs: PreparationInputs, setting: str) -> PreparationPlan:

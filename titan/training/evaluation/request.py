@@ -59,7 +59,12 @@ class Settings:
 
 
 def plan_evaluation(
-    settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose, weights: OpenWeights
+    settings: Settings,
+    overrides: Sequence[str],
+    scratch: Path,
+    compose: Compose,
+    weights: OpenWeights,
+    find_damage: Callable[[Path, bool], str | None],
 ) -> EvaluationJob:
     """Return the job of the ranks.
 
@@ -69,19 +74,26 @@ def plan_evaluation(
         scratch: where the ranks write.
         compose: composes command lines.
         weights: opens exported weights.
+        find_damage: returns what is wrong with a checkpoint; the flag: verify checksums.
 
     Raises:
         ConfigError: when there is no such checkpoint or file, or the run can't work here.
     """
     if (Path(settings.source).expanduser() / RUN).is_file():
-        return _plan_run(settings, overrides, scratch, compose)
+        return _plan_run(settings, overrides, scratch, compose, find_damage)
     return _plan_weights(settings, overrides, scratch, compose, weights(settings.source, ""))
 
 
 OpenWeights = Callable[[str, str], "Weights"]
 
 
-def _plan_run(settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose) -> EvaluationJob:
+def _plan_run(
+    settings: Settings,
+    overrides: Sequence[str],
+    scratch: Path,
+    compose: Compose,
+    find_damage: Callable[[Path, bool], str | None],
+) -> EvaluationJob:
     if settings.tokenizer is not None:
         raise ConfigError(f"tokenizer={settings.tokenizer}: the data of a run have one; leave it out.")
     name, documents = settings.source, recompose.read_run_attempts(settings.source)
@@ -95,7 +107,9 @@ def _plan_run(settings: Settings, overrides: Sequence[str], scratch: Path, compo
     science = identity.collect_science(run, corpora.compute_data_digest(mix), lineage_parent.id)
     user_overrides = [override for override in overrides if not override.lstrip("+").startswith("model")]
     recompose.check_science(name, document, science, user_overrides)
-    selected = _select_checkpoints(settings, recompose.list_checkpoints(name, document, str(documents[0]["run_id"])))
+    check = None if settings.step else lambda folder: find_damage(folder, run.checkpoint.verify)
+    checkpoints = recompose.list_checkpoints(name, document, str(documents[0]["run_id"]), check)
+    selected = _select_checkpoints(settings, checkpoints)
     step, (path, manifest) = selected[-1]
     ids = identity.compute_ids(run, science)
     attempt = Attempt(

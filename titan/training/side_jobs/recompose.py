@@ -122,13 +122,16 @@ def check_science(name: str, document: Mapping[str, Any], science: Mapping[str, 
         )
 
 
-def list_checkpoints(name: str, document: Mapping[str, Any], run_id: str) -> dict[int, tuple[str, Manifest]]:
+def list_checkpoints(
+    name: str, document: Mapping[str, Any], run_id: str, check: select.ContentCheck | None = None
+) -> dict[int, tuple[str, Manifest]]:
     """Return path and manifest of the complete checkpoints of a run and of its copies, by their steps.
 
     Args:
         name: the run's directory.
         document: the attempt's in run.yaml that says where copies are.
         run_id: of the run.
+        check: leave out corrupt ones after the last complete one, with a warning.
     """
     copy_path = document["config"].get("checkpoint", {}).get("path")
     if copy_path and trust.is_address(str(copy_path)) and trust.find_foreign(f"checkpoint.path={copy_path}"):
@@ -138,5 +141,12 @@ def list_checkpoints(name: str, document: Mapping[str, Any], run_id: str) -> dic
             file=sys.stderr,
         )
         copy_path = None
-    candidates = select.list_candidates(Path(name).expanduser(), copy_path, run_id)
+    folder = Path(name).expanduser()
+    candidates = select.list_candidates(folder, copy_path, run_id)
+    if check is not None:
+        last, notes = select.find_latest(folder, copy_path, run_id, check)
+        if last is None and notes:
+            raise ConfigError(f"{name}: holds no complete checkpoint ({'; '.join(notes)}); give another run.")
+        select.report_skipped(notes, last.path if last else "")
+        candidates = {s: found for s, found in candidates.items() if last and s <= last.manifest.step}
     return {step: (candidate.path, candidate.manifest) for step, candidate in candidates.items()}
