@@ -113,8 +113,8 @@ CHECKPOINTS = (
     define_fault(
         "resume: from the first checkpoint",
         "titan/checkpoint/select.py",
-        "last = CheckpointCandidate(str(folder), checkpoint_manifest) if checkpoint_manifest else last",
-        "last = last or (CheckpointCandidate(str(folder), checkpoint_manifest) if checkpoint_manifest else None)",
+        "for folder in reversed(manifest.list_folders(directory)):",
+        "for folder in manifest.list_folders(directory):",
         "run/test_attempts.py::test_resume_from_the_last_checkpoint",
     ),
     define_fault(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import get_type_hints
 
 from titan.errors import UnknownSettingError
@@ -192,9 +192,12 @@ def _advise_on_kinds(axis: str, rest: str, known_keys: frozenset[str]) -> str | 
     """Return which choices of an axis have a setting, or a mapping with a key, that is not there; None: none has."""
     name = rest.partition(".")[0]
     kinds = {} if axis == "model" else PLUGGABLE.get(axis, {})
-    if name != rest and f"{axis}.{name}" in known_keys:
-        classes = kinds.values() if kinds else [get_type_hints(Recipe)[axis]]
-        is_mapping = any(f.name == name and str(f.type).startswith("Mapping[str") for c in classes for f in fields(c))
+    chosen = ".".join([axis, *rest.split(".")[:2]])
+    is_new = name != rest and not any(f"{known}.".startswith(f"{chosen}.") for known in known_keys)
+    if is_new and f"{axis}.{name}" in known_keys:
+        classes = kinds.values() or [get_type_hints(Recipe).get(axis)]
+        settings = [field for cls in classes if is_dataclass(cls) for field in fields(cls)]
+        is_mapping = any(field.name == name and str(field.type).startswith("Mapping[str") for field in settings)
         return (
             f"{axis}.{name} has keys that you choose; write +{axis}.{rest}=VALUE for a new one" if is_mapping else None
         )
