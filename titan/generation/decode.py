@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from titan.errors import RunError
+from titan.generation.cache import can_cache
 from titan.generation.detokenizer import Detokenizer
 from titan.generation.forward import Forward, prepare_forward
 from titan.model import sampling
@@ -110,6 +111,7 @@ class BatchDecoder:
             broadcast: replaces the tokens by those of the first rank.
         """
         self.model, self.rules, self.device, self.chunk, self.broadcast = model, rules, device, chunk, broadcast
+        self.caches = can_cache(model)  # now: its warning stands before all that is printed of a prompt
 
     @torch.no_grad()
     def run(self, rows: Sequence[Continuation]) -> None:
@@ -120,7 +122,8 @@ class BatchDecoder:
         """
         live = [(row, sampling.make_generator(self.rules.seed, row.prompt, row.sample)) for row in rows]
         longest = max(len(row.prompt) for row in rows)
-        with prepare_forward(self.model, longest + self.rules.max_tokens, self.device, self.chunk) as forward:
+        length, chunk = longest + self.rules.max_tokens, self.chunk if self.caches else None
+        with prepare_forward(self.model, length, self.device, chunk) as forward:
             logits = self._prefill_prompts(rows, forward)
             while live:
                 tokens = self._sample_tokens(logits, [generator for _, generator in live])

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from titan.generation.cache import KVCache, can_cache, use_cache
+from titan.generation.cache import KVCache, use_cache
 
 
 class Forward(Protocol):
@@ -94,9 +94,9 @@ def _select_positions(hidden: Tensor, index: Tensor) -> Tensor:
 
 
 @contextmanager
-def prepare_forward(model: Any, length: int, device: torch.device, chunk: int) -> Iterator[Forward]:
-    """Return a context with the forward passes of rows of up to `length` tokens, with a cache where it is possible."""
-    if not can_cache(model):
+def prepare_forward(model: Any, length: int, device: torch.device, chunk: int | None) -> Iterator[Forward]:
+    """Return a context with the forward passes of rows of up to `length` tokens; no `chunk`: without a cache."""
+    if chunk is None:
         yield WholeForward(model, length)
         return
     with use_cache(model, length, device) as cache:
