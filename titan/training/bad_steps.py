@@ -59,11 +59,7 @@ class BadSteps:
         """Take what repeats a step.
 
         Args:
-            run: the experiment.
-            train_step: repeats a bad step.
-            mix: the rows, for their numbers.
             timeouts: of the ranks: a repeated step takes longer.
-            to_device: copies a batch to this rank's device.
             warn: writes a warning to the log and the terminal.
         """
         self.run, self.train_step, self.mix, self.timeouts = run, train_step, mix, timeouts
@@ -85,7 +81,6 @@ class BadSteps:
         """Return the error that ends the run after too many bad steps.
 
         Args:
-            last: the last one.
             saved_step: the step of the last checkpoint.
         """
         return RunError(

@@ -45,8 +45,6 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
     """Build the train step of `run` on this rank.
 
     Args:
-        run: the settings and what is derived from them.
-        world: the ranks and their mesh.
         log: called with one line for each transformation.
 
     Raises:
@@ -251,9 +249,6 @@ def _apply_precision_and_tensor(
 
     Args:
         model: on meta.
-        precision: the types.
-        parallelism: the settings of tensor parallelism.
-        world: the ranks.
         quantized: modules whose matmuls are computed in eight bits.
         chunk: tokens whose logits exist at a time; None: all.
         sharded: whether FSDP gathers weights.
@@ -279,8 +274,6 @@ def build_for_generation(schema: Decoder, precision: Precision, world: World) ->
     Its parameters are in the compute type and have memory, but no values yet.
 
     Args:
-        schema: the model's shape.
-        precision: the compute type.
         world: the ranks; tensor is the only dimension above one.
     """
     with torch.device("meta"):

@@ -54,10 +54,7 @@ class CheckpointPolicy:
         """Take what is saved; nothing is written yet.
 
         Args:
-            run: what is trained.
-            attempt: the attempt that saves.
             train_step: whose state is saved; its optimizer must have its state already.
-            mix: the rows, for the data's position and tokenizer.
             warn: writes a warning to the log and the terminal.
         """
         self.run, self.attempt, self.mix, self.warn = run, attempt, mix, warn

@@ -32,7 +32,6 @@ class ExpertLoad:
             routers: by the index of their layer; none where a pipeline stage has only dense blocks.
             experts: of a layer.
             layers: of the whole model.
-            top_k: experts of a token.
             bias_rate: change per step of the bias with which experts are chosen, where a router has one.
         """
         self.routers, self.layers, self.top_k, self.bias_rate = routers, layers, top_k, bias_rate
@@ -116,7 +115,6 @@ def build_expert_load(stages: Sequence[Any], model: Any) -> ExpertLoad | None:
     """Return the load of the experts of a model in a rank's stages; None for a model without experts.
 
     Args:
-        stages: this rank's.
         model: the schema, a `titan.model.schema_moe.Moe` where it has experts.
     """
     if not stages[0].model.counted:

@@ -69,9 +69,7 @@ def build_weight_decay_record(run: Run, factors: Callable[[int], Factors], step:
     """Return what the record of a step says of the weight decay: that of `optimizer`, where the schedule changes it.
 
     Args:
-        run: the settings.
         factors: the built schedule.
-        step: its number.
     """
     if not run.schedule.sets_weight_decay or not run.optimizer.weight_decay:
         return {}

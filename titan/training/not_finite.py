@@ -100,7 +100,6 @@ def investigate_step(
     All ranks call it together, and get the same sentence.
 
     Args:
-        run: the run.
         train_step: with the weights of the step.
         rows: of the step on this rank.
         scale: see `TrainStep.backward`.

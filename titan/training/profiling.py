@@ -95,8 +95,6 @@ class RunProfiler:
         """Take what is profiled; the folder is made, so that the file can be touched.
 
         Args:
-            run: the experiment.
-            world: the ranks.
             train_step: whose stages get hooks.
             predicted: seconds of a step by cause.
             show: writes a line to the terminal, on rank 0.

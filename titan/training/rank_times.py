@@ -31,14 +31,7 @@ class RankTimes:
     """Measures this rank's times, and reads those of all ranks."""
 
     def __init__(self, settings: Profile, world: World, train_step: TrainStep, compiled: bool) -> None:
-        """Take the settings, and start to measure where there are several ranks.
-
-        Args:
-            settings: of the profile axis.
-            world: the ranks.
-            train_step: whose gradients DDP may sum.
-            compiled: whether parts of the model are compiled.
-        """
+        """Take the settings, and start to measure where there are several ranks."""
         self.rank, self.world_size = world.rank_info.rank, world.rank_info.world_size
         self.is_on = settings.rank_times and self.world_size > 1
         self.num_slots = len(FIGURES) * self.world_size if self.is_on else 0
@@ -87,7 +80,6 @@ class RankTimes:
         """Return this step's rank times for metrics.jsonl, and warnings about slow ranks; on rank 0 only.
 
         Args:
-            step: the step.
             slots: the sum of what the ranks wrote [count].
         """
         measured = self.sent_steps.pop(step, None)

@@ -59,12 +59,7 @@ class RunReporter:
         """Take what the records of a step consist of; nothing is written yet.
 
         Args:
-            run: the experiment.
-            attempt: the execution of it that this is.
-            train_step: names the loss terms, and has the load of experts.
             hooks: called with the results, which they may add to.
-            layer_metrics: of the layers, on some steps.
-            rank_times: of all ranks.
             factors: the built schedule.
         """
         self.run, self.attempt, self.train_step, self.world = run, attempt, train_step, train_step.world
@@ -129,7 +124,6 @@ class RunReporter:
         """Report a step that all ranks have finished.
 
         Args:
-            result: of the step.
             cause: where its first value that is not finite came from; empty for a finite step.
             poll_saves: returns the saves that have finished: they are reported between what hooks do and the step's
                 record, at the step that is reported, though the next one may have begun.

@@ -60,10 +60,7 @@ def build_result(
     """Return the content of result.json.
 
     Args:
-        run: the experiment.
-        attempt: the execution of it that ended.
         world: whose rank 0 this is.
-        end: how it ended.
         latest_metrics: figures of the last evaluation, and the last ones of hooks.
         speed: of a typical step, and how much of the steps waited for data.
     """

@@ -53,10 +53,8 @@ def sample_continuation(
     Args:
         logits: gives the logits [vocab] of the token that follows others.
         start: token ids, at least one.
-        count: how many tokens.
         window: the longest input, in tokens.
         vocab: only ids below it are sampled (a model's vocabulary may be larger than the tokenizer's).
-        seed: of the random numbers.
         temperature: see `titan.model.sampling.sample_tokens`.
         top_k: see `sample_tokens`.
     """

@@ -47,7 +47,6 @@ def pack_metrics(
 
     Args:
         loss: this rank's summed loss; with loss terms a vector, whose other elements are the last of the result.
-        batch: what this rank read.
         squares: this rank's part of the sum of the gradients' squares, a float64 scalar; None: zero.
         stop: whether a signal asked this rank to stop.
         requeue: whether it asked to be started again after that.
@@ -80,7 +79,6 @@ def split_metrics(
     """Return a step's vector without the slots of ranks and the counts of experts, the slots, and the counts.
 
     Args:
-        values: the vector.
         slots: the number of all ranks' slots.
         counts: the number of counts, which are the last values.
     """
@@ -141,7 +139,6 @@ class InFlightStep:
 
         Args:
             num_slots: the number of all ranks' slots.
-            num_counts: the number of counts of experts.
         """
         self.timer.wait()
         values: NDArray[np.float64] = self.metrics.numpy()

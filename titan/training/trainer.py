@@ -82,9 +82,6 @@ class Trainer:
         """Take everything that a step needs; nothing is written yet.
 
         Args:
-            run: the experiment.
-            attempt: where it begins and what it is called.
-            world: the ranks.
             train_step: the model and the optimizer, as `titan.training.build` makes them.
             stop: asked at every step whether a signal came.
             reader: the attempt's checkpoint, where it has been opened already.

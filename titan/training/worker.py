@@ -53,9 +53,6 @@ def work(
     """Train `run` as one of its ranks.
 
     Args:
-        run: the experiment.
-        attempt: the execution of it that this is.
-        rank_info: this rank.
         store: a store that the ranks have connected to already, under torchrun or srun.
         report_error: called with an error at once, before the clean-up, which may take as long as a save.
 

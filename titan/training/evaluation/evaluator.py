@@ -42,9 +42,6 @@ class Evaluator:
         """Read the sets and the tasks.
 
         Args:
-            run: says what is measured.
-            train_step: the model.
-            mix: the sources.
             show: see `build_eval_sets`.
             stopped: see `build_eval_sets`.
             tokenizer: the argument of `load_tokenizer`; None: that of the data.

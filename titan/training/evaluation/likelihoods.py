@@ -34,8 +34,6 @@ def compute_loglikelihoods(
     All ranks call it together, and all get the same.
 
     Args:
-        train_step: the model.
-        requests: what to score.
         window: tokens of the longest rows.
         tokens: of a micro-batch.
         compiled: whether the model is compiled; scoring runs it as it is written.
@@ -65,8 +63,6 @@ def _score_requests(
     """Add the losses and the number of tokens that are not greedy of some requests to their lines of `sums`.
 
     Args:
-        train_step: the model.
-        requests: the requests.
         numbers: their lines.
         shape: rows of a micro-batch, and tokens of a row.
         sums: [all requests, 2].

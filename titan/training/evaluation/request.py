@@ -69,11 +69,8 @@ def plan_evaluation(
     """Return the job of the ranks.
 
     Args:
-        settings: of the user.
         overrides: of the run's command line, by the user.
         scratch: where the ranks write.
-        compose: composes command lines.
-        weights: opens exported weights.
         find_damage: returns what is wrong with a checkpoint; the flag: verify checksums.
 
     Raises:

@@ -49,9 +49,7 @@ def build_eval_sets(
     While a source is being prepared this waits until the rows exist, so that they are the same as afterwards.
 
     Args:
-        run: the number of rows, and their shape.
         world: this rank's data-parallel shard.
-        mix: the sources.
         show: called with a line now and then while it waits, and where a set is empty.
         stopped: whether a signal asks to stop waiting.
 

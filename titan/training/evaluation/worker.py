@@ -55,7 +55,6 @@ class CheckpointEvaluator(Trainer):
         """Return the figures by keys of metrics.jsonl: of the weights, and of averages; all ranks call it together.
 
         Args:
-            job: what to measure.
             earlier: the checkpoints before the attempt's, for an average over all of them.
         """
         self._restore_state()

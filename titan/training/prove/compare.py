@@ -111,7 +111,6 @@ def check_choices(name: str, counts: Tensors) -> Check:
     """Return the largest share, over routers, of given experts that one device would not have chosen.
 
     Args:
-        name: of the check.
         counts: of each router, as of `RouteWatch.count_choices`.
     """
     shares = {router: float(other) / float(pinned) for router, (pinned, other) in counts.items()}

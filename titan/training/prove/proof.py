@@ -67,10 +67,7 @@ def prove(run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], obj
     """Return the checks of a shrunk run.
 
     Args:
-        run: the shrunk run.
         folder: a new folder.
-        run_ranks: trains a job.
-        show: shows what is done now.
 
     Raises:
         RunError: when a rank fails.

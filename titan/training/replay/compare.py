@@ -88,10 +88,6 @@ def compare_plans(
     """Run the step of two plans, and ask why they differ.
 
     Args:
-        a: one.
-        b: the other.
-        settings: see there.
-        start: starts ranks.
         start_b: starts those of B; None: `start`.
 
     Raises:

@@ -29,7 +29,6 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]], device: torch.dev
     """Return the fingerprints of whole tensors, of which this rank has shards; all ranks of a shard call it together.
 
     Args:
-        tensors: with their names.
         device: of this rank; offloaded tensors are copied to it.
     """
     return {name: fingerprint_tensor(gather_tensor(tensor, device)) for name, tensor in tensors}
@@ -96,7 +95,6 @@ def describe_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
     """Return the parameter group of each parameter: its number and its settings.
 
     Args:
-        optimizer: of the parameters.
         names: of the parameters, by their ids.
     """
     groups: dict[str, str] = {}

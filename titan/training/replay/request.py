@@ -108,10 +108,7 @@ def plan_replay(
 
     Args:
         name: the run's directory; nothing is written into it.
-        settings: the step, and the checkpoint.
-        overrides: of the user.
         scratch: where the ranks write.
-        compose: composes command lines.
         recorded: see `ReplayPlan`.
 
     Raises:

@@ -86,11 +86,9 @@ def merge_ranks(
     """Return what all ranks saw.
 
     Args:
-        parts: of each rank.
         mix: the rows; None: no tokens are shown.
         first: rows read before the step.
         tokens: how many tokens to show.
-        seq_len: tokens of a row.
     """
     order = sort_keys({key for part in parts for key in part.totals}, [list(part.totals) for part in parts])
     totals = {key: [part.totals[key] for part in parts if key in part.totals] for key in order}
@@ -120,7 +118,6 @@ def sort_keys(keys: Iterable[Key], rank_keys: Sequence[Sequence[Key]]) -> list[K
     """Return keys in the order of the forward pass, then of the backward pass.
 
     Args:
-        keys: to sort.
         rank_keys: the keys of each rank, in the order in which it saw those of the forward pass.
     """
     positions = {name: i for part in rank_keys for i, (direction, name) in enumerate(part) if direction == "forward"}

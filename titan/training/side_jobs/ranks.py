@@ -52,9 +52,6 @@ def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -
 
     Args:
         run: where to fetch it to, and whether to verify checksums.
-        path: the checkpoint.
-        step: its step.
-        world: the ranks.
         setting: the user's setting that chose the step, for messages.
 
     Raises:

@@ -130,7 +130,6 @@ def list_checkpoints(
     Args:
         name: the run's directory.
         document: the attempt's in run.yaml that says where copies are.
-        run_id: of the run.
         check: leave out corrupt ones after the last complete one, with a warning.
     """
     copy_path = document["config"].get("checkpoint", {}).get("path")

@@ -26,7 +26,6 @@ def trace_run(run: Run, speeds: Speeds, *, full: bool = False) -> TracedStep:
 
     Args:
         run: on any number of ranks.
-        speeds: of its devices.
         full: trace all blocks and micro-batches instead of composing them from a few.
     """
     start = time.perf_counter()

@@ -38,8 +38,6 @@ class StageRegions:
 
         Args:
             listener: whose region is set.
-            stage: of this rank.
-            number: of the stage.
             split_backward: whether the schedule separates backward for inputs and for weights.
         """
         self.listener, self.number, self.split_backward = listener, number, split_backward
@@ -121,7 +119,6 @@ def follow_regions(listener: RegionListener, stages: dict[int, ModelStage], spli
     """Set the region while a step runs.
 
     Args:
-        listener: whose region is set.
         stages: of this rank, by their number.
         split_backward: see `StageRegions`.
     """

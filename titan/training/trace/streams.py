@@ -102,7 +102,6 @@ def record_streams(recorder: EventRecorder, block_of: Mapping[int, int]) -> Iter
     """Record FSDP's streams, its exchanges by block, the storages that it resizes, and collectives.
 
     Args:
-        recorder: gets the events.
         block_of: the block of each module, by its id.
     """
     patches = (
