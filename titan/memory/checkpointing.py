@@ -78,11 +78,9 @@ def checkpoint_blocks(
 
     Args:
         blocks: consecutive blocks of the model.
-        memory: the settings.
         first: index of the first of these blocks in the whole model, so that all pipeline layouts recompute the same
             blocks.
         parts: of each block, see `titan.model.parts`; None: each is one part.
-        compiled: whether the parts are compiled.
     """
     if memory.checkpointing == "gate":
         return _checkpoint_gates(blocks)
@@ -132,7 +130,6 @@ def _with_recompute(forward: Callable[..., Any], keeps: bool = False) -> Callabl
     It is a function with a frame, at which the compiler can start; a partial of torch's `checkpoint` has none.
 
     Args:
-        forward: of a block.
         keeps: whether values are kept for the recomputation (`titan.memory.kept_values`); no graph can hold that.
     """
     if keeps:
@@ -149,7 +146,6 @@ def _with_contexts(forward: Callable[..., Any], contexts: Callable[[], Any], nam
 
     Args:
         forward: of a block or a part of one.
-        contexts: makes both contexts.
         name: of the part. Parts have different code, because torch compiles eight graphs of the same code at most.
     """
 
