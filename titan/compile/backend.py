@@ -133,7 +133,6 @@ def compile_stage(
 
     Args:
         stage: a module with a `model`, a `titan.model.decoder.DecoderModel` or a part of one.
-        settings: scope and backend.
         fullgraph: with scope "model", require one graph (fullgraph); else torch may break it, as it must where FSDP
             all-gathers weights inside.
         fullgraph_blocks: with scope "block", likewise of each part of a block.

@@ -23,7 +23,6 @@ def find_missing_compiler(machine: Machine, backend: str, is_remote: bool = Fals
     """Return what is missing to compile kernels with a backend; None if nothing is, or if it can't be known.
 
     Args:
-        machine: the machine that compiles.
         backend: as in `Compile`; only inductor compiles kernels.
         is_remote: whether `machine` is a node that a scheduler will allocate, which may have other programs.
     """
