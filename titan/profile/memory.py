@@ -48,8 +48,6 @@ def find_peak(
     """Return the peak of a recorded step; None where its allocations were not recorded.
 
     Args:
-        trace: of some steps.
-        step: one of them.
         state_bytes: bytes of weights and optimizer state.
         gradients: addresses of the gradients when the optimizer begins.
     """

@@ -33,11 +33,7 @@ class Profile:
     slow_factor: float = setting(1.25, "a rank is slower when its own time is this many times the others'", above=1)
 
     def check(self, ranks: int) -> None:
-        """Raise ConfigError for settings that contradict each other, or name a rank that the run lacks.
-
-        Args:
-            ranks: of the run.
-        """
+        """Raise ConfigError for settings that contradict each other, or name a rank that the run lacks."""
         if 0 < self.every < self.warmup + self.active:
             raise ConfigError(
                 f"profile.every={self.every}: shorter than a profile, which takes profile.warmup={self.warmup} and "

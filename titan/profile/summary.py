@@ -119,7 +119,6 @@ def read(directory: Path, step: int | None) -> list[Summary]:
     """Return the summaries of the ranks of a run that were profiled together, by rank.
 
     Args:
-        directory: the run's.
         step: a recorded step; None: of the latest profile.
 
     Raises:

@@ -66,9 +66,6 @@ def watch_out_of_memory(
     """Write a snapshot when CUDA's memory runs out, while what filled it is still there; before, nothing is recorded.
 
     Args:
-        folder: where it is written.
-        rank: of this process.
-        read_owners: returns the storages.
         show: writes a line to the terminal, on rank 0.
     """
 
