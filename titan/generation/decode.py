@@ -105,8 +105,6 @@ class BatchDecoder:
 
         Args:
             model: a whole `titan.model.decoder.DecoderModel`, or its part on a tensor rank; on `device`.
-            rules: how to sample, when to end.
-            device: of the model.
             chunk: tokens of the prompts that the model computes at a time.
             broadcast: replaces the tokens by those of the first rank.
         """

@@ -58,11 +58,7 @@ def build_job(
     """Return the job of the ranks, after all checks that are possible before work starts.
 
     Args:
-        settings: as the user gave them.
-        layout: the ranks.
         texts: the prompts; None for `settings.tokens`.
-        weights: the opened weights.
-        machine: this machine's devices.
 
     Raises:
         ConfigError: when prompts, layout or memory don't fit the model or the machine.
