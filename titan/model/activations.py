@@ -52,7 +52,6 @@ class RankBatch:
         """Return the bytes of gradients of a region's input and first products, with the input and a copy.
 
         Args:
-            dim: D.
             outputs: width of the outputs of its first matmuls together, on this rank.
         """
         return self.bytes * (outputs + (2 if self.one_row else 3) * dim) * self.tokens if self.regather else 0.0
@@ -171,13 +170,10 @@ def count_attention_bytes(
     """Return the activation memory of attention: rotated queries and keys, values, the output and its log-sum-exp.
 
     Args:
-        batch: the part that the rank computes.
-        dim: D.
         queries: width of all query heads together.
         keys: width of all key heads together.
         heads: query heads.
         head_norms: whether queries and keys are normalised.
-        context: what context parallelism adds.
     """
     c, n, t = batch.bytes, batch.tokens, batch.tensor
     q, k = queries / t, keys / t
@@ -202,12 +198,9 @@ def count_latent_attention_bytes(
     width of keys, the output, its log-sum-exp, and the output without the padding.
 
     Args:
-        batch: the part that the rank computes.
-        dim: D.
         heads: of queries, keys and values.
         widths: of a head: of its part without position, of its rotated part, and of its values.
         latents: widths of the latent of queries, None: there is none, and of that of keys and values.
-        context: what context parallelism adds.
     """
     c, n, local_heads = batch.bytes, batch.tokens, heads / batch.tensor
     (nope, rope, values), (rank, latent) = widths, latents
@@ -229,11 +222,6 @@ def count_swiglu_bytes(batch: RankBatch, dim: int, ffn: int) -> LayerActivations
     """Return the activation memory of SwiGLU: both projections, the gate's activation, the last projection's input.
 
     A compiler recomputes the gate's activation; the last projection's input is recomputed with `memory=gate`.
-
-    Args:
-        batch: the part that the rank computes.
-        dim: D.
-        ffn: F.
     """
     c, n, f = batch.bytes, batch.tokens, ffn / batch.tensor
     saved = (2 if batch.recomputes_gates else 3 if batch.compiled else 4) * c * f * n
@@ -273,12 +261,6 @@ def count_block_bytes(batch: RankBatch, dim: int, attention: LayerActivations, f
 
     In addition to its parts it saves `RankBatch.count_norm_bytes` of each norm, and its output, which tensor ranks
     all-gather: the rank's part of it, or all.
-
-    Args:
-        batch: the part that the rank computes.
-        dim: D.
-        attention: the block's attention.
-        ffn: F.
     """
     c, n, s, t = batch.bytes, batch.tokens, batch.residual_tokens, batch.tensor
     feed_forward, gradient = count_swiglu_bytes(batch, dim, ffn), c * dim * s
@@ -318,13 +300,6 @@ def count_moe_block_bytes(
     Tensor ranks compute their tokens of the residual stream with whole experts. Saved per token by the router: its
     input, scores, the chosen experts and their weights; per chosen expert: the places before and after sorting, the
     sorted row, its weight, the projections and the gate. Backward computes shared experts first.
-
-    Args:
-        batch: the part that the rank computes.
-        dim: D.
-        attention: the block's attention.
-        experts: those of some tokens.
-        shared: those of every token.
     """
     c, s, width = batch.bytes, batch.residual_tokens, experts.width
     rows, gradient = experts.top_k * s, c * dim * s
@@ -372,9 +347,6 @@ def count_head_bytes(
     """Return the activation memory of the final norm, the head and the cross-entropy.
 
     Args:
-        batch: the part that the rank computes.
-        dim: D.
-        vocab: V.
         parts: whether tensor-parallel ranks compute the loss from sharded logits (loss parallel).
         chunk: tokens whose logits exist at a time; None: all.
         has_terms: whether there are loss terms next to cross-entropy; from statistics of the logits, which need no

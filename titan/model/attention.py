@@ -44,7 +44,6 @@ def choose_kernels(choice: str, device: torch.device) -> Kernels:
 
     Args:
         choice: a kernel's name, or "auto": on CUDA the fastest usable one, cuDNN's first on Hopper and newer.
-        device: the device of attention.
     """
     if choice in BACKENDS:
         return (BACKENDS[choice],)
@@ -61,10 +60,6 @@ def query_selected_kernel(
 
     Args:
         shape: query heads, key heads and their width on this rank.
-        dtype: the queries' type.
-        device: the device of attention.
-        allowed: the allowed kernels.
-        has_mask: whether there is a mask, as for documents.
 
     Raises:
         NoKernelError: if none of them supports the inputs.
@@ -95,7 +90,6 @@ def set_kernels(model: Any, choice: str, device: torch.device, use_flex: bool) -
     Args:
         model: a `titan.model.decoder.DecoderModel`, or a part of one.
         choice: see `choose_kernels`.
-        device: the device of attention.
         use_flex: use FlexAttention instead.
     """
     if use_flex:
@@ -186,8 +180,6 @@ def find_visible_blocks(queries: DocumentTokens, keys: DocumentTokens, mask_mod:
     one and the same id. So no [T, T] mask is materialised, as torch's `create_block_mask` does.
 
     Args:
-        queries: tokens in B rows.
-        keys: tokens in B rows.
         mask_mod: the `mask_mod` of partially visible blocks.
     """
     low, high = (x[:, :, None] for x in _find_block_ranges(queries.document_ids))

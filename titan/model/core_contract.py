@@ -40,7 +40,6 @@ def find_core_error(core: AttentionCore, heads: int, kv_heads: int, width: int, 
     Args:
         core: on meta, but for its buffers.
         heads: H, of the whole model.
-        kv_heads: K.
         width: d.
         tensor: the degree of tensor parallelism.
     """
@@ -115,7 +114,6 @@ def _find_error(differs: Callable[[], bool], case: str, way_out: str, difference
     Args:
         differs: calls the core, and returns whether the results are others than those of the row.
         case: what the core gets.
-        way_out: what to change.
         difference: what is wrong where they differ; empty: the results.
     """
     try:

@@ -264,7 +264,6 @@ class DecoderCounts:
 
         Args:
             part: "forward" or "backward".
-            layer: the block.
 
         Returns:
             Those of the residual stream, and those of heads and of the feed-forward width, which tensor ranks split.

@@ -37,7 +37,6 @@ def sort_choices(experts: Tensor, rows: int | None = None) -> RowOrder:
     """Return the order in which the choices of experts, int64 [N, K], are sorted by expert.
 
     Args:
-        experts: of each token.
         rows: so many of the sorted choices have a row, the first ones; None: all.
     """
     count, choices = experts.shape[1], experts.flatten().argsort(stable=True)

@@ -76,9 +76,6 @@ class Router(nn.Module):
         """Create a router.
 
         Args:
-            dim: D.
-            experts: E.
-            top_k: K.
             norm_topk_prob: scale the chosen experts' scores so that their sum is one.
             sigmoid: score each expert by itself; else scores are a softmax over the experts.
             scale: factor of the chosen experts' weights.
@@ -237,7 +234,6 @@ def dispatch(
         experts: those of each token, int64 [N, K]; `count` where none computes it.
         weights: of the experts' results, float32 [N, K]; None: one.
         count: of experts.
-        compute: the experts.
         rows: how many choices have an expert; None: the host does not know, or all have.
 
     Returns:
@@ -271,8 +267,6 @@ class MixtureOfExperts(nn.Module):
         """Create the experts.
 
         Args:
-            dim: D.
-            width: F.
             router: has the number of experts.
             shared: width of the shared experts together; None: there are none.
             scale_inputs: the weight of an expert scales its input, not its output.

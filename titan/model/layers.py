@@ -283,7 +283,6 @@ def attend(
         k: [B, H_kv, s, d].
         v: [B, H_kv, s, d].
         mask: mask [B, 1, t, s], added to scores; None: causal.
-        kernels: the allowed kernels.
         function: the function to call; another than torch's to query its choice.
         scale: factor of scores; None: d ** -0.5.
 

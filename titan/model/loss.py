@@ -48,7 +48,6 @@ def loss_and_grad_(
         logits: float32 [N, V]; overwritten, with `needs_grad` by the gradient of the loss: softmax minus one-hot
             targets.
         targets: int64 [N], -100 where ignored.
-        needs_grad: whether the gradient is requested.
         first: index of the rank's first vocabulary entry, with a sharded vocabulary.
         largest: max all-reduce over the ranks of the vocabulary, of a value per token.
         total: sum all-reduce over these ranks, of several values per token.

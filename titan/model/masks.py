@@ -61,8 +61,6 @@ def add_tokens(mask: Any, queries: DocumentTokens, keys: DocumentTokens, chunk: 
 
     Args:
         mask: of full attention; with `chunk`, `Masks`, or None.
-        queries: the tokens of the queries.
-        keys: the tokens of the keys.
         chunk: return `Masks`, and let the chunks of so many tokens be the documents of the second.
     """
     if chunk is None:

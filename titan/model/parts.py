@@ -50,7 +50,6 @@ def list_parts(block: nn.Module, breaks: ModuleTest, has_hooks: ModuleTest = lam
     """Return the parts of a block, in the order in which they compute.
 
     Args:
-        block: of a model.
         breaks: whether no graph can hold a module, because the host decides something in it.
         has_hooks: whether something runs before and after a module that no graph can hold, as where FSDP gathers it.
     """

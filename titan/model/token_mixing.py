@@ -43,7 +43,6 @@ def find_token_mixing(schema: Any, regions_have_rows: bool = False) -> TokenMixi
     """Return what of the model of a `titan.model.schema.Decoder` mixes tokens; in titan's own only cores do.
 
     Args:
-        schema: of the model.
         regions_have_rows: let regions of the tensor-parallel plan, the embedding and the head mix them too.
     """
     return TokenMixing() if is_titan_class(type(schema)) else _judge_model(Identity(schema), regions_have_rows)

@@ -46,9 +46,6 @@ def free_reduced_gradients(stage: FSDPModule) -> None:
     """Free the inputs of a stage's last reduce-scatters, which the present stream waits for.
 
     FSDP frees them when the same stage reduces again, or at the end of a step.
-
-    Args:
-        stage: wrapped by FSDP.
     """
     state: Any = stage._get_fsdp_state()
     retained = getattr(state._comm_ctx, "reduce_scatter_states", ())  # none before the first forward pass

@@ -148,14 +148,7 @@ def start_exchange(
 
 
 def exchange_rows(x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows [sum(sending), D] to the group's ranks in order, and return those that came from them, in order.
-
-    Args:
-        x: the rows.
-        send_counts: how many go to each rank.
-        receive_counts: how many come from each rank.
-        group: the ranks.
-    """
+    """Send rows [sum(sending), D] to the group's ranks in order, and return those that came from them, in order."""
     return start_exchange(x, send_counts, receive_counts, group).finish()
 
 

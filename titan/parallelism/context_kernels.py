@@ -63,8 +63,6 @@ def choose_kernel(
     Args:
         choice: `training.attention`.
         shape: query heads, key heads and their width on this rank.
-        dtype: of the queries.
-        device: of the queries.
         mask_documents: whether documents are masked, which only flex and the formula support.
 
     Raises:
@@ -88,7 +86,6 @@ def forward(kernel: str, q: Tensor, kv: Tensor, mask: KeyMask, scale: float | No
         kernel: see `choose_kernel`.
         q: [B, H, t, d].
         kv: keys and values, [2, B, K, s, d].
-        mask: which keys each query sees.
         scale: factor of scores; None: d ** -0.5.
     """
     k, v = kv.unbind()

@@ -51,7 +51,6 @@ def ring_attention(
         k: [B, K, t, d], of the same tokens.
         v: [B, K, t, d], of the same tokens.
         mask: what `make_ring_mask` returns.
-        group: the ranks.
         balance: see `titan.parallelism.context_chunks`.
         kernel: see `titan.parallelism.context_kernels.choose_kernel`.
         scale: factor of scores; None: d ** -0.5.
@@ -69,7 +68,6 @@ def make_ring_mask(
     Args:
         ids: document ids of this rank's tokens, int64 [B, t]; None: one document per row.
         positions: [1 or B, t], for the number of this rank's tokens.
-        group: the ranks.
         balance: see `ring_attention`.
         kernel: see `ring_attention`.
 

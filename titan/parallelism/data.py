@@ -42,7 +42,6 @@ def shard_stage(
     Args:
         stage: the module whose forward pass uses all of its `model`.
         mesh: dimensions replicate (where its degree is above one) and shard; None: only groups are sharded.
-        compute_dtype: the dtype of matmuls.
         reshard: whether a block's gathered weights are freed after its forward pass; a number: reshard over so many
             ranks.
         prefetch: blocks that are gathered ahead of the one that computes; 0: FSDP's default.

@@ -147,7 +147,6 @@ def shard_experts(model: Any, mesh: DeviceMesh, dispatcher: str = "alltoall") ->
 
     Args:
         model: its blocks may have a `titan.model.experts.MixtureOfExperts`.
-        mesh: the ranks that share the experts of a layer.
         dispatcher: of `titan.parallelism.schema.Parallelism`.
     """
     exchange = _build_dispatcher(dispatcher, mesh.get_group())

@@ -178,7 +178,6 @@ class World:
         Only gloo's messages between two ranks (a pipeline's) keep the timeout that their group was created with.
 
         Args:
-            seconds: the new timeout.
             barrier: wait for all ranks first: a rank may be late within the old timeout, and the others would start to
                 wait for it with a shorter one. All ranks call it together then.
         """
@@ -223,7 +222,6 @@ def connect_world(
     """Join the process group, where there is more than one rank, and build the mesh.
 
     Args:
-        rank_info: this rank.
         layout: all degrees; their product is the number of ranks.
         device_type: "cpu" or "cuda".
         timeout: of collective operations, in seconds.
@@ -261,9 +259,6 @@ def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeo
     """Return the world of a rank whose process group exists already; all ranks call it together.
 
     Args:
-        rank_info: this rank's number, and the number of ranks.
-        layout: all degrees.
-        device: where this rank computes.
         timeout: seconds after which creating a group gives up, and an operation on it.
     """
     degrees = layout.mesh_degrees()
@@ -317,7 +312,6 @@ def _create_group_along(sizes: Mapping[str, int], names: tuple[str, ...], timeou
 
     Args:
         sizes: the size of every dimension, outermost first.
-        names: some of them.
         timeout: see `split_group`.
     """
     lists = _list_groups_along(sizes, names)

@@ -42,7 +42,6 @@ def regather_input(module: nn.Module, group: dist.ProcessGroup) -> bool:
     It can't where the `forward` of its class may use the input for something else than `project`.
 
     Args:
-        module: the region.
         group: the tensor ranks.
     """
     if not hasattr(module, "project") or not getattr(module.forward, "passes_input_to_project", False):

@@ -119,7 +119,6 @@ def find_replicas(name: str, tensor: Tensor, world: World) -> Replicas:
     Args:
         name: of the tensor, for errors.
         tensor: plain or a DTensor.
-        world: the ranks.
 
     Raises:
         RunError: for a placement, or a mesh, of which this is not known.
@@ -207,8 +206,6 @@ def find_difference(
     All ranks call it together, with the tensors of their pipeline stages in the same order within a stage.
 
     Args:
-        tensors: this rank's, by name.
-        world: the ranks.
         stages: names that several stages of a pipeline have, and which do: one of `STAGES`.
         copies: second copies on this rank of tensors of some of these names: where it has both ends of a pipeline.
 
@@ -291,7 +288,6 @@ def _find_odd_ranks(prints: Prints, second: Prints, suspects: Sequence[str] | No
     """Find which ranks differ in which tensors, now that some do; all ranks call it together.
 
     Args:
-        prints: of this rank's tensors.
         second: of this rank's second copies.
         suspects: names among which this rank's groups have a difference; None where they have other tensors.
     """

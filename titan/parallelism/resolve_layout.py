@@ -18,7 +18,6 @@ def resolve_layout(parallelism: Parallelism, devices: int | None, limits: Mappin
     """Resolve -1 and "auto" to numbers.
 
     Args:
-        parallelism: the settings.
         devices: ranks in all; None where the layout decides (on a CPU): then each open degree is 2, so that any
             composition can be tried with the fewest ranks.
         limits: the largest useful degree of each dimension that is "auto" (default 2).

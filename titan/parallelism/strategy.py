@@ -142,7 +142,6 @@ def assign_groups(names: Iterable[str], groups: Mapping[str, Strategy]) -> dict[
     """Return the group of each module that is wrapped by itself, by the module's name.
 
     Args:
-        names: of modules.
         groups: by their names; of several that match a module the first has it.
     """
     assigned: dict[str, str] = {}
@@ -210,9 +209,7 @@ def check_groups(groups: Mapping[str, Strategy], parameters: Sequence[str], layo
     """Raise ConfigError for groups that match nothing, or that can't be sharded as they say.
 
     Args:
-        groups: by name.
         parameters: names of the model's parameters.
-        layout: all degrees.
         tied: whether embedding and head share a weight.
 
     Raises:

@@ -47,8 +47,6 @@ def apply_tensor_plan(
     """Split a model, built on meta, over a mesh of one dimension according to its `tensor_plan`.
 
     Args:
-        model: declares the plan.
-        mesh: the ranks that each matmul is split over.
         sequence_parallel: whether the sequence is split between matmuls too.
         loss_parallel: whether the loss is computed from split logits, which are then never whole.
         regather: whether regions that can (`titan.parallelism.regather`) gather their input again in backward; needs
@@ -98,7 +96,6 @@ def sum_shared_gradients(modules: Iterable[nn.Module], group: dist.ProcessGroup,
 
     Args:
         modules: of which `apply_tensor_plan` has marked those with such a weight.
-        group: the tensor ranks.
         device: where messages are sent from; offloaded gradients are on the host.
     """
     weights = [module.get_parameter("weight") for module in modules if getattr(module, "sums_gradient", False)]

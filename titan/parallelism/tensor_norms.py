@@ -34,7 +34,6 @@ def compute_norms(tensors: Mapping[str, Tensor], names: Sequence[str], world: Wo
     Args:
         tensors: this rank's parts, by name.
         names: the tensors of all ranks, in one order.
-        world: the ranks.
     """
     sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
     indices = {name: index for index, name in enumerate(names)}

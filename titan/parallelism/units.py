@@ -118,7 +118,6 @@ def build_placement_options(unit: Unit, model: Any) -> dict[str, Any]:
     """Return the argument of `fully_shard` with the ranks and dimension of each parameter, where they differ.
 
     Args:
-        unit: of the model.
         model: whose parameters' names in the whole model a strategy gets.
 
     Returns:

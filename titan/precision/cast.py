@@ -15,7 +15,6 @@ def set_compute_dtype(
 
     Args:
         model: the model, or a stage's part of it.
-        precision: the settings.
         quantized: names of the linear layers and experts that compute in 8 bits; names of other stages' are ignored.
         sharded: whether FSDP all-gathers the weights, in the compute type or in float8.
     """

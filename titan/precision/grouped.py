@@ -36,7 +36,6 @@ def quantize_experts(model: nn.Module, precision: Precision, quantized: tuple[st
 
     Args:
         model: the model on the meta device, or a stage's part of it.
-        precision: the settings.
         quantized: names of matmuls; names that the model does not have are ignored.
     """
     for name, module in model.named_modules():

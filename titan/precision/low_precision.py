@@ -37,7 +37,6 @@ def quantize_layers(model: nn.Module, precision: Precision, quantized: tuple[str
 
     Args:
         model: the model on the meta device, or a stage's part of it.
-        precision: the settings.
         quantized: names of linear layers; names that the model does not have are ignored.
         sharded: whether FSDP all-gathers weights.
     """

@@ -75,7 +75,6 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: 
 
     Args:
         costs: of each layer, 0 or more, in any unit.
-        stages: their number.
         first: the first stage's cost in addition to its layers (the embedding).
         last: the last stage's cost in addition to its layers (norm and head).
 
@@ -123,8 +122,6 @@ def split_at(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
     """Split layers at the user's indices.
 
     Args:
-        layers: of the model.
-        stages: their number.
         starts: the first layer of each stage after the first, counted from 0.
 
     Raises:
@@ -210,9 +207,7 @@ def choose_microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: i
     padding.
 
     Args:
-        schedule: its name.
         ranks: along the pipeline.
-        stages_per_rank: their number.
         rows: of a rank in a step, at least 1.
         idle: the share of time that may be lost.
 
@@ -420,7 +415,6 @@ def check_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
         schedule: its name, or a file whose name ends in .csv.
         ranks: along the pipeline.
         stages: in all.
-        microbatches: of a step.
 
     Raises:
         ConfigError: naming `parallelism.schedule`, `stages`, `pipeline` or `microbatches`.

@@ -47,7 +47,6 @@ class LinkedOrder:
         """Return the time from the first action's start to the last one's end.
 
         Args:
-            seconds: of each kind of action in each stage.
             hop: seconds to send a result to a stage on another rank.
         """
         costs = [seconds[key] for key in self.keys]

@@ -136,9 +136,6 @@ class Pipeline:
         """Take this rank's stages, and connect to its neighbours; all ranks of the pipeline call it together.
 
         Args:
-            stages: this rank's, by their number.
-            shape: the pipeline.
-            group: the ranks along it.
             device: where messages are sent from.
             groups: see `create_p2p_groups`; messages without one use `group`.
             loss_counts: the number of loss terms of the logits, and of figures of the model's blocks.

@@ -20,7 +20,6 @@ def list_microbatch_counts(parallelism: Parallelism, layout: Layout, rows: int) 
 
     Args:
         parallelism: the schedule and the largest idle share.
-        layout: the degrees.
         rows: of a rank in a step.
 
     Raises:
