@@ -17,8 +17,6 @@ def iterate_obstacles(recipe: Recipe, layout: Layout, microbatches: int) -> Iter
     """Yield why gradients can't be accumulated in bf16, each with what to change.
 
     Args:
-        recipe: the resolved configuration.
-        layout: all degrees.
         microbatches: of a rank in the step with most of them.
     """
     if recipe.precision.compute != "bf16":

@@ -163,7 +163,6 @@ class BlockTime:
         """Time a block.
 
         Args:
-            rank: its rank.
             layer: one of the blocks of its kind.
         """
         self.rank, self.layer = rank, layer

@@ -43,8 +43,6 @@ def count_entries(ranks: int, node_ranks: int, top_k: int) -> int:
 
     Args:
         ranks: that share experts.
-        node_ranks: of a node.
-        top_k: experts of a token.
     """
     if ranks <= node_ranks:
         return max(ranks, min(ranks, top_k))

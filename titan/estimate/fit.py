@@ -45,8 +45,6 @@ def estimate_memory(
     """Return the memory estimate of the fullest rank: live tensors at their peak plus process and allocator overhead.
 
     Args:
-        recipe: the resolved configuration.
-        layout: all degrees.
         microbatches: micro-batches of a rank in one step; rounded up to the next number that the pipeline schedule
             supports.
         device: "cuda" or "cpu".
@@ -246,9 +244,6 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int, p
     """Raise ConfigError when the memory estimate exceeds what each rank may use.
 
     Args:
-        recipe: the resolved configuration.
-        layout: all degrees.
-        machine: the devices.
         count: micro-batches of a rank in one step.
         planned: whether the machine is a node that the cluster axis describes, not this one.
 

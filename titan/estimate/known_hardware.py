@@ -33,7 +33,6 @@ def describe_unmeasured(hardware: Hardware, device: str, experts: bool = False) 
     Args:
         hardware: the figures, with those of known devices.
         device: cpu or cuda.
-        experts: whether the model has experts.
     """
     if device == "cpu":
         is_calibrated = all(getattr(hardware, name) is not None for name in CALIBRATED_FIGURES)

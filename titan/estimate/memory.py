@@ -83,8 +83,6 @@ def estimate_peak(recipe: Recipe, layout: Layout, microbatches: int, device: str
     """Return the largest phase of the rank that needs most memory.
 
     Args:
-        recipe: the resolved configuration.
-        layout: all degrees.
         microbatches: micro-batches of a rank in one step.
         device: "cuda" or "cpu"; their kernels save different tensors for backward.
     """

@@ -123,7 +123,6 @@ def derive_speeds(
 
     Args:
         hardware: figures of data sheets, or measured ones.
-        per_node: devices per node.
         dtype: of matmuls and activations.
         kernel: the attention kernel: a key of `ATTENTION`.
         constants: default: the fitted ones.
@@ -221,7 +220,6 @@ def estimate_cast(m: float, n: float, k: float, element: int, factor: float, spe
         k: inner size.
         element: bytes of an element before.
         factor: traffic of uncompiled casts, relative to compiled ones.
-        speeds: of the device.
     """
     return (2 * element + 1) * (m * k + n * k) * 0.5 * factor * speeds.casts / speeds.memory
 
@@ -242,7 +240,6 @@ def estimate_attention(tokens: float, keys: float, heads: float, size: int, spee
         keys: length of the rows; a query attends to half of them on average.
         heads: query heads of the rank.
         size: width of a head.
-        speeds: of the device.
     """
     flops = 2 * tokens * keys * heads * size  # 2 matmuls of 2 FLOPs each, for half of the pairs
     forward_slowdown, backward_slowdown = (
@@ -270,7 +267,6 @@ def estimate_collective(kind: CollectiveKind, size: float, ranks: int, stride: i
         size: bytes of the whole tensor.
         ranks: n, of the group.
         stride: distance of neighbouring ranks of the group.
-        speeds: of the links.
     """
     if ranks <= 1 and kind != "send":
         return 0.0

@@ -54,8 +54,6 @@ def add_overhead(
     """Return a rank's usage with its overhead: context, kernels, allocator, and the host copy of async checkpoints.
 
     Args:
-        recipe: the run's choices.
-        layout: the run's degrees.
         microbatches: of a step.
         usage: live tensors.
         device: "cuda" or "cpu".
@@ -81,8 +79,6 @@ def _count_expert_overhead(recipe: Recipe, layout: Layout, block: float) -> floa
     """Return the bytes that a CPU rank keeps besides because its experts' rows differ from step to step.
 
     Args:
-        recipe: the run's choices.
-        layout: the run's degrees.
         block: bytes of the activations of a block.
     """
     gathers = layout.sharded > 1 and not layout.only_replicated

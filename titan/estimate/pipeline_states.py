@@ -57,7 +57,6 @@ def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) ->
     """Return the states of each pipeline rank in which its memory can be largest.
 
     Args:
-        parallelism: gives the schedule.
         ranks: the pipeline degree; with 1 there is one rank, which runs forward and backward in turn.
         microbatches: micro-batches of a rank in one step.
     """

@@ -176,8 +176,6 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
     """Return the plan of a recipe.
 
     Args:
-        recipe: the resolved configuration.
-        layout: all degrees.
         microbatches: micro-batches of a rank in one step.
         machine: the node that the run gets.
 

@@ -154,7 +154,6 @@ def build_measured_run(planned: Plan, memory: float, seconds: float, measured_me
     """Return a run as the fit needs it.
 
     Args:
-        planned: its plan.
         memory: the predicted memory that corresponds to the measured one.
         seconds: measured, of a step.
         measured_memory: None: unknown.

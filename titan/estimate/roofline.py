@@ -79,7 +79,6 @@ def compute_roofline(recipe: Recipe, microbatches: int, rates: DeviceRates) -> R
     Args:
         recipe: the resolved configuration, with a layout of one device.
         microbatches: micro-batches in one step.
-        rates: see `DeviceRates`.
     """
     tokens = recipe.training.rows * recipe.model.count_row_tokens(recipe.training.seq_len)
     matmul, matmul_8bit = _count_matmul_flops(recipe)
@@ -180,12 +179,10 @@ def count_elementwise_bytes(
     """Return bytes per token of norms, RoPE, activations and residual additions of a block.
 
     Args:
-        model: the shape.
         element: bytes of an activation element.
         part: "forward" or "backward".
         tensor: ranks that heads and the feed-forward width are split over.
         sequence: ranks that the residual stream is split over.
-        layer: the block.
     """
     stream, split = model.elementwise_elements(part, layer)
     return element * (stream / sequence + split / tensor)
@@ -200,10 +197,8 @@ def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0,
     and written three times in float32, and sorted.
 
     Args:
-        model: the shape.
         element: bytes of an activation element.
         part: "forward" or "backward".
-        layer: the block.
         expert: ranks that share the experts.
     """
     matmuls = model.expert_matmuls(layer)

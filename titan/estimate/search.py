@@ -101,12 +101,9 @@ def search_layouts(
 
     Args:
         recipe: the resolved configuration; its science settings stay as they are.
-        devices: in all.
         machine: a node.
         keep: the number of layouts to return.
         prune: whether to skip candidates that can't be among them.
-        accepts: whether a run would be accepted with a layout.
-        factors: what predictions are multiplied by.
         typed: settings that every layout must have, by name: `titan.estimate.layout_options`.
         show: shows the progress, one line after another.
 

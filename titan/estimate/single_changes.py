@@ -133,8 +133,6 @@ def list_overrides(
     """Return the overrides that make a candidate of a recipe.
 
     Args:
-        candidate: the layout with its settings.
-        base: the recipe.
         layout: that of the recipe; None where it has none yet: its degrees are then those of its settings.
         microbatches: those of the recipe; a word counts as another number.
     """

@@ -78,10 +78,7 @@ def estimate_step(
     """Return the predicted time of a step.
 
     Args:
-        recipe: the resolved configuration.
-        layout: all degrees.
         microbatches: micro-batches of a rank in one step.
-        speeds: of the devices and links.
         merged: whether queries, keys and values are one matmul, and the feed-forward layer's first two another, as in
             other software.
         timetable: whether to return when each pipeline rank executes each action, which takes longer.
@@ -146,7 +143,6 @@ class StepModel(RankWork):
         """Return the time of one micro-batch in a stage, without collectives on weights.
 
         Args:
-            layers: of the stage.
             last: whether it has the head.
             kind: F forward, B backward, I the part of it for inputs, W the part for weights.
             paired: whether the pass takes turns with another one.

@@ -15,8 +15,6 @@ def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> di
     """Return an idea with its evidence.
 
     Args:
-        campaign: its state.
-        idea: one of its ideas.
         from_book: whether nothing was trained for this answer.
     """
     pairs = idea.stages["confirm"] or idea.stages["screen"]

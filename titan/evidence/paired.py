@@ -88,7 +88,6 @@ def find_interval(
         differences: [pairs], nats, finite.
         noise_squares: see `compute_log_e_values`; of before the first pair.
         noise_pairs: likewise.
-        level: its coverage.
 
     Returns:
         The lower and upper end, nats; None where the pairs are too few to reject anything.

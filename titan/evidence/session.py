@@ -149,8 +149,6 @@ class Session:
         """Train pairs of the baseline and an idea until the evidence decides; answer from the book where it has.
 
         Args:
-            changes: overrides.
-            hypothesis: why it should help.
             pairs: the most of the screen; None: the campaign's. More than before go on where the screen ended.
             batch: pairs that are trained together.
 
@@ -294,7 +292,6 @@ class Session:
 
         Args:
             changes: its changes, or its id.
-            reason: why.
 
         Raises:
             ConfigError: when there is no such idea, and when it was judged.

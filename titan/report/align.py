@@ -108,12 +108,7 @@ class RunGroup:
 
 
 def group_runs(runs: Sequence[RawRun], failed: Sequence[FailedRun] = ()) -> list[RunGroup]:
-    """Return the runs in groups, in the order in which they were found.
-
-    Args:
-        runs: those with a result.
-        failed: trials without one.
-    """
+    """Return the runs in groups, in the order in which they were found."""
     groups: dict[Any, list[RawRun]] = {}
     for raw in runs:
         groups.setdefault(_build_group_key(raw), []).append(raw)

@@ -170,7 +170,6 @@ def collect_runs(directories: Sequence[Path], label: str = "") -> CollectedRuns:
     """Read all runs in directories and their subdirectories.
 
     Args:
-        directories: as the user gave them.
         label: the user's setting, for messages; empty for a command's first words.
 
     Raises:

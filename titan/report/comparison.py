@@ -55,10 +55,6 @@ class Options:
 def compare(directories: Sequence[str | os.PathLike[str]], options: Options | None = None) -> Comparison:
     """Compare all runs in directories and their subdirectories.
 
-    Args:
-        directories: of runs and sweeps, or folders that hold some.
-        options: what the user asks.
-
     Raises:
         ConfigError: for a directory without runs, or a baseline that matches no variant.
     """

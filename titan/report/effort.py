@@ -102,7 +102,6 @@ def resolve_margin(margin: Margin, candidates: Sequence[VariantCandidate], short
     """Return a margin in nats and as a share of the baseline's compute.
 
     Args:
-        margin: as stated.
         candidates: the variants, the baseline first.
         short: see `find_shorter_run`.
     """

@@ -69,9 +69,7 @@ def compare_at_equal_hours(
     """Compare at equal device-hours: by the final values, and by bounds where the sides spent different time.
 
     Args:
-        variant: runs of the variant.
         baseline: runs of the baseline, on the same machines.
-        measure: the quantity.
         end: comparison of the final values.
     """
     sides = [[m for m in side if m.run.step and goes_on(m)] for side in (variant, baseline)]

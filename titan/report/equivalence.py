@@ -73,7 +73,6 @@ def judge_equivalence(variant: Sequence[Member], baseline: Sequence[Member], mar
 
     Args:
         variant: runs that should learn the same as the baseline.
-        baseline: runs of the baseline.
         margin: equivalence margin of the final loss, in nats.
     """
     pairs = pair_runs(variant, baseline)

@@ -79,7 +79,6 @@ def build_members(
     """Return the runs of each variant with their results.
 
     Args:
-        groups: the variants.
         shared_directories: of runs whose machine another run used at the same time.
         margin: equivalence margin, in nats: a smaller distance makes no outlier.
     """
@@ -125,8 +124,6 @@ def estimate_variant(
     """Return the estimates of a variant, and its speed as a multiple of the baseline's.
 
     Args:
-        members: its runs.
-        missing: its trials without metrics.
         baseline: runs of the baseline, the same for the baseline itself.
         target: the target loss.
     """
@@ -158,7 +155,6 @@ def build_member(raw: RawRun, label: str, shared: bool = False) -> Member:
     """Return a run with its results.
 
     Args:
-        raw: the run.
         label: what distinguishes it from the others.
         shared: whether another run used its machine at the same time.
     """
@@ -467,12 +463,7 @@ def _mark_outlier(member: Member, median: float | None, limit: float) -> Member:
 
 
 def count_outcomes(members: Sequence[Member], missing: Iterable[FailedRun] = ()) -> Outcomes:
-    """Return the number of seeds with each outcome.
-
-    Args:
-        members: the variant's runs.
-        missing: its trials without metrics.
-    """
+    """Return the number of seeds with each outcome."""
     seeds: dict[Any, list[str]] = {}
     for m in members:
         seeds.setdefault(m.raw.seed, []).append(_classify_run(m.run))

@@ -176,11 +176,8 @@ def list_comparison_notes(
 
     Args:
         candidates: the variants, the baseline first.
-        collected: the files.
         spec: the question, baseline, margin and target in effect.
         margin: in nats.
-        named_baseline: the baseline that the user named.
-        margin_typed: whether the user gave one.
     """
     groups, all_members = [v.group for v in candidates], [m for v in candidates for m in v.members]
     notes = [

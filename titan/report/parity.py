@@ -194,7 +194,6 @@ def find_agreement(
     """Return what the equal losses of finished pairs show; None unless those of all pairs are equal to rounding.
 
     Args:
-        pairs: of runs.
         parities: of the pairs.
         limit: relative difference of losses that is rounding; None: that of the pair's dtype.
     """
@@ -278,8 +277,6 @@ def build_replay_command(directory: Path, baseline: Path, step: int) -> str:
     """Return the command that repeats a step of two runs side by side.
 
     Args:
-        directory: of one run.
-        baseline: of the other.
         step: at which they differ first.
     """
     paths = [shorten_path(str(path)) for path in (directory, baseline)]

@@ -96,7 +96,6 @@ def describe_power(
 
     Args:
         effect: share of compute, 0.02 for 2 %.
-        noise: of the runs.
         tokens: of a run.
         variants: of the sweep, with the baseline.
         seeds: of each variant in the sweep.

@@ -64,10 +64,7 @@ def list_candidates(
     """Return all variants, the baseline first; of several learning rates of the baseline, the best one.
 
     Args:
-        groups: the variants.
-        members: their runs.
         baseline: the baseline that the user named.
-        sweep_baseline: the baseline of the sweep.
     """
     tunings = find_best_rates(groups, members)
     candidates = [VariantCandidate(*parts) for parts in zip(groups, members, tunings, strict=True)]
@@ -84,9 +81,7 @@ def find_baselines(groups: Sequence[RunGroup], option: str | None, sweep_baselin
     Several differ in the learning rate only, where neither user nor sweep names one: the best of them is the baseline.
 
     Args:
-        groups: all of them.
         option: what the user asks for: settings such as "parallelism=single,lr=0.001", or a run's directory.
-        sweep_baseline: the baseline of the sweep.
 
     Raises:
         ConfigError: when the option matches no variant, or several that differ in more.
@@ -157,12 +152,7 @@ def _list_values(group: RunGroup, name: str) -> list[str]:
 
 
 def find_best_rates(groups: Sequence[RunGroup], members: Sequence[Sequence[Member]]) -> list[RateTuning]:
-    """Return for each variant whether it has the best of several learning rates.
-
-    Args:
-        groups: the variants.
-        members: their runs.
-    """
+    """Return for each variant whether it has the best of several learning rates."""
     families: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         families.setdefault(group.other_settings, []).append(index)

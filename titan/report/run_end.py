@@ -15,7 +15,6 @@ def classify_end(directory: Path, document: Mapping[str, Any], result: Mapping[s
     """Return the state of an unfinished run that no process is running, and the reason.
 
     Args:
-        directory: the run's.
         document: of its last attempt, in run.yaml.
         result: the content of result.json.
 

@@ -150,7 +150,6 @@ def estimate_median_time(times: Sequence[float], reached: Sequence[bool]) -> flo
 
     Args:
         times: of the event, or the last time without it; infinite where it will never come.
-        reached: whether the event came.
     """
     stats, end = _import_stats(), max((time for time in times if math.isfinite(time)), default=0.0) + 1
     events = [time for time, came in zip(times, reached, strict=True) if came]
@@ -168,8 +167,6 @@ def compute_seeds_needed(difference: float, spread: float, power: float = POWER,
     Args:
         difference: the true difference.
         spread: standard deviation of one pair's difference.
-        power: probability of finding the difference.
-        alpha: level of the test.
     """
     if spread <= 0 or difference == 0:
         return 2 if difference else None
@@ -218,7 +215,6 @@ def estimate_repeats_needed(
     Args:
         count: returns the repeats for a standard deviation of one pair's difference; None: more than `MOST`.
         spread: the estimated standard deviation.
-        freedom: degrees of freedom of the estimate.
         sample_size: repeats that the estimate is from.
     """
     low, high = compute_spread_interval(spread, freedom)
@@ -229,7 +225,6 @@ def format_repeats_needed(needed: RepeatsNeeded, noun: str, existing: int | None
     """Return how many more repeats are needed, with the range, as in "3 more seeds (95% range 1 to 9, ...)".
 
     Args:
-        needed: how many there must be.
         noun: a plural.
         existing: how many there are; None: those that the spread is estimated from.
     """
@@ -249,11 +244,6 @@ def compute_spread_interval(spread: float, freedom: float, level: float = LEVEL)
     """Return the confidence interval of a standard deviation.
 
     Of normal values, freedom * s^2 / sigma^2 has a chi-square distribution.
-
-    Args:
-        spread: the estimate.
-        freedom: its degrees of freedom.
-        level: confidence level.
     """
     low, high = _import_stats().chi2.interval(level, freedom)
     return spread * math.sqrt(freedom / high), spread * math.sqrt(freedom / low)

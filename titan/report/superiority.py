@@ -83,10 +83,7 @@ def compare_variant(
     """Return the comparisons of a variant's runs with the baseline's; the first one decides the answer.
 
     Args:
-        variant: runs of the variant.
-        baseline: runs of the baseline.
         target: the target loss that decides where variants saw different numbers of tokens.
-        budget: of the sweep.
     """
     common_loss = find_common_measure(variant[0].raw, baseline[0].raw)
     if common_loss is None:
@@ -310,7 +307,6 @@ def correct_comparisons(
     The first comparisons of all variants are one family of tests; the others are one family per point.
 
     Args:
-        variants: the comparisons of each variant.
         margin: equivalence margin, in nats of validation loss.
     """
     families: dict[str, list[tuple[int, int]]] = {}
@@ -330,8 +326,6 @@ def _decide_quality(comparison: UncorrectedComparison, p_holm: float | None, mar
     """Return the answer: yes by the corrected test, no by equivalence, else undecided with the pairs needed.
 
     Args:
-        comparison: the comparison.
-        p_holm: its corrected p-value.
         margin: in nats.
         tests: how many comparisons the correction is over.
     """

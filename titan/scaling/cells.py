@@ -45,7 +45,6 @@ class Cells:
         """Return the points of a fit.
 
         Args:
-            variants: how many there are.
             cell_variance: variance of ln loss that all seeds of a cell share; None: not known yet.
         """
         log_n, log_d = np.log(self.n), np.log(self.d)

@@ -86,7 +86,6 @@ def estimate_discrepancy(points: Points, slopes: Numbers, residuals: Numbers, sc
     """Return the distribution of the discrepancy, given the residuals of a fit.
 
     Args:
-        points: what was fitted.
         slopes: derivatives of ln loss by the parameters that were fitted; [points, parameters].
         residuals: of ln loss; [points].
         scale: robust standard deviation of a residual.

@@ -97,7 +97,6 @@ def examine_position(earlier: Sequence[Trajectory], position: int, same_shape: b
 
     Args:
         earlier: variants that have ended.
-        position: where losses are compared.
         same_shape: whether variants differ in nothing that changes the shape of the curve.
     """
     known = [variant for variant in earlier if variant.may_stop(position, same_shape)]

@@ -174,9 +174,6 @@ def fit_law(table: Table, replicates: int = REPLICATES, seed: int = 0, share: bo
     """Fit L = E + A N^-a + B D^-b to the runs of one corpus (Hoffmann et al. 2022), with replicates for intervals.
 
     Args:
-        table: the runs.
-        replicates: how many to draw.
-        seed: of random numbers.
         share: whether variants share E and exponents; None: unless a test rejects it.
 
     Raises:
@@ -256,12 +253,7 @@ def _check_cells(cells: Cells, names: tuple[str, ...]) -> None:
 
 
 def compare_sharing(table: Table, variants: Sequence[str]) -> SharingTest | None:
-    """Return the F test of shared E, a and b; None where a variant has too few rungs for a law.
-
-    Args:
-        table: the runs.
-        variants: their names.
-    """
+    """Return the F test of shared E, a and b; None where a variant has too few rungs for a law."""
     cells = group_cells(table, variants)
     points = cells.build_points(len(variants))
     parts = [points.select(cells.variant == k) for k in range(len(variants))]

@@ -56,12 +56,7 @@ class Floor:
 
 
 def profile_floor(law: Law, level: float = LEVEL) -> Floor:
-    """Return the floor with its profile and interval.
-
-    Args:
-        law: what was fitted.
-        level: of the interval.
-    """
+    """Return the floor with its profile and interval."""
     points, free = law.points, law.points.list_free()
     least = float(np.exp(points.y.min()))
     grid = _choose_grid(law, HIGHEST * least)

@@ -43,7 +43,6 @@ def estimate_token_share(short: Gap, variant: Gap, share: float, length: float =
 
     Args:
         short: of the shorter run of the baseline.
-        variant: of the variant.
         share: tokens of the shorter run, relative to the baseline's; below 1.
         length: tokens of the variant's runs, likewise.
 

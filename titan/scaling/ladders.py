@@ -81,8 +81,6 @@ def compare_ladders(first: ComputeLadder, second: ComputeLadder, loss: float, le
 
     Args:
         first: the baseline.
-        second: the other variant.
-        loss: where they are compared.
         level: of the intervals.
 
     Raises:
@@ -179,7 +177,6 @@ def study_ladders(table: Table, corpus: str) -> LadderStudy:
 
     Args:
         table: the runs of the corpus, the baseline's first.
-        corpus: its name.
 
     Raises:
         ConfigError: where the baseline has too few rungs, or no variant has enough.

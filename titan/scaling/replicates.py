@@ -78,7 +78,6 @@ class Law:
         Args:
             n: parameters; [targets].
             d: tokens; [targets].
-            variant: its name.
             noise: whether of a single new run, with its noise, instead of the mean over runs.
         """
         x, z, index = self.locate(n, d, variant)
@@ -99,7 +98,6 @@ class Law:
         Args:
             n: parameters; [replicates].
             d: tokens; [replicates].
-            variant: its name.
         """
         x, z, index = self.locate(n, d, variant)
         x, z, index = x[:, None], z[:, None], index[:1]
@@ -115,7 +113,6 @@ def fit_robust(points: Points, wide: bool) -> tuple[Numbers, float]:
     """Return the parameters of a law and the robust standard deviation of its residuals in ln loss.
 
     Args:
-        points: what is fitted.
         wide: whether the bend is fitted.
     """
     starts = guess_parameters(points)
@@ -132,14 +129,7 @@ def fit_robust(points: Points, wide: bool) -> tuple[Numbers, float]:
 
 
 def build_law(cells: Cells, variants: tuple[str, ...], replicates: int, seed: int) -> Law:
-    """Fit a law and its replicates.
-
-    Args:
-        cells: those of the variants.
-        variants: their names.
-        replicates: how many to draw.
-        seed: of random numbers.
-    """
+    """Fit a law and its replicates."""
     generator = np.random.default_rng(seed)
     cell_sd = _estimate_cell_sd(cells, len(variants))
     points = cells.build_points(len(variants), None if cell_sd is None else cell_sd**2)

@@ -75,10 +75,7 @@ def compare_rungs(fit: Fit, table: Table, baseline: str, variant: str) -> list[R
     """Return the speed-up at each common rung, smallest first; rungs that the law can't reach are left out.
 
     Args:
-        fit: the laws.
         table: measured runs, also those that were not fitted.
-        baseline: its name.
-        variant: its name.
     """
     common = _find_common(table, baseline, variant)
     pooled = _pool_differences(common)

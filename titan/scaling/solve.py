@@ -65,7 +65,6 @@ def fit_rows(
     """Fit the law to each row of ln losses; return parameters, [fits, columns], and costs, [fits].
 
     Args:
-        points: sizes, lengths, variants and precisions.
         theta: where to start; [fits, columns].
         y: ln loss; [fits, points], or [points] for all fits.
         scale: see `Problem`.

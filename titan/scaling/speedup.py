@@ -104,13 +104,11 @@ def effective_speedup(
     """Return the share of the baseline's tokens, FLOPs and device-hours with which the variant has its loss.
 
     Args:
-        baseline: its loss.
         variant: its loss after as many tokens as the baseline.
         curve: a law that the baseline has, or its loss at the end of a shorter run; None: neither is known.
         name: the baseline's name in the law; None: its first variant.
         flops_ratio: FLOPs per token of the variant, relative to the baseline's.
         hours_ratio: device-hours per token likewise; None: not measured.
-        seed: of random numbers.
 
     Raises:
         ConfigError: where both losses are not after equally many tokens, or the shorter run is not shorter.
@@ -150,9 +148,6 @@ def compare_laws(
     """Return the speed-up of a variant at a size and length, by both laws.
 
     Args:
-        fit: the laws.
-        baseline: its name.
-        variant: its name.
         n: parameters.
         d: tokens of the baseline.
         flops_ratio: see `effective_speedup`.
@@ -198,7 +193,6 @@ def solve_two_lengths(
     Args:
         share: tokens of the shorter run, relative to the longer one.
         losses: of the shorter run, the longer one, and the variant; [draws] each.
-        generator: of random numbers.
         length: tokens of the variant's runs, relative to the longer run.
     """
     short, long, variant = losses
@@ -255,9 +249,6 @@ def find_ratio(table: Table, baseline: str, variant: str, cost: Numbers) -> floa
     """Return the ratio of a cost of runs, variant over baseline, by rungs that both have; None without any.
 
     Args:
-        table: the runs.
-        baseline: its name.
-        variant: its name.
         cost: of each run, such as FLOPs; NaN where not known; empty where none is; [runs].
     """
     if len(cost) != len(table):

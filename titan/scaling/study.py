@@ -268,8 +268,6 @@ def find_optimum(law: Law, variant: str, compute: float) -> Optimum:
     """Return the size and length with the least loss, of 6 N D = `compute`.
 
     Args:
-        law: of the variant.
-        variant: its name.
         compute: FLOPs.
     """
     reach = max(1.0, np.sqrt(compute / float((6 * law.cells.n * law.cells.d).max())))
@@ -288,11 +286,8 @@ def draw_band(fit: Fit, variant: str, n: float, d: Numbers, level: float = LEVEL
     """Return low, median and high losses of new runs over lengths; [lengths] each.
 
     Args:
-        fit: the laws.
-        variant: its name.
         n: parameters; where rungs have one proportion, those that belong to each length count instead.
         d: tokens; [lengths].
-        level: of the band.
     """
     law, sizes = fit.laws[variant], np.full(len(d), n)
     if law.points.is_line:

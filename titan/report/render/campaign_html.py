@@ -33,8 +33,6 @@ def render_page(campaign: Campaign, name: str, made: str) -> str:
     """Return the whole page.
 
     Args:
-        campaign: its state.
-        name: of the campaign.
         made: date and command, for the last line.
     """
     kept = [campaign.ideas[id] for id in campaign.kept]

@@ -194,7 +194,6 @@ def thin_to_extremes(points: Points, most: int) -> Points:
 
     Args:
         points: [points] each.
-        most: of them to be kept.
     """
     x, y = points
     stretch_count = max(1, most // 2)

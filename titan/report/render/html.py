@@ -78,7 +78,6 @@ def render_page(comparison: Comparison, footer: str = "") -> str:
     """Return the whole page.
 
     Args:
-        comparison: the results.
         footer: date and command, for the last line.
     """
     script = content("page.js")

@@ -29,8 +29,6 @@ def draw_rungs(fit: Fit, variant: str, predictions: Sequence[LossPrediction], ke
     """Return losses over tokens, with the law and its 90% band for each size, and predictions.
 
     Args:
-        fit: the laws.
-        variant: which one is drawn.
         predictions: of the variant.
         key: names the chart in the page.
     """
@@ -123,7 +121,6 @@ def draw_floor(floor: Floor, variants: Sequence[str], key: str) -> Chart:
     """Return the profile of E: how much worse the best law with each E is.
 
     Args:
-        floor: the profile.
         variants: those of the law.
         key: names the chart in the page.
     """

@@ -42,7 +42,6 @@ def render_page(outcome: PlanOutcome, rank: int, steps: ActionPhases, footer: st
     """Return the page of one run.
 
     Args:
-        outcome: the plan, and what would make it faster.
         rank: the fullest pipeline rank.
         steps: its phases over a step.
         footer: date and command, for the last line.

@@ -30,9 +30,7 @@ def format_report(comparison: Comparison, width: int, colour: bool = False) -> s
     """Return the whole comparison as lines of at most `width` columns, where words allow it; a command is one line.
 
     Args:
-        comparison: what was found.
         width: of the terminal; at least 20 are taken.
-        colour: whether escape sequences for colours may be used.
     """
     width = max(20, width)
     parts = [
