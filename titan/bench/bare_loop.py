@@ -33,8 +33,6 @@ class BareLoop:
 
         Args:
             run: the run; its layout must be one device.
-            mix: source of the rows.
-            device: the device.
             preloaded: number of global batches that are loaded in advance and repeated.
             autocast: compute in the run's precision through torch.autocast instead of the model's own casts.
         """

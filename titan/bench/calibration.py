@@ -55,7 +55,6 @@ def measure(device: torch.device, bf16: bool) -> dict[str, float]:
     """Return the figures of one device, by their names in `Hardware`.
 
     Args:
-        device: to measure.
         bf16: whether runs compute in bf16 by default, which decides the type of attention.
     """
     figures: dict[str, float] = {"matmul_efficiency": 1.0, "memory_efficiency": 1.0}
@@ -73,8 +72,6 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, prologue: float | N
     """Return the FLOP/s of large matmuls and the start-up as additional inner size that explain the measured shapes.
 
     Args:
-        device: to measure.
-        dtype: of the matrices.
         prologue: the start-up if it is known.
     """
     shapes = SHAPES[device.type]

@@ -88,7 +88,6 @@ def suite(run: Run, overrides: list[str], saves: int, folder: Path, train: Train
         overrides: the overrides that compose it.
         saves: number of timed saves in each mode after the first.
         folder: a directory on the disk to measure.
-        train: see `Train`.
 
     Returns:
         All figures, for JSON.

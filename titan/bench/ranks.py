@@ -37,7 +37,6 @@ def run_together(measure: Measurement, ranks: int, seconds: float, busy: int | N
 
     Args:
         measure: runs in each rank.
-        ranks: processes.
         seconds: after which ranks that have not finished are ended.
         busy: how many of them compute at the same time; None: all.
 
@@ -110,7 +109,6 @@ def join_process_group(rank: int, ranks: int, init_method: str, device: str) -> 
     """Yield this rank's device within a process group.
 
     Args:
-        rank: this rank.
         ranks: the number of ranks.
         init_method: the URL of their rendezvous.
         device: "cpu" or "cuda".

@@ -106,10 +106,8 @@ def measure_case(
     """Measure the training speed of titan and of the bare loop in one case.
 
     Args:
-        case: the case.
         overrides: overrides common to all cases.
         ceilings: measured speeds of the device.
-        rounds: number of rounds.
         steps: steps per round of each side.
 
     Raises:

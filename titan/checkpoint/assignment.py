@@ -245,7 +245,6 @@ def _choose_rows(ranks: Integers, first: Integers, sizes: Integers, world_size: 
         ranks: [rows]: the rank of each row; the rows of a box follow each other.
         first: [boxes]: the first row of each box.
         sizes: [boxes]: bytes.
-        world_size: the number of ranks.
     """
     counts = np.diff(first, append=len(ranks))
     chosen_rows, loads = first.copy(), np.zeros(world_size, np.int64)

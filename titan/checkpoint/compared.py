@@ -36,14 +36,7 @@ class Compared:
 def compare_replicas(
     train_state: TrainState, world: World, state: Mapping[str, Tensor], manifest: Manifest
 ) -> ReplicaDifference | None:
-    """Return the first difference between replicas of what is saved; all ranks call it together.
-
-    Args:
-        train_state: what is saved.
-        world: the ranks.
-        state: its tensors to save, by name.
-        manifest: of the checkpoint.
-    """
+    """Return the first difference between replicas of what is saved; all ranks call it together."""
     compared = collect_compared(state, train_state)
     position = json.dumps([manifest.step, manifest.tokens, manifest.data, manifest.run_id], sort_keys=True)
     digest = int.from_bytes(blake2b(position.encode(), digest_size=8).digest(), "little", signed=True)

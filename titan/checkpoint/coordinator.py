@@ -77,8 +77,6 @@ class Coordinator:
         """Create the coordinator of `rank`.
 
         Args:
-            rank: this rank.
-            world_size: the number of ranks.
             exchange: sends its messages; None: over the default process group's store.
             activity: where to record progress with files and tensors.
         """

@@ -111,12 +111,8 @@ class CheckpointManager:
         """Create the manager; nothing is written yet.
 
         Args:
-            directory: the run's directory.
-            settings: the checkpoint settings.
             train_state: the state to save; its optimizer must be initialised (`init_optimizer_state`).
             coordinator: the ranks; not used by others while a save is running.
-            copy_tokenizer: copies the tokenizer into a checkpoint.
-            post_save_hooks: the post-save hooks.
             compare_replicas: compares replicas before a save; None: nothing does.
         """
         self.compare_replicas = compare_replicas

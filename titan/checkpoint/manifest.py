@@ -85,8 +85,6 @@ def write(folder: Path, manifest: Manifest, name: str = NAME) -> None:
     """Write the manifest, which makes the checkpoint complete; call it once all its files are on disk.
 
     Args:
-        folder: the checkpoint's folder.
-        manifest: the manifest.
         name: its file name; `DIFFERS` for a checkpoint that is not to be used.
     """
     for parent in (folder.parent, folder.parent.parent):  # a run's first save makes two folders
@@ -99,7 +97,6 @@ def inspect(folder: Path, name: str = NAME) -> Manifest | None:
     """Return a checkpoint's manifest after checking the sizes of its files; None for an interrupted save.
 
     Args:
-        folder: the checkpoint's folder.
         name: the manifest's file name.
 
     Raises:

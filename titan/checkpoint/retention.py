@@ -52,7 +52,6 @@ def prune(
     Damaged ones are deleted if they are older than all kept ones.
 
     Args:
-        directory: the run's directory.
         keep: see `titan.checkpoint.schema.Checkpoint`.
         keep_tokens: see `Checkpoint`.
         grace: see `Checkpoint`.

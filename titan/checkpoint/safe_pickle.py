@@ -41,7 +41,6 @@ def parse_pickle(content: bytes, allowed: Container[Name]) -> Any:
     """Parse a pickle.
 
     Args:
-        content: the pickle.
         allowed: the allowed names.
 
     Raises:

@@ -48,11 +48,8 @@ class CheckpointSave:
         """Create the save; nothing is written yet.
 
         Args:
-            folder: the checkpoint's folder.
             checkpoint_manifest: its manifest, without files and tokenizer.
-            planner: the planner of all saves of this rank.
             wait_for_state: returns the tensors to write, once they can be read.
-            copy_tokenizer: copies the tokenizer into a folder.
             manifest_name: the manifest's file name; another one than the usual makes no complete checkpoint.
         """
         self.manifest_name = manifest_name

@@ -51,7 +51,6 @@ def find_latest(
     """Return the last complete checkpoint of the run in `directory`, and notes about skipped ones.
 
     Args:
-        directory: the run's directory.
         remote_path: `checkpoint.path`, which may have more.
         run_id: the run's id, if it has started already.
         check: which checkpoints in `directory` are corrupt.
@@ -87,9 +86,7 @@ def list_candidates(directory: Path, remote_path: str | None, run_id: str) -> di
     """Return all complete checkpoints of a run by their steps, those in its directory rather than their copies.
 
     Args:
-        directory: the run's directory.
         remote_path: `checkpoint.path`; copies that can't be read from here are left out.
-        run_id: the run's id.
     """
     candidates = {}
     for folder in manifest.list_folders(directory):
@@ -196,7 +193,6 @@ def load_named(
     """Return the checkpoint of `setting=path`: a checkpoint, or a run's last complete one; a folder or a URL.
 
     Args:
-        path: the value.
         setting: the setting, for messages.
         check: which checkpoints of a folder are corrupt; of a run, the one before is returned.
 

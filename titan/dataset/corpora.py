@@ -85,7 +85,6 @@ def open_corpora(folders: Folders, dataset: Dataset | None = None) -> dict[str, 
     """Open the corpora of `folders`, as far as they are prepared.
 
     Args:
-        folders: the prepared folder of each corpus.
         dataset: the settings that they were prepared from. A machine needs them to create the local folder of a
             corpus at a URL, and a process to know that URL's credentials.
     """
@@ -105,7 +104,6 @@ def build_mixture(dataset: Dataset, training: Training, corpora: Corpora) -> Row
     Args:
         dataset: the weights and the order.
         training: the row length and the seed.
-        corpora: the opened corpora.
 
     Raises:
         ConfigError: when the weights are invalid.

@@ -157,8 +157,6 @@ class BatchBuilder:
         """Write one row into fields [2 to 5, seq_len].
 
         Args:
-            row_fields: the row's fields.
-            split: the split to read.
             row: the index of the row in the split.
             masked: whether the corpus has a loss mask.
             key: of the row, see `hash_key`.
@@ -216,13 +214,9 @@ class Loader:
         """Start reading ahead, at most `prefetch` batches.
 
         Args:
-            mixture: the rows of the run.
             training: the number of rows of each step.
             data_shard: this rank's share of a step's rows.
-            shape: the shape of its micro-batches.
             step: the first step.
-            prefetch: number of batches to read ahead.
-            mask_documents: whether to add document masks.
             has_keys: whether to add keys of rows.
             is_reader: whether this rank reads; otherwise its fields are blank, to be received from the rank that reads.
             patience: seconds to wait for data that are being prepared.

@@ -154,7 +154,6 @@ def check_state(state: Mapping[str, Any], fingerprint: Callable[[int], str]) -> 
     """Return the number of rows read so far, after checking that `build_state` belongs to this run's data.
 
     Args:
-        state: the checkpoint's record (`build_state`).
         fingerprint: returns the fingerprint of this run's first n rows
             (`titan.dataset.mixture.RowMixture.compute_fingerprint`).
 

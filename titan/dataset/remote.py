@@ -33,7 +33,6 @@ def mirror_folder(url: str, cache: Path, keep_gib: float | None = None) -> Path:
 
     Args:
         url: the fsspec URL of a folder with a manifest.json.
-        cache: the cache's folder.
         keep_gib: the maximum size of the shards kept locally, in GiB; the oldest are removed first. None: unlimited.
 
     Raises:

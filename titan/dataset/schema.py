@@ -75,11 +75,7 @@ class Dataset:
         return {"data": self}
 
     def check(self, prefix: str = "dataset") -> None:
-        """Raise ConfigError when settings contradict each other.
-
-        Args:
-            prefix: the prefix of the settings in messages.
-        """
+        """Raise ConfigError when settings contradict each other."""
         for first, last in self.skip:
             if not 0 <= first <= last:
                 raise ConfigError(f"{prefix}.skip=[[{first},{last}]]: a range is [first,last] with 0 <= first <= last.")

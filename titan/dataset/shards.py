@@ -273,9 +273,7 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check_siz
     """Open a prepared folder.
 
     Args:
-        folder: the prepared folder.
         partial: open the finished shards if it is still being prepared.
-        check_sizes: compare the size of each file.
 
     Raises:
         ConfigError: when the folder is corrupt or has another format.

@@ -90,8 +90,6 @@ def read_items(
     """Return the items of a file with one JSON object per line.
 
     Args:
-        path: the file.
-        parse_item: makes an item of a record.
         limit: how many of the first items to read; None: all.
         setting: the setting that names the file.
 

@@ -33,8 +33,6 @@ def build_requests(
     """Return one request for each choice of each item, in order.
 
     Args:
-        items: the items of a task.
-        tokenizer: of the model.
         window: tokens that the model reads at most: the beginning of a longer context is left out.
         bos: whether contexts begin with the token that begins a document.
         prefix: the task's settings, for messages.

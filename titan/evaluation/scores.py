@@ -42,7 +42,6 @@ def compute_scores(items: Sequence[TaskItem], likelihoods: Numbers) -> dict[str,
     a continuation (of all its tokens, as LAMBADA's).
 
     Args:
-        items: the items.
         likelihoods: the log-likelihood of each choice in nats, and whether greedy decoding gives it; [choices, 2].
     """
     ends = np.cumsum([len(item.choices) for item in items])

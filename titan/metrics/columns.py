@@ -132,11 +132,7 @@ class _StepLines:
 
 
 def read(file: Path) -> MetricsFile:
-    """Return the columns of metrics.jsonl; corrupt and truncated lines are ignored, a missing file has none.
-
-    Args:
-        file: the run's metrics.jsonl.
-    """
+    """Return the columns of metrics.jsonl; corrupt and truncated lines are ignored, a missing file has none."""
     reader = _StepLines()
     corrupt_lines = parse_file(file, reader.add_records)
     spike_marks, validations = tuple(reader.spike_marks), tuple(reader.validations)

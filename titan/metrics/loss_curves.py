@@ -109,11 +109,7 @@ class _LossLines:
 
 
 def read_loss_curves(file: Path) -> LossCurves:
-    """Return the losses in metrics.jsonl; a missing file has none.
-
-    Args:
-        file: the run's metrics.jsonl.
-    """
+    """Return the losses in metrics.jsonl; a missing file has none."""
     lines = _LossLines()
     parse_file(file, lines.add_records)
     training, validation = lines.training, lines.validation

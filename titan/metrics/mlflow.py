@@ -60,9 +60,7 @@ class MLflowRun:
         """Create the run, or find that of an earlier attempt.
 
         Args:
-            settings: store, experiment and tags.
             directory: the run's directory; mlflow/ in it has the database where no store is named.
-            description: the run.
 
         Raises:
             OSError: when the database can't be written to, or the server does not answer.

@@ -38,7 +38,6 @@ def plot_losses(curves: LossCurves, picture: Path) -> Path | None:
 
     Args:
         curves: the losses, from `read_loss_curves`.
-        picture: the file to write.
 
     Returns:
         The file; None where there is no loss.
@@ -55,7 +54,6 @@ def thin_curve(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOO
     Args:
         x: [steps].
         y: [steps].
-        points: the most to be kept.
         share: of the curve that a mean is taken over. Towards the beginning over less, so that it stays centred; the
             curve ends where the mean would be over less than half of that, as noise at the end misleads.
     """

@@ -110,7 +110,6 @@ class StepSpeed:
         """Return the speed of a step.
 
         Args:
-            seconds: how long it took.
             tokens: of all ranks.
             pairs: pairs of tokens that attend to each other: tokens * seq_len, or less with document masks.
         """

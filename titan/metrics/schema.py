@@ -53,11 +53,7 @@ class Tracker:
         raise NotImplementedError
 
     def find_viewer(self, directory: Path) -> str | None:
-        """Return the command that shows the run, for the end of a run; None where there is none.
-
-        Args:
-            directory: the run's directory.
-        """
+        """Return the command that shows the run, for the end of a run; None where there is none."""
         return None
 
 

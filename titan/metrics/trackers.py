@@ -164,10 +164,7 @@ def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescript
     """Open the trackers that the settings ask for.
 
     Args:
-        metrics: the settings.
         directory: the run's directory; trackers write to folders in it, such as tensorboard/ and wandb/.
-        description: the run.
-        warn: shows a sentence to the user.
     """
     openers, longer_patience = dict[str, Opener](), dict[str, float]()
     for setting, request in _list_requests(hide_in_labels(metrics), directory, description).items():
@@ -205,12 +202,7 @@ def _list_requests(metrics: Metrics, directory: Path, description: RunDescriptio
 
 
 def find_viewers(metrics: Metrics, directory: Path) -> dict[str, str]:
-    """Return the commands that show, or send, what trackers have written.
-
-    Args:
-        metrics: the settings.
-        directory: the run's directory.
-    """
+    """Return the commands that show, or send, what trackers have written."""
     viewers: dict[str, str | None] = {}
     if metrics.tensorboard and _is_installed("tensorboard"):
         viewers["tensorboard"] = f"tensorboard --logdir {shlex.quote(str(directory / 'tensorboard'))}"

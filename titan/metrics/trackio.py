@@ -27,10 +27,7 @@ class TrackioRun:
         """Create the run, or continue that of an earlier attempt.
 
         Args:
-            settings: project, folder, Space and group.
             directory: the run's directory; trackio/ in it has the files where no folder is named.
-            description: the run.
-            warn: shows a sentence to the user.
 
         Raises:
             OSError: when the folder can't be written to.

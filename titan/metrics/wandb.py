@@ -45,7 +45,6 @@ class WeightsAndBiases:
             metrics: project, entity and mode.
             directory: where wandb/ is created.
             settings: see `build_wandb_options`.
-            warn: shows a sentence to the user.
 
         Raises:
             OSError: when the directory can't be written to.

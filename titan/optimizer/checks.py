@@ -20,7 +20,6 @@ def check_groups(groups: Mapping[str, Group], names: Sequence[str]) -> None:
     """Raise ConfigError for a group without patterns, and for a pattern that matches no parameter.
 
     Args:
-        groups: by name.
         names: of the model's parameters.
     """
     for group, content in groups.items():
@@ -42,7 +41,6 @@ def check_update_factors(factors: Mapping[str, UpdateFactors], model: Decoder) -
 
     Args:
         factors: by the parameters' names.
-        model: that asks for them.
     """
     names = frozenset(model.parameter_names()) if factors else frozenset()
     for name, values in factors.items():

@@ -36,7 +36,6 @@ def compute_on_owners(
         likes: DTensors over the mesh with the matrices' placements, at most as many as the mesh has ranks.
         boxes: the slices of this rank's shard of each matrix, see `compute_local_slices`.
         shards: this rank's shard of each matrix.
-        mesh: the ranks.
         compute: maps a whole matrix to one of the same shape and type.
     """
     own_coordinate = list(mesh.get_coordinate() or ())

@@ -118,10 +118,6 @@ class Optimizer:
     def list_matrix_products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
         """Return the matmuls of one update of a whole matrix of a block; none: the update is element by element.
 
-        Args:
-            rows: of the matrix.
-            columns: of the matrix.
-
         Returns:
             (m, n, k) of each product [m, k] x [k, n].
         """
@@ -135,7 +131,6 @@ class Optimizer:
         """Raise ConfigError for settings that contradict each other or the model.
 
         Args:
-            model: the schema of the model.
             weight_bytes: see `state_bytes`.
 
         Raises:

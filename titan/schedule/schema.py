@@ -95,9 +95,6 @@ class Schedule:
     def check(self, steps: int) -> None:
         """Raise ConfigError for settings without effect, too long a warm-up, and factors that are no plain numbers.
 
-        Args:
-            steps: of the training.
-
         Raises:
             ConfigError: with the setting to change.
         """

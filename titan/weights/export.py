@@ -107,7 +107,6 @@ def group_fused(names: Sequence[str], names_in_file: Mapping[str, str]) -> list[
     """Return lists of the parameters that are parts of one tensor, in the order of the first, part by part.
 
     Args:
-        names: of parameters.
         names_in_file: their Hugging Face names, see `titan.model.decoder.DecoderModel.hf_names`.
     """
     groups: dict[str, list[str]] = {}
@@ -154,14 +153,12 @@ def export_files(
     One tensor at a time is in memory (hf), or one file's tensors (meta).
 
     Args:
-        weights: the weights to write.
         folder: the target; it exists.
         format: hf: safetensors as transformers reads them; meta: consolidated.NN.pth as Meta's code reads them.
         dtype: fp32, bf16, fp16, or keep, as each is stored.
         shard_bytes: maximum size of a file (hf); a larger tensor gets a separate file.
         meta_ranks: number of tensor parallel ranks, one file per rank (meta).
         part: (i, n): write the files i, i + n, ... only.
-        progress: called with the number of bytes just written.
 
     Raises:
         ConfigError: when the format can't represent the model, or a value overflows in fp16.

@@ -36,7 +36,6 @@ class HuggingFaceFormat:
         """Read config.json and the headers of all files.
 
         Args:
-            folder: the weights' folder.
             label: the user's setting, for messages.
 
         Raises:

@@ -62,7 +62,6 @@ def list_stored_parts(name: str, shape: Sequence[int]) -> list[tuple[str, tuple[
 
     Args:
         name: see `titan.model.decoder.DecoderModel.hf_names`.
-        shape: of the parameter.
     """
     if (part := parse_fused_part(name)) is not None:
         return [(parse_tensor_name(name), (*shape[:-2], shape[-1], shape[-2] * part[1]))]

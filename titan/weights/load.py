@@ -94,7 +94,6 @@ def load_weights(
 
     Args:
         state: the parameters of this rank by their names in titan's module; DTensors if they are sharded.
-        weights: the weights to load.
         no_dist: load without communication; the caller shares errors between ranks.
         setting: the name of the user's setting, for messages; empty for a command's first word.
         advance: called after each tensor.

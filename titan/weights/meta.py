@@ -69,7 +69,6 @@ class MetaFormat:
         """Read params.json and map the files into memory.
 
         Args:
-            folder: the weights' folder.
             label: the user's setting, for messages.
 
         Raises:

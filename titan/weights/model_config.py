@@ -20,7 +20,6 @@ def load_json(path: Path, label: str) -> dict[str, Any]:
     """Read a JSON object.
 
     Args:
-        path: the file.
         label: the user's setting, for messages.
 
     Raises:
@@ -60,9 +59,7 @@ def check_model(model: Any, weights_model: Any, label: str, prefix: str = "model
 
     Args:
         model: the run's model.
-        weights_model: the weights' model.
         label: the user's setting, for messages.
-        prefix: the prefix of the settings' names.
     """
     if type(model) is not type(weights_model):
         raise ConfigError(

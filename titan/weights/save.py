@@ -79,11 +79,9 @@ def save_weights(
     """Write a checkpoint of step 0 without an optimizer; its manifest, which makes it complete, is written last.
 
     Args:
-        weights: the weights to write.
         folder: the target; it exists.
         dtype: fp32, bf16, fp16, or keep, as each is stored.
         shard_bytes: maximum size of a file; a larger tensor gets a separate file.
-        progress: called with the number of bytes just written.
     """
     storage_data: dict[MetadataIndex, _StorageInfo] = {}
     files: dict[str, ManifestFile] = {}

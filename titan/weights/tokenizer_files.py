@@ -55,7 +55,6 @@ def list_files(name: str | None, folder: Path) -> dict[str, ManifestFile]:
 
     Args:
         name: the result of `copy_files`.
-        folder: the target.
     """
     names = [name, *_BESIDE] if name is not None and (folder / name).is_file() else []
     return {file: manifest.checksum_file(folder / file) for file in names if (folder / file).is_file()}
@@ -103,7 +102,6 @@ def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None
 
     Args:
         name: the argument of `load_tokenizer`; None: there is no tokenizer.
-        folder: the target.
 
     Returns:
         The ids that begin and end a document.

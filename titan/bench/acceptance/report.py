@@ -47,8 +47,6 @@ def run_parts(lab: Lab, parts: Sequence[AcceptancePart], provenance: Mapping[str
     """Run parts, print a line for each, and write the report after each.
 
     Args:
-        lab: where.
-        parts: which.
         provenance: the machine and the versions; a part is run again when they change.
 
     Returns:

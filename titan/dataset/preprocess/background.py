@@ -29,13 +29,7 @@ GRACE_SECONDS = 10.0
 
 @contextmanager
 def prepared_meanwhile(dataset: Dataset, folders: Folders, log: Path) -> Iterator[None]:
-    """Prepare the incomplete corpora of `dataset` in a process that ends with this context.
-
-    Args:
-        dataset: the run's dataset.
-        folders: the prepared folder of each corpus.
-        log: the log file of the preparation.
-    """
+    """Prepare the incomplete corpora of `dataset` in a process that ends with this context."""
     incomplete = [settings for name, settings in dataset.corpora().items() if not open_corpora(folders)[name].complete]
     if not incomplete:
         yield

@@ -23,7 +23,6 @@ def build_report(shard_manifests: Sequence[ShardManifest], duplicates: int, note
     """Return the report of a complete preparation.
 
     Args:
-        shard_manifests: the manifests of all shards.
         duplicates: number of documents that repeat another one.
         notes: the tokenizer's notes.
     """

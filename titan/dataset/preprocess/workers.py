@@ -39,10 +39,8 @@ def run_shard_jobs(
     """Run the shard jobs `shards` that no other process runs: in this process, or in several others.
 
     Args:
-        job: the input of the shard jobs.
         shards: the numbers of the shards, the most urgent first.
         processes: the maximum number of processes; 1: this process.
-        on_progress: called with the progress of each shard job.
         idle: called about every half a second while the processes work.
 
     Raises:

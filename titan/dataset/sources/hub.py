@@ -213,7 +213,6 @@ def translate_hub_error(error: Exception, setting: str, revision: str) -> Config
     """Translate an error of the hub or of the network into a ConfigError.
 
     Args:
-        error: of `huggingface_hub`, of `datasets` or of the network.
         setting: the user's setting, such as `dataset.name=x`.
         revision: the same for the revision.
     """

@@ -67,8 +67,6 @@ def iterate_batches(file: Any, group: int, columns: Sequence[str]) -> Iterator[A
 
     Args:
         file: a return value of `open_parquet` with these columns.
-        group: the row group.
-        columns: the columns to read.
 
     Yields:
         A batch; a BadDocumentError in place of a row that is too long.

@@ -95,7 +95,6 @@ def classify(constructor: Constructor, shapes: Mapping[str, tuple[int, ...]], is
     """Return what an optimizer updates by itself, and the bytes of its state.
 
     Args:
-        constructor: of the optimizer.
         shapes: of the parameters that it updates, by name.
         is_stacked: whether it gets the matrices of three-dimensional parameters one by one.
 
@@ -333,8 +332,6 @@ def _measure_bytes(
     """Return the verdict with the bytes of state of a model's parameters.
 
     Args:
-        updater: of the optimizer.
-        verdict: to complete.
         shapes: of the parameters that it updates, by name.
         is_stacked: see `classify`.
     """

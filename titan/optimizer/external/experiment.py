@@ -144,8 +144,6 @@ def run_rebuilt(updater: Updater, problem: Problem, dropped: Collection[tuple[st
     """Run the steps as training does: each with a new optimizer, from copies of the state's leaves.
 
     Args:
-        updater: of the optimizer.
-        problem: the parameter.
         dropped: which numbers a new optimizer does not get, such as ("group", "k").
     """
     weights, state = problem.weights.clone(), None

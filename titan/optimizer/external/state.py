@@ -185,7 +185,6 @@ class Updater(NamedTuple):
 
         Args:
             tensors: the weights, or parts of them.
-            gradients: of these.
             states: before the step; None: there was none.
             rates: the learning rate and the weight decay of the step, under the keys of a group.
             seeds: what the random numbers of each tensor are a function of.
@@ -294,9 +293,6 @@ def probe_templates(
     They are computed without memory for the tensors, where the optimizer allows that.
 
     Args:
-        updater: of the optimizer.
-        shape: of the parameter.
-        device: of the parameter.
         is_fake_only: raise whatever a step without memory raises.
 
     Raises:

@@ -25,9 +25,7 @@ def find_traits(constructor: Constructor, lr: float, weight_decay: float, dimens
     """Return the traits of an optimizer.
 
     Args:
-        constructor: of the optimizer.
         lr: the peak learning rate.
-        weight_decay: of the run.
         dimensions: of the parameters that it updates, such as (1, 2).
     """
     problems = [create_problem(f"{len(s)}", s, len(s), STEPS) for s in SHAPES if len(s) in dimensions] or [
