@@ -56,7 +56,6 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
     """Compose and check what a command line of titan.train would start, on the machines that it describes.
 
     Args:
-        argv: the command line.
         job: takes the run of a command line without -m; returns the exit code.
         sweep_job: takes the trials of one with -m; returns their exit codes.
         is_searched: whether the layout of the run is searched, so that it need not work.
@@ -138,7 +137,6 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
     """Return the checked run of a command line that starts one run on this machine.
 
     Args:
-        arguments: the command line.
         recorded: a run's own command line, to which this one is added; it lets no package be imported.
 
     Raises:
@@ -157,7 +155,6 @@ def compose_trial(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Run
     """Return the checked run of a trial, on this machine or on those that its launcher reaches.
 
     Args:
-        arguments: the command line.
         recorded: see `compose_single`.
 
     Raises:

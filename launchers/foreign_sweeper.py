@@ -33,7 +33,6 @@ def describe_best(root: Path, objective: str) -> str:
     """Return the line on the best trial that a sweeper has found; empty where it names none.
 
     Args:
-        root: the sweep's directory.
         objective: the number that the sweeper gets of each trial.
     """
     try:

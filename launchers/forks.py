@@ -29,7 +29,6 @@ def fork_ranks(body: Callable[[RankInfo], int], size: int, folder: Path, timeout
 
     Args:
         body: takes the rank's info, and returns its exit code.
-        size: how many ranks.
         folder: a new folder for their output, errors and rendezvous.
         timeout: seconds after which they are killed.
 

@@ -233,10 +233,8 @@ class Climb:
         """Take a ladder that is checked.
 
         Args:
-            launcher: starts its runs.
             overrides: of the command line, which all variants share.
             varied: the settings that distinguish variants.
-            ladder: what is to run.
             key: digest of its settings.
             count: runs that were launched before.
 

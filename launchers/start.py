@@ -48,7 +48,6 @@ def run_local(run: Run, apart: bool = False, report: ReasonReceiver = ignore_rea
     """Run on this machine, in this process where one rank is enough.
 
     Args:
-        run: the checked run.
         apart: start a process even for one rank, so that nothing of it stays in this one.
         report: called with the error of the rank that failed first, where ranks are processes; see `ReasonReceiver`.
 
@@ -147,8 +146,6 @@ def run_rank0(run: Run, rank_info: RankInfo, report: Report = _ignore_error) -> 
     """Be rank 0 under torchrun or srun: decide what to run, send it to the other ranks, train.
 
     Args:
-        run: what to run.
-        rank_info: this rank.
         report: called with the error of a hang, after which this process ends at once.
     """
     rendezvous, worker = import_module(RENDEZVOUS), import_module(WORKER)
@@ -181,8 +178,6 @@ def run_worker(rank_info: RankInfo, report: Report = _ignore_error, trusted: Seq
     """Be any other rank under torchrun or srun: wait for rank 0's message, then train or exit; see `run_rank0`.
 
     Args:
-        rank_info: this rank.
-        report: see `run_rank0`.
         trusted: packages of one's own whose classes the message may name.
     """
     rendezvous, worker = import_module(RENDEZVOUS), import_module(WORKER)

@@ -134,7 +134,6 @@ def run_ranks(
 
     Args:
         payload: what each rank is given; must be picklable.
-        size: how many ranks.
         directory: the run's directory; the ranks' output goes to `log/` in it.
         module: its `__main__` is called with the file that holds payload and rank info.
         report: called with the error of the rank that failed first, in one line.

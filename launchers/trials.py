@@ -84,7 +84,6 @@ def expand_trials(
     Args:
         loader: Hydra's configuration loader.
         config: Hydra's configuration of the sweep.
-        overrides: of each trial.
         first: Hydra's number of the first trial.
         remote: see `titan.run.compose.freeze_run`.
         trusted: see `titan.run.compose.freeze_run`.

@@ -224,7 +224,6 @@ def train(run: Run, *, in_process: bool = False, quiet: bool = False) -> Result:
         run: the run, from `compose`.
         in_process: run a single rank in this process, as the command does, for a debugger; otherwise ranks are
             processes, so that neither their memory nor their crash stays in this one.
-        quiet: print nothing.
 
     Raises:
         ConfigError: when the run is rejected: the command's exit code 2.
@@ -243,9 +242,7 @@ def launch(run: Run, *, in_process: bool = True, quiet: bool = False, report: Re
     """Run on this machine as the command does and return the exit code.
 
     Args:
-        run: the run.
         in_process: run a single rank in this process.
-        quiet: print nothing.
         report: called with the error of the rank that failed first, which the launcher has printed.
 
     Raises:
@@ -316,7 +313,6 @@ def sweep(*overrides: str, quiet: bool = False) -> SavedSweep:
 
     Args:
         overrides: as for `compose`, with several values of what varies, as in "optimizer.lr=1e-3,3e-3".
-        quiet: print nothing.
 
     Raises:
         ConfigError: when a trial can't work; none was started then.
@@ -590,7 +586,6 @@ def law(
         embeddings: whether embeddings and head count as parameters.
         extrapolate: whether to predict beyond 30 times the compute of the largest rung.
         replicates: fits to randomised losses, for intervals.
-        seed: of random numbers.
 
     Raises:
         ConfigError: for a source that is not there, runs that determine no law, and a target out of reach.

@@ -176,7 +176,6 @@ def parse_request(text: str, verb: str | None = None) -> tuple[str, Settings]:
     """Return the verb and the request of a line of JSON.
 
     Args:
-        text: the line.
         verb: the one that the command line gives; None where the line has it.
 
     Raises:

@@ -142,7 +142,6 @@ def exit_code(body: Callable[[], int], report: ReasonReceiver = ignore_reason) -
     """Return the exit code of `body`; print its error: 2 for ConfigError, 1 for RunError, 130 for Ctrl-C.
 
     Args:
-        body: returns its exit code.
         report: called with the error that `body` raises; also with one that is raised from here, since it is a bug.
     """
     try:

@@ -144,7 +144,6 @@ def format_table(sweep: SweepState, width: int) -> list[str]:
     """Return the table: the counts, one line per trial, and the reasons of those that failed.
 
     Args:
-        sweep: its state.
         width: the most characters of a line; reasons are not cut.
     """
     counts = Counter(trial.state for trial in sweep.trials)
@@ -224,7 +223,6 @@ def _read_last_attempt(directory: Path, changed: int) -> tuple[float | None, int
     """Return the predicted step time of a run's last attempt, its number, and the step after which it began.
 
     Args:
-        directory: the run's.
         changed: when its run.yaml was changed, so that it is read once only.
     """
     document = read_attempts(directory)[-1]

@@ -77,10 +77,6 @@ class TrialPool:
         """Take an open study.
 
         Args:
-            study: whose trials these are.
-            space: what varies.
-            settings: of the sweeper.
-            sweep: has the objective.
             worst: the objective of a trial that has none that is finite.
             expand: returns the checked trial of drawn values and a number; raises ConfigError.
         """
@@ -135,11 +131,7 @@ class TrialPool:
                 stop_request.request_stop(Path(active.trial.run.directory), reason)
 
     def print_end(self, root: Path) -> None:
-        """Print how many trials of the study are finished, the next command, and why no more were started.
-
-        Args:
-            root: the sweep's directory.
-        """
+        """Print how many trials of the study are finished, the next command, and why no more were started."""
         states = Counter(trial.state.name.lower() for trial in self.study.get_trials(deepcopy=False))
         print(f"\n{self._describe_end(states, summary.shorten_path(str(root)))}")
         names = {"complete": "complete", "pruned": "pruned", "fail": "failed", "running": "not finished"}

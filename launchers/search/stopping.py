@@ -37,7 +37,6 @@ class StoppingRule:
         """Take a study.
 
         Args:
-            study: whose trials these are.
             names: the settings that vary.
             pruner: `hydra.sweeper.pruner`.
         """
@@ -115,8 +114,6 @@ def check_pruning(
     """Raise ConfigError where a pruner would have nothing to decide by.
 
     Args:
-        options: has the pruner.
-        sweep: has the objective.
         direction: "minimize" or "maximize".
         names: the settings that vary.
         runs: some of the trials.

@@ -71,10 +71,7 @@ def open_study(
     """Open the study of a sweep while the block runs: a new one, or the one that its file has.
 
     Args:
-        root: the sweep's directory.
-        settings: of the sweeper.
         direction: "minimize" or "maximize".
-        space: what varies.
         fixed: the overrides that all trials share.
 
     Raises:

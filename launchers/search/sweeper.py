@@ -92,10 +92,6 @@ def run_search(
     """Run a search through a launcher, and add the exit codes of its trials to the launcher's session.
 
     Args:
-        launcher: starts its trials.
-        options: the sweeper's settings.
-        sweep: has the objective.
-        space: what varies.
         fixed: the overrides that all trials share.
         begin: called once the search is checked.
 

@@ -37,8 +37,6 @@ def map_in_forks(
 
     Args:
         function: called in a forked process; its result and its exceptions are pickled.
-        inputs: the arguments of each call.
-        workers: how many processes run at a time.
         timeout: seconds for all of them together.
 
     Raises:

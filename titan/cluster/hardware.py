@@ -109,10 +109,6 @@ class Hardware:
     def require_figure(self, name: str, purpose: str) -> float:
         """Return a figure.
 
-        Args:
-            name: the field.
-            purpose: what the figure is needed for.
-
         Raises:
             ConfigError: when it is not given.
         """

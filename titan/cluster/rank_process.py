@@ -53,8 +53,6 @@ def report_error(file: Path, rank: int, error: BaseException, *, show: bool = Tr
 
     Args:
         file: where the launcher reads it.
-        rank: the rank's number.
-        error: what ended it.
         show: whether to print it as well, to the rank's own log.
 
     Returns:

@@ -174,7 +174,6 @@ def format_help(
         usage: the kinds of words, in order.
         summary: see `Command`.
         examples: see `Command`.
-        settings_text: the lines of the settings.
         notes: see `Command`.
         exit_codes: see `Command`.
     """

@@ -29,7 +29,6 @@ def read_json(content: bytes, allowed: Sequence[str] = ()) -> Any:
     """Return the value that `write_json` was given.
 
     Args:
-        content: the JSON.
         allowed: packages whose classes it may name, beside titan and experiments.
 
     Raises:

@@ -71,9 +71,6 @@ def setting(
         help: one line for `--help` and the documentation.
         science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
         at_least: the least value of a number (of each number, in a tuple).
-        at_most: the largest value of a number.
-        above: a number must be larger.
-        below: a number must be smaller.
         cap: the largest plausible number; unlike `at_most` it follows from no property of the setting.
         words: texts that a field of type `int | str` or `float | str` accepts beside numbers, such as "auto".
         unit: what it counts, if its name and limits don't say it: "seconds", "powers" (32k may be 32,000 or 32,768).

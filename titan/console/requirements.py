@@ -42,11 +42,7 @@ def check_requirements(program: Sequence[str]) -> None:
 
 
 def find_script(main_module: object) -> Path | None:
-    """Return the file of titan that was started as a script; None for `python -m` and multiprocessing.
-
-    Args:
-        main_module: the process's `__main__`.
-    """
+    """Return the file of titan that was started as a script; None for `python -m` and multiprocessing."""
     file = getattr(main_module, "__file__", None)
     if file is None or getattr(main_module, "__spec__", None) is not None:
         return None

@@ -47,9 +47,7 @@ class Clock:
         """Take what the rank does.
 
         Args:
-            activity: what the rank does.
             min_patience: see `PATIENCE_SECONDS`; None: that.
-            ranks: how many ranks the run has.
         """
         self.activity, self.min_patience = activity, min_patience or PATIENCE_SECONDS
         self.ranks, self.get_time = ranks, activity.get_time

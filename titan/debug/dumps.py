@@ -31,8 +31,6 @@ class Dumps:
         """Open the file of the stacks, which the signal writes too.
 
         Args:
-            directory: the run's.
-            rank: whose they are.
             memory: a folder of the node; None: the file is in the run's directory from the beginning.
 
         Raises:

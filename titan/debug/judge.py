@@ -26,14 +26,7 @@ class Judge:
     """
 
     def __init__(self, directory: Path, rank_info: RankInfo, attempt: int, clock: Clock) -> None:
-        """Take whose progress it is; nothing is said yet.
-
-        Args:
-            directory: the run's.
-            rank_info: this rank.
-            attempt: the run's attempt.
-            clock: knows what is late.
-        """
+        """Take whose progress it is; nothing is said yet."""
         self.directory, self.rank_info, self.attempt, self.clock = directory, rank_info, attempt, clock
         self.find_setting: Callable[[float], str] = lambda seconds: "cluster.timeout"
         self.last_report: tuple[tuple[int, ...], float] | None = None

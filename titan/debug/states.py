@@ -72,9 +72,6 @@ class States:
         """Take who this is.
 
         Args:
-            directory: the run's.
-            rank_info: this rank.
-            attempt: the run's attempt.
             clock: when to read and write.
             open_memory: returns the folder in the node's memory, from a key.
         """

@@ -59,10 +59,6 @@ class Watch:
         """Take what is watched; nothing runs yet.
 
         Args:
-            directory: the run's.
-            rank_info: this rank.
-            attempt: the run's attempt.
-            activity: what the thread that trains does.
             patience: see `PATIENCE_SECONDS`; None: watch nothing.
             on_failure: called with the error before the process ends.
         """

@@ -33,7 +33,6 @@ def acquire(descriptor: int, label: str, patience: float | None = None) -> None:
     """Lock an open file.
 
     Args:
-        descriptor: the open file.
         label: the setting that names its folder, for messages.
         patience: seconds to wait for the lock; None: unlimited.
 

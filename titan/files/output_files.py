@@ -36,7 +36,6 @@ def check_output_file(
     Args:
         name: the value of `to=`.
         endings: those that the command has a format for, such as .json; empty: any.
-        makes_folder: whether writing makes the folder that the file is in.
         sources: files that the command reads.
 
     Raises:
@@ -105,8 +104,6 @@ def write_output_file(file: Path, content: Any, *, makes_folder: bool = False, r
 
     Args:
         file: from `check_output_file`.
-        content: what to write.
-        makes_folder: make the folder that the file is in.
         replaces_own: replace only a file that titan wrote; for one that `check_output_file` has not checked.
 
     Raises:

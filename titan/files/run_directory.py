@@ -40,21 +40,13 @@ def check_run_directory(name: str | Path) -> Path:
 
 
 def _describe_run_above(name: str | Path) -> str | None:
-    """Return what a directory within a run's directory is; None for others.
-
-    Args:
-        name: the directory, as typed.
-    """
+    """Return what a directory within a run's directory is; None for others."""
     above = next((folder for folder in Path(name).expanduser().parents[:2] if (folder / RUN).is_file()), None)
     return None if above is None else f"is a part of a run; give {above}"
 
 
 def describe_runs_below(name: str | Path) -> str | None:
-    """Return what a directory with runs in it is, and one of them to give instead; None where it has none.
-
-    Args:
-        name: the directory, as typed.
-    """
+    """Return what a directory with runs in it is, and one of them to give instead; None where it has none."""
     directory = Path(name).expanduser()
     patterns = (f"*/{RUN}", f"*/*/{RUN}")
     run_file = next((file for pattern in patterns for file in sorted(directory.glob(pattern))), None)

@@ -156,9 +156,7 @@ def check_type(value: object, kind: Any, name: str) -> None:
     """Compare a parsed value with an annotation: of plain types, unions, lists, tuples and dictionaries of them.
 
     Args:
-        value: as it was parsed.
         kind: the annotation. `float` admits an int, `int` no bool; a tuple is a list in the file.
-        name: the value's name.
 
     Raises:
         ValueError: naming the first part that is of another type.

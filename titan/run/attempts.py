@@ -146,11 +146,6 @@ def _is_finished(run: Run, history: _History) -> bool:
 def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt:
     """Return the attempt that starts one checkpoint earlier, since the one that it names is corrupt, and record that.
 
-    Args:
-        run: the run.
-        attempt: as it was to be.
-        problem: what is wrong with its checkpoint.
-
     Raises:
         ConfigError: when there is none before it, or it is another run's.
     """
@@ -211,7 +206,6 @@ def check_directory(run: Run, has_own_job: bool) -> None:
     """Check a run's directory before the run is handed to a scheduler, without its data.
 
     Args:
-        run: the run.
         has_own_job: it was handed over before, so that the process in its directory may be its own.
 
     Raises:

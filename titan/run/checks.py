@@ -46,7 +46,6 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     """Check a run across its axes.
 
     Args:
-        run: the run.
         started: its ranks are started by others, not on this machine by titan.
         remote: its machine is a node that a scheduler will provide, with other packages and programs.
 

@@ -45,7 +45,6 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
     `typed` are the overrides of the command line itself: those of a resumed run let no package be imported.
 
     Args:
-        words: the command line.
         recorded: a run's own command line, to which this one is added.
 
     Raises:
@@ -77,7 +76,6 @@ def reject_shown(args: argparse.Namespace, accepted: Sequence[str] = ()) -> None
     """Raise ConfigError for an option of titan.train that asks for something other than one run.
 
     Args:
-        args: the parsed options.
         accepted: names of options that the command has.
     """
     for name, option in {"help": "--help", "version": "--version", **SHOWING_OPTIONS}.items():

@@ -103,7 +103,6 @@ def freeze_run(
     """Return a typed and checked `Run` for what Hydra composed, its own node included.
 
     Args:
-        cfg: the composed configuration.
         directory: where results go; None: `hydra.run.dir`.
         ranks: see `titan.run.resolve.resolve`.
         remote: the run is for the nodes that `cluster` describes, not for this machine.
@@ -203,9 +202,6 @@ _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 def compose_recipe(arguments: Sequence[str]) -> Recipe:
     """Return the typed recipe of a command line, whether or not this machine can run it.
 
-    Args:
-        arguments: the command line.
-
     Raises:
         ConfigError: for an unknown choice or setting, and for options that only print something.
     """
@@ -223,7 +219,6 @@ def check_weights(cfg: DictConfig, typed: Sequence[str]) -> None:
     """Raise ConfigError where a typed mapping of a mixture's weights leaves out sources, whose weights Hydra keeps.
 
     Args:
-        cfg: the composed configuration.
         typed: the overrides of the command line, without those of a run that it resumes.
     """
     for word in (word for word in typed if word.lstrip("+").startswith("dataset.weights=")):

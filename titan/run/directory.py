@@ -79,7 +79,6 @@ def parse_attempts(text: str, label: str, directory: Path | None = None) -> list
     """Return the documents in the text of a run.yaml.
 
     Args:
-        text: the file's.
         label: the setting that names the file's folder, for messages.
         directory: the run's, whose env.json names the commit that wrote it; None where there is none.
 
@@ -177,7 +176,6 @@ def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[s
     """Return the content of a run's `result.json`, empty where there is none; and what is wrong with it, if anything.
 
     Args:
-        directory: the run's.
         sciences: the science ids that the run has had, if known: a result with another one is another run's.
     """
     try:

@@ -60,7 +60,6 @@ def separate_figures(records: list[Record], documents: Documents) -> list[Record
     Attempts that recorded no digest count as of the last content.
 
     Args:
-        records: the lines.
         documents: of the attempts.
     """
     digests = {document["attempt"]: document.get(KEY, {}) for document in documents}

@@ -24,10 +24,6 @@ OPTIONAL_GROUPS = ("recipe", "sweep")
 def check_optional(list_choices: Callable[[str], Sequence[str]], cfg: DictConfig) -> None:
     """Raise ConfigError for an unknown recipe or sweep, which Hydra ignores since these groups are optional.
 
-    Args:
-        list_choices: returns the choices of a group.
-        cfg: the composed configuration.
-
     Raises:
         ConfigError: naming the choices.
     """
@@ -74,13 +70,7 @@ def describe_unknown_hook(name: str) -> str:
 def describe_value_error(
     error: ValueError, overrides: Sequence[str], list_choices: Callable[[str], Sequence[str]] = lambda group: ()
 ) -> str:
-    """Return the error message for a `ValueError` of Hydra: mostly for an axis whose choice is a number or null.
-
-    Args:
-        error: Hydra's.
-        overrides: those of the command line.
-        list_choices: returns the choices of a group.
-    """
+    """Return the error message for a `ValueError` of Hydra: mostly for an axis whose choice is a number or null."""
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
         if key in ("", *Recipe.axes()) and not isinstance(override.value(), (str, list)):

@@ -91,7 +91,6 @@ def build_options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
     """Return the options of the command line beside overrides, for the command that resumes the run.
 
     Args:
-        cfg: what Hydra composed.
         folder: titan's folder of configuration files.
         name: the primary configuration in it.
     """
@@ -121,7 +120,6 @@ class HydraCallbacks:
         """Instantiate them.
 
         Args:
-            cfg: what Hydra composed.
             remote: the job does not run in a process of this command.
             instances: the instances that Hydra has made, if any.
 

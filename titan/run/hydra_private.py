@@ -78,9 +78,7 @@ def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool =
     """Compose as `hydra.compose` does, within a `HydraSession`, for a sweep too.
 
     Args:
-        overrides: of the command line.
         name: of the primary configuration.
-        mode: one run or a sweep.
         log: configure logging by `hydra.verbose`, and print what the configuration was composed from.
     """
     hydra = GlobalHydra.instance().hydra

@@ -117,8 +117,6 @@ def collect_science(run: Run, data_digest: str, parent: str | None) -> dict[str,
     """Return all that decides what the run learns, which is compared before a run is resumed.
 
     Args:
-        run: the run.
-        data_digest: digest of the prepared data.
         parent: the checkpoint that a fork starts from, as "science_id@step"; None for a run that is no fork.
     """
     data = {"data": data_digest} | ({"parent": parent} if parent else {})

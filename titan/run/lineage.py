@@ -45,9 +45,7 @@ def find_parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, has_c
     """Return what `run` starts from.
 
     Args:
-        run: the run.
         attempts: the documents of its earlier attempts.
-        mix: its rows.
         has_checkpoint: whether the run itself has a checkpoint, and so no longer needs its parent.
 
     Raises:

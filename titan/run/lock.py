@@ -27,7 +27,6 @@ def lock_directory(directory: Path, patience: float = 2.0, more_names: Container
     """Lock a run's directory while the block runs, so that two jobs can't write to it; a kill frees the lock.
 
     Args:
-        directory: the run's.
         patience: seconds to wait for another lock: `is_locked` takes one for a moment, and that of a node that was lost
             is freed some time later.
         more_names: names that this run writes in its directory beside those of every run.

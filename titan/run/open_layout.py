@@ -51,10 +51,7 @@ def resolve_open_layout(
     shards over all devices, and `parallelism` has the settings of the recipe.
 
     Args:
-        recipe: the composed choices.
         machine: a node.
-        directory: where results would go.
-        overrides: the command line, as typed.
         options: those of `titan.run.resolve.resolve`.
 
     Raises:
@@ -77,7 +74,6 @@ def count_devices(recipe: Recipe, machine: Machine, typed: Mapping[str, Any]) ->
     """Return the devices that layouts are searched for; None: as many as the layout of the recipe asks for.
 
     Args:
-        recipe: the composed choices.
         machine: a node.
         typed: settings that are typed; all degrees together make the number.
     """

@@ -36,7 +36,6 @@ def check_length(directory: str, typed: str) -> None:
     """Raise ConfigError for a directory whose path is too long for file systems, with a run's files in it.
 
     Args:
-        directory: the path.
         typed: the setting and its value.
     """
     folders = [folder for folder in directory.split("/") if folder]

@@ -30,10 +30,6 @@ class PreparedData:
 def prepare_data(run: Run, progress: Callable[[str], None] | None = None) -> PreparedData:
     """Prepare what is missing of a run's data, and open them.
 
-    Args:
-        run: the run.
-        progress: shows a line about the progress.
-
     Raises:
         ConfigError: when the data, or the model or the batch with these data, can't be used.
     """

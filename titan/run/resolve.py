@@ -46,15 +46,8 @@ def resolve(
     """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.
 
     Args:
-        recipe: the composed choices.
-        machine: the devices here.
-        directory: where results go.
         ranks: how many ranks a launcher has started already; None when titan is to start them.
         remote: `machine` is a node that a scheduler will provide, not this one.
-        choices: see `Run`.
-        overrides: see `Run`.
-        hydra: see `Run`.
-        options: see `Run`.
         is_layout_open: see `Run`; its memory is not checked.
 
     Raises:

@@ -69,7 +69,6 @@ def shrink_run(target: Run, machine: Machine, directory: str) -> Shrunk:
 
     Args:
         target: the run whose layout is to be proven.
-        machine: this machine's CPU.
         directory: where the shrunk run may write.
 
     Raises:

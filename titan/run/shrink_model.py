@@ -37,7 +37,6 @@ def shrink_model(run: Run, layout: Layout) -> Any:
     its value: sizes of one's own models too.
 
     Args:
-        run: the run whose layout is to be proven.
         layout: the shrunk one.
     """
     model = run.model
@@ -79,8 +78,6 @@ def choose_size(candidates: Iterable[int], divides: bool, *divisors: int) -> int
 
     Args:
         candidates: the sizes, preferred ones first.
-        divides: whether it shall divide it.
-        divisors: degrees.
     """
     product, sizes = math.prod(divisors), list(candidates)
     return next((size for size in sizes if (size % product == 0) == divides), sizes[0])

@@ -26,7 +26,6 @@ def warn_of_small_work(run: Run, planned: bool = False) -> None:
 
     Args:
         run: the run; on a CPU, with a small model, or on one GPU if it is not planned, there is no warning.
-        planned: whether it is planned, not trained.
     """
     recommend_shared_experts(run)
     is_relevant = planned or run.layout.devices > 1

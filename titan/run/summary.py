@@ -264,7 +264,6 @@ def format_next_command(
     """Return the command that resumes a run, with the environment that it needs.
 
     Args:
-        directory: the run's.
         words: its choices and overrides.
         modules: of its settings, which the recorded command can't permit.
         packages: outside of titan that it names.

@@ -134,7 +134,6 @@ def build_error(typed: str, key: str, known_keys: frozenset[str]) -> UnknownSett
 
     Args:
         typed: the setting with its value.
-        key: the setting.
         known_keys: every setting of the composed configuration.
     """
     advice = _find_advice(key, typed.partition("=")[2], known_keys)

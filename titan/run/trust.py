@@ -154,10 +154,6 @@ def select_recorded(recorded: Sequence[str], typed: Iterable[str]) -> list[str]:
 
     Those are left out because Hydra merges mappings: recorded names would stay beside typed ones.
 
-    Args:
-        recorded: the options and overrides of a run.
-        typed: those of this command line.
-
     Raises:
         ConfigError: with the first word that reads, opens or starts something and was never typed by the user.
     """

@@ -28,7 +28,6 @@ def equalise_steps(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
     """Return the runs of a grid with the steps of one budget.
 
     Args:
-        runs: of all trials.
         varied: the overrides of each trial that not all have.
         sweep: its `budget` and `baseline`.
 
@@ -98,7 +97,6 @@ def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
     Args:
         runs: of all trials, with their steps.
         varied: see `equalise_steps`.
-        sweep: its `budget`.
     """
     if sweep.budget != "time":
         return []

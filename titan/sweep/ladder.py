@@ -282,7 +282,6 @@ def format_ladder(ladder: Ladder, hours: Sequence[float | None]) -> str:
     """Return a table: sizes, runs and their cost. Steps of a trunk count once, and branches by their decay.
 
     Args:
-        ladder: what is planned.
         hours: predicted device-hours of each run in the order of `list_costs`; None where not known.
     """
     rows = [(*row, hour) for row, hour in zip(list_costs(ladder), hours, strict=True)]

@@ -51,7 +51,6 @@ def predict_largest(ladder: Ladder, measured: Sequence[MeasuredRung]) -> tuple[l
     """Return the predicted losses of the largest size of each variant, and what the prediction rests on.
 
     Args:
-        ladder: the ladder.
         measured: all rungs of the other sizes.
 
     Raises:
@@ -109,7 +108,6 @@ def measure_speedups(ladder: Ladder, measured: Sequence[MeasuredRung]) -> list[R
     """Return the speed-up of each variant at each rung, the largest included; none with one variant.
 
     Args:
-        ladder: the ladder.
         measured: all rungs.
 
     Raises:

@@ -36,8 +36,6 @@ def choose_rates(variants: Sequence[Variant], sweep: Sweep, is_auto: bool = Fals
     """Return the rates by `sweep.lr_rule`, or by `optimizer.lr=auto`.
 
     Args:
-        variants: of the ladder.
-        sweep: its settings.
         is_auto: whether the command line has `optimizer.lr=auto`.
 
     Raises:

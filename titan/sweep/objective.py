@@ -35,7 +35,6 @@ def find_worst_value(sweep: Sweep, sweeper: Mapping[str, Any]) -> float:
 
     Args:
         sweep: the settings; a `direction` of "auto" is the sweeper's.
-        sweeper: the sweeper's own settings.
 
     Raises:
         ConfigError: for directions that contradict each other, and for several objectives.

@@ -79,10 +79,6 @@ def write_once(folder: Path, key: str, time: str, losses: Sequence[PredictedLoss
     """Write the prediction; where one is there already, it stays as it is.
 
     Args:
-        folder: the ladder's directory.
-        key: see `LadderPrediction`.
-        time: see `LadderPrediction`.
-        losses: see `LadderPrediction`.
         details: what else is kept; see `LadderPrediction`.
     """
     content = {"key": key, "losses": [asdict(loss) for loss in losses], **details}
@@ -164,8 +160,6 @@ def add_score(folder: Path, prediction: LadderPrediction, predicted: PredictedLo
     """Add the outcome of the longest run of a variant to the user's record, once.
 
     Args:
-        folder: the ladder's directory.
-        prediction: of the ladder.
         predicted: of the largest size at the longest length.
         loss: the validation loss there.
         time: when it was scored, as ISO 8601.

@@ -103,7 +103,6 @@ def describe_mixed(
         new: the overrides that the command varies, and the settings, of each trial that the directory does not have.
         earlier: the trials that the directory has.
         repeated: settings of those that the command asks for too.
-        has_budget: whether `sweep.budget` decides the steps.
 
     Returns:
         None where there is nothing to say.
