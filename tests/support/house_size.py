@@ -1,7 +1,7 @@
 """The size of the house: lines of titan/ and launchers/ that are not blank, at most as many as pyproject.toml allows.
 
 `python -m tests.support.house_size`, which `make lint` runs. What moves in makes room: the number is lowered with the
-code, and raised only by a commit of its own that says for what.
+code, and raised only by a separate commit that says for what.
 """
 
 from __future__ import annotations

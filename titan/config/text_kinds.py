@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 class TextKind(IntEnum):
     """What the text of a setting is; where classes differ, the larger one counts."""
 
-    PLAIN = auto()  # a number, a choice, or a text with a check of its own
+    PLAIN = auto()  # a number, a choice, or a text that is checked elsewhere
     LABEL = auto()  # a text that nothing opens, such as a name, a key or a pattern
     READ = auto()  # a file, a folder or a name on the hub that is read
     GROUP = auto()  # several settings, whose choice has a name
@@ -67,7 +67,7 @@ def _list_kinds_of_schema(schema: Any, names: Sequence[str]) -> Iterator[TextKin
     for cls in list_classes(schema):
         field = next((field for field in dataclasses.fields(cls) if field.name == names[0]), None)
         if names[0] == "_target_" or (field is not None and field.metadata.get("words")):
-            yield TextKind.PLAIN  # classes have a check of their own: `titan.config.settings.check_targets`
+            yield TextKind.PLAIN  # classes are checked elsewhere: `titan.config.settings.check_targets`
         elif field is not None:
             yield from list_kinds(read_declared_types(cls)[names[0]], names[1:])
 
