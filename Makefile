@@ -11,6 +11,8 @@ OWN     = $(findstring $(VENV),$(RUN))
 ENV     = $(if $(OWN),$(VENV)/.titan,)
 GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
+# the part of the further tests that this change runs
+ROTATION = $(shell $(VENV)/bin/python -m tests.support.tiers)
 # each worker computes on one thread: those of three workers would wait for each other on two cores
 PYTEST  = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
@@ -25,11 +27,11 @@ train: $(ENV)            ## train a small Llama on real text
 test: $(VENV)/.test      ## every law, and most mechanisms once: about four minutes on two cores
 	$(PYTEST) $(ARGS)
 
-test-rest: $(VENV)/.test ## what `make test` leaves out, a sample that CI runs too: half an hour
-	TITAN_TESTS=rest $(PYTEST) $(ARGS)
+test-rest: $(VENV)/.test ## a twelfth of what `make test` leaves out, another in each change: ten minutes; PART=1/12 names it
+	TITAN_TESTS=rest TITAN_PART=$(PART) $(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: some hours
-	TITAN_TESTS=all TITAN_EXAMPLES=thorough $(PYTEST) $(ARGS)
+test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: some hours; PART=1/8 runs a part
+	TITAN_TESTS=all TITAN_PART=$(PART) TITAN_EXAMPLES=thorough $(PYTEST) $(ARGS)
 
 test-lowest: $(LOWEST)/.titan  ## tests of data and of runs of others, with the lowest allowed versions: five minutes
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(FOREIGN) $(ARGS)
@@ -37,11 +39,11 @@ test-lowest: $(LOWEST)/.titan  ## tests of data and of runs of others, with the 
 planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: twenty minutes
 	$(VENV)/bin/python -m tests.support.planted $(ARGS)
 
-sample: $(VENV)/.test    ## the cheapest case of rehearse, hangs, chaos, planted and tables, which CI runs: two minutes
-	$(VENV)/bin/python -m tests.rehearsal.rehearse fsdp "refused: calibrate"
-	$(VENV)/bin/python -m tests.support.hangs "kill, tp, off, gloo"
-	$(VENV)/bin/python -m tests.support.chaos --kills 1 --runs single
-	$(VENV)/bin/python -m tests.support.planted "laws: the bend"
+sample: $(VENV)/.test    ## a twelfth of rehearse, hangs, chaos and planted, another in each change, and of tables: five minutes
+	$(VENV)/bin/python -m tests.rehearsal.rehearse --part $(or $(PART),$(ROTATION))
+	$(VENV)/bin/python -m tests.support.hangs --part $(or $(PART),$(ROTATION))
+	$(VENV)/bin/python -m tests.support.chaos --kills 8 --part $(or $(PART),$(ROTATION))
+	$(VENV)/bin/python -m tests.support.planted --part $(or $(PART),$(ROTATION))
 	$(VENV)/bin/python -m tests.support.tables marin
 
 tables: $(VENV)/.test    ## figures of published studies, and titan's: laws, learning rates, mixtures, early stopping

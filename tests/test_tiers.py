@@ -65,20 +65,43 @@ def test_a_case_that_is_named_runs_in_whichever_tier(
 
 
 @each_tier
-def test_each_test_is_in_the_tiers_of_its_marks(tier: str) -> None:
-    tests = [item("plain"), item("further", "full"), item("beyond", "thorough"), item("both", "full", "thorough")]
-    selected = [test.nodeid for test in tiers.select_items(tests)]
-    assert selected == {"quick": ["plain"], "rest": ["further"], "all": [test.nodeid for test in tests]}[tier]
+def test_each_test_is_in_the_tiers_of_its_marks(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tiers.PART, "1/1")
+    selected = [test.nodeid for test in tiers.select_items([item("plain"), item("further", "full")])]
+    assert selected == {"quick": ["plain"], "rest": ["further"], "all": ["plain", "further"]}[tier]
 
 
-@pytest.mark.parametrize("tier", ["rest"], indirect=True)
-def test_the_rest_tier_has_a_sample_of_the_cases_of_each_test(tier: str) -> None:
-    cases = [item(f"a.py::test_{size}[{number}]", "full") for size in (1, 7, 40) for number in range(size)]
-    whole = [item(f"a.py::test_whole[{number}]", "full", tiers.EVERY) for number in range(7)]
-    selected = [test.nodeid for test in tiers.select_items([*cases, *whole])]
-    assert [sum(f"test_{size}[" in name for name in selected) for size in (1, 7, 40, "whole")] == [1, 2, 7, 7]
-    shuffled = {test.nodeid for test in tiers.select_items([*whole, *reversed(cases)])}
-    assert shuffled == set(selected), "the sample does not depend on the order"
+@pytest.mark.parametrize("tier", ["rest", "all"], indirect=True)
+def test_the_parts_together_are_all_cases_once(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"a.py::test_{size}[{number}]" for size in (1, 7, 400) for number in range(size)]
+    found: list[str] = []
+    for part in range(1, 9):
+        monkeypatch.setenv(tiers.PART, f"{part}/8")
+        selected = [test.nodeid for test in tiers.select_items([item(name, "full") for name in names])]
+        assert 25 < len(selected) < 80
+        found += [*selected, *(case.id for case in tiers.list_further(lambda: CASES))]
+    assert sorted(found) == sorted([*names, *(case.id for case in CASES)])
+
+
+def test_changes_in_turn_run_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests/support").mkdir(parents=True)
+    monkeypatch.setattr(tiers, "__file__", str(tmp_path / "tests/support/tiers.py"))
+    parts = set()
+    for rotation in range(30, 30 + tiers.ROTATION):
+        (tmp_path / "pyproject.toml").write_text(f"[tool.titan]\nrotation = {rotation}\n")
+        parts.add(tiers.parse_part(tiers.format_rotation()))
+    assert parts == {(number, tiers.ROTATION) for number in range(tiers.ROTATION)}
+
+
+@pytest.mark.parametrize("text", ["0/8", "9/8", "8", "a/8", "1/", "/8", "-1/8"])
+def test_what_is_no_part_is_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match=f"TITAN_PART={text}: no part; give K/N, as 1/12"):
+        tiers.parse_part(text)
+
+
+def test_each_part_of_a_program_has_a_case() -> None:
+    assert [tiers.take_part("abcde", f"{k}/2") for k in (1, 2)] == [["a", "c", "e"], ["b", "d"]]
+    assert [tiers.take_part("ab", f"{k}/3") for k in (1, 2, 3)] == [["a"], ["b"], ["a"]]
 
 
 def test_a_further_case_has_its_mark_beside_others() -> None:
@@ -87,36 +110,17 @@ def test_a_further_case_has_its_mark_beside_others() -> None:
 
 
 @each_tier
-def test_further_cases_are_generated_where_they_run(tier: str) -> None:
-    found = tiers.list_further(lambda: CASES, one_in=4)
-    assert {"quick": found == [], "rest": 70 < len(found) < 130, "all": len(found) == len(CASES)}[tier]
-    counts = {name: marks_of(found).count(name) for name in ("full", "thorough")}
-    assert counts["thorough"] == (len(CASES) - counts["full"] if tier == "all" else 0)
-    assert tier != "all" or 70 < counts["full"] < 130
-
-
-@each_tier
-def test_a_table_has_the_named_cases_first(tier: str) -> None:
-    found = tiers.select_cases([*CASES, "a-text"], ("case-7", "a-text"), one_in=4)
+def test_a_table_has_the_named_cases_first(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tiers.PART, raising=False)
+    found = tiers.select_cases([*CASES, "a-text"], ("case-7", "a-text"))
     assert [(case.id, case.values) for case in found[:2]] == [("case-7", (7,)), ("a-text", ("a-text",))]
     assert marks_of(found[:2]) == [] and len({case.id for case in found}) == len(found)
-    assert (len(found) == 2) == (tier == "quick") and (len(found) == 401) == (tier == "all")
-
-
-@pytest.mark.parametrize("one_in", [1, 10**6])
-@each_tier
-def test_the_rest_tier_has_the_cases_that_are_named_for_it(tier: str, one_in: int) -> None:
-    names = [f"case-{number}" for number in range(20)]
-    found = tiers.select_cases(CASES, ("case-30",), one_in=one_in, rest=names)
-    assert all(tiers.EVERY in marks_of([case]) for case in found if case.id in names), "they are not sampled again"
-    further = [case.id for case in found if "full" in marks_of([case])]
-    assert set(names) <= set(further) if tier != "quick" else further == []
+    assert {"quick": len(found) == 2, "rest": 20 < len(found) < 60, "all": len(found) == 401}[tier]
 
 
 def test_a_table_without_a_named_case_is_refused() -> None:
-    for named in ({"quick": ("case-7", "case-x")}, {"quick": (), "rest": ("case-x",)}):
-        with pytest.raises(LookupError, match="no such cases: case-x"):
-            tiers.select_cases(CASES, **named)
+    with pytest.raises(LookupError, match="no such cases: case-x"):
+        tiers.select_cases(CASES, ("case-7", "case-x"))
 
 
 PLUGIN = """

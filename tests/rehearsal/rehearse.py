@@ -27,6 +27,7 @@ from typing import Any
 
 from tests.rehearsal import build, surface, table, watch
 from tests.rehearsal.table import TABLE, Rehearsed
+from tests.support.tiers import take_part
 from titan.metrics.reader import read_records
 
 TOLERANCE = 1e-5
@@ -273,9 +274,10 @@ def rehearse_commands(
             yield futures[rehearsed.name].result()
 
 
-def select_commands(names: Sequence[str]) -> list[Rehearsed]:
-    """Return the commands whose names hold one of the texts, or all, with those that they need before them."""
-    selection = [r for r in TABLE if not names or any(name in r.name for name in names)]
+def select_commands(names: Sequence[str], part: str = "1/1") -> list[Rehearsed]:
+    """Return a part of the commands whose names hold one of the texts, or of all, with those that they need before."""
+    named = [r for r in TABLE if not names or any(name in r.name for name in names)]
+    selection = take_part(named, part) if named else []
     needed = {r.needs for r in selection}
     return [r for r in TABLE if r in selection or r.name in needed]
 
@@ -296,12 +298,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Rehearse, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="texts, one of which a command's name holds; none: all commands")
+    parser.add_argument("--part", default="1/1", help="K/N: of these commands, one part in N")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder, which must not exist")
     args = parser.parse_args(arguments)
     if obstacle := build.find_obstacle():
         print(f"nothing is rehearsed: {obstacle}")
         return 1
-    if not (commands := select_commands(args.names)):
+    if not (commands := select_commands(args.names, args.part)):
         parser.error(f"no command's name holds one of {args.names}")
     start, file = time.monotonic(), build.build_extension()
     print(f"{file}: built in, or found after, {time.monotonic() - start:.0f} s", flush=True)
@@ -314,20 +317,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in rehearse_commands(rehearsal, commands):
             results.append(result)
             print(format_row(result), flush=True)
-    return print_report(results, time.monotonic() - start, bool(args.names))
+    return print_report(results, time.monotonic() - start, bool(args.names) or args.part != "1/1")
 
 
 def print_report(results: Sequence[CommandResult], seconds: float, partial: bool) -> int:
-    """Print waits, lines and problems, and return the exit code."""
+    """Print waits, lines and problems; return 1 where something does not hold, or a line should have run and did not."""
     for result in results:
         for location, count in result.waits.most_common():
             print(f"waits in {result.rehearsed.name}: {count} x {location}")
-    print(surface.format_report(watch.ROOT, [result.lines for result in results], full=not partial))
+    report = surface.format_report(watch.ROOT, [result.lines for result in results], full=not partial)
+    print(report)
     failed = [result for result in results if result.problems]
     for result in failed:
         print(f"\n{result.rehearsed.name}:", *result.problems, sep="\n  ")
     print(f"\n{len(results) - len(failed)} of {len(results)} hold, in {seconds:.0f} s")
-    return 1 if failed else 0
+    return int(bool(failed) or "did not run:" in report)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from tests.support.runs import (
     read_step_records,
     train_run,
 )
+from tests.support.tiers import take_part
 from tests.training.test_loader_setup import expected_rows
 from titan.checkpoint import manifest
 from titan.checkpoint.reader import CheckpointReader
@@ -432,11 +433,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=100, help="how many in all (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims (default 0)")
     parser.add_argument("--runs", default="", help="only the runs whose name holds this text")
+    parser.add_argument("--part", default="1/1", help="K/N: of these runs, one part in N")
     parser.add_argument("--json", type=Path, help="write all figures to this file too")
     args = parser.parse_args(argv)
     names = [name for name in PLANS if args.runs in name]
     if not names or args.kills < 1:
         parser.error(f"--runs={args.runs} --kills={args.kills}: nothing to kill; runs are {'; '.join(PLANS)}")
+    names = take_part(names, args.part)
     torch.set_num_threads(1)
     print(HEADER, flush=True)
     reports: list[ChaosReport] = []

@@ -10,6 +10,7 @@ has it. It takes about twenty minutes.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import signal
@@ -26,6 +27,7 @@ from typing import Any
 from tests.support.hanging_rank import PLAN
 from tests.support.processes import kill_process, list_descendants, run_program
 from tests.support.runs import TINY
+from tests.support.tiers import take_part
 
 STEP_TIMEOUT, TIMEOUT, PATIENCE = 12.0, 16.0, 4.0
 GRACE = 30.0
@@ -155,15 +157,18 @@ def format_row(case: HangCase, result: HangResult) -> str:
 HEADER = "| hang | rank | named | first said after s | ended after s | exit code | said |\n|" + " --- |" * 7
 
 
-def main(names: list[str]) -> int:
-    """Run all hangs, or those named; returns 1 when one does not hold, and 2 where none has a name."""
-    cases = [case for case in list_cases() if not names or any(name in case.name for name in names)]
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all hangs, or those named; return 1 when one does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="texts, one of which a hang's name holds; none: all hangs")
+    parser.add_argument("--part", default="1/1", help="K/N: of these hangs, one part in N")
+    args = parser.parse_args(arguments)
+    cases = [case for case in list_cases() if not args.names or any(name in case.name for name in args.names)]
     if not cases:
-        print(f"no hang's name holds one of {names}", file=sys.stderr)
-        return 2
+        parser.error(f"no hang's name holds one of {args.names}")
     print(HEADER, flush=True)
     failures = 0
-    for case in cases:
+    for case in take_part(cases, args.part):
         with tempfile.TemporaryDirectory() as folder:
             result = run_hang(case, Path(folder) / "run")
         print(format_row(case, result), flush=True)
@@ -173,4 +178,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

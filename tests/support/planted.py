@@ -179,12 +179,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plant the faults that are asked for; 1 where one was not found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="texts, one of which a fault's name holds; none: all faults")
+    parser.add_argument("--part", default="1/1", help="K/N: of these faults, one part in N")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time, each in a copy of its own")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
     args = parser.parse_args(arguments)
     faults = [f for f in FAULTS if not args.names or any(name in f.name for name in args.names)]
     if not faults:
         parser.error(f"no fault's name holds one of {args.names}")
+    faults = tiers.take_part(faults, args.part)
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         roots = [copy_repository(Path(folder) / str(i)) for i in range(min(args.jobs, len(faults)))]
         broken, slowest = ([], LIMIT) if args.trust else list_broken(faults, roots[0])
