@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_report(results: Sequence[CommandResult], seconds: float, partial: bool) -> int:
-    """Print waits, lines and problems; return 1 where something does not hold, or a line should have run and did not."""
+    """Print waits, lines and problems; return 1 where something does not hold, or a line did not run that should."""
     for result in results:
         for location, count in result.waits.most_common():
             print(f"waits in {result.rehearsed.name}: {count} x {location}")
