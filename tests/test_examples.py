@@ -1,4 +1,4 @@
-"""The example of docs/api.md works as it stands, and docs/architecture.md is up to date."""
+"""The example of docs/running.md works as it stands, and docs/architecture.md is up to date."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SMALL = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "optimiz
 def test_the_api_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("titan.api")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "api.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "running.md").read_text(), flags=re.DOTALL)
     code = re.sub(r'"model=debug"', ", ".join(map(repr, SMALL)), "\n".join(blocks))
     names: dict[str, object] = {}
-    exec(compile(code, "docs/api.md", "exec"), names)
+    exec(compile(code, "docs/running.md", "exec"), names)
     assert len(names["findings"].variants) == 2  # type: ignore[attr-defined]
     assert len(names["saved"].metrics["loss"]) == 10  # type: ignore[attr-defined]
 

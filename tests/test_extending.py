@@ -26,9 +26,10 @@ from titan.run import identity
 from titan.run.run import Run
 
 SMALL = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "optimizer", "schedule", "hydra.run.dir"))]
-SECTIONS = ("A model", "An attention", "An optimizer", "A dataset", "A schedule")
-NAMES = ("Terms of the loss", "A sharding strategy", "Hooks", "An evaluation task", "A tracker")
-TERMS, STRATEGY, HOOKS, TASK, TRACKER = map(examples.read_section, NAMES)
+SECTIONS = ("Your own model", "Your own attention", "Your own optimizer", "Your own dataset", "Your own schedule")
+OTHERS = ("terms of the loss", "sharding strategy", "evaluation task", "tracker")
+TERMS, STRATEGY, TASK, TRACKER = (examples.read_section(f"Your own {name}") for name in OTHERS)
+HOOKS = examples.read_section("Hooks")
 
 
 @pytest.fixture

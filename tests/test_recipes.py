@@ -221,7 +221,7 @@ def test_no_recipe_is_left_out() -> None:
 
 
 ROW = re.compile(r"^\| `(\w+)` \|(?:[^|]+\|){6} ([\d.]+) \|", re.MULTILINE)
-DOCUMENTED = ROW.findall((CONF.parent / "docs" / "recipes.md").read_text().partition("### For training")[0])
+DOCUMENTED = ROW.findall((CONF.parent / "docs" / "grids.md").read_text().partition("#### For training")[0])
 
 
 @pytest.mark.parametrize(("name", "gib"), [full(*row, id=row[0]) for row in DOCUMENTED])

@@ -1,4 +1,5 @@
-"""The examples of docs/extending.md: a package and a configuration folder outside of titan, and commands."""
+"""The examples of docs/extending.md and of the pages it leads to: a package and a configuration folder outside of
+titan, and commands."""
 
 from __future__ import annotations
 
@@ -12,12 +13,28 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SECTIONS = {
+    "Your own model": "models",
+    "Your own attention": "models",
+    "Your own optimizer": "optimizers",
+    "Your own dataset": "data",
+    "Your own schedule": "training",
+    "Your own terms of the loss": "training",
+    "Your own sharding strategy": "parallelism",
+    "Your own evaluation task": "evaluation",
+    "Your own tracker": "metrics",
+}
+"""The pages of sections with examples, beside extending.md."""
 
 
 def read_section(name: str) -> str:
     """The text below a heading of the second level, up to the next one."""
-    return PAGE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    page = (DOCS / f"{SECTIONS.get(name, 'extending')}.md").read_text()
+    return page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+PAGE = "\n".join([(DOCS / "extending.md").read_text(), *map(read_section, SECTIONS)])
 
 
 def read_files(text: str = PAGE) -> dict[str, str]:

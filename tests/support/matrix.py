@@ -1,6 +1,6 @@
 """The layouts that are proven equal to one device: every mix of up to three dimensions, four at once, all schedules.
 
-`python -m tests.support.matrix` measures all of them and prints one line for each; docs/equivalence.md has the worst of
+`python -m tests.support.matrix` measures all of them and prints one line for each; docs/trust.md has the worst of
 each group.
 """
 

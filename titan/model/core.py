@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from titan.errors import ConfigError
 from titan.model.masks import CoreInputs
 
-GUIDE = "docs/extending.md#an-attention"
+GUIDE = "docs/models.md#your-own-attention"
 """Where users find what a core must state."""
 State = tuple[Tensor, ...]
 """What a recurrent core knows of earlier tokens: tensors whose first dimension are the rows."""

@@ -26,7 +26,7 @@ def advise_on_experiment(name: str) -> str:
     if re.fullmatch(r"\w+", name) and (FOLDER / name / "conf").is_dir():
         choices = " or ".join(_list_choices(name))
         return f"write {_format_search_path(name)} {choices} (experiments/{name}/README.md)"
-    return "named settings are a recipe: write recipe=NAME, and see docs/recipes.md"
+    return "named settings are a recipe: write recipe=NAME, and see docs/grids.md"
 
 
 def _list_choices(name: str) -> list[str]:
