@@ -1,8 +1,8 @@
 """Memory of NVIDIA's and NeMo's published Llama 3 layouts on H100 of 80 GB: `python -m tests.support.published_memory`.
 
-Prints the tables of docs/memory.md: live tensors of the fullest rank in closed form, and what exceeds the goal. With
-the word `trace` it traces the fullest rank of each layout in bf16 instead, one to fifteen minutes each. The layouts are
-those of Megatron in `titan/estimate/published.csv` and `unseen.csv`, each on its smallest number of GPUs.
+Prints the table of docs/memory.md: live tensors of the fullest rank in closed form. With the word `trace` it traces the
+fullest rank of each layout in bf16 instead, one to fifteen minutes each. The layouts are those of Megatron in
+`titan/estimate/published.csv` and `unseen.csv`, each on its smallest number of GPUs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ from functools import cached_property
 from tests.measure import fit_costs
 from titan.estimate import memory
 from titan.estimate.memory import Usage
-from titan.estimate.pipeline_states import find_rank_states
 from titan.estimate.rank_sizes import GIB
 from titan.memory.schema import Memory
 from titan.run.compose import compose_run
 from titan.run.run import Run
 
-GOAL_GIB = 68
-"""Live tensors that leave room for the context and the allocator on a device of 80 GB."""
 COLUMNS = ("model", "precision", "tp", "pp", "vp", "cp")
 """What makes a layout, beside the number of data ranks."""
-SHALLOW = "ShallowInterleaved1F1B"
 
 
 @dataclass(frozen=True)
@@ -63,18 +59,9 @@ class PublishedLayout:
             overrides += ["parallelism.reshard=always", "parallelism.accumulate=sharded"]
         return compose_run(overrides, remote=True)
 
-    def change(self, checkpointing: str, schedule: str = "") -> Run:
-        """Return the run with other activation checkpointing, and another schedule where it is interleaved."""
-        parallelism = self.run.parallelism
-        if schedule and self.is_interleaved:
-            parallelism = dataclasses.replace(parallelism, schedule=schedule)
-        mode = Memory(checkpointing=checkpointing)  # type: ignore[arg-type]
-        return dataclasses.replace(self.run, memory=mode, parallelism=parallelism)
-
-    @property
-    def is_interleaved(self) -> bool:
-        """Whether ranks have several stages."""
-        return self.run.parallelism.schedule == "Interleaved1F1B" and self.run.layout.pipeline > 1
+    def change(self, checkpointing: str) -> Run:
+        """Return the run with other activation checkpointing."""
+        return dataclasses.replace(self.run, memory=Memory(checkpointing=checkpointing))  # type: ignore[arg-type]
 
 
 def list_layouts() -> list[PublishedLayout]:
@@ -106,64 +93,27 @@ class LayoutMemory:
         layout: the published layout.
         none: in all with `memory=none`.
         gate: by category with `memory=gate`.
-        gradients: what gradients in fp32 take more than in bf16.
-        warmup: what `Interleaved1F1B` takes more than `ShallowInterleaved1F1B`.
-        norms: with the latter, inputs of norms that are kept beside their outputs.
     """
 
     layout: PublishedLayout
     none: float
     gate: Mapping[str, float]
-    gradients: float
-    warmup: float
-    norms: float
 
     @property
     def total(self) -> float:
         """Live tensors with `memory=gate`."""
         return sum(self.gate.values())
 
-    @property
-    def missing(self) -> float:
-        """What they exceed the goal by."""
-        return max(0.0, self.total - GOAL_GIB)
-
-    @property
-    def rest(self) -> float:
-        """What would still exceed it without any of these."""
-        return max(0.0, self.missing - self.gradients - self.warmup - self.norms)
-
 
 def measure_layout(layout: PublishedLayout) -> LayoutMemory:
     """Return the memory of a layout in closed form."""
-    gate, shallow = (find_fullest(each) for each in (layout.change("gate"), layout.change("gate", SHALLOW)))
-    return LayoutMemory(
-        layout,
-        find_fullest(layout.run).gib,
-        {name: size / GIB for name, size in gate.parts.items()},
-        gradients=gate.parts["gradients"] / 2 / GIB,
-        warmup=(gate.bytes - shallow.bytes) / GIB,
-        norms=count_norm_inputs(layout.change("gate", SHALLOW)) / GIB,
-    )
+    gate = {name: size / GIB for name, size in find_fullest(layout.change("gate")).parts.items()}
+    return LayoutMemory(layout, find_fullest(layout.run).gib, gate)
 
 
 def find_fullest(run: Run) -> Usage:
     """Return the usage of the rank that needs most."""
     return memory.estimate_peak(run, run.layout, run.microbatches)
-
-
-def count_norm_inputs(run: Run) -> float:
-    """Return the bytes of norms' inputs that the fullest rank keeps: two of a block, in the residual stream's shape."""
-    layout, stages = run.layout, run.staging
-    tokens = run.microbatch_rows * run.training.seq_len / layout.context / layout.tensor
-    lengths = [end - start for start, end in stages.layers]
-    states = find_rank_states(run.parallelism, layout.pipeline, run.microbatches)
-    blocks = max(
-        sum(count * lengths[stage] for stage, count in state.in_flight)
-        for rank_states in states
-        for state in rank_states
-    )
-    return 2 * tokens * run.model.dim * run.precision.bytes * blocks
 
 
 # ---- tables ----
@@ -179,15 +129,6 @@ def format_table(memories: list[LayoutMemory]) -> Iterator[str]:
         parts = [each.gate.get(name, 0.0) for name in PARTS]
         state = each.gate["weights"] + each.gate["optimizer"]
         cells = [each.none, each.total, *parts, state]
-        yield f"| {each.layout.name} | {' | '.join(f'{round(gib, 1) + 0.0:.1f}' for gib in cells)} |"
-
-
-def format_missing(memories: list[LayoutMemory]) -> Iterator[str]:
-    """Yield the lines of the table of what exceeds the goal."""
-    yield "| layout | beyond 68 GiB | fp32 gradients | warm-up | norms' inputs | then beyond |"
-    yield "|" + " --- |" * 6
-    for each in memories:
-        cells = [each.missing, each.gradients, each.warmup, each.norms, each.rest]
         yield f"| {each.layout.name} | {' | '.join(f'{round(gib, 1) + 0.0:.1f}' for gib in cells)} |"
 
 
@@ -210,15 +151,14 @@ def trace_layout(layout: PublishedLayout) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Print both tables, or the traces of layouts in bf16 whose names have each of the words after `trace`."""
+    """Print the table, or the traces of layouts in bf16 whose names have each of the words after `trace`."""
     if words[:1] == ["trace"]:
         print("| layout | compiled | not compiled | traced | parts |\n| --- | --- | --- | --- | --- |")
         for layout in list_layouts_in_bf16():
             if all(word in layout.name for word in words[1:]):
                 print(trace_layout(layout), flush=True)
         return 0
-    memories = [measure_layout(layout) for layout in list_layouts()]
-    print("\n".join([*format_table(memories), "", *format_missing(memories)]))
+    print("\n".join(format_table([measure_layout(layout) for layout in list_layouts()])))
     return 0
 
 
