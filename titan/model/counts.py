@@ -67,6 +67,15 @@ class SequenceMatmul(WholeMatmul):
         return 1 / sequence
 
 
+def list_gated_matmuls(module: str, dim: int, width: int) -> dict[str, Matmul]:
+    """Return the linear layers of SwiGLU with hidden states of width `dim` by their names in a block."""
+    return {
+        f"{module}.w1": Matmul(dim, width),
+        f"{module}.w2": Matmul(width, dim, rowwise=True),
+        f"{module}.w3": Matmul(dim, width),
+    }
+
+
 class DecoderCounts:
     """Counts of a decoder with grouped-query attention and SwiGLU, by its shape.
 
@@ -157,15 +166,12 @@ class DecoderCounts:
             "attention.wk": Matmul(self.dim, keys),
             "attention.wv": Matmul(self.dim, keys),
             "attention.wo": Matmul(queries, self.dim, rowwise=True),
-            "feed_forward.w1": Matmul(self.dim, self.ffn),
-            "feed_forward.w2": Matmul(self.ffn, self.dim, rowwise=True),
-            "feed_forward.w3": Matmul(self.dim, self.ffn),
+            **list_gated_matmuls("feed_forward", self.dim, self.ffn),
         }
 
     def block_matmul_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of one block's matrices: query, key, value, output and three of SwiGLU."""
-        attention = 2 * self.dim * self.head_size * (self.heads + self.kv_heads)
-        return attention + 3 * self.dim * self.ffn
+        """Return the parameters of one block's matrices."""
+        return sum(matmul.size for matmul in self.block_matmuls(layer).values())
 
     def matmul_parameters(self) -> int:
         """Return the parameters of all linear layers, the head's tied or not."""
@@ -195,8 +201,16 @@ class DecoderCounts:
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""
-        attention = tuple(f"attention.{name}" for name in ("wq", "wk", "wv", "wo", *self.head_norms()))
-        return ("attention_norm", *attention, "ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")))
+        matmuls, experts = self.block_matmuls(layer), self.expert_matmuls(layer)
+        attention = [name.removeprefix("attention.") for name in matmuls if name.startswith("attention.")]
+        rest = [name for name in matmuls if not name.startswith("attention.")]
+        router = ("feed_forward.router",) if experts else ()
+        norms_and_attention = (f"attention.{name}" for name in self.order_attention(attention))
+        return ("attention_norm", *norms_and_attention, "ffn_norm", *router, *experts, *rest)
+
+    def order_attention(self, linear: list[str]) -> list[str]:
+        """Return the modules of attention with a weight, in order: its linear layers, and norms."""
+        return [*linear, *self.head_norms()]
 
     def head_norms(self) -> tuple[str, ...]:
         """Return the names of the norms of queries and keys, if the family has them."""

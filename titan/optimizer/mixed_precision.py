@@ -1,7 +1,7 @@
-"""AdamW for weights and moments in bf16 or fp32: computed in fp32, rounded once when written back.
+"""AdamW and SGD by torch's kernels, and AdamW for weights and moments in bf16 or fp32.
 
-The update is elementwise, so it runs on pieces of each rank's shards: only one bucket of pieces at a time exists in
-fp32. torch's functional AdamW computes it.
+It computes in fp32, and rounds once when written back. The update is elementwise, so it runs on pieces of each rank's
+shards: only one bucket of pieces at a time exists in fp32. torch's functional AdamW computes it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,40 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from titan.optimizer.schema import Implementation, Type, select_kernels
 from titan.parallelism.grad_norm import local_tensor
 
 BUCKET = 1 << 22
 """Elements per bucket: four fp32 tensors of 16 MiB."""
+TYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+"""The types of moments; None: each parameter's."""
+
+
+def select_kernels(implementation: str) -> dict[str, Any]:
+    """Return torch's keyword arguments of an implementation: fused, foreach or for-loop."""
+    return {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+
+
+def build_adamw(
+    groups: list[dict[str, Any]], common: dict[str, Any], moments: str, implementation: str
+) -> torch.optim.Optimizer:
+    """Return torch's AdamW if weights and moments have one type, else `MixedPrecisionAdamW`; see its arguments."""
+    kinds = {p.dtype for group in groups for p in group["params"]}
+    same_type = all(kind == (TYPES[moments] or kind) for kind in kinds)
+    if same_type and (implementation == "fused" or kinds <= {torch.float32}):  # the fused one computes in fp32
+        return torch.optim.AdamW(groups, **common, **select_kernels(implementation))
+    return MixedPrecisionAdamW(groups, common, moments, implementation)
+
+
+def build_sgd(groups: list[dict[str, Any]], common: dict[str, Any], implementation: str) -> torch.optim.SGD:
+    """Return torch's SGD with settings `common` of all groups."""
+    tensors = [p for group in groups for p in group["params"]]
+    # There is no fused kernel for DTensors, and the CPU's does not update weights that are not fp32.
+    lacks_fused = any(isinstance(p, DTensor) or (p.device.type == "cpu" and p.dtype != torch.float32) for p in tensors)
+    uses_default = lacks_fused and implementation == "fused"
+    return torch.optim.SGD(groups, **common, **({"fused": False} if uses_default else select_kernels(implementation)))
 
 
 class Piece(NamedTuple):
@@ -33,9 +60,7 @@ class Piece(NamedTuple):
 class MixedPrecisionAdamW(torch.optim.Optimizer):
     """AdamW with state and weights of any type (see the module); its state has the keys of torch's AdamW."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], common: dict[str, Any], moments: Type, implementation: Implementation
-    ) -> None:
+    def __init__(self, groups: list[dict[str, Any]], common: dict[str, Any], moments: str, implementation: str) -> None:
         """Create the optimizer.
 
         Args:
@@ -74,8 +99,7 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
 
     def create_moment(self, parameter: Tensor) -> Tensor:
         """Return a new moment of a parameter, with its sharding."""
-        dtype = {"auto": parameter.dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[self.moments]
-        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+        return torch.zeros_like(parameter, dtype=TYPES[self.moments], memory_format=torch.preserve_format)
 
     def _create_state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
@@ -97,7 +121,6 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
         stored = [[p.weight for p in bucket], [p.first for p in bucket], [p.second for p in bucket]]
         weights, firsts, seconds = exact = [[t.float() for t in tensors] for tensors in stored]
         beta1, beta2 = group["betas"]
-        kernels: dict[str, Any] = select_kernels(self.implementation)
         adamw(
             weights,
             [p.gradient.float() for p in bucket],
@@ -105,7 +128,7 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
             seconds,
             [],
             [p.step.clone() for p in bucket],
-            **kernels,
+            **select_kernels(self.implementation),
             found_inf=self._skip_flag,
             amsgrad=False,
             maximize=False,

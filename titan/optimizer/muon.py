@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan.optimizer import matrix_gather, mixed_precision, schema
+from titan.optimizer import matrix_gather, mixed_precision
 from titan.parallelism.grad_norm import local_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -37,8 +37,8 @@ class Matrix(NamedTuple):
 class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
     """Muon for the parameter groups with `orthogonal`, AdamW for the others."""
 
-    def __init__(self, settings: schema.Muon, groups: list[dict[str, Any]]) -> None:
-        """Create the optimizer from the settings and torch's parameter groups."""
+    def __init__(self, settings: Any, groups: list[dict[str, Any]]) -> None:
+        """Create the optimizer from a `titan.optimizer.schema.Muon` and torch's parameter groups."""
         common = {"betas": settings.betas, "eps": settings.eps}
         super().__init__(groups, common, settings.moments, settings.implementation)
         self.settings = settings
@@ -92,8 +92,7 @@ class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
     def _choose_dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the type of Newton-Schulz; offloaded weights are orthogonalised on their mesh's device."""
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
-        name = schema.choose_newton_schulz(self.settings.newton_schulz, device)
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+        return torch.bfloat16 if self.settings.choose_newton_schulz(device) == "bf16" else torch.float32
 
     def _apply_update(self, matrix: Matrix, part: Tensor) -> None:
         """Decay the local shard of a matrix and add its orthogonalised direction; round once."""

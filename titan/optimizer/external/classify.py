@@ -26,9 +26,9 @@ import torch
 
 from titan.optimizer.external.constructor import Constructor, describe_error
 from titan.optimizer.external.experiment import Outcome, Problem, create_problem, run_kept, run_rebuilt
-from titan.optimizer.external.schema import is_block_matrix
 from titan.optimizer.external.state import Traits, UnsupportedStateError, Updater, probe_templates
 from titan.optimizer.external.traits import find_traits
+from titan.optimizer.schema import is_block_matrix
 
 LARGEST_SIDE = 136
 """Rows or columns of a computed matrix: more than 128, from which on some optimizers factor a second moment."""
@@ -342,7 +342,7 @@ def _measure_bytes(
         elements = int(torch.Size(shape).numel())
         if shape not in known:
             known[shape] = _count_state_bytes(updater, shape, is_stacked)
-        total = totals[is_block_matrix(name, shape)]
+        total = totals[is_block_matrix(name, len(shape))]
         total[0] += known[shape]
         total[1] += elements
         largest = max(largest, (elements, known[shape]))

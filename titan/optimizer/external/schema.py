@@ -13,7 +13,7 @@ from titan.config.settings import format_value, setting
 from titan.config.text_kinds import ImportPath, OpenValue
 from titan.errors import ConfigError
 from titan.optimizer.external.packages import find_version
-from titan.optimizer.schema import BLOCKS, GroupSettings, Optimizer
+from titan.optimizer.schema import GroupSettings, Optimizer, is_block_matrix
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ class External(Optimizer):
 
     def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
         """Return the same, with `orthogonal` for what the class updates."""
-        updated = self.parameters == "all" or (dimensions in (2, 3) and name.startswith(BLOCKS))
+        updated = self.parameters == "all" or is_block_matrix(name, dimensions)
         return super().choose_settings(name, dimensions)._replace(orthogonal=updated)
 
     def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
@@ -155,17 +155,12 @@ def _suggest_matrices(path: str, packed: str, shapes: tuple[tuple[str, tuple[int
     """Return the advice for a class that takes the matrices of blocks only; empty where it takes none."""
     from titan.optimizer.external.classify import RejectedError, classify
 
-    matrices = {name: shape for name, shape in shapes if is_block_matrix(name, shape)}
+    matrices = {name: shape for name, shape in shapes if is_block_matrix(name, len(shape))}
     try:
         classify(_load(path, packed), matrices, True)
     except RejectedError:
         return ""
     return "give optimizer.parameters=matrices"
-
-
-def is_block_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter is a matrix of a block, or a stack of them."""
-    return len(shape) in (2, 3) and name.startswith(BLOCKS)
 
 
 @functools.cache
@@ -176,4 +171,4 @@ def _list_shapes(model: Decoder, is_stacked: bool) -> tuple[tuple[str, tuple[int
     with torch.device("meta"):
         module: Any = model.build()
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    return tuple((n, s) for n, s in shapes.items() if not is_stacked or is_block_matrix(n, s))
+    return tuple((n, s) for n, s in shapes.items() if not is_stacked or is_block_matrix(n, len(s)))

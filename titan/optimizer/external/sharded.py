@@ -25,7 +25,6 @@ from torch.nn import Parameter
 from titan.errors import RunError
 from titan.optimizer import matrix_gather
 from titan.optimizer.external.constructor import Constructor
-from titan.optimizer.external.schema import External
 from titan.optimizer.external.state import (
     Leaf,
     State,
@@ -144,12 +143,12 @@ def _read_scalar(leaf: Leaf, stored: Tensor) -> Any:
 
 
 def build_sharded(
-    settings: External, constructor: Constructor, groups: list[dict[str, Any]], names: Mapping[Tensor, str]
+    settings: Any, constructor: Constructor, groups: list[dict[str, Any]], names: Mapping[Tensor, str]
 ) -> ShardedOptimizer:
     """Return the optimizer of torch's parameter groups.
 
     Args:
-        settings: with what was measured.
+        settings: a `titan.optimizer.external.schema.External`, with what was measured.
         constructor: of the class.
         groups: with the key `orthogonal`: whether the class updates them, else AdamW.
         names: of the parameters in the whole model.
