@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 Box = tuple[slice, ...]
 
@@ -82,3 +83,9 @@ def compute_local_slices(like: DTensor) -> Box:
     """Return the slices of this rank's shard of a matrix; compute them once, because they cost host time."""
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def list_sharded_dimensions(tensor: Any) -> set[int]:
+    """Return which dimensions of a tensor are sharded over ranks; of a plain one, none."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return {p.dim for p in placements if isinstance(p, (Shard, _StridedShard))}

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from titan.optimizer import matrix_gather, mixed_precision
 from titan.parallelism.grad_norm import local_tensor
@@ -141,9 +140,5 @@ def _group_by_mesh(matrices: list[Matrix]) -> dict[DeviceMesh | None, list[Matri
 
 def _splits_matrices(tensor: Any) -> TypeGuard[DTensor]:
     """Return whether ranks have parts of a matrix: not so where each has some experts with whole matrices."""
-    if not isinstance(tensor, DTensor):
-        return False
-    sharded_dimensions = {
-        placement.dim for placement in tensor.placements if isinstance(placement, (Shard, _StridedShard))
-    }
-    return tensor.dim() == 2 or not sharded_dimensions <= {0}
+    is_sharded = isinstance(tensor, DTensor)
+    return is_sharded and (tensor.dim() == 2 or not matrix_gather.list_sharded_dimensions(tensor) <= {0})

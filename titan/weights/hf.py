@@ -15,8 +15,7 @@ from titan.config.optional import import_optional
 from titan.console.text import format_error
 from titan.errors import ConfigError
 from titan.weights import model_config
-from titan.weights.hf_config import build_schema
-from titan.weights.hf_llama4 import select_text_config
+from titan.weights.hf_config import build_schema, select_text_config
 from titan.weights.interface import check_dtypes, check_shapes, list_stored_parts, parse_fused_part, resolve_bounds
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

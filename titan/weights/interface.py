@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from titan.errors import ConfigError
 
@@ -55,6 +56,13 @@ def resolve_bounds(
     offsets = [0] * len(shape) if offsets is None else offsets
     lengths = [size - offset for size, offset in zip(shape, offsets, strict=True)] if lengths is None else lengths
     return tuple((offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+
+
+def describe_whole_tensor(shape: Sequence[int], dtype: torch.dtype) -> TensorStorageMetadata:
+    """Return the metadata of a tensor in one chunk, as torch.distributed.checkpoint has them."""
+    size = torch.Size(shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype), size, [chunk])
 
 
 def list_stored_parts(name: str, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:

@@ -10,25 +10,21 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from titan.checkpoint.coordinator import find_reason
+from titan.checkpoint.coordinator import CoordinationError, Coordinator, find_reason
 from titan.checkpoint.reader import ProgressLoadPlanner as Planner
+from titan.checkpoint.state import TrainState
 from titan.config.settings import format_setting
 from titan.errors import ConfigError, RunError
-from titan.weights.interface import Weights
+from titan.weights.formats import open_weights
+from titan.weights.interface import Weights, describe_whole_tensor
 
 _HEAD, _EMBEDDING = "head.weight", "tok_embeddings.weight"
 
@@ -42,12 +38,10 @@ class WeightsReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return metadata with one chunk per tensor."""
-        return Metadata({name: self._describe_tensor(source) for name, source in self.sources.items()})
-
-    def _describe_tensor(self, source: str) -> TensorStorageMetadata:
-        size = torch.Size(self.weights.shapes[source])
-        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        return TensorStorageMetadata(TensorProperties(self.weights.dtypes[source]), size, [chunk])
+        weights = self.weights
+        return Metadata(
+            {name: describe_whole_tensor(weights.shapes[s], weights.dtypes[s]) for name, s in self.sources.items()}
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
@@ -132,3 +126,19 @@ def _map_sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> d
                 "weights of this model."
             )
     return sources
+
+
+def load_initial_weights(state: TrainState, path: str, coordinator: Coordinator) -> None:
+    """Load the weights at `path` and leave the optimizer unchanged; all ranks call it together.
+
+    Raises:
+        ConfigError: when the weights are of another model, or a file is broken.
+    """
+    parameters = {name: parameter.detach() for name, parameter in state.named_weights()}
+    try:
+        advance = coordinator.activity.record_progress
+        coordinator.run_all(lambda: load_weights(parameters, open_weights(path), no_dist=True, advance=advance))
+    except CoordinationError as error:
+        raise (ConfigError if error.is_config_error else RunError)(str(error)) from error
+    if state.tied_weights is not None:
+        state.tied_weights.align(state.optimizer)

@@ -19,43 +19,42 @@ from titan.weights.interface import check_dtypes, check_shapes, compute_expected
 from titan.weights.origin import build_model
 
 
-class CheckpointTensors:
-    """Some tensors of a titan checkpoint, read by their names, a slice at a time.
+class TitanFormat:
+    """The weights to evaluate in a titan checkpoint; see `titan.weights.interface.Weights`."""
 
-    Attributes:
-        path: the checkpoint's folder.
-        label: the user's setting, for messages.
-        shapes: the shape of each tensor.
-        dtypes: the stored dtype of each.
-    """
-
-    def __init__(self, folder: Path, label: str, prefix: str | None = None) -> None:
-        """Read the metadata.
+    def __init__(self, folder: Path, label: str) -> None:
+        """Read the manifest and the metadata.
 
         Args:
-            folder: the folder of a complete checkpoint.
+            folder: of a complete checkpoint.
             label: the user's setting, for messages.
-            prefix: `MODEL` or `EVALUATION`; None: the weights to evaluate.
 
         Raises:
-            ConfigError: when it can't be read.
+            ConfigError: when it can't be read, or its tensors don't match its model.
         """
+        saved_manifest = manifest.inspect(folder)
+        if saved_manifest is None:
+            raise ConfigError(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
+        self.model = build_model(saved_manifest, label)
         self.path, self.label, self._reader = str(folder), label, CheckpointReader(folder)
         self._metadata = self._read_metadata()
         contents = self._metadata.state_dict_metadata
-        has_average = any(name.startswith(EVALUATION) for name in contents)
-        self._prefix = prefix or (EVALUATION if has_average else MODEL)
+        self._prefix = EVALUATION if any(name.startswith(EVALUATION) for name in contents) else MODEL
         self._tensors: dict[str, TensorStorageMetadata] = {
             name.removeprefix(self._prefix): tensor
             for name, tensor in contents.items()
             if name.startswith(self._prefix)
         }
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: tuple(tensor.size) for name, tensor in self._tensors.items()
-        }
-        self.dtypes: Mapping[str, torch.dtype] = {
-            name: tensor.properties.dtype for name, tensor in self._tensors.items()
-        }
+        self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(tensor.size) for n, tensor in self._tensors.items()}
+        self.dtypes: Mapping[str, torch.dtype] = {n: tensor.properties.dtype for n, tensor in self._tensors.items()}
+        check_shapes(self.shapes, compute_expected_shapes(self.model), label)
+        check_dtypes(self.dtypes, label)
+        self.config = {"max_position_embeddings": saved_manifest.seq_len} if saved_manifest.seq_len else {}
+        tokenizer = saved_manifest.tokenizer
+        self.tokenizer = str(folder / tokenizer) if tokenizer and (folder / tokenizer).is_file() else tokenizer
+        self.checksums = [
+            f"{name} {file.bytes} {file.crc32}".encode() for name, file in sorted(saved_manifest.files.items())
+        ]
 
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
@@ -97,34 +96,6 @@ class CheckpointTensors:
             raise ConfigError(
                 f"{self.label}: .metadata can't be used: {format_error(error)}; give another checkpoint."
             ) from error
-
-
-class TitanFormat(CheckpointTensors):
-    """The weights to evaluate in a titan checkpoint; see `titan.weights.interface.Weights`."""
-
-    def __init__(self, folder: Path, label: str) -> None:
-        """Read the manifest and the metadata.
-
-        Args:
-            folder: the folder of a complete checkpoint.
-            label: the user's setting, for messages.
-
-        Raises:
-            ConfigError: when it can't be read, or its tensors don't match its model.
-        """
-        saved_manifest = manifest.inspect(folder)
-        if saved_manifest is None:
-            raise ConfigError(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
-        self.model = build_model(saved_manifest, label)
-        super().__init__(folder, label)
-        check_shapes(self.shapes, compute_expected_shapes(self.model), label)
-        check_dtypes(self.dtypes, label)
-        self.config = {"max_position_embeddings": saved_manifest.seq_len} if saved_manifest.seq_len else {}
-        tokenizer = saved_manifest.tokenizer
-        self.tokenizer = str(folder / tokenizer) if tokenizer and (folder / tokenizer).is_file() else tokenizer
-        self.checksums = [
-            f"{name} {file.bytes} {file.crc32}".encode() for name, file in sorted(saved_manifest.files.items())
-        ]
 
 
 def _iter_bounds(chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:

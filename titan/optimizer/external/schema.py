@@ -129,7 +129,7 @@ class External(Optimizer):
 
 @functools.cache
 def _load(path: str, packed: str) -> Any:
-    from titan.optimizer.external.constructor import load_constructor
+    from titan.optimizer.external.state import load_constructor
 
     return load_constructor(path, json.loads(packed))
 
