@@ -24,7 +24,7 @@ from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model.activations import RankBatch
 from titan.model.init_weights import materialise_model
-from titan.model.loss import compute_loss_in_chunks
+from titan.model.loss_terms import compute_loss_in_chunks
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.run import identity

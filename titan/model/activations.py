@@ -192,7 +192,7 @@ def count_latent_attention_bytes(
     latents: tuple[int | None, int],
     context: ContextBytes = NO_CONTEXT,
 ) -> LayerActivations:
-    """Return the activation memory of latent attention (`titan.model.latent_attention`).
+    """Return the activation memory of latent attention (`titan.model.deepseek_v3`).
 
     Saved are latents and their norms, which are whole on each tensor rank; queries, keys, values that are padded to the
     width of keys, the output, its log-sum-exp, and the output without the padding.

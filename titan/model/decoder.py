@@ -271,3 +271,13 @@ class DecoderModel(nn.Module):
         hf_name = self.BLOCK_NAMES[inner]
         suffix = ".weight" if name != module and ":" not in hf_name else ""
         return f"model.layers.{index}.{hf_name}{suffix}"
+
+
+class MoeDecoder(DecoderModel):
+    """A decoder with a mixture of experts in its blocks: has the losses that balance their load, and counts it."""
+
+    def __init__(self, config: Any) -> None:
+        """Create the modules of a `titan.model.schema_moe.Moe`."""
+        super().__init__(config)
+        self.losses = config.balance_losses()
+        self.counted = config.experts + 1

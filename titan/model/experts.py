@@ -15,9 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.model import balance
-from titan.model.expert_rows import expand_tokens, select_weights, sort_choices, sum_rows
-from titan.model.float32_product import multiply_in_float32
-from titan.model.grouped import GroupedProduct, multiply_grouped
+from titan.model.expert_ops import (
+    GroupedProduct,
+    expand_tokens,
+    multiply_grouped,
+    multiply_in_float32,
+    select_weights,
+    sort_choices,
+    sum_rows,
+)
 from titan.model.layers import Block, FeedForward, GetWeight, cast_weight
 from titan.model.steps import Exchange, Steps, run_steps
 
@@ -135,7 +141,7 @@ class ExpertLinear(nn.Module):
         self.product: GroupedProduct = multiply_grouped
 
     def forward(self, x: Tensor, offsets: Tensor, exact: bool = False) -> Tensor:
-        """Map rows [N, in], sorted by expert, to [N, out]; see `titan.model.grouped`."""
+        """Map rows [N, in], sorted by expert, to [N, out]; see `titan.model.expert_ops`."""
         return self.product(x, self.get_weight(self.weight, x.dtype), offsets, exact)
 
 

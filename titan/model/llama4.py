@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.model.decoder import Placement
+from titan.model.decoder import MoeDecoder, Placement
 from titan.model.experts import MoeBlock
 from titan.model.layers import Attention, Block, passes_input_to_project, rotate_neighbours
 from titan.model.llama import LlamaModel
 from titan.model.masks import Masks
-from titan.model.moe import MoeDecoder
 
 
 class AttentionInputs(NamedTuple):

@@ -7,10 +7,12 @@ would be skipped, and the layout would train another model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from titan.config.kinds import get_kind
@@ -19,12 +21,15 @@ from titan.errors import ConfigError
 from titan.model.built_counts import BuiltCounts
 from titan.model.core import GUIDE, AttentionCore, KeyValueCore, RecurrentCore, find_unknown, iterate_cores
 from titan.model.core_contract import find_core_error
+from titan.model.decoder import Placement
 from titan.model.experts import ExpertLinear, MixtureOfExperts
 from titan.model.layers import Head
 from titan.model.parts import find_gated_layers
 from titan.model.schema import Decoder
-from titan.model.tensor_plan import find_plan_errors
 from titan.model.token_mixing import find_token_mixing
+
+SPLIT = {"vocab": 0, "colwise": 0, "rowwise": 1}
+"""The dimension of a weight that ranks split, by its placement; others stay whole."""
 
 
 def check_module(
@@ -64,11 +69,46 @@ def check_module(
 
 def _find_split_errors(model: Any, name: str, degree: int) -> Iterator[str]:
     """Yield what is wrong with a plan for tensor parallelism."""
-    for error in find_plan_errors(model, degree) if degree > 1 else ():
+    for error in _find_plan_errors(model, degree) if degree > 1 else ():
         yield (
             f"parallelism.tensor={degree}: the model {name} can't be split: {error}; correct BLOCK_PLAN of "
             f"{type(model).__qualname__}, or give parallelism.tensor=1."
         )
+
+
+def _find_plan_errors(model: nn.Module, degree: int) -> Iterator[str]:
+    """Yield what is wrong with a model's plan."""
+    try:
+        plan: Mapping[str, Placement] = model.tensor_plan()  # type: ignore[operator]
+    except AttributeError:
+        yield "it declares no BLOCK_PLAN"
+        return
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, placement in plan.items():
+        yield from _find_entry_errors(name, placement, modules, parameters, degree)
+    planned_names = {f"{name}.weight" for name, placement in plan.items() if placement != "region"}
+    for name in sorted(parameters.keys() - planned_names):
+        yield f"its plan has no entry for the parameter {name}"
+
+
+def _find_entry_errors(
+    name: str, placement: str, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], degree: int
+) -> Iterator[str]:
+    """Yield what is wrong with one entry of a plan."""
+    placements = typing.get_args(Placement)
+    if name not in modules:
+        yield f"its plan names {name}, which is no module"
+    elif placement not in placements:
+        yield f"its plan has {placement} for {name}, which is none of {', '.join(placements)}"
+    elif placement != "region":
+        weight = parameters.get(f"{name}.weight")
+        if weight is None:
+            yield f"its plan has {placement} for {name}, which has no weight"
+        elif not hasattr(modules[name], "get_weight"):
+            yield f"{name} is a {type(modules[name]).__name__} and no layer of titan.model.layers"
+        elif placement in SPLIT and weight.shape[SPLIT[placement]] % degree:
+            yield f"{degree} does not divide dimension {SPLIT[placement]} of {name}.weight {tuple(weight.shape)}"
 
 
 def _find_core_errors(model: Any, name: str, tensor: int, context: int) -> Iterator[str]:

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from titan.model.decoder import Placement
+from titan.model.decoder import MoeDecoder, Placement
 from titan.model.experts import MoeBlock
-from titan.model.moe import MoeDecoder
 from titan.model.qwen3 import Qwen3Model
 
 
