@@ -25,8 +25,8 @@ MODEL = (
     define_fault(
         "initial weights: cut ones begin at the first row on every rank",
         "titan/model/init_weights.py",
-        "    return tuple(offset)\n",
-        "    return (0,) * len(offset)\n",
+        "shape=parameter.shape, offset=offset)",
+        "shape=parameter.shape, offset=(0,) * len(offset))",
         "test_laws.py::test_law_1_a_seed_gives_the_same_start[fsdp2]",
     ),
     define_fault(

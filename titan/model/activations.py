@@ -80,12 +80,8 @@ class RankBatch:
 
 
 class ContextBytes(NamedTuple):
-    """Bytes per token that attention saves in addition under context parallelism.
-
-    Attributes:
-        saved: without checkpointing.
-        selective: with selective checkpointing.
-    """
+    """Bytes per token that attention saves in addition under context parallelism, without and with selective
+    checkpointing."""
 
     saved: float = 0.0
     selective: float = 0.0
@@ -143,12 +139,9 @@ class HeadActivations(NamedTuple):
 
 
 class LayerActivations(NamedTuple):
-    """Bytes of a part of a block, without the norm before it.
+    """Bytes of a part of a block, without the norm before it; see `BlockActivations`.
 
     Attributes:
-        saved: saved without checkpointing.
-        selective: saved with selective checkpointing.
-        outputs: gradients of the outputs of its linear layers.
         matmuls: so many linear layers; selective checkpointing saves every other one's results.
     """
 
@@ -239,16 +232,11 @@ class SharedExperts(NamedTuple):
     width: int
     split: bool
 
-    def saves_gathered_input(self, batch: RankBatch) -> bool:
-        """Return whether autograd saves their input as it is gathered from tensor ranks."""
-        return self.split and batch.tensor > 1 and batch.sequence and not batch.regather
-
     def count_bytes(self, batch: RankBatch, dim: int) -> LayerActivations:
-        """Return their activation memory, with their gathered input where it is saved."""
+        """Return their activation memory, with their input where it is saved as it is gathered from tensor ranks."""
         activations = count_swiglu_bytes(batch if self.split else batch.unsplit, dim, self.width)
-        return activations._replace(
-            saved=activations.saved + batch.bytes * dim * batch.tokens * self.saves_gathered_input(batch)
-        )
+        saves_gathered_input = self.split and batch.tensor > 1 and batch.sequence and not batch.regather
+        return activations._replace(saved=activations.saved + batch.bytes * dim * batch.tokens * saves_gathered_input)
 
 
 def _count_reduced_bytes(batch: RankBatch, dim: int) -> float:
@@ -277,19 +265,11 @@ def count_block_bytes(batch: RankBatch, dim: int, attention: LayerActivations, f
 
 
 class RoutedExperts(NamedTuple):
-    """Experts that compute the tokens which a router sends to them.
-
-    Attributes:
-        total: E.
-        top_k: K.
-        width: F.
-        scale_inputs: whether scores scale their inputs, not their outputs.
-    """
+    """Experts that compute the tokens which a router sends to them: E, K, and F."""
 
     total: int
     top_k: int
     width: int
-    scale_inputs: bool = False
 
 
 def count_moe_block_bytes(
@@ -337,7 +317,6 @@ def count_head_bytes(
     batch: RankBatch,
     dim: int,
     vocab: int,
-    *,
     parts: bool,
     chunk: int | None,
     has_terms: bool = False,

@@ -37,10 +37,9 @@ class Matmul(NamedTuple):
 
     def split(self, tensor: int) -> Matmul:
         """Return the matmul of one of `tensor` tensor-parallel ranks."""
-        inputs, outputs = (
-            (self.inputs // tensor, self.outputs) if self.rowwise else (self.inputs, self.outputs // tensor)
-        )
-        return Matmul(inputs, outputs, self.rowwise)
+        if self.rowwise:
+            return Matmul(self.inputs // tensor, self.outputs, rowwise=True)
+        return Matmul(self.inputs, self.outputs // tensor)
 
     def compute_token_share(self, sequence: int) -> float:
         """Return the share of a row's tokens that it computes on one of `sequence` ranks with sequence parallelism."""
@@ -125,15 +124,13 @@ class DecoderCounts:
 
     def linear_layers(self) -> dict[str, Matmul]:
         """Return the linear layers by the name of their module."""
+        matmuls_by_kind = {kind: self.block_matmuls(layers[0]) for kind, layers in self.kinds().items()}
         blocks = {
             f"layers.{i}.{name}": matmul
-            for kind in self.kinds().values()
-            for matmuls in [self.block_matmuls(kind[0])]
-            for i in kind
-            for name, matmul in matmuls.items()
+            for i in range(self.layers)
+            for name, matmul in matmuls_by_kind[self.kind(i)].items()
         }
-        order = sorted(blocks, key=lambda name: int(name.split(".")[1]))
-        return self.embedding_matmuls() | {name: blocks[name] for name in order} | self.head_matmuls()
+        return self.embedding_matmuls() | blocks | self.head_matmuls()
 
     def embedding_matmuls(self) -> dict[str, Matmul]:
         """Return the linear layers of an embedding that is no look-up, by the name of their module."""
@@ -234,19 +231,13 @@ class DecoderCounts:
 
     def parameters(self) -> int:
         """Return the exact number of parameters: embedding, blocks and head; a tied weight counts once."""
-        tied = self.embedding_parameters() if self.tied else 0
-        return (
-            self.embedding_parameters()
-            + int(self.sum_over_blocks(self.block_parameters))
-            + self.head_parameters()
-            - tied
-        )
+        embedding = 0 if self.tied else self.embedding_parameters()
+        return embedding + int(self.sum_over_blocks(self.block_parameters)) + self.head_parameters()
 
     def active_parameters(self) -> int:
         """Return the exact number of parameters that compute a token: of the experts only those that are chosen."""
-        return self.parameters() - int(
-            self.sum_over_blocks(self.expert_parameters) - self.sum_over_blocks(self.active_expert_parameters)
-        )
+        idle = self.sum_over_blocks(lambda i: self.expert_parameters(i) - self.active_expert_parameters(i))
+        return self.parameters() - int(idle)
 
     def describe_size(self) -> str:
         """Return in words how many parameters there are, and how many compute a token if these are fewer."""
@@ -323,14 +314,5 @@ class DecoderCounts:
         reads_logits: bool = False,
     ) -> HeadActivations:
         """Return the activation memory of final norm, head and loss; see `titan.model.activations.count_head_bytes`."""
-        capped = self.logit_cap is not None
-        return count_head_bytes(
-            batch,
-            self.dim,
-            self.vocab,
-            parts=parts,
-            chunk=chunk,
-            has_terms=has_terms,
-            reads_logits=reads_logits,
-            is_capped=capped,
-        )
+        is_capped = self.logit_cap is not None
+        return count_head_bytes(batch, self.dim, self.vocab, parts, chunk, has_terms, reads_logits, is_capped)

@@ -31,7 +31,7 @@ from titan.model.layers import (
     passes_input_to_project,
     rotate_neighbours,
 )
-from titan.model.llama import LlamaModel
+from titan.model.llama import LlamaModel, select_feed_forward
 from titan.model.qwen3_moe import Qwen3MoeModel
 
 LATENT_EPS = 1e-6
@@ -51,12 +51,10 @@ ATTENTION_PLAN: Mapping[str, Placement] = {
     "ffn_norm": "sequence",
 }
 FEED_FORWARD_PLANS: Mapping[str, Mapping[str, Placement]] = {
-    "dense": {name: placement for name, placement in LlamaModel.BLOCK_PLAN.items() if name.startswith("feed_forward")},
+    "dense": select_feed_forward(LlamaModel.BLOCK_PLAN),
     "experts": {
-        **{name: placement for name, placement in Qwen3MoeModel.BLOCK_PLAN.items() if name.startswith("feed_forward")},
-        "feed_forward.shared.w1": "sequence",
-        "feed_forward.shared.w2": "sequence",
-        "feed_forward.shared.w3": "sequence",
+        **select_feed_forward(Qwen3MoeModel.BLOCK_PLAN),
+        **dict.fromkeys([f"feed_forward.shared.{name}" for name in ("w1", "w2", "w3")], "sequence"),
     },
 }
 
@@ -106,20 +104,16 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; `mask` is passed to the core."""
         q, latent = self.project(x, (self.wq if self.wq_a is None else self.wq_a, self.wkv_a))  # type: ignore[arg-type]
-        q = self._compute_queries(q, cos, sin)
+        if self.q_norm is not None and self.wq_b is not None:
+            q = self.wq_b(self.q_norm(q))
+        widths = [self.qk_nope_head_dim, self.qk_rope_head_dim]
+        plain, rotated = torch.split(q.view(*q.shape[:-1], -1, sum(widths)), widths, -1)
+        q = torch.cat((plain, rotate_neighbours(rotated, cos, sin)), -1)
         k, v = self._compute_keys_and_values(latent, cos, sin)
         v = F.pad(v, (0, q.shape[-1] - self.v_head_dim))
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         projected: Tensor = self.wo(out.transpose(1, 2)[..., : self.v_head_dim].flatten(-2))
         return projected
-
-    def _compute_queries(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the queries [B, T, H, d] from their latent, or before they are rotated where there is none."""
-        if self.q_norm is not None and self.wq_b is not None:
-            q = self.wq_b(self.q_norm(q))
-        widths = [self.qk_nope_head_dim, self.qk_rope_head_dim]
-        plain, rotated = torch.split(q.view(*q.shape[:-1], -1, sum(widths)), widths, -1)
-        return torch.cat((plain, rotate_neighbours(rotated, cos, sin)), -1)
 
     def _compute_keys_and_values(self, latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys [B, T, H, d] and the values [B, T, H, v_head_dim] from their latent."""
@@ -137,11 +131,7 @@ class DeepseekV3Model(MoeDecoder):
         **{
             module: hf_name for module, hf_name in LlamaModel.BLOCK_NAMES.items() if not module.startswith("attention.")
         },
-        **{
-            module: hf_name
-            for module, hf_name in Qwen3MoeModel.BLOCK_NAMES.items()
-            if module.startswith("feed_forward")
-        },
+        **select_feed_forward(Qwen3MoeModel.BLOCK_NAMES),
         "attention.wq": "self_attn.q_proj",
         "attention.wq_a": "self_attn.q_a_proj",
         "attention.q_norm": "self_attn.q_a_layernorm",

@@ -121,7 +121,7 @@ class Moe(Decoder):
         """Return the activation memory of a block; see `titan.model.activations.count_moe_block_bytes`."""
         if not self.has_experts(layer):
             return super().block_activations(batch, context, layer)
-        experts = RoutedExperts(self.experts, self.top_k, self.expert_ffn, self.scale_inputs)
+        experts = RoutedExperts(self.experts, self.top_k, self.expert_ffn)
         shared = None if self.shared_ffn is None else SharedExperts(self.shared_ffn, self.split_shared)
         return count_moe_block_bytes(
             batch, self.dim, self.attention_activations(batch, context, layer), experts, shared

@@ -355,7 +355,7 @@ def save_weights(
         out = ChecksumStream(raw_file)
         pickle.dump(Metadata(tensors, storage_data=storage_data), out)
     files[_METADATA] = ManifestFile(out.size, f"{out.crc:08x}")
-    tokenizer, name = tokenizer_files.copy_files(weights.tokenizer, folder)
+    tokenizer, tokenizer_name = tokenizer_files.copy_files(weights.tokenizer, folder)
     model = {"_target_": get_kind(type(weights.model)), **to_plain(weights.model)}
     length = int(getattr(weights, "config", {}).get("max_position_embeddings", 0))
-    manifest.write(folder, Manifest(0, 0, {}, "", "", {}, model, name, files | tokenizer, length))
+    manifest.write(folder, Manifest(0, 0, {}, "", "", {}, model, tokenizer_name, files | tokenizer, length))
