@@ -18,7 +18,13 @@ from typing import IO, Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Manifest, ManifestFile
@@ -31,13 +37,7 @@ from titan.files.atomic import atomic_file, write_atomic
 from titan.weights import tokenizer_files
 from titan.weights.hf import INDEX, SINGLE
 from titan.weights.hf_config import build_config
-from titan.weights.interface import (
-    Weights,
-    describe_whole_tensor,
-    list_stored_parts,
-    parse_fused_part,
-    parse_tensor_name,
-)
+from titan.weights.interface import Weights, list_stored_parts, parse_fused_part, parse_tensor_name
 from titan.weights.meta import PARAMS, PERMUTED, build_params, map_to_titan_rows
 
 Format = Literal["hf", "meta", "titan"]
@@ -57,14 +57,9 @@ _COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 
 @dataclass(frozen=True)
 class OutFile:
-    """A tensor file to write.
+    """A tensor file to write: titan's names of its tensors, in order, and their total size.
 
-    Attributes:
-        name: its name in the folder.
-        tensors: the tensors' names in titan, in their order in the file.
-        bytes: total size of the tensors.
-        rank: in Meta's format, the tensor parallel rank of the file's shards.
-        ranks: in Meta's format, the number of tensor parallel ranks.
+    In Meta's format it has the shards of one of several tensor parallel ranks.
     """
 
     name: str
@@ -177,9 +172,6 @@ def export_files(
         shard_bytes: maximum size of a file (hf); a larger tensor gets a separate file.
         meta_ranks: number of tensor parallel ranks, one file per rank (meta).
         part: (i, n): write the files i, i + n, ... only.
-
-    Raises:
-        ConfigError: when the format can't represent the model, or a value overflows in fp16.
     """
     first, step = part
     for file in list_files(weights, format, dtype, shard_bytes, meta_ranks)[first::step]:
@@ -204,24 +196,18 @@ def finish_export(
     if format == "meta":
         tokenizer_files.write_complete(weights.tokenizer, folder)
         return _write_json(folder / PARAMS, build_params(weights.model, meta_ranks))
-    config = _build_config(weights, folder, dtype)
-    if len(files) > 1:
-        _write_json(folder / INDEX, _build_index(weights, files))
-    _write_json(folder / "config.json", config)
-
-
-def _build_config(weights: Weights, folder: Path, dtype: str) -> dict[str, Any]:
-    """Return config.json's content, after writing the tokenizer's files and generation_config.json.
-
-    Lengths and special tokens of the weights' original config.json are kept: it knows more than a tokenizer.
-    """
+    # Lengths and special tokens of the weights' original config.json are kept: it knows more than a tokenizer.
     original: dict[str, Any] = getattr(weights, "config", {})
     bos, eos = tokenizer_files.write_as_json(weights.tokenizer, folder)
     bos, eos = original.get("bos_token_id", bos), original.get("eos_token_id", eos)
     token_ids = {key: value for key, value in (("bos_token_id", bos), ("eos_token_id", eos)) if value is not None}
     _write_json(folder / "generation_config.json", {**token_ids, **getattr(weights, "generation", {})})
     dtype_name = str(choose_dtype(weights, sort_names(weights)[0], dtype)).removeprefix("torch.")
-    return build_config(weights.model, dtype_name, bos=bos, eos=eos, positions=original.get("max_position_embeddings"))
+    positions = original.get("max_position_embeddings")
+    config = build_config(weights.model, dtype_name, bos=bos, eos=eos, positions=positions)
+    if len(files) > 1:
+        _write_json(folder / INDEX, _build_index(weights, files))
+    _write_json(folder / "config.json", config)
 
 
 def _build_index(weights: Weights, files: list[OutFile]) -> dict[str, Any]:
@@ -241,8 +227,7 @@ def _build_index(weights: Weights, files: list[OutFile]) -> dict[str, Any]:
 def list_hf_names(weights: Weights) -> dict[str, str]:
     """Return Hugging Face's name of each tensor."""
     with torch.device("meta"):
-        names: dict[str, str] = weights.model.build().hf_names()
-    return names
+        return weights.model.build().hf_names()  # type: ignore[no-any-return]
 
 
 def _write_hf(weights: Weights, file: OutFile, dtype: str, out: IO[bytes], progress: ProgressCallback | None) -> None:
@@ -299,11 +284,7 @@ def _count_shards(weights: Weights, name: str, ranks: int) -> int:
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Cast a tensor.
-
-    Raises:
-        ConfigError: when a value overflows in fp16.
-    """
+    """Cast a tensor; raise ConfigError when a value overflows in fp16."""
     result = tensor.to(dtype)
     if dtype == torch.float16 and bool((result.isinf() & tensor.isfinite()).any()):
         raise ConfigError(f"dtype=fp16: {name} has values above 65,504, the maximum of fp16; give dtype=bf16.")
@@ -326,13 +307,7 @@ def save_weights(
     shard_bytes: int = SHARD_BYTES,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Write a checkpoint of step 0 without an optimizer; its manifest, which makes it complete, is written last.
-
-    Args:
-        folder: the target; it exists.
-        dtype: fp32, bf16, fp16, or keep, as each is stored.
-        shard_bytes: maximum size of a file; a larger tensor gets a separate file.
-    """
+    """Write a checkpoint of step 0 without an optimizer; its manifest, which makes it complete, is written last."""
     storage_data: dict[MetadataIndex, _StorageInfo] = {}
     files: dict[str, ManifestFile] = {}
     for file in list_files(weights, "titan", dtype, shard_bytes):
@@ -347,10 +322,11 @@ def save_weights(
                 if progress is not None:
                     progress(value.nbytes)
         files[file.name] = ManifestFile(out.size, f"{out.crc:08x}")
-    tensors: Any = {
-        MODEL + name: describe_whole_tensor(weights.shapes[name], choose_dtype(weights, name, dtype))
-        for name in sort_names(weights)
-    }
+    tensors: Any = {}
+    for name in sort_names(weights):
+        size, properties = torch.Size(weights.shapes[name]), TensorProperties(choose_dtype(weights, name, dtype))
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        tensors[MODEL + name] = TensorStorageMetadata(properties, size, [chunk])
     with atomic_file(folder / _METADATA, sync=True) as raw_file:
         out = ChecksumStream(raw_file)
         pickle.dump(Metadata(tensors, storage_data=storage_data), out)

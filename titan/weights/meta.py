@@ -88,11 +88,11 @@ class MetaFormat:
         self._tensors = {name: _find_sharding(shards[name], expected_shapes.get(name, ())) for name in shards}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._tensors.items()}
         check_shapes(self.shapes, expected_shapes, label)
-        self.dtypes: Mapping[str, torch.dtype] = {
-            name: tensor.shards[0].dtype for name, tensor in self._tensors.items()
-        }
+        self.dtypes: Mapping[str, torch.dtype] = {name: t.shards[0].dtype for name, t in self._tensors.items()}
         check_dtypes(self.dtypes, label)
-        self._check_heads()
+        for name, tensor in self._tensors.items():
+            if name.endswith(PERMUTED) and tensor.shards[0].shape[0] % self.model.head_size:
+                raise ConfigError(f"{label}: {name} is sharded within a head; give files with whole heads.")
         self.tokenizer = next(
             (str(folder / n) for n in ("tokenizer.model", "tokenizer.json") if (folder / n).exists()), None
         )
@@ -101,12 +101,6 @@ class MetaFormat:
         """See `Weights`."""
         head_size = self.model.head_size if name.endswith(PERMUTED) else None
         return self._tensors[name].read(resolve_bounds(self.shapes[name], offsets, lengths), head_size)
-
-    def _check_heads(self) -> None:
-        """Raise ConfigError when a head is split between files."""
-        for name, tensor in self._tensors.items():
-            if name.endswith(PERMUTED) and tensor.shards[0].shape[0] % self.model.head_size:
-                raise ConfigError(f"{self.label}: {name} is sharded within a head; give files with whole heads.")
 
 
 def map_to_meta_rows(first: int, last: int, head_size: int) -> Tensor:
@@ -139,9 +133,8 @@ def _find_sharding(shards: Sequence[Tensor], full_shape: tuple[int, ...]) -> Sha
         return ShardedTensor(None, (shards[0],))
     dim = different[0]
     copies, remainder = divmod(shape[dim] * count, full_shape[dim])  # above 1: so many files have the same heads
-    if remainder or copies < 1 or count % copies:
-        return ShardedTensor(dim, tuple(shards))
-    return ShardedTensor(dim, tuple(shards[::copies]))
+    is_possible = not remainder and copies >= 1 and count % copies == 0
+    return ShardedTensor(dim, tuple(shards[:: copies if is_possible else 1]))
 
 
 def _list_files(folder: Path, label: str) -> list[Path]:
@@ -192,27 +185,6 @@ def _collect_shards(files: Sequence[dict[str, Tensor]], tied: bool, label: str) 
 
 def _build_schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> Llama:
     """Return the model's schema from params.json and, for what it doesn't say, from the tensors' shapes."""
-    _check_params(params, label)
-    for name in (_EMBEDDING, _FEED_FORWARD):
-        if name not in files[0] or files[0][name].dim() != 2:
-            raise ConfigError(f"{label}: consolidated.00.pth has no matrix {name}; fetch it again.")
-    heads = params["n_heads"]
-    values = {
-        "dim": params["dim"],
-        "layers": params["n_layers"],
-        "heads": heads,
-        "kv_heads": heads if params.get("n_kv_heads") is None else params["n_kv_heads"],
-        "head_dim": params.get("head_dim"),
-        "ffn": files[0][_FEED_FORWARD].shape[0] * len(files),
-        "vocab": _read_vocabulary(params, files),
-        "norm_eps": params.get("norm_eps", 1e-5),
-        "rope_theta": params.get("rope_theta", 10_000.0),
-        "tied": tied,
-    }
-    return model_config.build_model(Llama, {**values, **_read_rope_scaling(params, tied)}, f"{label}: its {PARAMS}")
-
-
-def _check_params(params: dict[str, Any], label: str) -> None:
     for key in _UNSUPPORTED:
         if params.get(key) not in (None, -1, False):
             raise ConfigError(
@@ -222,44 +194,47 @@ def _check_params(params: dict[str, Any], label: str) -> None:
     for key in ("dim", "n_layers", "n_heads"):
         if key not in params:
             raise ConfigError(f"{label}: its {PARAMS} has no {key}; fetch it again.")
-
-
-def _read_vocabulary(params: dict[str, Any], files: Sequence[dict[str, Tensor]]) -> int:
-    """Return `vocab_size`, or if it is -1 (Llama 2) the rows of the embedding."""
-    vocab_size = params.get("vocab_size", -1)
-    if isinstance(vocab_size, int) and vocab_size > 0:
-        return vocab_size
-    rows, width = files[0][_EMBEDDING].shape
-    return int(rows) * (len(files) if width == params["dim"] else 1)
-
-
-def _read_rope_scaling(params: dict[str, Any], tied: bool) -> dict[str, float]:
-    """Return Llama 3.1's RoPE scaling: factor 8, or 32 for the small models of 3.2 (the only tied ones)."""
-    if not params.get("use_scaled_rope"):
-        return {}
-    return {
-        "rope_factor": params.get("rope_scaling_factor") or (32.0 if tied else 8.0),
-        "rope_low": 1.0,
-        "rope_high": params.get("rope_high_freq_factor") or 4.0,
-        "rope_original": 8192,
+    for name in (_EMBEDDING, _FEED_FORWARD):
+        if name not in files[0] or files[0][name].dim() != 2:
+            raise ConfigError(f"{label}: consolidated.00.pth has no matrix {name}; fetch it again.")
+    heads, vocab = params["n_heads"], params.get("vocab_size", -1)
+    if not (isinstance(vocab, int) and vocab > 0):  # -1 in Llama 2
+        rows, width = files[0][_EMBEDDING].shape
+        vocab = int(rows) * (len(files) if width == params["dim"] else 1)
+    values = {
+        "dim": params["dim"],
+        "layers": params["n_layers"],
+        "heads": heads,
+        "kv_heads": heads if params.get("n_kv_heads") is None else params["n_kv_heads"],
+        "head_dim": params.get("head_dim"),
+        "ffn": files[0][_FEED_FORWARD].shape[0] * len(files),
+        "vocab": vocab,
+        "norm_eps": params.get("norm_eps", 1e-5),
+        "rope_theta": params.get("rope_theta", 10_000.0),
+        "tied": tied,
     }
+    if params.get("use_scaled_rope"):  # of Llama 3.1; the small models of 3.2, the only tied ones, have another factor
+        values |= {
+            **_ROPE_SCALING,
+            "rope_factor": params.get("rope_scaling_factor") or (32.0 if tied else _FACTOR),
+            "rope_high": params.get("rope_high_freq_factor") or _ROPE_SCALING["rope_high"],
+        }
+    return model_config.build_model(Llama, values, f"{label}: its {PARAMS}")
 
 
 # --- params.json of a model that is written
 
 
 def build_params(model: Decoder, ranks: int) -> dict[str, Any]:
-    """Return a params.json from which Meta's code builds the same model.
+    """Return a params.json from which Meta's code builds the same model, of a Llama.
 
     Args:
-        model: a Llama.
         ranks: number of tensor parallel ranks, with one file each.
 
     Raises:
         ConfigError: when Meta's code has no such model, or it can't be sharded so.
     """
-    _check_model(model)
-    _check_ranks(model, ranks)
+    _check_params(model, ranks)
     multiple, multiplier = find_ffn_multiplier(model.dim, model.ffn)
     scaling: dict[str, Any] = {"use_scaled_rope": model.rope_factor != 1}
     if model.rope_factor not in (1, _FACTOR):
@@ -288,7 +263,7 @@ def find_ffn_multiplier(dim: int, ffn: int) -> tuple[int, float]:
     return multiple, target / (8 * dim // 3)
 
 
-def _check_model(model: Decoder) -> None:
+def _check_params(model: Decoder, ranks: int) -> None:
     if type(model) is not Llama:
         raise ConfigError(f"format=meta: Meta has no {type(model).__name__}; give format=hf.")
     if model.logit_cap is not None:
@@ -308,8 +283,6 @@ def _check_model(model: Decoder) -> None:
                 "give format=hf."
             )
 
-
-def _check_ranks(model: Decoder, ranks: int) -> None:
     for name in ("heads", "ffn", "vocab"):
         if getattr(model, name) % ranks:
             raise ConfigError(
