@@ -6,7 +6,7 @@ shards: only one bucket of pieces at a time exists in fp32. torch's functional A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -61,14 +61,9 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
     """AdamW with state and weights of any type (see the module); its state has the keys of torch's AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], common: dict[str, Any], moments: str, implementation: str) -> None:
-        """Create the optimizer.
+        """Create the optimizer of torch's parameter groups, with betas and eps `common` to all.
 
-        Args:
-            groups: torch's parameter groups.
-            common: betas and eps of all groups.
-            moments: the type of the moments; auto: each parameter's type.
-            implementation: torch's implementation; "fused" honours `found_inf`, so that a non-finite step changes
-                nothing.
+        The implementation "fused" honours `found_inf`, so that a non-finite step changes nothing.
         """
         super().__init__(groups, common)
         self.moments, self.implementation = moments, implementation
@@ -84,7 +79,14 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
     def update_group(self, group: dict[str, Any]) -> None:
         """Update a group's parameters."""
         parameters = [p for p in group["params"] if p.grad is not None]
-        for bucket in _group_pieces(piece for p in parameters for piece in self._split_pieces(p)):
+        bucket, size = list[Piece](), 0
+        for piece in (piece for parameter in parameters for piece in self._split_pieces(parameter)):
+            if bucket and size + piece.weight.numel() > BUCKET:
+                self._update_bucket(bucket, group)
+                bucket, size = [], 0
+            bucket.append(piece)
+            size += piece.weight.numel()
+        if bucket:
             self._update_bucket(bucket, group)
         steps = [self.state[p]["step"] for p in parameters]
         if steps:
@@ -101,16 +103,12 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
         """Return a new moment of a parameter, with its sharding."""
         return torch.zeros_like(parameter, dtype=TYPES[self.moments], memory_format=torch.preserve_format)
 
-    def _create_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _split_pieces(self, parameter: Tensor) -> Iterator[Piece]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             device = parameter.device if self.implementation == "fused" else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"], state["exp_avg_sq"] = self.create_moment(parameter), self.create_moment(parameter)
-        return state
-
-    def _split_pieces(self, parameter: Tensor) -> Iterator[Piece]:
-        state = self._create_state(parameter)
         shards = [local_tensor(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]  # type: ignore[arg-type]
         width = shards[0][0].numel() if len(shards[0]) else 1
         rows = max(1, BUCKET // max(1, width))
@@ -141,17 +139,3 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
         for old, new in zip(stored, exact, strict=True):
             if pairs := [(a, b) for a, b in zip(old, new, strict=True) if a.dtype != b.dtype]:
                 torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
-
-
-def _group_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces into buckets of at most `BUCKET` elements."""
-    bucket: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        if bucket and size + piece.weight.numel() > BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(piece)
-        size += piece.weight.numel()
-    if bucket:
-        yield bucket

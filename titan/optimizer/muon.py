@@ -53,7 +53,11 @@ class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
                 matrices += [Matrix(p, group) for p in group["params"] if p.grad is not None]
             else:
                 self.update_group(group)
-        for mesh, mesh_matrices in _group_by_mesh(matrices).items():
+        groups: dict[DeviceMesh | None, list[Matrix]] = {}  # by the mesh over which they are sharded
+        for matrix in matrices:
+            tensor = matrix.parameter
+            groups.setdefault(tensor.device_mesh if _splits_matrices(tensor) else None, []).append(matrix)
+        for mesh, mesh_matrices in groups.items():
             self._update_matrices(mesh_matrices, mesh)
 
     def _update_matrices(self, matrices: list[Matrix], mesh: DeviceMesh | None) -> None:
@@ -127,15 +131,6 @@ def compute_scale(adjust: str, shape: tuple[int, ...]) -> float:
     """
     rows, columns = shape[-2:]
     return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
-
-
-def _group_by_mesh(matrices: list[Matrix]) -> dict[DeviceMesh | None, list[Matrix]]:
-    """Group matrices by the mesh over which they are sharded; None for those that a rank has whole."""
-    groups: dict[DeviceMesh | None, list[Matrix]] = {}
-    for matrix in matrices:
-        tensor = matrix.parameter
-        groups.setdefault(tensor.device_mesh if _splits_matrices(tensor) else None, []).append(matrix)
-    return groups
 
 
 def _splits_matrices(tensor: Any) -> TypeGuard[DTensor]:

@@ -39,10 +39,8 @@ def is_block_matrix(name: str, dimensions: int) -> bool:
 class GroupSettings(NamedTuple):
     """How a parameter is updated; parameters with equal values form one of torch's parameter groups.
 
-    Attributes:
-        weight_decay: its weight decay.
-        factor: its learning rate as a factor of optimizer.lr.
-        orthogonal: whether Muon updates it, or an external optimizer.
+    `factor` is its learning rate as a factor of optimizer.lr, `orthogonal` whether Muon updates it, or an external
+    optimizer.
     """
 
     weight_decay: float
@@ -109,21 +107,16 @@ class Optimizer:
         return "; ".join(words)
 
     def working_bytes(self, matrix: int, elements: int, device: str) -> int:
-        """Return the bytes of temporary tensors of an update.
+        """Return the bytes of temporary tensors of an update on a device, "cuda" or "cpu".
 
         Args:
             matrix: elements of the largest matrix before sharding.
             elements: weight elements of the rank.
-            device: "cuda" or "cpu", where the update is computed.
         """
         return 4 * elements if getattr(self, "implementation", "fused") == "foreach" else 0
 
     def list_matrix_products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """Return the matmuls of one update of a whole matrix of a block; none: the update is element by element.
-
-        Returns:
-            (m, n, k) of each product [m, k] x [k, n].
-        """
+        """Return the matmuls [m, k] x [k, n] of one update of a block's whole matrix, as (m, n, k); often none."""
         return []
 
     def choose_matrix_bytes(self, device: str) -> int:
@@ -131,20 +124,9 @@ class Optimizer:
         return 4
 
     def check(self, model: Decoder, weight_bytes: int = 4) -> None:
-        """Raise ConfigError for settings that contradict each other or the model.
-
-        Args:
-            weight_bytes: see `state_bytes`.
-
-        Raises:
-            ConfigError: with the setting to change.
-        """
-        self._check_groups(model)
-        self._check_update_factors(model)
-
-    def _check_groups(self, model: Decoder) -> None:
-        """Raise ConfigError for a group without patterns, and for a pattern that matches no parameter."""
-        names = model.parameter_names() if self.groups else ()
+        """Raise ConfigError for settings that contradict each other or the model; see `state_bytes`."""
+        factors = model.update_factors(self)
+        names = model.parameter_names() if self.groups or factors else ()
         for name, group in (self.groups or {}).items():
             if not group.match:
                 raise ConfigError(
@@ -157,13 +139,9 @@ class Optimizer:
                         f"matches {pattern}; names are such as {names[0]}, {names[1]} and "
                         f"{names[-1]}{suggest_pattern(pattern, names)}"
                     )
-
-    def _check_update_factors(self, model: Decoder) -> None:
-        """Raise ConfigError for a factor that is negative or not finite, and for one of a parameter that is none."""
-        factors = model.update_factors(self)
-        names = frozenset(model.parameter_names()) if factors else frozenset()
+        known_names = frozenset(names)
         for name, values in factors.items():
-            if name not in names:
+            if name not in known_names:
                 raise ConfigError(
                     f"model={get_kind(type(model))}: update_factors names {name}, and no parameter has this name; "
                     f"correct the name{suggest_nearest(name, sorted(names))}"
@@ -184,9 +162,7 @@ class Optimizer:
 
     def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
         """Return how a parameter is updated, from its name in the whole model and its number of dimensions."""
-        group = next(
-            (candidate for candidate in (self.groups or {}).values() if candidate.matches(name)), Group(match=())
-        )
+        group = next((group for group in (self.groups or {}).values() if group.matches(name)), Group(match=()))
         decays = self.decay == "all" or (dimensions > 1 and name != EMBEDDING)
         decay = group.weight_decay if group.weight_decay is not None else self.weight_decay if decays else 0.0
         return GroupSettings(decay, group.lr, orthogonal=False)

@@ -46,21 +46,13 @@ def scale_groups(optimizer: torch.optim.Optimizer, factors: Mapping[Tensor, Upda
     Raises:
         ConfigError: for a factor of eps where a group has no eps.
     """
-    optimizer.param_groups[:] = [
-        _scale_group(optimizer, group, members, group_factors)
-        for group in optimizer.param_groups
-        for group_factors, members in _split_members(group["params"], factors).items()
-    ]
-
-
-def _split_members(
-    members: Iterable[Tensor], factors: Mapping[Tensor, UpdateFactors]
-) -> dict[UpdateFactors, list[Tensor]]:
-    """Return the members of a group by their factors."""
-    split: dict[UpdateFactors, list[Tensor]] = {}
-    for parameter in members:
-        split.setdefault(factors.get(parameter, SAME), []).append(parameter)
-    return split
+    scaled = []
+    for group in optimizer.param_groups:
+        split: dict[UpdateFactors, list[Tensor]] = {}
+        for parameter in group["params"]:
+            split.setdefault(factors.get(parameter, SAME), []).append(parameter)
+        scaled += [_scale_group(optimizer, group, members, shared) for shared, members in split.items()]
+    optimizer.param_groups[:] = scaled
 
 
 def _scale_group(optimizer: Any, group: dict[str, Any], members: list[Tensor], factors: UpdateFactors) -> Any:

@@ -70,10 +70,7 @@ class MetaFormat:
     """Weights in Meta's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """Read params.json and map the files into memory.
-
-        Args:
-            label: the user's setting, for messages.
+        """Read params.json and map the files into memory; `label` is the user's setting, for messages.
 
         Raises:
             ConfigError: when the weights are incomplete, broken, or of a model that titan doesn't have.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,7 @@ class TitanFormat:
     """The weights to evaluate in a titan checkpoint; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """Read the manifest and the metadata.
-
-        Args:
-            folder: of a complete checkpoint.
-            label: the user's setting, for messages.
+        """Read the manifest and the metadata; `label` is the user's setting, for messages.
 
         Raises:
             ConfigError: when it can't be read, or its tensors don't match its model.
@@ -37,7 +33,12 @@ class TitanFormat:
             raise ConfigError(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
         self.model = build_model(saved_manifest, label)
         self.path, self.label, self._reader = str(folder), label, CheckpointReader(folder)
-        self._metadata = self._read_metadata()
+        try:
+            self._metadata: Any = self._reader.read_metadata()
+        except (UnknownContentError, OSError) as error:
+            raise ConfigError(
+                f"{label}: .metadata can't be used: {format_error(error)}; give another checkpoint."
+            ) from error
         contents = self._metadata.state_dict_metadata
         self._prefix = EVALUATION if any(name.startswith(EVALUATION) for name in contents) else MODEL
         self._tensors: dict[str, TensorStorageMetadata] = {
@@ -59,19 +60,21 @@ class TitanFormat:
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
         bounds = resolve_bounds(self.shapes[name], offsets, lengths)
-        for chunk in self._tensors[name].chunks:
-            if bounds == tuple(_iter_bounds(chunk)):
-                return self._read_chunk(name, chunk)  # without another copy: it may be the largest tensor
+        boxes = [
+            (chunk, tuple((o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True)))
+            for chunk in self._tensors[name].chunks
+        ]
+        if whole := next((chunk for chunk, box in boxes if box == bounds), None):
+            return self._read_chunk(name, whole)  # without another copy: it may be the largest tensor
         out = torch.empty([last - first for first, last in bounds], dtype=self.dtypes[name])
-        if not out.numel():
-            return out
-        for chunk in self._tensors[name].chunks:
-            overlap = list(_intersect_bounds(bounds, chunk))
+        for chunk, box in boxes if out.numel() else ():
+            overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, box, strict=True)]
             if all(first < last for first, last in overlap):
-                values = self._read_chunk(name, chunk)
-                chunk_slices = tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, chunk.offsets, strict=True))
-                out_slices = tuple(slice(a - p, b - p) for (a, b), (p, _) in zip(overlap, bounds, strict=True))
-                out[out_slices] = values[chunk_slices]
+                inside, outside = (
+                    tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, origin, strict=True))
+                    for origin in (box, bounds)
+                )
+                out[outside] = self._read_chunk(name, chunk)[inside]
         return out
 
     def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
@@ -88,22 +91,3 @@ class TitanFormat:
                 f"({type(error).__name__}: {format_error(error)[:100]}); give another checkpoint."
             ) from error
         return values.detach()
-
-    def _read_metadata(self) -> Any:
-        try:
-            return self._reader.read_metadata()
-        except (UnknownContentError, OSError) as error:
-            raise ConfigError(
-                f"{self.label}: .metadata can't be used: {format_error(error)}; give another checkpoint."
-            ) from error
-
-
-def _iter_bounds(chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
-    """Yield the chunk's (start, end) in the whole tensor along each dimension."""
-    return ((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
-
-
-def _intersect_bounds(bounds: Sequence[tuple[int, int]], chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
-    """Yield the (start, end) of the intersection along each dimension."""
-    for (first, last), offset, size in zip(bounds, chunk.offsets, chunk.sizes, strict=True):
-        yield max(first, offset), min(last, offset + size)

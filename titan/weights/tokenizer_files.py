@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,7 @@ def copy_files(name: str | None, folder: Path) -> tuple[dict[str, ManifestFile],
 
 
 def check_packages(name: str | None, format: str, label: str) -> None:
-    """Raise ConfigError when a tokenizer can't be written for lack of a package, before anything is written.
-
-    Args:
-        name: the argument of `load_tokenizer`; None: there is no tokenizer.
-        format: the one to write: hf, meta or titan.
-        label: the user's setting, for messages.
-    """
+    """Raise ConfigError when a tokenizer can't be written in a format for lack of a package, before anything is."""
     if name is None or format == "titan" or (format == "meta" and (Path(name).is_file() or name == BUILT_IN)):
         return
     if Path(name).suffix == ".model":
@@ -77,9 +70,6 @@ def write_as_json(name: str | None, folder: Path) -> tuple[int | None, int | Non
     """Write a tokenizer as tokenizer.json and tokenizer_config.json; a rank file is also copied unchanged.
 
     A tokenizer that titan can't read (SentencePiece) is copied unchanged.
-
-    Args:
-        name: the argument of `load_tokenizer`; None: there is no tokenizer.
 
     Returns:
         The ids that begin and end a document.
@@ -117,7 +107,11 @@ def build_tokenizer_json(tokenizer: RankTokenizer) -> str:
     tokenizers = import_optional("tokenizers", f"tokenizer={tokenizer.name}")
     from tokenizers import decoders, models, pre_tokenizers, processors
 
-    ranks, letters = tokenizer.ranks, _map_bytes()
+    # the character for each byte in byte-level BPE: the byte itself if printable, else from U+0100
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare_codes = iter(range(256, 512))
+    letters = [chr(byte if byte in printable else next(spare_codes)) for byte in range(256)]
+    ranks = tokenizer.ranks
     spellings = {token: "".join(letters[byte] for byte in token) for token in ranks}
     order = sorted(ranks, key=lambda token: ranks[token])
     vocabulary = {spellings[token]: ranks[token] for token in order}
@@ -138,10 +132,3 @@ def build_tokenizer_json(tokenizer: RankTokenizer) -> str:
             single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, tokenizer.bos)]
         )
     return str(out.to_str())
-
-
-def _map_bytes() -> list[str]:
-    """Return the character for each byte in byte-level BPE: the byte itself if printable, else from U+0100."""
-    printable = set(chain(range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") + 1), range(ord("®"), ord("ÿ") + 1)))
-    spare_codes = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(spare_codes)) for byte in range(256)]

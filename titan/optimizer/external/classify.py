@@ -112,11 +112,7 @@ class Verdict(NamedTuple):
 
 
 class RejectedError(Exception):
-    """Why an optimizer can't be used; without its name.
-
-    Attributes:
-        advice: what to change; empty: another optimizer.
-    """
+    """Why an optimizer can't be used, without its name; and what to change, empty: another optimizer."""
 
     def __init__(self, reason: str, advice: str = "") -> None:
         super().__init__(reason)

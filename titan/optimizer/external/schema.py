@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -63,11 +64,7 @@ class External(Optimizer):
             )
 
     def measure(self, model: Decoder) -> External:
-        """Return the same with what was measured.
-
-        Raises:
-            ConfigError: for an optimizer with which layouts would differ.
-        """
+        """Return the same with what was measured; raise ConfigError for a class with which layouts would differ."""
         stacked = self.parameters == "matrices"
         verdict = _measure(self.cls, self._pack_arguments(), _list_shapes(model, stacked), stacked)
         if self.split != "auto" and SPLITS.index(self.split) < SPLITS.index(verdict.split):
@@ -136,31 +133,20 @@ def _load(path: str, packed: str) -> Any:
 
 @functools.cache
 def _measure(path: str, packed: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], is_stacked: bool) -> Verdict:
-    """Return the verdict on a class, measured once in a process.
-
-    Raises:
-        ConfigError: where it is rejected.
-    """
+    """Return the verdict on a class, measured once in a process; raise ConfigError where it is rejected."""
     from titan.optimizer.external.classify import RejectedError, classify
 
     try:
         verdict = classify(_load(path, packed), dict(shapes), is_stacked)
     except RejectedError as error:
-        hint = error.advice or ("" if is_stacked else _suggest_matrices(path, packed, shapes))
-        raise ConfigError(f"optimizer.cls={path}: {error}; {hint or 'choose another optimizer'}.") from error
+        hint = error.advice or "choose another optimizer"
+        matrices = {name: shape for name, shape in shapes if is_block_matrix(name, len(shape))}
+        if not error.advice and not is_stacked:  # does it take the matrices of blocks only?
+            with contextlib.suppress(RejectedError):
+                classify(_load(path, packed), matrices, True)
+                hint = "give optimizer.parameters=matrices"
+        raise ConfigError(f"optimizer.cls={path}: {error}; {hint}.") from error
     return verdict._replace(package=find_version(path.partition(".")[0]))
-
-
-def _suggest_matrices(path: str, packed: str, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
-    """Return the advice for a class that takes the matrices of blocks only; empty where it takes none."""
-    from titan.optimizer.external.classify import RejectedError, classify
-
-    matrices = {name: shape for name, shape in shapes if is_block_matrix(name, len(shape))}
-    try:
-        classify(_load(path, packed), matrices, True)
-    except RejectedError:
-        return ""
-    return "give optimizer.parameters=matrices"
 
 
 @functools.cache
@@ -169,6 +155,5 @@ def _list_shapes(model: Decoder, is_stacked: bool) -> tuple[tuple[str, tuple[int
     import torch
 
     with torch.device("meta"):
-        module: Any = model.build()
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    return tuple((n, s) for n, s in shapes.items() if not is_stacked or is_block_matrix(n, len(s)))
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in model.build().named_parameters()]
+    return tuple((n, s) for n, s in shapes if not is_stacked or is_block_matrix(n, len(s)))

@@ -37,13 +37,7 @@ CONSTANTS = (str, type(None), torch.dtype, torch.device)
 
 
 class Constructor(NamedTuple):
-    """A class of optimizers and what titan passes to it.
-
-    Attributes:
-        cls: the class.
-        arguments: further arguments, by name.
-        takes: which of `lr` and `weight_decay` it accepts.
-    """
+    """A class of optimizers, its further arguments, and which of `lr` and `weight_decay` it takes."""
 
     cls: type[torch.optim.Optimizer]
     arguments: Mapping[str, Any]
@@ -65,11 +59,7 @@ class Constructor(NamedTuple):
 
 
 def load_constructor(path: str, arguments: Mapping[str, Any]) -> Constructor:
-    """Return the constructor of the class with a dotted path.
-
-    Raises:
-        ConfigError: for what is no optimizer, and for arguments that it does not have.
-    """
+    """Return the constructor of a class; raise ConfigError for what is none, and for arguments that it lacks."""
     cls = _import_class(path)
     parameters = inspect.signature(cls).parameters
     has_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -158,19 +148,10 @@ class Leaf(NamedTuple):
 
 
 class Template(NamedTuple):
-    """What a parameter's state consists of.
-
-    Attributes:
-        spec: how the leaves are nested.
-        leaves: by name, in the order of the nesting.
-    """
+    """What a parameter's state consists of: how its leaves are nested, and the leaves by name in that order."""
 
     spec: pytree.TreeSpec
     leaves: Mapping[str, Leaf]
-
-    def iterate_values(self) -> Iterator[tuple[str, Leaf]]:
-        """Yield the leaves that are no constants."""
-        return ((name, leaf) for name, leaf in self.leaves.items() if leaf.kind != "constant")
 
     def count_bytes(self) -> int:
         """Return the bytes of all tensors."""
@@ -192,11 +173,7 @@ def flatten_state(state: State) -> tuple[dict[str, Any], pytree.TreeSpec]:
 
 
 def describe_state(state: State) -> Template:
-    """Return the template of a state.
-
-    Raises:
-        UnsupportedStateError: for a leaf that a checkpoint can't hold.
-    """
+    """Return the template of a state; raise UnsupportedStateError for a leaf that a checkpoint can't hold."""
     values, spec = flatten_state(state)
     return Template(spec, {name: _describe_leaf(name, value) for name, value in values.items()})
 
@@ -262,11 +239,7 @@ class Traits(NamedTuple):
 class Updater(NamedTuple):
     """Runs steps of an optimizer that is built anew for each, so that nothing but `State` outlives one.
 
-    Attributes:
-        constructor: of the optimizer.
-        traits: of the optimizer.
-        lr: the peak learning rate, with which it is built.
-        weight_decay: with which it is built.
+    It is built with the peak learning rate and the weight decay.
     """
 
     constructor: Constructor
