@@ -51,8 +51,7 @@ class RankBatch:
     def count_regather_bytes(self, dim: int, outputs: float) -> float:
         """Return the bytes of gradients of a region's input and first products, with the input and a copy.
 
-        Args:
-            outputs: width of the outputs of its first matmuls together, on this rank.
+        `outputs` is the width of the outputs of its first matmuls together, on this rank.
         """
         return self.bytes * (outputs + (2 if self.one_row else 3) * dim) * self.tokens if self.regather else 0.0
 

@@ -55,10 +55,7 @@ def choose_kernels(choice: str, device: torch.device) -> Kernels:
 def query_selected_kernel(
     shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, allowed: Kernels, has_mask: bool
 ) -> str:
-    """Return the name of the kernel that torch selects for these inputs.
-
-    Args:
-        shape: query heads, key heads and their width on this rank.
+    """Return the name of the kernel that torch selects for query heads, key heads and their width on this rank.
 
     Raises:
         NoKernelError: if none of them supports the inputs.

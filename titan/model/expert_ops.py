@@ -88,13 +88,11 @@ def _sum_rows(rows: Tensor, positions: Tensor, starts: Tensor | None, count: int
     return total.to(rows.dtype)
 
 
-register_operation(
-    "titan::sum_rows",
-    _sum_rows,
-    lambda rows, positions, starts, count: rows.new_empty(
-        positions.shape[0] // count if starts is None else starts.shape[0], rows.shape[1]
-    ),
-)
+def _make_fake_sums(rows: Tensor, positions: Tensor, starts: Tensor | None, count: int) -> Tensor:
+    return rows.new_empty(positions.shape[0] // count if starts is None else starts.shape[0], rows.shape[1])
+
+
+register_operation("titan::sum_rows", _sum_rows, _make_fake_sums)
 
 
 class _ExpandTokens(torch.autograd.Function):
@@ -227,7 +225,10 @@ def _multiply_rows(x: Tensor, weight: Tensor, offsets: Tensor, exact: bool) -> T
 def multiply_with_kernel(x: Tensor, weight: Tensor, offsets: Tensor, exact: bool = False) -> Tensor:
     """Return `multiply_grouped` of bfloat16 through torch's grouped matmul."""
     out = torch.nn.functional.grouped_mm(x.contiguous(), weight.mT, offs=offsets)
-    return out if exact else _zero_padding(out, offsets)
+    if exact:
+        return out
+    rows = torch.arange(out.shape[0], device=out.device)  # torch leaves those beyond the last expert's uninitialised
+    return out.masked_fill_((rows >= offsets[-1])[:, None], 0)
 
 
 def multiply_in_loop(x: Tensor, weight: Tensor, offsets: Tensor, exact: bool = False) -> Tensor:
@@ -242,10 +243,8 @@ def multiply_in_loop(x: Tensor, weight: Tensor, offsets: Tensor, exact: bool = F
 
 
 def _compute_weight_grad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    multiply = (
-        compute_weight_grad_with_kernel if _has_kernel(x, x.shape[-1], grad.shape[-1]) else compute_weight_grad_in_loop
-    )
-    return multiply(x, grad, offsets)
+    has_kernel = _has_kernel(x, x.shape[-1], grad.shape[-1])
+    return (compute_weight_grad_with_kernel if has_kernel else compute_weight_grad_in_loop)(x, grad, offsets)
 
 
 def compute_weight_grad_with_kernel(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
@@ -274,12 +273,6 @@ def list_row_ranges(offsets: Tensor) -> list[tuple[int, int]]:
     """Return where the rows of each expert start and end."""
     stops = offsets.tolist()
     return list(zip([0, *stops[:-1]], stops, strict=True))
-
-
-def _zero_padding(out: Tensor, offsets: Tensor) -> Tensor:
-    """Set rows beyond the last expert's to zero: torch's grouped matmul leaves them uninitialised."""
-    rows = torch.arange(out.shape[0], device=out.device)
-    return out.masked_fill_((rows >= offsets[-1])[:, None], 0)
 
 
 register_operation(

@@ -32,14 +32,8 @@ TINY = 1e-20
 
 
 class Route(NamedTuple):
-    """Where tokens go.
-
-    Attributes:
-        experts: int64 [..., K], the largest score first.
-        weights: of their outputs, float32 [..., K].
-        scores: of all experts, float32 [..., E].
-        logits: float32 [..., E].
-    """
+    """Where tokens go: their experts, int64 [..., K], the largest score first, the weights of these experts' outputs,
+    float32 [..., K], and scores and logits of all experts, float32 [..., E]."""
 
     experts: Tensor
     weights: Tensor
@@ -245,15 +239,11 @@ def dispatch(
     Returns:
         The sums of their weighted results [N, D], added in float32 in the order of K.
     """
-    order, offsets = sort_choices(experts, rows), compute_offsets(experts.flatten(), count)
+    order = sort_choices(experts, rows)
+    offsets = balance.count_experts(experts.flatten(), count).cumsum(0).to(torch.int32)  # the ends of experts' rows
     row_weights = None if weights is None else select_weights(weights, order)
     results = compute(expand_tokens(x, order), row_weights, offsets, exact=rows is not None)
     return sum_rows(results, order)
-
-
-def compute_offsets(experts: Tensor, count: int) -> Tensor:
-    """Return the ends of the experts' rows once they are sorted, int32 [count]."""
-    return balance.count_experts(experts, count).cumsum(0).to(torch.int32)
 
 
 ExpertsOutput = tuple[Tensor, dict[str, Tensor], Tensor | None]

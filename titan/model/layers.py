@@ -183,15 +183,10 @@ class Head(Linear):
         self.complete_logits: Callable[[Tensor], Tensor] = identity
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or the summed cross-entropy.
+        """Return logits [B, T, vocab] of `hidden` [B, T, D], after the final norm, in its type.
 
-        Args:
-            hidden: [B, T, D], after the final norm.
-            targets: [B, T] int64, -100 where ignored; None for logits.
-
-        Returns:
-            Logits [B, T, vocab] in the type of `hidden`; or the sum over valid targets in nats, a float32 scalar. With
-            loss terms: see `titan.model.loss_terms.Objective`.
+        With targets [B, T], int64, -100 where ignored, return the sum over valid ones in nats, a float32 scalar; with
+        loss terms see `titan.model.loss_terms.Objective`.
         """
         if self.fused is not None and targets is not None:
             return self.fused(hidden, self.get_weight(self.weight, self.operand or hidden.dtype), targets, self.product)
@@ -243,10 +238,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> T
     Minus infinity elsewhere. It has the queries' type, so that all layers share it; a boolean mask would be converted
     in each layer. Quadratic in T.
 
-    Args:
-        document_ids: [B, T]; with one row, the mask is [1, 1, T - first, T].
-        dtype: the queries' type.
-        first: index of the first query.
+    With one row of ids, the mask is [1, 1, T - first, T]; `first` is the index of the first query.
     """
     is_same_document = document_ids[:, None, first:, None] == document_ids[:, None, None, :]
     return torch.zeros(is_same_document.shape, dtype=dtype, device=is_same_document.device).masked_fill(
@@ -276,29 +268,20 @@ def attend(
     function: Callable[..., Tensor] = F.scaled_dot_product_attention,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute attention by one of torch's kernels.
+    """Return attention [B, H, t, d] of q [B, H, t, d], k and v [B, H_kv, s, d] by one of torch's kernels.
 
     Args:
-        q: [B, H, t, d].
-        k: [B, H_kv, s, d].
-        v: [B, H_kv, s, d].
         mask: mask [B, 1, t, s], added to scores; None: causal.
         function: the function to call; another than torch's to query its choice.
         scale: factor of scores; None: d ** -0.5.
-
-    Returns:
-        [B, H, t, d].
     """
     with sdpa_kernel(list(kernels), set_priority=True) if kernels else nullcontext():
         return function(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=scale)
 
 
 class CausalAttention(TitanCore):
-    """Softmax attention without weights; a module, so that other implementations can replace it.
-
-    Attributes:
-        scale: factor of scores, which other implementations take over; None: d ** -0.5.
-    """
+    """Softmax attention without weights; a module, so that other implementations, which take over `scale`, can replace
+    it."""
 
     def __init__(self, scale: float | None = None) -> None:
         super().__init__()
@@ -315,12 +298,10 @@ class Attention(nn.Module):
 
     With `norm_eps` the queries and the keys of each head are RMS-normalised before RoPE (arXiv:2302.05442, section 2),
     with a weight [d] that all heads share.
-
-    Attributes:
-        chunk: tokens of a chunk, within which tokens attend; None: they attend to all of their document.
     """
 
     chunk: int | None = None
+    """Tokens of a chunk, within which tokens attend; None: they attend to all of their document."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None) -> None:
         super().__init__()

@@ -198,12 +198,7 @@ register_operation("titan::chunked_loss", _run_chunked_loss, make_fake_results)
 
 
 class Vocabulary:
-    """What ranks with parts of the vocabulary exchange; here one rank has all of it.
-
-    Attributes:
-        ranks: the number of parts, all of one size.
-        rank: the index of this rank's part.
-    """
+    """What the `ranks` with equal parts of the vocabulary exchange; here one rank, number `rank`, has all of it."""
 
     ranks, rank = 1, 0
 
@@ -340,7 +335,9 @@ class Objective:
         figures = self.compute_figures(hidden.flatten(0, -2), logits, targets.flatten(), terms)
         if not terms:
             return figures[0].clone()
-        return join_with_gradient(figures[:1], figures[1:], self.weigh_terms(figures[1:], terms))
+        return join_with_gradient(
+            figures[:1], figures[1:], weigh_figures(figures[1:], [term.coefficient for term in terms])
+        )
 
     def compute_figures(self, hidden: Tensor, logits: Tensor, targets: Tensor, terms: Sequence[Term]) -> Tensor:
         """Return the summed cross-entropy and terms, float32 [1 + terms], each with its gradient."""
@@ -357,10 +354,6 @@ class Objective:
                 )
         return torch.stack(values).where(targets != IGNORED, 0).sum(-1)
 
-    def weigh_terms(self, figures: Tensor, terms: Sequence[Term]) -> Tensor:
-        """Return the sum of the terms' figures times their coefficients."""
-        return weigh_figures(figures, [term.coefficient for term in terms])
-
     def _run_operation(self, *args: Any) -> Results:
         results: Results = torch.ops.titan.chunked_objective(*args, self.key, len(self.terms))
         return results
@@ -368,16 +361,13 @@ class Objective:
     def measure_chunk(
         self, hidden: Tensor, logits: Tensor, targets: Tensor, needs_grad: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the figures of a chunk, and the gradient of its hidden states beside the logits'.
-
-        See `titan.model.loss_terms.Measure`.
-        """
+        """Return the figures of a chunk, and the gradient of its hidden states beside the logits'; see `Measure`."""
         if not needs_grad:
             return self.compute_figures(hidden, logits, targets, ()), None
         with _enable_autograd(), torch.enable_grad():
             inputs = logits.detach().requires_grad_(), hidden.detach().requires_grad_()
             figures = self.compute_figures(inputs[1], inputs[0], targets, self.terms)
-            total = figures[0] + self.weigh_terms(figures[1:], self.terms)
+            total = figures[0] + weigh_figures(figures[1:], [term.coefficient for term in self.terms])
             logits_grad, hidden_grad = torch.autograd.grad(total, inputs, allow_unused=True)
         logits.copy_(logits_grad)
         return figures.detach(), hidden_grad
@@ -434,28 +424,16 @@ def _run_chunked_objective(
     key: int,
     terms: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    objective = _OBJECTIVES[key]
-    return compute_loss_in_chunks(
-        hidden,
-        weight,
-        targets,
-        objective.chunk or len(hidden),
-        (needs_hidden_grad, needs_weight_grad),
-        objective.measure_chunk,
-    )
+    objective, needs_grads = _OBJECTIVES[key], (needs_hidden_grad, needs_weight_grad)
+    chunk = objective.chunk or len(hidden)
+    return compute_loss_in_chunks(hidden, weight, targets, chunk, needs_grads, objective.measure_chunk)
 
 
 def _make_fake_results(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    needs_hidden_grad: bool,
-    needs_weight_grad: bool,
-    key: int,
-    terms: int,
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_hidden_grad: bool, needs_weight_grad: bool, *rest: Any
 ) -> Results:
     _, *gradients = make_fake_results(hidden, weight, targets, needs_hidden_grad, needs_weight_grad)
-    count = 1 + (terms if needs_hidden_grad or needs_weight_grad else 0)
+    count = 1 + (rest[-1] if needs_hidden_grad or needs_weight_grad else 0)  # with the terms
     return hidden.new_empty(count, dtype=torch.float32), gradients[0], gradients[1]
 
 
@@ -481,12 +459,9 @@ def attach_loss(hidden: Tensor, extra: Tensor, scale: float) -> Tensor:
 
 
 def sum_values(values: Mapping[str, Tensor], names: Sequence[str], hidden: Tensor) -> Tensor:
-    """Return a block's values as float32 [terms, B, t] in the order of `names`; zero where it returned none.
+    """Return a block's values [B, t], one for each token of `hidden` [B, t, D], as float32 [terms, B, t].
 
-    Args:
-        values: by name, [B, t]: one for each token of the block's input.
-        names: of the model's terms.
-        hidden: hidden states [B, t, D].
+    They have the order of `names`, those of the model's terms; zero where the block returned none.
     """
     if unknown := set(values) - set(names):
         raise RunError(f"a block returned the loss term {min(unknown)}, which the model's losses lack; add it there.")
