@@ -122,14 +122,8 @@ of an entropy, which are log-probabilities, probabilities, and their gradients."
 
 
 class HeadActivations(NamedTuple):
-    """Bytes of the final norm, the head and the loss.
-
-    Attributes:
-        saved: saved between forward and backward.
-        forward: the peak of the forward pass.
-        backward: the peak of the backward pass, saved tensors included.
-        norm: the backward pass of the final norm.
-    """
+    """Bytes of the final norm, the head and the loss: saved between both passes, at the peak of each, with what is
+    saved, and in the backward pass of the final norm."""
 
     saved: float
     forward: float
@@ -140,8 +134,7 @@ class HeadActivations(NamedTuple):
 class LayerActivations(NamedTuple):
     """Bytes of a part of a block, without the norm before it; see `BlockActivations`.
 
-    Attributes:
-        matmuls: so many linear layers; selective checkpointing saves every other one's results.
+    Selective checkpointing saves the results of every other one of its `matmuls` linear layers.
     """
 
     saved: float
@@ -161,11 +154,7 @@ def count_attention_bytes(
 ) -> LayerActivations:
     """Return the activation memory of attention: rotated queries and keys, values, the output and its log-sum-exp.
 
-    Args:
-        queries: width of all query heads together.
-        keys: width of all key heads together.
-        heads: query heads.
-        head_norms: whether queries and keys are normalised.
+    `queries` and `keys` are the widths of all query heads, and of all key heads, together.
     """
     c, n, t = batch.bytes, batch.tokens, batch.tensor
     q, k = queries / t, keys / t

@@ -121,9 +121,7 @@ def count_choices(experts: Tensor, kept_experts: Tensor, count: int, valid: Tens
     """Return what a layer counts, float32 [E + 1]: how often each expert was chosen, and choices that were dropped.
 
     Args:
-        experts: chosen ones, int64 [B, T, K].
-        kept_experts: of `Balance.apply_capacity`.
-        count: E.
+        experts: chosen ones, int64 [B, T, K]; `kept_experts` those of `Balance.apply_capacity`.
         valid: which tokens count, bool [B, T].
     """
     counts = count_experts(experts.where(valid[..., None], count).flatten(), count)

@@ -82,11 +82,7 @@ class Case(NamedTuple):
 def find_core_error(core: AttentionCore, heads: int, kv_heads: int, width: int, tensor: int) -> str | None:
     """Return how a core differs from what its class states, and the way out; None where it doesn't, or can't be judged.
 
-    Args:
-        core: on meta, but for its buffers.
-        heads: H, of the whole model.
-        width: d.
-        tensor: the degree of tensor parallelism.
+    The core is on meta, but for its buffers; `tensor` is the degree of tensor parallelism.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         try:

@@ -263,7 +263,6 @@ class MixtureOfExperts(nn.Module):
         """Create the experts.
 
         Args:
-            router: has the number of experts.
             shared: width of the shared experts together; None: there are none.
             scale_inputs: the weight of an expert scales its input, not its output.
         """
@@ -276,14 +275,9 @@ class MixtureOfExperts(nn.Module):
         self.balance = balance.Balance(router.experts)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> ExpertsOutput:
-        """Compute tokens.
+        """Map tokens [B, T, D] to [B, T, D]; return with it the values of the balancing losses and the counts.
 
-        Args:
-            x: [B, T, D].
-            valid: which tokens count in the loss, bool [B, T]; None: nothing is counted.
-
-        Returns:
-            [B, T, D], and of valid tokens the values of the balancing losses and the counts; see `titan.model.balance`.
+        These are of the tokens that count in the loss, bool [B, T]; None: none. See `titan.model.balance`.
         """
         if hasattr(self.dispatch, "iterate"):
             output: ExpertsOutput = self._run_steps(x, valid)
@@ -299,13 +293,7 @@ class MixtureOfExperts(nn.Module):
         return run_steps(self.iterate(x, valid))
 
     def iterate(self, x: Tensor, valid: Tensor | None = None, beside: Exchange = "dispatch") -> Steps[ExpertsOutput]:
-        """As `forward`, in steps.
-
-        Args:
-            x: [B, T, D].
-            valid: as of `forward`.
-            beside: the exchange beside which shared experts compute.
-        """
+        """As `forward`, in steps; shared experts compute beside an exchange."""
         route, kept_experts = self._choose_experts(x)
         inputs = self._expand_inputs(x, kept_experts, route.weights)
         out, shared = yield from self._iterate_exchanges(inputs, x, beside)

@@ -98,10 +98,6 @@ def materialise_model(
 
     Parameters may be plain tensors or DTensors whose local shard is contiguous in each dimension; each rank initialises
     its own shard without communication. Replicas of tied weights (the model's `aliases`) get the tied weight's values.
-
-    Raises:
-        KeyError: for a parameter that is missing in `initial`.
-        RuntimeError: for a DTensor whose local shape differs from that of its placements.
     """
     allocate_model(model, device)
     for name, parameter in model.named_parameters():

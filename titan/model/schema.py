@@ -103,11 +103,7 @@ class Decoder(DecoderCounts):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise ConfigError for settings that contradict each other.
-
-        Raises:
-            ConfigError: with the first such setting, its value and what to change.
-        """
+        """Raise ConfigError with the first setting that contradicts another, its value and what to change."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in self.UNUSED and value != field.default:

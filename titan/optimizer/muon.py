@@ -8,7 +8,7 @@ weight of experts is a matrix for each; where experts are distributed, each rank
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
@@ -63,20 +63,33 @@ class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
     def _update_matrices(self, matrices: list[Matrix], mesh: DeviceMesh | None) -> None:
         """Update the matrices of one mesh (None: unsharded ones), as many at a time as it has ranks."""
         size = 1 if mesh is None else mesh.size()
+        compute = partial(orthogonalise_matrix, iterations=self.settings.iterations)
         matrices = sorted(matrices, key=lambda m: -m.parameter.numel())  # so that the owners have equal work
         for first in range(0, len(matrices), size):
             batch = matrices[first : first + size]
             directions = [self._compute_direction(matrix.parameter) for matrix in batch]
-            compute = partial(orthogonalise_matrix, iterations=self.settings.iterations)
             if mesh is None:
-                updates: Iterable[Tensor] = map(compute, directions)
+                self._apply_update(batch[0], compute(directions[0]))
             else:
-                parameters: list[Any] = [matrix.parameter for matrix in batch]
-                updates = matrix_gather.compute_on_owners(
-                    parameters, [self.boxes[p] for p in parameters], directions, mesh, compute
-                )
-            for matrix, update in zip(batch, updates, strict=True):
-                self._apply_update(matrix, update)
+                self._update_on_owners(batch, directions, mesh, compute)
+
+    def _update_on_owners(
+        self, batch: list[Matrix], directions: list[Tensor], mesh: DeviceMesh, compute: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Update sharded matrices, at most as many as the mesh has ranks; a collective over its ranks."""
+        parameters: list[Any] = [matrix.parameter for matrix in batch]
+
+        def gather(number: int) -> Tensor:
+            direction = directions[number].to(mesh.device_type)
+            return matrix_gather.gather_matrix(direction, parameters[number], mesh)
+
+        def spread(number: int, update: Tensor | None, broadcast: Callable[[Tensor], None]) -> None:
+            shard, shape = directions[number], parameters[number].shape
+            whole = torch.empty(shape, dtype=shard.dtype, device=mesh.device_type) if update is None else update
+            broadcast(whole)
+            self._apply_update(batch[number], whole[self.boxes[parameters[number]]].to(shard.device))
+
+        matrix_gather.run_on_owners(len(batch), mesh, gather, lambda _, matrix: compute(matrix), spread)
 
     def _compute_direction(self, parameter: Tensor) -> Tensor:
         """Add the gradient to the momentum; return the local shard of the direction in the type of Newton-Schulz."""
@@ -108,9 +121,7 @@ class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
 def orthogonalise_matrix(matrix: Tensor, iterations: int) -> Tensor:
     """Return approximately the nearest matrix with orthonormal rows (or columns): singular values near one.
 
-    Args:
-        matrix: [rows, columns], or several [..., rows, columns], in the type to compute in.
-        iterations: number of quintic Newton-Schulz iterations.
+    They are computed by quintic Newton-Schulz iterations in the type of one matrix, or of several [..., rows, columns].
     """
     a, b, c = COEFFICIENTS
     tall, add = matrix.shape[-2] > matrix.shape[-1], torch.addmm if matrix.dim() == 2 else torch.baddbmm

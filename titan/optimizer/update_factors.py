@@ -42,9 +42,6 @@ def scale_groups(optimizer: torch.optim.Optimizer, factors: Mapping[Tensor, Upda
     """Split the parameter groups by the factors of their parameters, and multiply each group's settings by its factors.
 
     `titan.schedule.optimizer_schedule` sets learning rates from the key `factor`.
-
-    Raises:
-        ConfigError: for a factor of eps where a group has no eps.
     """
     scaled = []
     for group in optimizer.param_groups:

@@ -118,8 +118,7 @@ def list_files(
 def group_fused(names: Sequence[str], names_in_file: Mapping[str, str]) -> list[list[str]]:
     """Return lists of the parameters that are parts of one tensor, in the order of the first, part by part.
 
-    Args:
-        names_in_file: other names than theirs in the file, see `titan.model.decoder.DecoderModel.hf_names`.
+    They may have other names in the file, see `titan.model.decoder.DecoderModel.hf_names`.
     """
     groups: dict[str, list[str]] = {}
     for name in names:

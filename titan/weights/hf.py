@@ -32,11 +32,7 @@ class HuggingFaceFormat:
     """Weights in Hugging Face's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """Read config.json and the headers of all files; `label` is the user's setting, for messages.
-
-        Raises:
-            ConfigError: when the weights are incomplete, broken, or of a model that titan doesn't have.
-        """
+        """Read config.json and the headers of all files; `label` is the user's setting, for messages."""
         self.path, self.label = str(folder), label
         self.config = select_text_config(model_config.load_json(folder / "config.json", label))
         self.model = build_schema(self.config, label)

@@ -211,11 +211,7 @@ _TYPES: dict[str, Any] = {
 
 
 def build_schema(config: Mapping[str, Any], label: str) -> Decoder:
-    """Return the schema of the model that a config.json describes.
-
-    Args:
-        config: its content, of transformers 4 or 5.
-        label: the user's setting, for messages.
+    """Return the schema of the model that a config.json of transformers 4 or 5 describes.
 
     Raises:
         ConfigError: when a setting is not supported by titan's models, or missing.
@@ -320,7 +316,6 @@ def build_config(
     """Return a config.json from which transformers 4 and 5 build the same model.
 
     Args:
-        model: of one of `FAMILIES`.
         dtype: torch's name of the weights' dtype, such as bfloat16.
         bos: the id that begins a document; None: none does.
         eos: the ids that end a document; None: none does.
@@ -408,11 +403,7 @@ def select_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace_lists(config: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return the configuration with the lists of layers replaced by the intervals that describe them.
-
-    Raises:
-        ConfigError: when no interval does.
-    """
+    """Return the configuration with the lists of layers replaced by the intervals that describe them."""
     lists = ("moe_layers", "no_rope_layers", "layer_types")
     settings: dict[str, Any] = {"rope_theta": 500_000.0, "num_key_value_heads": config.get("num_attention_heads")}
     settings |= {key: value for key, value in config.items() if key not in lists and value is not None}

@@ -42,9 +42,6 @@ class Weights(Protocol):
         """Return a tensor in its stored dtype on the CPU, or its slice at `offsets` of the size `lengths`.
 
         Only the slice is read, with what the file's format packs together with it.
-
-        Raises:
-            ConfigError: when a file is broken.
         """
 
 

@@ -90,11 +90,7 @@ def _map_sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> d
 
 
 def load_initial_weights(state: TrainState, path: str, coordinator: Coordinator) -> None:
-    """Load the weights at `path` and leave the optimizer unchanged; all ranks call it together.
-
-    Raises:
-        ConfigError: when the weights are of another model, or a file is broken.
-    """
+    """Load the weights at `path` and leave the optimizer unchanged; all ranks call it together."""
     parameters = {name: parameter.detach() for name, parameter in state.named_weights()}
     try:
         advance = coordinator.activity.record_progress

@@ -70,11 +70,7 @@ class MetaFormat:
     """Weights in Meta's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """Read params.json and map the files into memory; `label` is the user's setting, for messages.
-
-        Raises:
-            ConfigError: when the weights are incomplete, broken, or of a model that titan doesn't have.
-        """
+        """Read params.json and map the files into memory; `label` is the user's setting, for messages."""
         self.path, self.label = str(folder), label
         params = model_config.load_json(folder / PARAMS, label)
         files = [_load_file(file, label) for file in _list_files(folder, label)]
@@ -223,10 +219,7 @@ def _build_schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], ti
 
 
 def build_params(model: Decoder, ranks: int) -> dict[str, Any]:
-    """Return a params.json from which Meta's code builds the same model, of a Llama.
-
-    Args:
-        ranks: number of tensor parallel ranks, with one file each.
+    """Return a params.json from which Meta's code builds the same model, of a Llama.; `ranks`: with a file each.
 
     Raises:
         ConfigError: when Meta's code has no such model, or it can't be sharded so.

@@ -17,11 +17,7 @@ _ROPE_SCALING = ("rope_low", "rope_high", "rope_original", "rope_mscale", "rope_
 
 
 def load_json(path: Path, label: str) -> dict[str, Any]:
-    """Read a JSON object; `label` is the user's setting, for messages.
-
-    Raises:
-        ConfigError: when the file is missing, can't be read, or holds no JSON object.
-    """
+    """Read a JSON object; `label` is the user's setting, for messages."""
     try:
         content = untrusted.parse_json(untrusted.read_regular_file(path))
     except FileNotFoundError:

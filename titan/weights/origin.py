@@ -39,11 +39,7 @@ class WeightsLocation:
 
     @property
     def folder(self) -> Path:
-        """The folder; a repository of the hub is fetched once, with the user's login, into huggingface_hub's cache.
-
-        Raises:
-            ConfigError: when it can't be fetched.
-        """
+        """The folder; a repository of the hub is fetched once, with the user's login, into huggingface_hub's cache."""
         if self.kind != "hub":
             return Path(self.path)
         hub = import_optional("huggingface_hub", self.label, "there is no such directory, and a model of the hub")
@@ -73,11 +69,7 @@ def check_source(name: str, setting: str = "") -> None:
 def find_weights(
     path: str | Path, setting: str = "checkpoint.weights", check: select.ContentCheck = lambda folder: None
 ) -> WeightsLocation:
-    """Find the weights at `path`; see `titan.weights.formats.open_weights` and `titan.checkpoint.select.load_named`.
-
-    Raises:
-        ConfigError: when there are no weights.
-    """
+    """Find the weights at `path`; see `titan.weights.formats.open_weights` and `titan.checkpoint.select.load_named`."""
     label, folder = settings.format_setting(setting, path), Path(path).expanduser().absolute()
     if not os.path.exists(folder) and isinstance(path, str) and _ON_HUB.fullmatch(path):
         return WeightsLocation("hub", path, label)

@@ -23,11 +23,7 @@ class TitanFormat:
     """The weights to evaluate in a titan checkpoint; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """Read the manifest and the metadata; `label` is the user's setting, for messages.
-
-        Raises:
-            ConfigError: when it can't be read, or its tensors don't match its model.
-        """
+        """Read the manifest and the metadata; `label` is the user's setting, for messages."""
         saved_manifest = manifest.inspect(folder)
         if saved_manifest is None:
             raise ConfigError(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
@@ -39,7 +35,7 @@ class TitanFormat:
             raise ConfigError(
                 f"{label}: .metadata can't be used: {format_error(error)}; give another checkpoint."
             ) from error
-        contents = self._metadata.state_dict_metadata
+        contents: Mapping[str, Any] = self._metadata.state_dict_metadata
         self._prefix = EVALUATION if any(name.startswith(EVALUATION) for name in contents) else MODEL
         self._tensors: dict[str, TensorStorageMetadata] = {
             name.removeprefix(self._prefix): tensor

@@ -237,14 +237,8 @@ def _shrink(shape: Sequence[int], side: int) -> tuple[int, ...]:
 
 
 class Outcome(NamedTuple):
-    """Weights and state after a problem's steps.
-
-    Attributes:
-        weights: at the end.
-        start: before the first step.
-        state: the leaves at the end, by name.
-        leaves: what they are, after each step.
-    """
+    """Weights after a problem's steps and before them, the leaves of the state by name, and what these are after each
+    step."""
 
     weights: Tensor
     start: Tensor
@@ -425,11 +419,7 @@ def _check_outcome(updater: Updater, problem: Problem, outcome: Outcome) -> None
 
 
 def _check_joint(updater: Updater, problems: Sequence[Problem], outcomes: Sequence[Outcome]) -> bool:
-    """Reject an optimizer for which it matters which other parameters it has.
-
-    Returns:
-        Whether the leaves of a state depend on them.
-    """
+    """Reject an optimizer whose updates depend on its other parameters; return whether the leaves of its state do."""
     shape = problems[-1].weights.shape
     (*first, other), second = (run_kept(updater, [*problems, create_problem("another", shape, s)]) for s in (7, 8))
     for problem, alone, one, two in zip(problems, outcomes, first, second[:-1], strict=True):

@@ -9,7 +9,7 @@ shape than the parameter along their first dimension, and a checkpoint holds the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,12 +99,7 @@ class Member:
         return list(tensor.unbind(0)) if self.is_stack else [tensor]
 
     def build_states(self, tensors: Mapping[str, Tensor], count: int) -> list[State | None]:
-        """Return the states before a step, of each of `count` matrices; None before the first.
-
-        Args:
-            tensors: the leaves with dimensions by name, of a stack with one more.
-            count: 1, or the number of matrices of a stack.
-        """
+        """Return the states of `count` matrices, given the leaves with dimensions; None before the first step."""
         if not (updates := self.updates):
             return [None] * count
         template = self.templates[min(updates, len(self.templates)) - 1]
@@ -125,11 +120,7 @@ class Member:
         self.storage[UPDATES].add_(1)
 
     def collect_leaves(self, state: State) -> dict[str, Any]:
-        """Return the leaves of a state after a step.
-
-        Raises:
-            RunError: where they are not those of the template.
-        """
+        """Return the leaves of a state after a step; raise RunError where they are not those of the template."""
         expected = self.templates[min(self.updates, len(self.templates) - 1)].leaves
         if (found := describe_state(state).leaves) != expected:
             name = min(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
@@ -171,14 +162,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         is_stacked: bool,
         names: Mapping[Tensor, str],
     ) -> None:
-        """Create the state of all parameters: zeros, and no update.
+        """Create the state of all parameters: zeros, and no update; see `build_sharded` and `classify`.
 
-        Args:
-            groups: torch's parameter groups with the key `orthogonal`, which says which updater is used.
-            updaters: of the class under True; of parameters that it does not update under False.
-            split: what the class updates by itself: elements, matrices or whole tensors.
-            is_stacked: whether the class gets the matrices of three-dimensional parameters one by one.
-            names: of the parameters in the whole model.
+        The groups' key `orthogonal` says which updater is used: that of the class, or of what it does not update.
         """
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
         self.templates: dict[Any, list[Template]] = {}
@@ -241,8 +227,7 @@ def _step_optimizer(
 ) -> list[list[dict[str, Any]]]:
     """Update weights of members with one updater in place, in one step; return the leaves of each matrix' state.
 
-    Args:
-        inputs: of each member weight, gradient, and the leaves with dimensions.
+    The inputs are weight, gradient, and the leaves with dimensions.
     """
     weights, gradients, states, seeds, counts = list[Tensor](), list[Tensor](), list[State | None](), list[str](), []
     for member, values in zip(members, inputs, strict=True):
@@ -291,16 +276,13 @@ def _read_shards(member: Member) -> dict[str, Tensor]:
 
 def _update_on_owners(pairs: Sequence[tuple[Member, Mapping[str, Any]]], mesh: DeviceMesh) -> None:
     """Update whole parameters, at most as many as the mesh has ranks; a collective over its ranks."""
-    own = list(mesh.get_coordinate() or ())
-    owners = [matrix_gather.find_coordinate(rank, tuple(mesh.shape)) for rank in range(len(pairs))]
-    whole: dict[str, Tensor] = {}
-    for (member, _), owner in zip(pairs, owners, strict=True):
-        gathered = _gather_member(member, mesh)
-        whole = gathered if owner == own else whole
-    if own in owners:  # after all gathers, so that no owner waits for another's computation
-        whole = _update_whole(*pairs[owners.index(own)], whole)
-    for (member, _), owner in zip(pairs, owners, strict=True):
-        _broadcast_member(member, whole if owner == own else {}, own, owner, mesh)
+    matrix_gather.run_on_owners(
+        len(pairs),
+        mesh,
+        lambda number: _gather_member(pairs[number][0], mesh),
+        lambda number, whole: _update_whole(*pairs[number], whole),
+        lambda number, whole, broadcast: _broadcast_member(pairs[number][0], whole or {}, mesh, broadcast),
+    )
 
 
 def _gather_member(member: Member, mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -328,7 +310,7 @@ def _update_whole(member: Member, group: Mapping[str, Any], whole: Mapping[str, 
 
 
 def _broadcast_member(
-    member: Member, whole: Mapping[str, Tensor], own: list[int], owner: list[int], mesh: DeviceMesh
+    member: Member, whole: Mapping[str, Tensor], mesh: DeviceMesh, broadcast: Callable[[Tensor], None]
 ) -> None:
     """Send what the owner has computed to all ranks, each of which keeps its shard."""
     device, updates = torch.device(mesh.device_type), member.updates + 1
@@ -336,12 +318,12 @@ def _broadcast_member(
     likes |= {name: (key, member.storage[key]) for name, key in member.list_keys(updates, "tensor").items()}
     for name, (key, like) in likes.items():
         tensor = whole[name] if whole else torch.empty(like.shape, dtype=like.dtype, device=device)
-        matrix_gather.broadcast_matrix(tensor, own, owner, mesh)
+        broadcast(tensor)
         local_tensor(like).copy_(tensor[member.boxes[key]])
     names = list(member.list_keys(updates, *NUMBERS))
     scalars = whole[SCALARS] if whole else torch.empty(len(names), dtype=torch.float64, device=device)
     if names:
-        matrix_gather.broadcast_matrix(scalars, own, owner, mesh)
+        broadcast(scalars)
     values = [0.0] * len(names) if is_fake(scalars) else scalars.tolist()
     member.store_scalars(dict(zip(names, values, strict=True)))
 

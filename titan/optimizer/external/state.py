@@ -360,11 +360,7 @@ def probe_templates(
 
     They are computed without memory for the tensors, where the optimizer allows that.
 
-    Args:
-        is_fake_only: raise whatever a step without memory raises.
-
-    Raises:
-        UnsupportedStateError: see `describe_state`.
+    With `is_fake_only` whatever a step without memory raises is raised.
     """
     try:
         with FakeTensorMode():
