@@ -52,8 +52,8 @@ FAULTS = (
     define_fault(
         "experts: results go back in the order of experts",
         ROWS,
-        "ctx.count = count\n        out: Tensor = torch.ops.titan.sum_rows(rows, positions, starts, count)",
-        "ctx.count = count\n        out: Tensor = torch.ops.titan.sum_rows(rows, choices, starts, count)",
+        "ctx.count = count\n        return torch.ops.titan.sum_rows(rows, positions, starts, count)",
+        "ctx.count = count\n        return torch.ops.titan.sum_rows(rows, choices, starts, count)",
         f"{MODEL}::test_a_token_does_not_depend_on_the_others",
     ),
     define_fault(

@@ -123,8 +123,7 @@ def make_block_mask(
         tokens = DocumentTokens(ids, torch.arange(ids.shape[1], device=ids.device)[None])
         return find_visible_blocks(tokens, tokens, attends_causally if document_ids is None else attends_in_document)
 
-    mask: BlockMask | Masks = build_masks(make_for_ids, document_ids, positions, positions.shape[1], chunk)
-    return mask
+    return build_masks(make_for_ids, document_ids, positions, positions.shape[1], chunk)  # type: ignore[no-any-return]
 
 
 def make_mask_mod(queries: DocumentTokens, keys: DocumentTokens) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

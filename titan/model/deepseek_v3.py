@@ -112,8 +112,7 @@ class LatentAttention(nn.Module):
         k, v = self._compute_keys_and_values(latent, cos, sin)
         v = F.pad(v, (0, q.shape[-1] - self.v_head_dim))
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        projected: Tensor = self.wo(out.transpose(1, 2)[..., : self.v_head_dim].flatten(-2))
-        return projected
+        return self.wo(out.transpose(1, 2)[..., : self.v_head_dim].flatten(-2))  # type: ignore[no-any-return]
 
     def _compute_keys_and_values(self, latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys [B, T, H, d] and the values [B, T, H, v_head_dim] from their latent."""

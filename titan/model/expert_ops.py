@@ -114,8 +114,7 @@ class _SumRows(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(choices)
         ctx.count = count
-        out: Tensor = torch.ops.titan.sum_rows(rows, positions, starts, count)
-        return out
+        return torch.ops.titan.sum_rows(rows, positions, starts, count)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -148,26 +147,22 @@ class _PermuteRows(torch.autograd.Function):
 
 def expand_tokens(x: Tensor, order: RowOrder) -> Tensor:
     """Return the token of each row, [R, D], of tokens [N, D]."""
-    out: Tensor = _ExpandTokens.apply(x, *order)  # type: ignore[no-untyped-call]
-    return out
+    return _ExpandTokens.apply(x, *order)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sum_rows(rows: Tensor, order: RowOrder) -> Tensor:
     """Return the sum of each token's rows [R, D], in the order of its choices: [N, D]."""
-    out: Tensor = _SumRows.apply(rows, *order)  # type: ignore[no-untyped-call]
-    return out
+    return _SumRows.apply(rows, *order)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def select_weights(weights: Tensor, order: RowOrder) -> Tensor:
     """Return the weight of each row, [R], of those of all choices, [N, K]."""
-    out: Tensor = _SelectWeights.apply(weights, order.choices)  # type: ignore[no-untyped-call]
-    return out
+    return _SelectWeights.apply(weights, order.choices)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """Return rows [R, ...] in the order of a permutation [R], whose inverse is given."""
-    out: Tensor = _PermuteRows.apply(x, order, inverse)  # type: ignore[no-untyped-call]
-    return out
+    return _PermuteRows.apply(x, order, inverse)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def transpose_segments(lengths: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -195,8 +190,7 @@ def _compute_starts(lengths: Tensor) -> Tensor:
 
 def multiply_grouped(x: Tensor, weight: Tensor, offsets: Tensor, exact: bool = False) -> Tensor:
     """Return [N, O]: rows [N, I] times the weight [E, O, I] of their expert."""
-    out: Tensor = _MultiplyGrouped.apply(x, weight, offsets, exact)  # type: ignore[no-untyped-call]
-    return out
+    return _MultiplyGrouped.apply(x, weight, offsets, exact)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _MultiplyGrouped(torch.autograd.Function):
@@ -204,8 +198,7 @@ class _MultiplyGrouped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, exact: bool) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
         ctx.exact = exact
-        out: Tensor = torch.ops.titan.grouped_product(x, weight, offsets, exact)
-        return out
+        return torch.ops.titan.grouped_product(x, weight, offsets, exact)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -300,8 +293,7 @@ class _MultiplyInFloat32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        out: Tensor = torch.ops.titan.float32_product(x, weight.t())
-        return out
+        return torch.ops.titan.float32_product(x, weight.t())  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -154,8 +154,7 @@ class Experts(nn.Module):
 
     def complete(self, a: Tensor, b: Tensor, weights: Tensor | None, offsets: Tensor, exact: bool) -> Tensor:
         """Return w2 of the gated product; a method for itself, so that it can be recomputed (`memory=gate`)."""
-        out: Tensor = self.w2(gate_rows(a, b, weights), offsets, exact)
-        return out
+        return self.w2(gate_rows(a, b, weights), offsets, exact)  # type: ignore[no-any-return]
 
 
 class _GateRows(torch.autograd.Function):
@@ -186,8 +185,7 @@ def gate_rows(a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:
     A weight of the input of the last matmul weighs its output, and is cheaper: it is narrower, and nothing but the
     output's sum is left to be computed, which needs no tensor in the backward pass.
     """
-    out: Tensor = _GateRows.apply(a, b, weights)  # type: ignore[no-untyped-call]
-    return out
+    return _GateRows.apply(a, b, weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Compute(Protocol):
@@ -280,8 +278,7 @@ class MixtureOfExperts(nn.Module):
         These are of the tokens that count in the loss, bool [B, T]; None: none. See `titan.model.balance`.
         """
         if hasattr(self.dispatch, "iterate"):
-            output: ExpertsOutput = self._run_steps(x, valid)
-            return output
+            return self._run_steps(x, valid)  # type: ignore[no-any-return]
         route, kept_experts = self._choose_experts(x)
         inputs = self._expand_inputs(x, kept_experts, route.weights)
         out = self._sum_outputs(self.dispatch(*inputs, self._compute_rows), x)
@@ -351,8 +348,7 @@ class MixtureOfExperts(nn.Module):
         Of titan's router only a capacity drops choices; another class may drop some by itself.
         """
         drops = self.balance.capacity is not None or type(self.router) is not Router
-        out: Tensor = self.experts(x, offsets, weights, exact or not drops)
-        return out
+        return self.experts(x, offsets, weights, exact or not drops)  # type: ignore[no-any-return]
 
 
 class MoeBlock(Block):

@@ -69,8 +69,7 @@ def look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows [..., D] in `dtype` of a weight [V, D], at tokens [...]."""
     if dtype == torch.float32:
         return F.embedding(tokens, weight)
-    rows: Tensor = _LookUp.apply(tokens, weight, dtype)  # type: ignore[no-untyped-call]
-    return rows
+    return _LookUp.apply(tokens, weight, dtype)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Embedding(nn.Embedding):
@@ -324,8 +323,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
-        return projected
+        return self.wo(out.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
@@ -341,13 +339,11 @@ class FeedForward(nn.Module):
     @passes_input_to_project
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        out: Tensor = self.complete(*self.project(x, (self.w1, self.w3)))
-        return out
+        return self.complete(*self.project(x, (self.w1, self.w3)))
 
     def complete(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return w2 of the gated product; a method for itself, so that it can be recomputed (`memory=gate`)."""
-        out: Tensor = self.w2(F.silu(gate) * up)
-        return out
+        return self.w2(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -365,8 +361,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> Tensor:
         """Map x [B, T, D] to [B, T, D]; cos, sin float32 [1 or B, T, 1, d / 2]; mask: the core's, None: causal."""
         x, normed = self.attend(x, cos, sin, mask)
-        out: Tensor = x + self.feed_forward(normed)
-        return out
+        return x + self.feed_forward(normed)  # type: ignore[no-any-return]
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> tuple[Tensor, Tensor]:
         """Return the residual stream after attention, and the feed-forward layer's input, both [B, T, D]."""

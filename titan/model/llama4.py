@@ -54,8 +54,7 @@ class Llama4Attention(Attention):
             q = (q * mask.scale).to(q.dtype)
         core_mask = mask.masks.chunked if self.has_rope else mask.masks.full
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core_mask)
-        projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
-        return projected
+        return self.wo(out.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
 class Llama4Model(MoeDecoder):

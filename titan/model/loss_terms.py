@@ -168,8 +168,7 @@ def compute_chunked_loss(
     """
 
     def run_operation(*args: Any) -> Results:
-        results: Results = torch.ops.titan.chunked_loss(*args, chunk)
-        return results
+        return torch.ops.titan.chunked_loss(*args, chunk)  # type: ignore[no-any-return]
 
     return linear_cross_entropy(hidden, weight, targets, run_operation)
 
@@ -355,8 +354,7 @@ class Objective:
         return torch.stack(values).where(targets != IGNORED, 0).sum(-1)
 
     def _run_operation(self, *args: Any) -> Results:
-        results: Results = torch.ops.titan.chunked_objective(*args, self.key, len(self.terms))
-        return results
+        return torch.ops.titan.chunked_objective(*args, self.key, len(self.terms))  # type: ignore[no-any-return]
 
     def measure_chunk(
         self, hidden: Tensor, logits: Tensor, targets: Tensor, needs_grad: bool
@@ -404,8 +402,7 @@ def _enable_autograd() -> AbstractContextManager[None]:
     excluded = core._dispatch_tls_local_exclude_set()
     for name in _AUTOGRAD_KEYS:
         excluded = excluded.remove(getattr(core.DispatchKey, name))
-    guard: AbstractContextManager[None] = core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded)
-    return guard
+    return core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded)  # type: ignore[no-any-return]
 
 
 _AUTOGRAD_KEYS = [
@@ -454,8 +451,7 @@ class _AttachLoss(torch.autograd.Function):
 
 def attach_loss(hidden: Tensor, extra: Tensor, scale: float) -> Tensor:
     """Return hidden states whose backward pass gives the scalar `extra` the gradient `scale`."""
-    out: Tensor = _AttachLoss.apply(hidden, extra, scale)  # type: ignore[no-untyped-call]
-    return out
+    return _AttachLoss.apply(hidden, extra, scale)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sum_values(values: Mapping[str, Tensor], names: Sequence[str], hidden: Tensor) -> Tensor:

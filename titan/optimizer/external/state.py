@@ -203,8 +203,7 @@ def nest_state(template: Template, values: Mapping[str, Any]) -> State:
     leaves = [
         copy.copy(leaf.value) if leaf.kind == "constant" else values[name] for name, leaf in template.leaves.items()
     ]
-    nested: State = pytree.tree_unflatten(leaves, template.spec)
-    return nested
+    return pytree.tree_unflatten(leaves, template.spec)  # type: ignore[no-any-return]
 
 
 class Traits(NamedTuple):
