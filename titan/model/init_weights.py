@@ -121,14 +121,15 @@ def allocate_model(model: nn.Module, device: torch.device | str) -> None:
 
 def init_parameter(parameter: Tensor, name: str, initial: Initializer, seed: int) -> None:
     """Initialise this rank's shard of a parameter in place; the values depend on the seed, not on the layout."""
-    local, offset = parameter.detach(), (0,) * parameter.dim()
-    if isinstance(local, DTensor):
-        placements = local.placements
-        shape, offset = compute_local_shape_and_global_offset(local.shape, local.device_mesh, placements)
-        local = local.to_local()
-        if tuple(shape) != (local_shape := tuple(local.shape)):
-            raise RuntimeError(f"{name}: the local shape is {local_shape}, but {placements} give {tuple(shape)}")
+    tensor = parameter.detach()
+    local, offset = tensor.to_local() if isinstance(tensor, DTensor) else tensor, (0,) * tensor.dim()
     if isinstance(initial, Ones):
         nn.init.ones_(local)
-    elif not isinstance(local, FakeTensor):  # which has no values
-        fill_normal(local, name=name, seed=seed, std=initial.std, shape=parameter.shape, offset=offset)
+        return
+    if isinstance(local, FakeTensor):  # which has no values
+        return
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        if tuple(shape) != (local_shape := tuple(local.shape)):
+            raise RuntimeError(f"{name}: the local shape is {local_shape}, but {tensor.placements} give {tuple(shape)}")
+    fill_normal(local, name=name, seed=seed, std=initial.std, shape=parameter.shape, offset=offset)

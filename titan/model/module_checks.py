@@ -80,7 +80,6 @@ def _find_split_errors(model: Any, name: str, tensor: int, context: int) -> Iter
 
 
 def _find_plan_errors(model: nn.Module, degree: int) -> Iterator[str]:
-    """Yield what is wrong with a model's plan."""
     try:
         plan: Mapping[str, Placement] = model.tensor_plan()  # type: ignore[operator]
     except AttributeError:

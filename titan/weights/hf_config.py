@@ -247,7 +247,6 @@ def build_schema(config: Mapping[str, Any], label: str) -> Decoder:
 
 
 def _check_types(config: Mapping[str, Any], label: str) -> None:
-    """Raise ConfigError for a value of another type than Hugging Face's."""
     rope = {"rope_scaling": config.get("rope_scaling"), "rope_parameters": config.get("rope_parameters")}
     try:
         for key, kind in _TYPES.items():
@@ -375,7 +374,6 @@ def _find_architecture(model: Decoder) -> str:
 
 
 def _build_rope_scaling(model: Decoder) -> dict[str, Any]:
-    """Return `rope_scaling` of a model that scales RoPE."""
     if not isinstance(model, DeepseekV3):
         return {"rope_type": "llama3", **{key: getattr(model, field) for key, field in _LLAMA_ROPE.items()}}
     keys = {**_YARN, **(_YARN_MAGNITUDES if model.rope_mscale_all else {})}
@@ -450,7 +448,6 @@ def _build_lists(model: Llama4) -> dict[str, Any]:
 
 
 def _list_moe_layers(layers: int, every: int) -> list[int]:
-    """Return the blocks that have experts."""
     return list(range(every - 1, layers, every))
 
 
@@ -460,6 +457,5 @@ def _list_rotary_layers(layers: int, every: int) -> list[int]:
 
 
 def _list_layer_types(layers: int, every: int, chunk: int | None) -> list[str]:
-    """Return the kind of attention of each block."""
     rotary_type = "full_attention" if chunk is None else "chunked_attention"
     return [rotary_type if rotary else "full_attention" for rotary in _list_rotary_layers(layers, every)]

@@ -64,7 +64,6 @@ def load_weights(
 
 
 def _read_shard(tensor: Tensor, weights: Weights, source: str) -> None:
-    """Read this rank's shard of a parameter."""
     offset, local = [0] * tensor.dim(), tensor
     if isinstance(tensor, DTensor):
         _, found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -111,7 +111,6 @@ def map_to_titan_rows(first: int, last: int, head_size: int) -> Tensor:
 
 
 def _copy_slice(shard: Tensor, bounds: Sequence[tuple[int, int]], head_size: int | None) -> Tensor:
-    """Return a copy of a slice."""
     if head_size is None:
         return shard[tuple(slice(*bound) for bound in bounds)].clone()
     (first, last), *other_bounds = bounds

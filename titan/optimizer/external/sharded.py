@@ -246,7 +246,6 @@ def _step_optimizer(
 
 
 def _update_shards(members: Sequence[Member], group: Mapping[str, Any]) -> None:
-    """Update this rank's shards of some parameters with one updater."""
     results = _step_optimizer(members, [_read_shards(member) for member in members], group) if members else []
     for member, matrices in zip(members, results, strict=True):
         keys = member.list_keys(member.updates + 1, "tensor")
