@@ -56,11 +56,6 @@ class RankBatch:
         return self.bytes * (outputs + (2 if self.one_row else 3) * dim) * self.tokens if self.regather else 0.0
 
     @property
-    def unsplit(self) -> RankBatch:
-        """The part of layers that are not split over tensor ranks, which compute their tokens between regions."""
-        return replace(self, tokens=self.residual_tokens, tensor=1)
-
-    @property
     def has_fused_norms(self) -> bool:
         """Whether no float32 copy of a norm's input is saved."""
         return self.fused or self.compiled
@@ -222,7 +217,8 @@ class SharedExperts(NamedTuple):
 
     def count_bytes(self, batch: RankBatch, dim: int) -> LayerActivations:
         """Return their activation memory, with their input where it is saved as it is gathered from tensor ranks."""
-        activations = count_swiglu_bytes(batch if self.split else batch.unsplit, dim, self.width)
+        whole = replace(batch, tokens=batch.residual_tokens, tensor=1)  # layers between regions compute these tokens
+        activations = count_swiglu_bytes(batch if self.split else whole, dim, self.width)
         saves_gathered_input = self.split and batch.tensor > 1 and batch.sequence and not batch.regather
         return activations._replace(saved=activations.saved + batch.bytes * dim * batch.tokens * saves_gathered_input)
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from titan.model.schema import Decoder
     from titan.optimizer.schema import Optimizer
 
-SAME = UpdateFactors()
-
 
 def build_optimizer(
     settings: Optimizer, model: Decoder, parameters: Iterable[tuple[str, Tensor]]
@@ -34,7 +32,7 @@ def build_optimizer(
         builder = f"{get_kind(type(settings))}.build"
         raise RunError(f"{builder} returned {type(optimizer).__name__}; return a torch.optim.Optimizer.")
     if factors := model.update_factors(settings):
-        scale_groups(optimizer, {parameter: factors.get(name, SAME) for name, parameter in named})
+        scale_groups(optimizer, {parameter: factors.get(name, UpdateFactors()) for name, parameter in named})
     return optimizer
 
 
@@ -47,7 +45,7 @@ def scale_groups(optimizer: torch.optim.Optimizer, factors: Mapping[Tensor, Upda
     for group in optimizer.param_groups:
         split: dict[UpdateFactors, list[Tensor]] = {}
         for parameter in group["params"]:
-            split.setdefault(factors.get(parameter, SAME), []).append(parameter)
+            split.setdefault(factors.get(parameter, UpdateFactors()), []).append(parameter)
         scaled += [_scale_group(optimizer, group, members, shared) for shared, members in split.items()]
     optimizer.param_groups[:] = scaled
 

@@ -226,7 +226,7 @@ def _create_kind(shapes: Shapes, dimensions: int, side: int, steps: int = STEPS)
     sizes = [s for s in shapes.values() if len(s) == dimensions] or [
         s[1:] for s in shapes.values() if len(s) == dimensions + 1
     ]
-    return create_problem(KINDS[dimensions], _shrink(max(sizes, key=lambda s: s[0]), side), dimensions, steps)
+    return create_problem(KINDS[min(dimensions, 3)], _shrink(max(sizes, key=lambda s: s[0]), side), dimensions, steps)
 
 
 def _shrink(shape: Sequence[int], side: int) -> tuple[int, ...]:
@@ -478,7 +478,7 @@ def _find_broken_parts(updater: Updater, problems: Sequence[Problem], outcomes: 
             for first in (length // 2, 1) if length > 1 else ():
                 parts = [run_rebuilt(updater, part) for part in problem.split([first, length - first], dimension)]
                 if (difference := _find_difference(outcome, parts, dimension)) is not None:
-                    place = ("rows", "columns", "last columns")[dimension]
+                    place = ("rows", "columns", "last columns")[min(dimension, 2)]
                     yield f"{first} of {length} {place} of {problem.name} {difference}"
 
 
