@@ -122,22 +122,17 @@ def _plan_files(
     weights: Weights, settings: Convert, target: Path
 ) -> tuple[list[str], int, Callable[[Callable[[int], None]], None]]:
     """Return the names of the tensor files, their total bytes, and a function that writes them."""
-    from titan.weights import export, save
+    from titan.weights import export
 
     limit, dtype = int(settings.shard_gb * 10**9), settings.dtype
-    if settings.format == "titan":
-        groups = save.list_files(weights, dtype, limit)
-        size = sum(sum(group.values()) for group in groups.values())
-        return (
-            list(groups),
-            size,
-            lambda show: save.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show),
-        )
     options: Any = {"format": settings.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": settings.meta_ranks}
     export.check_export(weights.model, settings.format, settings.meta_ranks)
     files = export.list_files(weights, **options)
 
     def write(show: Callable[[int], None]) -> None:
+        if settings.format == "titan":
+            export.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show)
+            return
         export.export_files(weights, target, **options, progress=show)
         export.finish_export(weights, target, **options)
 

@@ -169,7 +169,7 @@ def test_ranks_compare_what_they_hold_with_what_was_saved(there: Any, parts: Any
 
 
 def copying(tokenizer: str | None) -> Callable[[Path], save.TokenizerFiles]:
-    return partial(tokenizer_files.copy_and_list, tokenizer)
+    return partial(tokenizer_files.copy_files, tokenizer)
 
 
 @pytest.mark.full

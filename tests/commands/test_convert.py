@@ -211,7 +211,7 @@ def test_an_interrupted_conversion_does_not_count_and_begins_anew(
 
     with monkeypatch.context() as patch:
         patch.setattr(export, "cast_tensor", interrupted)
-        patch.setattr("titan.weights.save.cast_tensor", interrupted)
+        patch.setattr("titan.weights.export.cast_tensor", interrupted)
         assert convert.main(arguments) == 130
     assert any((tmp_path / "b").iterdir())
     (tmp_path / "b" / ".__0_0.distcp.1.tmp").touch()  # as a killed conversion leaves

@@ -14,6 +14,7 @@ from tests.support.own_models import CORES, LinearCore, OwnLlama, WholeCore, Win
 from titan.errors import ConfigError
 from titan.model.core import KeyValueCore, State
 from titan.model.masks import CoreInputs
+from titan.model.module_checks import check_module
 from titan.model.schema import Llama
 
 
@@ -149,7 +150,7 @@ def check(core: type[nn.Module], **degrees: int) -> None:
     def change(block: Any) -> None:
         block.attention.core = core()
 
-    ChangedLlama(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64, change=change).check_module(**degrees)
+    check_module(ChangedLlama(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64, change=change), **degrees)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_buffers_that_the_model_sets_are_accepted() -> None:
             model.init_buffers("meta")
             return model
 
-    Model(attention="window").check_module(context=2)
+    check_module(Model(attention="window"), context=2)
 
 
 def test_dropout_is_rejected() -> None:
@@ -217,4 +218,4 @@ def test_dropout_is_rejected() -> None:
 
     schema: Llama = ChangedLlama(dim=32, layers=1, heads=4, kv_heads=2, ffn=48, vocab=64, change=change)
     with pytest.raises(ConfigError, match="is a Dropout, and titan seeds no randomness"):
-        schema.check_module()
+        check_module(schema)

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.model.balance import Balance
+from titan.model.expert_ops import multiply_grouped, multiply_in_float32
 from titan.model.experts import MixtureOfExperts, Router, select_top_k
-from titan.model.float32_product import multiply_in_float32
-from titan.model.grouped import multiply_grouped
 
 ENDS = {
     "even": (4, 8, 12),

@@ -266,7 +266,7 @@ def test_every_layout_starts_the_same(config: Llama, layout: str, world: int) ->
 
 def test_wrong_box_is_an_error() -> None:
     with (
-        patch.object(init_weights, "_get_local_shard", return_value=torch.empty(1)),
+        patch.object(init_weights, "compute_local_shape_and_global_offset", return_value=((1,), (0,))),
         pytest.raises(RankFailedError, match="the local shape is"),
     ):
         run_ranks(sharded, 1, UNEVEN, "shard")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
 from titan.model.layers import IGNORED, Head, cross_entropy
-from titan.model.loss import compute_chunked_loss, compute_loss_in_chunks
+from titan.model.loss_terms import compute_chunked_loss, compute_loss_in_chunks
 from titan.model.schema import Llama
 from titan.parallelism import tensor
 

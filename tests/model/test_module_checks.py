@@ -20,6 +20,7 @@ from titan.model.core import KeyValueCore
 from titan.model.decoder import DecoderModel
 from titan.model.experts import ExpertLinear, Experts
 from titan.model.layers import Block, CausalAttention, FeedForward, Linear
+from titan.model.module_checks import check_module
 from titan.model.qwen3_moe import Qwen3MoeModel
 from titan.model.schema import Llama
 from titan.model.schema_moe import Qwen3Moe
@@ -110,12 +111,12 @@ OWN = "tests.model.test_module_checks."
 )
 def test_what_is_rejected(schema: Llama, layout: dict[str, int], expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
-        schema.check_module(**layout)
+        check_module(schema, **layout)
 
 
 @pytest.mark.parametrize("attention", ["window", "linear", "gated"])
 def test_what_every_layout_can_treat(attention: str) -> None:
-    OwnLlama(attention=attention).check_module(context=2, tensor=1 if attention == "linear" else 2)
+    check_module(OwnLlama(attention=attention), context=2, tensor=1 if attention == "linear" else 2)
 
 
 def test_experts_that_get_no_tokens_from_other_ranks_are_rejected() -> None:
@@ -136,8 +137,8 @@ def test_experts_that_get_no_tokens_from_other_ranks_are_rejected() -> None:
             return Model(self)
 
     with pytest.raises(ConfigError, match=r"parallelism\.expert=2: the experts of layers\.0"):
-        OwnMoe(**{field: getattr(QWEN3_MOE, field) for field in ("dim", "layers", "heads", "kv_heads")}).check_module(
-            expert=2
+        check_module(
+            OwnMoe(**{field: getattr(QWEN3_MOE, field) for field in ("dim", "layers", "heads", "kv_heads")}), expert=2
         )
 
 
@@ -158,7 +159,7 @@ def test_experts_that_take_no_weights_are_rejected() -> None:
             return Model(self)
 
     with pytest.raises(ConfigError, match=r"layers\.0\.feed_forward\.experts, a Unweighted, does not take"):
-        OwnMoe(dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, experts=8, expert_ffn=48, top_k=2).check_module()
+        check_module(OwnMoe(dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, experts=8, expert_ffn=48, top_k=2))
 
 
 def test_counts_are_those_of_the_module() -> None:
@@ -211,9 +212,9 @@ def test_a_model_without_a_plan_is_counted_and_not_split() -> None:
 
     model = UnplannedLlama(**SMALL)
     assert model.parameters() == Llama(**SMALL).parameters()
-    model.check_module()
+    check_module(model)
     with pytest.raises(ConfigError, match="declares no BLOCK_PLAN"):
-        model.check_module(tensor=2)
+        check_module(model, tensor=2)
 
 
 def test_a_head_that_skips_settings_of_the_loss_is_rejected() -> None:
@@ -235,8 +236,8 @@ def test_a_head_that_skips_settings_of_the_loss_is_rejected() -> None:
         predicts_tokens = False
 
     with pytest.raises(ConfigError, match="the head is a Plain, on which settings of logits and the loss"):
-        PlainLlama(**SMALL).check_module()
-    Images(**SMALL).check_module()
+        check_module(PlainLlama(**SMALL))
+    check_module(Images(**SMALL))
 
 
 def test_experts_of_another_number_are_rejected() -> None:
@@ -246,4 +247,4 @@ def test_experts_of_another_number_are_rejected() -> None:
             return Qwen3MoeModel(dataclasses.replace(self, expert_ffn=2 * self.expert_ffn))
 
     with pytest.raises(ConfigError, match=r"experts of layers\.0 have 98,304 .* counts 49,152"):
-        Wider(dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, experts=8, expert_ffn=64, top_k=2).check_module()
+        check_module(Wider(dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, experts=8, expert_ffn=64, top_k=2))

@@ -17,6 +17,7 @@ from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
 from titan import evaluate, generate
 from titan.errors import ConfigError
+from titan.model.module_checks import check_module
 
 CODE = """
 from dataclasses import dataclass
@@ -150,6 +151,6 @@ def test_a_trained_model_whose_plan_does_not_fit_is_rejected_on_tensor_ranks(
 )
 def test_a_plan_that_does_not_fit(values: dict[str, Any], expected: str) -> None:
     own = importlib.import_module("own_package.model").Own
-    own(layers=1).check_module(tensor=2)
+    check_module(own(layers=1), tensor=2)
     with pytest.raises(ConfigError, match=re.escape(expected)):
-        own(layers=1, **values).check_module(tensor=2)
+        check_module(own(layers=1, **values), tensor=2)

@@ -16,7 +16,7 @@ from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
-from titan.weights.hf_config import FURTHER_FIELDS
+from titan.weights.hf_config import ARCHITECTURES, FIELDS
 from titan.weights.interface import list_stored_parts, parse_fused_part
 
 transformers = pytest.importorskip("transformers")
@@ -68,7 +68,8 @@ def hugging_face(config: Decoder) -> torch.nn.Module:
             "original_max_position_embeddings": config.rope_original,
         }
     family = type(config).__name__
-    further = {key: getattr(config, name) for key, name in FURTHER_FIELDS.get(type(config), {}).items()}
+    fields = next(a.fields for a in ARCHITECTURES.values() if a.family is type(config))
+    further = {key: getattr(config, name) for key, name in fields.items() if FIELDS.get(key) != name}
     if isinstance(config, Llama4) and config.attention_chunk is None:
         further |= {"attention_chunk_size": 64, "layer_types": ["full_attention"] * config.layers}
     settings = {

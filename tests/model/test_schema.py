@@ -24,7 +24,7 @@ from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model.activations import RankBatch
 from titan.model.init_weights import materialise_model
-from titan.model.loss import compute_loss_in_chunks
+from titan.model.loss_terms import compute_loss_in_chunks
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.run import identity
@@ -145,18 +145,33 @@ def test_families_are_told_apart_and_ids_of_llamas_stay(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("family", "changes", "words"),
     [
-        pytest.param({"heads": 6, "kv_heads": 4}, ["model.heads=6", "model.kv_heads=4"], id="groups"),
-        pytest.param({"dim": 250}, ["model.dim=250", "model.heads=4", "model.head_dim"], id="heads"),
-        pytest.param({"head_dim": 33}, ["model.head_dim=33", "even", "model.head_dim=34"], id="odd-head"),
-        pytest.param({"dim": 12}, ["model.head_dim=3", "even", "model.head_dim=4"], id="odd-head-derived"),
-        pytest.param({"rope_factor": 8.0, "rope_low": 5.0}, ["model.rope_high=4", "model.rope_low=5"], id="band"),
+        pytest.param(Llama, {"heads": 6, "kv_heads": 4}, ["model.heads=6", "model.kv_heads=4"], id="groups"),
+        pytest.param(Llama, {"dim": 250}, ["model.dim=250", "model.heads=4", "model.head_dim"], id="heads"),
+        pytest.param(Llama, {"head_dim": 33}, ["model.head_dim=33", "even", "model.head_dim=34"], id="odd-head"),
+        pytest.param(Llama, {"dim": 12}, ["model.head_dim=3", "even", "model.head_dim=4"], id="odd-head-derived"),
+        pytest.param(
+            Llama, {"rope_factor": 8.0, "rope_low": 5.0}, ["model.rope_high=4", "model.rope_low=5"], id="band"
+        ),
+        pytest.param(DeepseekV3, {"kv_heads": 2}, ["model.kv_heads=2", "model.kv_heads=4"], id="fewer-keys"),
+        pytest.param(DeepseekV3, {"head_dim": 64}, ["model.head_dim=64", "model.qk_nope_head_dim"], id="head-dim"),
+        pytest.param(DeepseekV3, {"qk_rope_head_dim": 7}, ["model.qk_rope_head_dim=7", "give 8"], id="odd"),
+        pytest.param(DeepseekV3, {"v_head_dim": 193}, ["model.v_head_dim=193", "192"], id="wide-values"),
+        pytest.param(DeepseekV3, {"groups": 5}, ["model.groups=5", "model.experts=64"], id="unequal-groups"),
+        pytest.param(
+            DeepseekV3, {"groups": 64, "topk_groups": 6}, ["model.groups=64", "at least 2"], id="groups-of-one"
+        ),
+        pytest.param(
+            DeepseekV3, {"groups": 4, "topk_groups": 5}, ["model.topk_groups=5", "model.groups=4"], id="more-groups"
+        ),
+        pytest.param(DeepseekV3, {"groups": 16}, ["model.topk_groups=1", "model.top_k=6"], id="too-few-experts"),
+        pytest.param(DeepseekV3, {"first_dense": 7}, ["model.first_dense=7", "model.layers=6"], id="more-dense-blocks"),
     ],
 )
-def test_check_raises(changes: dict[str, Any], words: list[str]) -> None:
+def test_check_raises(family: type[Decoder], changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        Llama(**changes).check()
+        family(**changes).check()
     assert all(word in str(error.value) for word in words)
     assert str(error.value).endswith(".")
     assert "\n" not in str(error.value)
@@ -229,26 +244,6 @@ def test_flops_of_latent_attention_are_those_counted_in_a_step() -> None:
         model.head(model(tokens), tokens).backward()
     zeros = 6 * config.heads * (config.head_size - config.v_head_dim) * 32 * config.layers
     assert (config.flops_per_token(32) + zeros) * 32 == counted.get_total_flops()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        pytest.param({"kv_heads": 2}, ["model.kv_heads=2", "model.kv_heads=4"], id="fewer-keys"),
-        pytest.param({"head_dim": 64}, ["model.head_dim=64", "model.qk_nope_head_dim"], id="head-dim"),
-        pytest.param({"qk_rope_head_dim": 7}, ["model.qk_rope_head_dim=7", "give 8"], id="odd"),
-        pytest.param({"v_head_dim": 193}, ["model.v_head_dim=193", "192"], id="wide-values"),
-        pytest.param({"groups": 5}, ["model.groups=5", "model.experts=64"], id="unequal-groups"),
-        pytest.param({"groups": 64, "topk_groups": 6}, ["model.groups=64", "at least 2"], id="groups-of-one"),
-        pytest.param({"groups": 4, "topk_groups": 5}, ["model.topk_groups=5", "model.groups=4"], id="more-groups"),
-        pytest.param({"groups": 16}, ["model.topk_groups=1", "model.top_k=6"], id="too-few-experts"),
-        pytest.param({"first_dense": 7}, ["model.first_dense=7", "model.layers=6"], id="more-dense-blocks"),
-    ],
-)
-def test_deepseek_check_raises(changes: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        DeepseekV3(**changes).check()
-    assert all(word in str(error.value) for word in words)
 
 
 class Live(TorchDispatchMode):
@@ -352,17 +347,11 @@ def test_a_head_in_chunks_takes_what_is_stated(chunk: int, dtype: torch.dtype) -
         assert head.forward < config.head_activations(share).backward
 
 
-@pytest.mark.parametrize(
-    ("family", "kept"),
-    [
-        # input 16, queries 32, values 8, w1 40, attention's output 32: 2 bytes each; log-sum-exp 4 heads of 4
-        pytest.param(Llama, 2 * 128 + 16, id="llama"),
-        pytest.param(Qwen3, 2 * 128 + 16, id="qwen3"),
-    ],
-)
-def test_what_selective_checkpointing_keeps(family: type[Decoder], kept: int) -> None:
+@each_family
+def test_what_selective_checkpointing_keeps(family: type[Decoder]) -> None:
     config = family(dim=16, heads=4, kv_heads=1, head_dim=8, ffn=40)
-    assert config.block_activations(RankBatch(10, 2)).selective == 10 * kept
+    # input 16, queries 32, values 8, w1 40, attention's output 32: 2 bytes each; log-sum-exp 4 heads of 4
+    assert config.block_activations(RankBatch(10, 2)).selective == 10 * (2 * 128 + 16)
 
 
 @pytest.mark.parametrize("sequence", [True, False])

@@ -19,6 +19,7 @@ from titan.model import llama, schema, schema_deepseek, schema_llama4, schema_mo
 from titan.model.built_counts import Identity
 from titan.model.layers import Attention, Block, Embedding, FeedForward, Head, RMSNorm
 from titan.model.loss_terms import LossInputs
+from titan.model.module_checks import check_module
 from titan.model.schema import Llama
 from titan.model.token_mixing import TokenMixing, find_token_mixing
 
@@ -167,14 +168,14 @@ def test_what_mixes_tokens(change: Callable[[Any], None], part: str | None, spoi
 
 def test_layouts_that_split_rows_are_rejected_and_nothing_is_cached(capsys: pytest.CaptureFixture[str]) -> None:
     model = ChangedLlama(**SIZES, change=make_block(shift))
-    model.check_module(tensor=2)
+    check_module(model, tensor=2)
     name = r"layers\.0 \(TokenShift\) of the model .*ChangedLlama mixes tokens outside of its attention core"
     with pytest.raises(ConfigError, match=rf"parallelism\.context=2: .*{name}.* or give parallelism\.context=1\."):
-        model.check_module(context=2)
+        check_module(model, context=2)
     with pytest.raises(
         ConfigError, match=rf"sequence_parallel=true: .*{name}.* parallelism\.sequence_parallel=false\."
     ):
-        model.check_module(tensor=2, sequence=True)
+        check_module(model, tensor=2, sequence=True)
     assert not can_cache(model.build())
     assert (
         "no keys and values are cached, so each token takes longer: layers.0 (TokenShift) mixes"

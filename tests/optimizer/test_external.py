@@ -15,8 +15,8 @@ from tests.support.runs import are_identical, compose_tiny_run, read_step_record
 from tests.support.tiers import full, thorough
 from titan.errors import ConfigError
 from titan.optimizer.external.classify import RejectedError, Verdict, classify
-from titan.optimizer.external.constructor import load_constructor
 from titan.optimizer.external.schema import External
+from titan.optimizer.external.state import load_constructor
 
 OWN = "tests.support.own_optimizers."
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.precision.test_precision import BOUNDS, SGD, SHAPE, SMALL, expected
 from tests.support.runs import are_identical, compose_tiny_run, compute_difference, read_step_records, train_run
 from tests.support.tiers import full, list_further
+from titan.model.expert_ops import multiply_grouped
 from titan.model.experts import ExpertLinear
-from titan.model.grouped import multiply_grouped
 from titan.model.schema_moe import Qwen3Moe
 from titan.precision import grouped
 from titan.precision.cast import set_compute_dtype

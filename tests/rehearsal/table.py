@@ -84,7 +84,7 @@ def _define(name: str, devices: int, *settings: str, **options: Any) -> Rehearse
 
 EXPERTS_WAIT = "titan/parallelism/expert.py"
 """Ranks exchange how many rows each expert gets (docs/experts.md)."""
-LOOP_WAITS = "titan/model/grouped.py list_row_ranges"
+LOOP_WAITS = "titan/model/expert_ops.py list_row_ranges"
 """In fp32 experts are computed one after another (docs/experts.md)."""
 OFFLOAD_WAITS = ("titan/parallelism/grad_norm.py", "titan/training/trainer.py Trainer._update")
 """The norm and the update are the host's (docs/memory.md)."""

@@ -26,8 +26,8 @@ from tests.support.runs import Tensors, compose_tiny_run, gather_tensors
 from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
-from titan.optimizer.external.constructor import load_constructor, run_uncompiled
 from titan.optimizer.external.schema import External
+from titan.optimizer.external.state import load_constructor, run_uncompiled
 from titan.optimizer.matrix_gather import compute_local_slices
 from titan.parallelism import mesh
 from titan.run.run import Run
@@ -190,7 +190,7 @@ def step_class(run: Run, settings: External) -> Tensors:
     named = dict(build_train_step(run, world).named_parameters())
     chosen = {n: p for n, p in named.items() if settings.choose_settings(n, p.dim()).orthogonal}
     constructor = load_constructor(settings.cls, dict(settings.args or {}))
-    optimizer = constructor.build_for_training(list(chosen.values()), settings.peak_lr, settings.weight_decay)
+    optimizer = constructor.build(list(chosen.values()), settings.peak_lr, settings.weight_decay)
     for step, factor in enumerate(RATES):
         set_gradients(chosen.items(), step)
         optimizer.param_groups[0]["lr"] = settings.peak_lr * factor

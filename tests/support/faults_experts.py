@@ -9,7 +9,7 @@ from tests.support.fault import define_fault
 
 MODEL, LOAD, LAYOUTS = "model/test_experts.py", "training/test_expert_load.py", "parallelism/test_experts.py"
 GRADIENTS = f"{LAYOUTS}::test_gradients_of_each_expert_are_those_of_one_device"
-EXPERTS, ROWS, BALANCE = "titan/model/experts.py", "titan/model/expert_rows.py", "titan/model/balance.py"
+EXPERTS, ROWS, BALANCE = "titan/model/experts.py", "titan/model/expert_ops.py", "titan/model/balance.py"
 NEIGHBOURS = "test_experts_are_divided_over_neighbours_within_a_replica_of_a_stage"
 EXCHANGE, COUNTS = "titan/parallelism/expert.py", "titan/training/expert_load.py"
 
@@ -52,8 +52,8 @@ FAULTS = (
     define_fault(
         "experts: results go back in the order of experts",
         ROWS,
-        "ctx.count = count\n        out: Tensor = torch.ops.titan.sum_rows(rows, positions, starts, count)",
-        "ctx.count = count\n        out: Tensor = torch.ops.titan.sum_rows(rows, choices, starts, count)",
+        "ctx.count = count\n        return torch.ops.titan.sum_rows(rows, positions, starts, count)",
+        "ctx.count = count\n        return torch.ops.titan.sum_rows(rows, choices, starts, count)",
         f"{MODEL}::test_a_token_does_not_depend_on_the_others",
     ),
     define_fault(
@@ -65,7 +65,7 @@ FAULTS = (
     ),
     define_fault(
         "experts: padding rows keep what was in memory",
-        "titan/model/grouped.py",
+        "titan/model/expert_ops.py",
         "return out.masked_fill_((rows >= offsets[-1])[:, None], 0)",
         "return out.masked_fill_((rows >= offsets[-1])[:, None], 1)",
         f"{MODEL}::test_products_and_gradients[padded-bf16]",
@@ -86,14 +86,14 @@ FAULTS = (
     ),
     define_fault(
         "experts: the lower half of a router's gradient is lost",
-        "titan/model/float32_product.py",
+        "titan/model/expert_ops.py",
         "(grads[0] - high).to(x.dtype)",
         "torch.zeros_like(high)",
         f"{MODEL}::test_gradients_of_float32_products_are_exact_to_16_bits",
     ),
     define_fault(
         "experts: the gradient of a weight is another expert's",
-        "titan/model/grouped.py",
+        "titan/model/expert_ops.py",
         "torch.mm(grad[start:end].t(), x[start:end], out=out[expert])",
         "torch.mm(grad[start:end].t(), x[start:end], out=out[expert - 1])",
         f"{MODEL}::test_products_and_gradients[skewed-fp32]",
@@ -326,7 +326,7 @@ FAULTS = (
     ),
     define_fault(
         "latent attention: heads have other positions than their keys",
-        "titan/model/latent_attention.py",
+        "titan/model/deepseek_v3.py",
         "rotated = rotate_neighbours(rotated[..., None, :], cos, sin)",
         "rotated = rotate_neighbours(rotated[..., None, :], cos.flip(1), sin.flip(1))",
         "model/test_parity.py::test_equals_hugging_face[deepseek-v3]",

@@ -74,8 +74,8 @@ FAULTS = (
     define_fault(
         "own attention: a class derived from titan's counts as titan's",
         "titan/model/core.py",
-        'return isinstance(core, TitanCore) and type(core).__module__.startswith("titan.")',
-        "return isinstance(core, TitanCore)",
+        '(isinstance(core, TitanCore) and type(core).__module__.startswith("titan."))',
+        "isinstance(core, TitanCore)",
         "model/test_module_checks.py::test_what_is_rejected",
     ),
     define_fault(

@@ -25,8 +25,8 @@ MODEL = (
     define_fault(
         "initial weights: cut ones begin at the first row on every rank",
         "titan/model/init_weights.py",
-        "    return tuple(offset)\n",
-        "    return (0,) * len(offset)\n",
+        "shape=parameter.shape, offset=offset)",
+        "shape=parameter.shape, offset=(0,) * len(offset))",
         "test_laws.py::test_law_1_a_seed_gives_the_same_start[fsdp2]",
     ),
     define_fault(
@@ -38,14 +38,14 @@ MODEL = (
     ),
     define_fault(
         "loss: chunks overwrite the weight's gradient",
-        "titan/model/loss.py",
+        "titan/model/loss_terms.py",
         "weight_grad += logits.T @ hidden",
         "weight_grad.copy_(logits.T @ hidden)",
         "model/test_loss.py::test_bf16_differs_by_rounding_only",
     ),
     define_fault(
         "loss: ignored targets have a gradient",
-        "titan/model/loss.py",
+        "titan/model/loss_terms.py",
         "logits.mul_((valid / sums)[:, None])",
         "logits.mul_((1 / sums)[:, None])",
         "model/test_loss.py::test_any_chunk_gives_the_loss_and_gradients_of_all_logits",

@@ -44,10 +44,9 @@ from titan.dataset.tokenizers.rank_file import RankTokenizer, write_ranks
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights import tokenizer_files
-from titan.weights.export import check_export, export_files, finish_export, list_files
+from titan.weights.export import check_export, export_files, finish_export, list_files, save_weights
 from titan.weights.formats import open_weights
-from titan.weights.meta_params import build_params, find_ffn_multiplier
-from titan.weights.save import save_weights
+from titan.weights.meta import build_params, find_ffn_multiplier
 
 TIED = Llama(**SMALL, tied=True)
 MODELS = [
@@ -372,7 +371,7 @@ def test_documents_begin_as_with_llama_3(tmp_path: Path) -> None:
     write_native(tmp_path / "a", LLAMA)
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
     (tmp_path / "b").mkdir()
-    assert tokenizer_files.copy_as_json(str(tmp_path / "tokenizer.model"), tmp_path / "b") == (128_000, 128_001)
+    assert tokenizer_files.write_as_json(str(tmp_path / "tokenizer.model"), tmp_path / "b") == (128_000, 128_001)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
     assert theirs("abca hello").input_ids == [128_000, *tokenizer.encode("abca hello")]
     assert theirs.convert_tokens_to_ids("<|eot_id|>") == 128_009
@@ -409,7 +408,7 @@ import json, sys
 from pathlib import Path
 import torch
 from titan.weights.export import export_files
-from titan.weights.save import save_weights
+from titan.weights.export import save_weights
 from titan.weights.interface import compute_expected_shapes
 from titan.model.schema import Llama
 

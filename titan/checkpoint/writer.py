@@ -73,7 +73,7 @@ class ChecksumFileSystem(FileSystem):
     def create_stream(self, path: Name, mode: str) -> Iterator[Any]:
         """Open a file; see torch's `FileSystemBase`."""
         with super().create_stream(path, mode) as raw:
-            stream = _Stream(raw, self.advance)
+            stream = ChecksumStream(raw, self.advance)
             yield stream
         self.files[Path(path).name] = ManifestFile(stream.size, f"{stream.crc:08x}")
 
@@ -84,13 +84,14 @@ class ChecksumFileSystem(FileSystem):
             self.files[Path(new_path).name] = self.files.pop(Path(path).name)
 
 
-class _Stream(io.IOBase):
-    """A file opened for sequential writing."""
+class ChecksumStream(io.IOBase):
+    """A file opened for sequential writing, with its size and checksum."""
 
-    def __init__(self, raw: Any, advance: Callable[[], None]) -> None:
+    def __init__(self, raw: Any, advance: Callable[[], None] = lambda: None) -> None:
         self.raw, self.advance, self.size, self.crc = raw, advance, 0, 0
 
     def write(self, data: Any) -> int:
+        """Write bytes."""
         view = memoryview(data).cast("B")
         written = 0
         while written < len(view):  # on a nearly full disk a write may be partial
@@ -100,15 +101,19 @@ class _Stream(io.IOBase):
         return len(view)
 
     def tell(self) -> int:
+        """Return the size so far."""
         return self.size
 
     def fileno(self) -> int:
+        """Return the number of the file."""
         return int(self.raw.fileno())
 
     def flush(self) -> None:
+        """Flush the file unless it is closed."""
         if not self.raw.closed:
             self.raw.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self.raw.close()
         super().close()

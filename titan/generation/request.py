@@ -121,7 +121,9 @@ def _check_layout(model: Any, layout: Layout, machine: Machine) -> None:
             f"{machine.count}, or device=cpu."
         )
     if degree > 1:
-        model.check_module(tensor=degree)
+        from titan.model.module_checks import check_module  # imports torch
+
+        check_module(model, tensor=degree)
 
 
 def estimate_memory(settings: Settings, longest: int, model: Any, precision: Precision) -> tuple[float, float]:

@@ -51,15 +51,9 @@ class RankBatch:
     def count_regather_bytes(self, dim: int, outputs: float) -> float:
         """Return the bytes of gradients of a region's input and first products, with the input and a copy.
 
-        Args:
-            outputs: width of the outputs of its first matmuls together, on this rank.
+        `outputs` is the width of the outputs of its first matmuls together, on this rank.
         """
         return self.bytes * (outputs + (2 if self.one_row else 3) * dim) * self.tokens if self.regather else 0.0
-
-    @property
-    def unsplit(self) -> RankBatch:
-        """The part of layers that are not split over tensor ranks, which compute their tokens between regions."""
-        return replace(self, tokens=self.residual_tokens, tensor=1)
 
     @property
     def has_fused_norms(self) -> bool:
@@ -80,12 +74,8 @@ class RankBatch:
 
 
 class ContextBytes(NamedTuple):
-    """Bytes per token that attention saves in addition under context parallelism.
-
-    Attributes:
-        saved: without checkpointing.
-        selective: with selective checkpointing.
-    """
+    """Bytes per token that attention saves in addition under context parallelism, without and with selective
+    checkpointing."""
 
     saved: float = 0.0
     selective: float = 0.0
@@ -127,14 +117,8 @@ of an entropy, which are log-probabilities, probabilities, and their gradients."
 
 
 class HeadActivations(NamedTuple):
-    """Bytes of the final norm, the head and the loss.
-
-    Attributes:
-        saved: saved between forward and backward.
-        forward: the peak of the forward pass.
-        backward: the peak of the backward pass, saved tensors included.
-        norm: the backward pass of the final norm.
-    """
+    """Bytes of the final norm, the head and the loss: saved between both passes, at the peak of each, with what is
+    saved, and in the backward pass of the final norm."""
 
     saved: float
     forward: float
@@ -143,13 +127,9 @@ class HeadActivations(NamedTuple):
 
 
 class LayerActivations(NamedTuple):
-    """Bytes of a part of a block, without the norm before it.
+    """Bytes of a part of a block, without the norm before it; see `BlockActivations`.
 
-    Attributes:
-        saved: saved without checkpointing.
-        selective: saved with selective checkpointing.
-        outputs: gradients of the outputs of its linear layers.
-        matmuls: so many linear layers; selective checkpointing saves every other one's results.
+    Selective checkpointing saves the results of every other one of its `matmuls` linear layers.
     """
 
     saved: float
@@ -169,11 +149,7 @@ def count_attention_bytes(
 ) -> LayerActivations:
     """Return the activation memory of attention: rotated queries and keys, values, the output and its log-sum-exp.
 
-    Args:
-        queries: width of all query heads together.
-        keys: width of all key heads together.
-        heads: query heads.
-        head_norms: whether queries and keys are normalised.
+    `queries` and `keys` are the widths of all query heads, and of all key heads, together.
     """
     c, n, t = batch.bytes, batch.tokens, batch.tensor
     q, k = queries / t, keys / t
@@ -192,7 +168,7 @@ def count_latent_attention_bytes(
     latents: tuple[int | None, int],
     context: ContextBytes = NO_CONTEXT,
 ) -> LayerActivations:
-    """Return the activation memory of latent attention (`titan.model.latent_attention`).
+    """Return the activation memory of latent attention (`titan.model.deepseek_v3`).
 
     Saved are latents and their norms, which are whole on each tensor rank; queries, keys, values that are padded to the
     width of keys, the output, its log-sum-exp, and the output without the padding.
@@ -239,16 +215,12 @@ class SharedExperts(NamedTuple):
     width: int
     split: bool
 
-    def saves_gathered_input(self, batch: RankBatch) -> bool:
-        """Return whether autograd saves their input as it is gathered from tensor ranks."""
-        return self.split and batch.tensor > 1 and batch.sequence and not batch.regather
-
     def count_bytes(self, batch: RankBatch, dim: int) -> LayerActivations:
-        """Return their activation memory, with their gathered input where it is saved."""
-        activations = count_swiglu_bytes(batch if self.split else batch.unsplit, dim, self.width)
-        return activations._replace(
-            saved=activations.saved + batch.bytes * dim * batch.tokens * self.saves_gathered_input(batch)
-        )
+        """Return their activation memory, with their input where it is saved as it is gathered from tensor ranks."""
+        whole = replace(batch, tokens=batch.residual_tokens, tensor=1)  # layers between regions compute these tokens
+        activations = count_swiglu_bytes(batch if self.split else whole, dim, self.width)
+        saves_gathered_input = self.split and batch.tensor > 1 and batch.sequence and not batch.regather
+        return activations._replace(saved=activations.saved + batch.bytes * dim * batch.tokens * saves_gathered_input)
 
 
 def _count_reduced_bytes(batch: RankBatch, dim: int) -> float:
@@ -277,19 +249,11 @@ def count_block_bytes(batch: RankBatch, dim: int, attention: LayerActivations, f
 
 
 class RoutedExperts(NamedTuple):
-    """Experts that compute the tokens which a router sends to them.
-
-    Attributes:
-        total: E.
-        top_k: K.
-        width: F.
-        scale_inputs: whether scores scale their inputs, not their outputs.
-    """
+    """Experts that compute the tokens which a router sends to them: E, K, and F."""
 
     total: int
     top_k: int
     width: int
-    scale_inputs: bool = False
 
 
 def count_moe_block_bytes(
@@ -337,7 +301,6 @@ def count_head_bytes(
     batch: RankBatch,
     dim: int,
     vocab: int,
-    *,
     parts: bool,
     chunk: int | None,
     has_terms: bool = False,

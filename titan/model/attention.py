@@ -42,8 +42,7 @@ class NoKernelError(Exception):
 def choose_kernels(choice: str, device: torch.device) -> Kernels:
     """Return the kernels that `training.attention` allows on a device, in order of priority; empty: torch's default.
 
-    Args:
-        choice: a kernel's name, or "auto": on CUDA the fastest usable one, cuDNN's first on Hopper and newer.
+    With "auto" on CUDA it is the fastest usable one, cuDNN's first on Hopper and newer.
     """
     if choice in BACKENDS:
         return (BACKENDS[choice],)
@@ -56,10 +55,7 @@ def choose_kernels(choice: str, device: torch.device) -> Kernels:
 def query_selected_kernel(
     shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, allowed: Kernels, has_mask: bool
 ) -> str:
-    """Return the name of the kernel that torch selects for these inputs.
-
-    Args:
-        shape: query heads, key heads and their width on this rank.
+    """Return the name of the kernel that torch selects for query heads, key heads and their width on this rank.
 
     Raises:
         NoKernelError: if none of them supports the inputs.
@@ -85,13 +81,7 @@ def query_selected_kernel(
 
 
 def set_kernels(model: Any, choice: str, device: torch.device, use_flex: bool) -> None:
-    """Set the attention kernels of every `CausalAttention` of a decoder.
-
-    Args:
-        model: a `titan.model.decoder.DecoderModel`, or a part of one.
-        choice: see `choose_kernels`.
-        use_flex: use FlexAttention instead.
-    """
+    """Set the attention kernels of every `CausalAttention` of a decoder, or a part of one; or use FlexAttention."""
     if use_flex:
         model.mask = make_block_mask
     allowed = choose_kernels(choice, device)
@@ -119,68 +109,44 @@ def make_block_mask(
         chunk: return `Masks` of full attention and of attention in chunks of so many tokens.
     """
 
-    def make_for_ids(ids: Tensor | None) -> BlockMask:
-        return _make_causal_mask(torch.zeros_like(positions[:1])) if ids is None else _make_document_mask(ids)
+    def make_for_ids(document_ids: Tensor | None) -> BlockMask:
+        ids = torch.zeros_like(positions[:1]) if document_ids is None else document_ids
+        is_shared = len(ids) == 1
 
-    mask: BlockMask | Masks = build_masks(make_for_ids, document_ids, positions, positions.shape[1], chunk)
-    return mask
+        def attends_causally(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return query >= key
 
+        def attends_in_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            id_row = 0 if is_shared else row
+            return (query >= key) & (ids[id_row, query] == ids[id_row, key])
 
-def _make_causal_mask(ids: Tensor) -> BlockMask:
-    """Return the block mask of rows of one document, from its ids [1, T]."""
+        tokens = DocumentTokens(ids, torch.arange(ids.shape[1], device=ids.device)[None])
+        return find_visible_blocks(tokens, tokens, attends_causally if document_ids is None else attends_in_document)
 
-    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
-
-    return find_visible_blocks(_number_tokens(ids), _number_tokens(ids), attends)
-
-
-def _make_document_mask(ids: Tensor) -> BlockMask:
-    """Return the block mask of documents [1 or B, T]."""
-
-    def attends_shared_ids(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (ids[0, query] == ids[0, key])
-
-    def attends_row_ids(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (ids[row, query] == ids[row, key])
-
-    return find_visible_blocks(
-        _number_tokens(ids), _number_tokens(ids), attends_shared_ids if len(ids) == 1 else attends_row_ids
-    )
-
-
-def _number_tokens(ids: Tensor) -> DocumentTokens:
-    """Return the tokens of whole rows."""
-    return DocumentTokens(ids, torch.arange(ids.shape[1], device=ids.device)[None])
+    return build_masks(make_for_ids, document_ids, positions, positions.shape[1], chunk)  # type: ignore[no-any-return]
 
 
 def make_mask_mod(queries: DocumentTokens, keys: DocumentTokens) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return FlexAttention's `mask_mod`: whether a query attends to a key.
 
-    Args:
-        queries: positions are taken from the first row for all rows; so are ids if there is one row of them.
-        keys: likewise.
+    Positions are taken from the first row for all rows; so are ids if there is one row of them.
     """
     (ids, positions), (key_ids, key_positions) = queries, keys
-    positions, key_positions = positions[0], key_positions[0]
+    positions, key_positions, is_shared = positions[0], key_positions[0], len(ids) == 1
 
-    def attends_shared_ids(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (positions[query] >= key_positions[key]) & (ids[0, query] == key_ids[0, key])
+    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        id_row = 0 if is_shared else row
+        return (positions[query] >= key_positions[key]) & (ids[id_row, query] == key_ids[id_row, key])
 
-    def attends_row_ids(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (positions[query] >= key_positions[key]) & (ids[row, query] == key_ids[row, key])
-
-    return attends_shared_ids if len(ids) == 1 else attends_row_ids
+    return attends
 
 
 def find_visible_blocks(queries: DocumentTokens, keys: DocumentTokens, mask_mod: Callable[..., Tensor]) -> BlockMask:
     """Return the blocks of keys that each block of queries attends to, without synchronising with the device.
 
     Two blocks can share a document only if the ranges of their ids overlap, and a block is visible in full if both have
-    one and the same id. So no [T, T] mask is materialised, as torch's `create_block_mask` does.
-
-    Args:
-        mask_mod: the `mask_mod` of partially visible blocks.
+    one and the same id. So no [T, T] mask is materialised, as torch's `create_block_mask` does. `mask_mod` is that of
+    partially visible blocks.
     """
     low, high = (x[:, :, None] for x in _find_block_ranges(queries.document_ids))
     first, last = (x[:, :, None] for x in _find_block_ranges(queries.positions))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,46 +26,29 @@ from torch import Tensor, nn
 AUX, SEQ_AUX, Z = "aux_loss", "seq_aux_loss", "router_z_loss"
 
 
-class RowExchange(Protocol):
-    """What ranks exchange that have parts of the same rows."""
+class RowExchange:
+    """What ranks exchange that have parts of the same rows; here one rank has all of them."""
 
     def sum_counts(self, counts: Tensor) -> Tensor:
         """Return the sum over the ranks of counts [B, ...], which has no gradient."""
-
-    def gather_rows(self, x: Tensor) -> Tensor:
-        """Return whole rows [B, T, ...] in order, from this rank's tokens [B, t, ...]."""
-
-    def select_part(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of whole rows."""
-
-
-class LocalRows:
-    """Rows that one rank has."""
-
-    def sum_counts(self, counts: Tensor) -> Tensor:
-        """Return the argument."""
         return counts
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """Return the argument."""
+        """Return whole rows [B, T, ...] in order, from this rank's tokens [B, t, ...]."""
         return x
 
     def select_part(self, x: Tensor) -> Tensor:
-        """Return the argument."""
+        """Return this rank's tokens of whole rows."""
         return x
 
 
 class Balance:
-    """The balancing of one layer.
-
-    Attributes:
-        rows: what ranks exchange that have parts of the same rows.
-    """
+    """The balancing of one layer, and in `rows` what ranks exchange that have parts of the same rows."""
 
     def __init__(self, experts: int, losses: tuple[str, ...] = (), capacity: float | None = None) -> None:
         """Take E, names of losses, and the limit per row and expert as a multiple of the mean; None: no limit."""
         self.experts, self.losses, self.capacity = experts, losses, capacity
-        self.rows: RowExchange = LocalRows()
+        self.rows = RowExchange()
 
     def compute_losses(
         self, experts: Tensor, scores: Tensor, logits: Tensor, load: Tensor, valid: Tensor
@@ -74,8 +57,7 @@ class Balance:
 
         Args:
             experts: chosen ones, int64 [B, T, K].
-            scores: the router's scores, float32 [B, T, E].
-            logits: the router's logits, float32 [B, T, E].
+            scores: the router's, float32 [B, T, E], as its logits.
             load: of the previous step, float32 [E].
             valid: which tokens count, bool [B, T].
         """
@@ -139,9 +121,7 @@ def count_choices(experts: Tensor, kept_experts: Tensor, count: int, valid: Tens
     """Return what a layer counts, float32 [E + 1]: how often each expert was chosen, and choices that were dropped.
 
     Args:
-        experts: chosen ones, int64 [B, T, K].
-        kept_experts: of `Balance.apply_capacity`.
-        count: E.
+        experts: chosen ones, int64 [B, T, K]; `kept_experts` those of `Balance.apply_capacity`.
         valid: which tokens count, bool [B, T].
     """
     counts = count_experts(experts.where(valid[..., None], count).flatten(), count)

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan.model.counts import DecoderCounts, Matmul
-
-if TYPE_CHECKING:
-    from torch import nn
 
 BUILT = ("kind", "block_matmuls", "block_matmul_parameters", "block_parameters", "parameter_names", "attention_flops")
 """The methods of a schema that may count from its module."""
@@ -71,12 +68,8 @@ class BuiltCounts:
         """Return FLOPs per token of a block's attention: what its cores state, else those of titan's attention."""
         if cores := describe_blocks(self)[layer].cores:
             return float(sum(core.count_flops(self.heads, self.head_size, seq_len) for core in cores))
-        titan_method = next(vars(c)["attention_flops"] for c in type(self).__mro__ if _counts_in_closed_form(c))
-        return float(titan_method(self, seq_len, layer))
-
-
-def _counts_in_closed_form(kind: type) -> bool:
-    return is_titan_class(kind) and "attention_flops" in vars(kind)
+        owners = (c for c in type(self).__mro__ if is_titan_class(c) and "attention_flops" in vars(c))
+        return float(vars(next(owners))["attention_flops"](self, seq_len, layer))
 
 
 def is_titan_class(kind: type) -> bool:
@@ -127,26 +120,22 @@ def _describe_blocks(key: Identity) -> tuple[BuiltBlock, ...]:
 
     with torch.device("meta"):
         model = key.schema.build()
-    return tuple(_describe_block(block, _read_plan(model, int(number))) for number, block in model.layers.items())
+    return tuple(_describe_block(model, int(number)) for number in model.layers)
 
 
-def _read_plan(model: Any, layer: int) -> Mapping[str, str]:
-    """Return the plan of a block; a model that declares none is not split, see `titan.model.module_checks`."""
-    try:
-        plan: Mapping[str, str] = model.block_plan(layer)
-    except AttributeError:
-        return {}
-    return plan
-
-
-def _describe_block(block: nn.Module, plan: Mapping[str, str]) -> BuiltBlock:
+def _describe_block(model: Any, layer: int) -> BuiltBlock:
     from torch import nn
 
     from titan.model.core import AttentionCore
     from titan.model.experts import ExpertLinear, Router
     from titan.model.layers import Linear
 
-    modules = dict(block.named_modules())
+    block = model.layers[str(layer)]
+    try:
+        plan: Mapping[str, str] = model.block_plan(layer)
+    except AttributeError:  # one that declares no plan is not split, see `titan.model.module_checks`
+        plan = {}
+    modules: dict[str, Any] = dict(block.named_modules())
     matrices = [m for m in modules.values() if isinstance(m, nn.Linear | ExpertLinear | Router)]
     classes = ",".join(f"{name}:{type(module).__qualname__}" for name, module in modules.items())
     names = (f"{type(module).__module__}.{type(module).__qualname__}" for module in modules.values())

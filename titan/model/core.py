@@ -38,11 +38,7 @@ class TitanCore(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """An attention that needs whole rows; derive from it and define `attend`.
-
-    Attributes:
-        compute: calls `attend`; what a technique replaces.
-    """
+    """An attention that needs whole rows; derive from it and define `attend`; a technique replaces `compute`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,10 +89,6 @@ class KeyValueCore(AttentionCore):
 class RecurrentCore(AttentionCore):
     """An attention that knows earlier tokens by a state, such as linear attention (arXiv:2006.16236)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.compute = attend_recurrently
-
     @abstractmethod
     def init_state(self, q: Tensor, k: Tensor, v: Tensor) -> State:
         """Return the state of no tokens, zeros: a tuple of tensors whose first dimension are the rows."""
@@ -119,25 +111,15 @@ class RecurrentCore(AttentionCore):
         raise NotImplementedError
 
 
-def attend_rows(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, tokens: CoreInputs) -> Tensor:
-    """Return the attention of whole rows."""
-    out: Tensor = core.attend(q, k, v, tokens)
-    return out
-
-
-def attend_recurrently(core: RecurrentCore, q: Tensor, k: Tensor, v: Tensor, tokens: CoreInputs) -> Tensor:
-    """Return the attention of whole rows, from the state of no tokens."""
-    out: Tensor = core.attend(q, k, v, tokens, core.init_state(q, k, v))[0]
-    return out
+def attend_rows(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, tokens: CoreInputs) -> Any:
+    """Return the attention of whole rows, of a recurrent one from the state of no tokens."""
+    if isinstance(core, RecurrentCore):
+        return core.attend(q, k, v, tokens, core.init_state(q, k, v))[0]
+    return core.attend(q, k, v, tokens)
 
 
 class Cores(NamedTuple):
-    """Which cores a model's blocks have.
-
-    Attributes:
-        has_titan: some block has titan's, or one that is not known; then there is a mask.
-        has_own: some block has one of one's own; then tokens go with the mask.
-    """
+    """Which cores a model's blocks have: titan's or unknown ones, which take a mask, and some of one's own."""
 
     has_titan: bool
     has_own: bool
@@ -164,12 +146,13 @@ def find_unknown(block: nn.Module, known: tuple[type[nn.Module], ...], is_requir
     cores = [*own, *named, *titan]
     if not cores and is_required:
         return type(getattr(block, "attention", block)).__qualname__
-    unknown = (core for core in cores if not isinstance(core, known) and not _is_titan_core(core))
-    return next((type(core).__qualname__ for core in unknown), None)
-
-
-def _is_titan_core(core: nn.Module) -> bool:
-    return isinstance(core, TitanCore) and type(core).__module__.startswith("titan.")
+    unknown = (
+        type(core).__qualname__
+        for core in cores
+        if not isinstance(core, known)
+        and not (isinstance(core, TitanCore) and type(core).__module__.startswith("titan."))
+    )
+    return next(unknown, None)
 
 
 def iterate_cores(model: nn.Module) -> Iterator[AttentionCore]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,24 +33,6 @@ TOLERANCE = 1e-3
 """Of the largest value, between two ways to compute the same in float32."""
 WHOLE_ROWS_REMEDY = "derive it from titan.model.core.AttentionCore, which gets whole rows"
 """What works with any attention."""
-
-
-def find_core_error(core: AttentionCore, heads: int, kv_heads: int, width: int, tensor: int) -> str | None:
-    """Return how a core differs from what its class states, and the way out; None where it doesn't, or can't be judged.
-
-    Args:
-        core: on meta, but for its buffers.
-        heads: H, of the whole model.
-        width: d.
-        tensor: the degree of tensor parallelism.
-    """
-    with torch.no_grad(), torch.random.fork_rng(devices=()):
-        try:
-            row = Row(core, heads, kv_heads, width)
-            out = row.attend_all()
-        except Exception:  # such as a kernel that only a GPU has; what fails later depends on what the core gets
-            return None
-        return next(_find_errors(row, out, tensor), None)
 
 
 class Row:
@@ -81,88 +64,101 @@ class Row:
         """Return what all queries get, of other keys and values where they are given."""
         return self.attend(self.q, self.k if k is None else k, self.v if v is None else v, self.tokens, self.tokens)
 
-    def attend_without(self, token: int) -> Tensor:
+    def attend_without(self, token: int) -> Any:
         """Return what all queries get where one token has another key and another value."""
-        changed = torch.zeros(ROW_TOKENS, 1)
-        changed[token] = 1
-        out: Tensor = self.attend_all(self.k + changed, self.v - changed)
-        return out
+        changed = (torch.arange(ROW_TOKENS) == token).float()[:, None]
+        return self.attend_all(self.k + changed, self.v - changed)
 
 
-def _find_errors(row: Row, out: Any, tensor: int) -> Iterator[str]:
-    """Yield how a core differs from what its class states; `out` is what all queries of the row get."""
-    if not isinstance(out, Tensor) or out.shape != row.q.shape:
-        returned = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        yield f"returns {returned} for queries of {list(row.q.shape)}; return a tensor of their shape"
-        return
-    yield from _find_row_errors(row, out)
-    if isinstance(row.core, KeyValueCore):
-        yield from _find_part_errors(row, out)
-    if isinstance(row.core, RecurrentCore):
-        yield from _find_state_errors(row, out)
-    if tensor > 1 and row.q.shape[1] % tensor == row.k.shape[1] % tensor == 0:  # others are rejected with the layout
-        yield from _find_error(
-            lambda: _differs(out[:, : out.shape[1] // tensor], _attend_with_first_heads(row, tensor)),
-            "for some of the heads by themselves",
-            "give parallelism.tensor=1",
-        )
+class Case(NamedTuple):
+    """What a core gets, the way out where results then differ, both results, and what is wrong in that case."""
+
+    situation: str
+    way_out: str
+    compute: Callable[[], tuple[Tensor, Any]]
+    difference: str = ""
 
 
-def _find_error(differs: Callable[[], bool], case: str, way_out: str, difference: str = "") -> Iterator[str]:
-    """Yield what differs in a case, or which error the core raises there.
+def find_core_error(core: AttentionCore, heads: int, kv_heads: int, width: int, tensor: int) -> str | None:
+    """Return how a core differs from what its class states, and the way out; None where it doesn't, or can't be judged.
 
-    Args:
-        differs: calls the core, and returns whether the results are others than those of the row.
-        case: what the core gets.
-        difference: what is wrong where they differ; empty: the results.
+    The core is on meta, but for its buffers; `tensor` is the degree of tensor parallelism.
     """
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        try:
+            row = Row(core, heads, kv_heads, width)
+            out = row.attend_all()
+        except Exception:  # such as a kernel that only a GPU has; what fails later depends on what the core gets
+            return None
+        if not isinstance(out, Tensor) or out.shape != row.q.shape:
+            returned = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            return f"returns {returned} for queries of {list(row.q.shape)}; return a tensor of their shape"
+        for case in _list_cases(row, out, tensor):
+            if problem := _find_problem(case):
+                return f"{problem}; {case.way_out}"
+    return None
+
+
+def _find_problem(case: Case) -> str | None:
+    """Return what differs in a case, or which error the core raises there."""
     try:
-        error_text = (difference or f"computes other results {case}") if differs() else ""
+        left, right = case.compute()
+        limit = TOLERANCE * float(left.nan_to_num(0, 0, 0).abs().max())
+        is_same = left.shape == right.shape and torch.allclose(left.float(), right.float(), 0, limit, equal_nan=True)
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
-        error_text = f"raises {type(error).__name__} {case}{f' ({message})' if message else ''}"
-    if error_text:
-        yield f"{error_text}; {way_out}"
+        return f"raises {type(error).__name__} {case.situation}{f' ({message})' if message else ''}"
+    return None if is_same else case.difference or f"computes other results {case.situation}"
 
 
-def _find_row_errors(row: Row, out: Tensor) -> Iterator[str]:
-    """Yield what differs where a core gets the whole row again, and with another key and value."""
-    yield from _find_error(
-        lambda: _differs(out, row.attend_all()),
+def _list_cases(row: Row, out: Tensor, tensor: int) -> Iterator[Case]:
+    """Yield what a class states; `out` is what all queries of the row get."""
+    last, visible_only = ROW_TOKENS - 1, "attend to tokens.find_visible() only"
+    yield Case(
         "for the same tokens again",
         "leave out what is random: titan seeds no randomness of a step",
+        lambda: (out, row.attend_all()),
         "gives other results for the same tokens",
     )
-    last_token = ROW_TOKENS - 1
-    yield from _find_error(
-        lambda: _differs(out[:, :, :last_token], row.attend_without(last_token)[:, :, :last_token]),
+    yield Case(
         "for another key and value of the last token",
-        "attend to tokens.find_visible() only",
+        visible_only,
+        lambda: (out[:, :, :last], row.attend_without(last)[:, :, :last]),
         "lets a token see later ones",
     )
-    yield from _find_error(
-        lambda: _differs(out[:, :, FIRST_TOKENS:], row.attend_without(FIRST_TOKENS - 1)[:, :, FIRST_TOKENS:]),
+    yield Case(
         "for another key and value of a token",
-        "attend to tokens.find_visible() only",
+        visible_only,
+        lambda: (out[:, :, FIRST_TOKENS:], row.attend_without(FIRST_TOKENS - 1)[:, :, FIRST_TOKENS:]),
         "lets a token see another document",
     )
-
-
-def _find_part_errors(row: Row, out: Tensor) -> Iterator[str]:
-    """Yield what differs where a core gets some queries of a row, or a query of each of two rows."""
-    query_tokens = DocumentTokens(*(x[:, QUERY_INDICES] for x in row.tokens))
-    yield from _find_error(
-        lambda: _differs(
-            out[:, :, QUERY_INDICES], row.attend(row.q[:, :, QUERY_INDICES], row.k, row.v, query_tokens, row.tokens)
-        ),
-        "for some queries of a row",
-        f"compare positions and not indices, or {WHOLE_ROWS_REMEDY}",
-    )
-    yield from _find_error(
-        lambda: _differs(*_attend_to_cache(row)),
-        "for rows of different lengths",
-        f"use the positions of each row, or {WHOLE_ROWS_REMEDY}",
-    )
+    if isinstance(row.core, KeyValueCore):
+        queries = DocumentTokens(*(x[:, QUERY_INDICES] for x in row.tokens))
+        yield Case(
+            "for some queries of a row",
+            f"compare positions and not indices, or {WHOLE_ROWS_REMEDY}",
+            lambda: (
+                out[:, :, QUERY_INDICES], row.attend(row.q[:, :, QUERY_INDICES], row.k, row.v, queries, row.tokens)
+            ),
+        )  # fmt: skip
+        yield Case(
+            "for rows of different lengths",
+            f"use the positions of each row, or {WHOLE_ROWS_REMEDY}",
+            lambda: _attend_to_cache(row),
+        )
+    for cuts in CHUNK_STARTS if isinstance(row.core, RecurrentCore) else ():
+        yield Case(
+            "for a row in chunks",
+            f"return the state of all earlier tokens, or {WHOLE_ROWS_REMEDY}",
+            partial(_attend_in_chunks, row, out, cuts),
+        )
+    if tensor > 1 and row.q.shape[1] % tensor == row.k.shape[1] % tensor == 0:  # others are rejected with the layout
+        q, k, v = (x[:, : x.shape[1] // tensor] for x in (row.q, row.k, row.v))
+        yield Case(
+            "for some of the heads by themselves",
+            "give parallelism.tensor=1",
+            lambda: (out[:, : out.shape[1] // tensor], row.attend(q, k, v, row.tokens, row.tokens)),
+        )
 
 
 def _attend_to_cache(row: Row) -> tuple[Tensor, Tensor]:
@@ -177,18 +173,8 @@ def _attend_to_cache(row: Row) -> tuple[Tensor, Tensor]:
     return torch.cat([whole[:, :, length - 1 : length] for length in CACHED_LENGTHS]), cached
 
 
-def _find_state_errors(row: Row, out: Tensor) -> Iterator[str]:
-    """Yield what differs where a core gets a row in chunks, in documents and between them."""
-    for cuts in CHUNK_STARTS:
-        yield from _find_error(
-            lambda cuts=cuts: _differs(out, _attend_in_chunks(row, cuts)),  # type: ignore[misc]
-            "for a row in chunks",
-            f"return the state of all earlier tokens, or {WHOLE_ROWS_REMEDY}",
-        )
-
-
-def _attend_in_chunks(row: Row, cuts: tuple[int, ...]) -> Tensor:
-    """Return the attention of a row in chunks, as ranks compute them: the state is zero where a document begins."""
+def _attend_in_chunks(row: Row, out: Tensor, cuts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return `out`, and the row in chunks, as ranks compute them: the state is zero where a document begins."""
     parts, state = [], row.core.init_state(row.q, row.k, row.v)
     for start, end in pairwise((0, *cuts, ROW_TOKENS)):
         state = tuple(torch.zeros_like(x) for x in state) if start == FIRST_TOKENS else state
@@ -196,17 +182,4 @@ def _attend_in_chunks(row: Row, cuts: tuple[int, ...]) -> Tensor:
         heads = (x[:, :, start:end] for x in (row.q, row.k, row.v))
         part, state = row.core.attend(*heads, CoreInputs(None, tokens, tokens), state)
         parts.append(part)
-    return torch.cat(parts, 2)
-
-
-def _attend_with_first_heads(row: Row, tensor: int) -> Any:
-    q, k, v = (x[:, : x.shape[1] // tensor] for x in (row.q, row.k, row.v))
-    return row.attend(q, k, v, row.tokens, row.tokens)
-
-
-def _differs(left: Tensor, right: Any) -> bool:
-    """Return whether two results differ by more than rounding."""
-    if left.shape != right.shape:
-        return True
-    limit = TOLERANCE * float(left.nan_to_num(0, 0, 0).abs().max())
-    return not torch.allclose(left.float(), right.float(), rtol=0, atol=limit, equal_nan=True)
+    return out, torch.cat(parts, 2)

@@ -37,10 +37,9 @@ class Matmul(NamedTuple):
 
     def split(self, tensor: int) -> Matmul:
         """Return the matmul of one of `tensor` tensor-parallel ranks."""
-        inputs, outputs = (
-            (self.inputs // tensor, self.outputs) if self.rowwise else (self.inputs, self.outputs // tensor)
-        )
-        return Matmul(inputs, outputs, self.rowwise)
+        if self.rowwise:
+            return Matmul(self.inputs // tensor, self.outputs, rowwise=True)
+        return Matmul(self.inputs, self.outputs // tensor)
 
     def compute_token_share(self, sequence: int) -> float:
         """Return the share of a row's tokens that it computes on one of `sequence` ranks with sequence parallelism."""
@@ -65,6 +64,15 @@ class SequenceMatmul(WholeMatmul):
     def compute_token_share(self, sequence: int) -> float:
         """Return the share of a row's tokens."""
         return 1 / sequence
+
+
+def list_gated_matmuls(module: str, dim: int, width: int) -> dict[str, Matmul]:
+    """Return the linear layers of SwiGLU with hidden states of width `dim` by their names in a block."""
+    return {
+        f"{module}.w1": Matmul(dim, width),
+        f"{module}.w2": Matmul(width, dim, rowwise=True),
+        f"{module}.w3": Matmul(dim, width),
+    }
 
 
 class DecoderCounts:
@@ -116,15 +124,13 @@ class DecoderCounts:
 
     def linear_layers(self) -> dict[str, Matmul]:
         """Return the linear layers by the name of their module."""
+        matmuls_by_kind = {kind: self.block_matmuls(layers[0]) for kind, layers in self.kinds().items()}
         blocks = {
             f"layers.{i}.{name}": matmul
-            for kind in self.kinds().values()
-            for matmuls in [self.block_matmuls(kind[0])]
-            for i in kind
-            for name, matmul in matmuls.items()
+            for i in range(self.layers)
+            for name, matmul in matmuls_by_kind[self.kind(i)].items()
         }
-        order = sorted(blocks, key=lambda name: int(name.split(".")[1]))
-        return self.embedding_matmuls() | {name: blocks[name] for name in order} | self.head_matmuls()
+        return self.embedding_matmuls() | blocks | self.head_matmuls()
 
     def embedding_matmuls(self) -> dict[str, Matmul]:
         """Return the linear layers of an embedding that is no look-up, by the name of their module."""
@@ -157,15 +163,12 @@ class DecoderCounts:
             "attention.wk": Matmul(self.dim, keys),
             "attention.wv": Matmul(self.dim, keys),
             "attention.wo": Matmul(queries, self.dim, rowwise=True),
-            "feed_forward.w1": Matmul(self.dim, self.ffn),
-            "feed_forward.w2": Matmul(self.ffn, self.dim, rowwise=True),
-            "feed_forward.w3": Matmul(self.dim, self.ffn),
+            **list_gated_matmuls("feed_forward", self.dim, self.ffn),
         }
 
     def block_matmul_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of one block's matrices: query, key, value, output and three of SwiGLU."""
-        attention = 2 * self.dim * self.head_size * (self.heads + self.kv_heads)
-        return attention + 3 * self.dim * self.ffn
+        """Return the parameters of one block's matrices."""
+        return sum(matmul.size for matmul in self.block_matmuls(layer).values())
 
     def matmul_parameters(self) -> int:
         """Return the parameters of all linear layers, the head's tied or not."""
@@ -195,8 +198,16 @@ class DecoderCounts:
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""
-        attention = tuple(f"attention.{name}" for name in ("wq", "wk", "wv", "wo", *self.head_norms()))
-        return ("attention_norm", *attention, "ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")))
+        matmuls, experts = self.block_matmuls(layer), self.expert_matmuls(layer)
+        attention = [name.removeprefix("attention.") for name in matmuls if name.startswith("attention.")]
+        rest = [name for name in matmuls if not name.startswith("attention.")]
+        router = ("feed_forward.router",) if experts else ()
+        norms_and_attention = (f"attention.{name}" for name in self.order_attention(attention))
+        return ("attention_norm", *norms_and_attention, "ffn_norm", *router, *experts, *rest)
+
+    def order_attention(self, linear: list[str]) -> list[str]:
+        """Return the modules of attention with a weight, in order: its linear layers, and norms."""
+        return [*linear, *self.head_norms()]
 
     def head_norms(self) -> tuple[str, ...]:
         """Return the names of the norms of queries and keys, if the family has them."""
@@ -220,19 +231,13 @@ class DecoderCounts:
 
     def parameters(self) -> int:
         """Return the exact number of parameters: embedding, blocks and head; a tied weight counts once."""
-        tied = self.embedding_parameters() if self.tied else 0
-        return (
-            self.embedding_parameters()
-            + int(self.sum_over_blocks(self.block_parameters))
-            + self.head_parameters()
-            - tied
-        )
+        embedding = 0 if self.tied else self.embedding_parameters()
+        return embedding + int(self.sum_over_blocks(self.block_parameters)) + self.head_parameters()
 
     def active_parameters(self) -> int:
         """Return the exact number of parameters that compute a token: of the experts only those that are chosen."""
-        return self.parameters() - int(
-            self.sum_over_blocks(self.expert_parameters) - self.sum_over_blocks(self.active_expert_parameters)
-        )
+        idle = self.sum_over_blocks(lambda i: self.expert_parameters(i) - self.active_expert_parameters(i))
+        return self.parameters() - int(idle)
 
     def describe_size(self) -> str:
         """Return in words how many parameters there are, and how many compute a token if these are fewer."""
@@ -309,14 +314,5 @@ class DecoderCounts:
         reads_logits: bool = False,
     ) -> HeadActivations:
         """Return the activation memory of final norm, head and loss; see `titan.model.activations.count_head_bytes`."""
-        capped = self.logit_cap is not None
-        return count_head_bytes(
-            batch,
-            self.dim,
-            self.vocab,
-            parts=parts,
-            chunk=chunk,
-            has_terms=has_terms,
-            reads_logits=reads_logits,
-            is_capped=capped,
-        )
+        is_capped = self.logit_cap is not None
+        return count_head_bytes(batch, self.dim, self.vocab, parts, chunk, has_terms, reads_logits, is_capped)

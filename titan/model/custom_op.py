@@ -9,10 +9,9 @@ import torch
 
 
 def register_operation(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register `function` as the operation `torch.ops.titan.<name>`, for all devices and without a gradient.
+    """Register `function` as the operation of a name such as `titan::name`, for all devices and without a gradient.
 
     Args:
-        name: such as `titan::name`.
         function: annotated with types of torch's operator schemas; mutates none of its arguments.
         fake: the fake implementation: returns empty results of the same shapes and types.
     """

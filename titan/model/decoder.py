@@ -261,13 +261,24 @@ class DecoderModel(nn.Module):
         With {} for the number of an expert: a file has a tensor for each, of the parameter's first dimension. With :I/N
         the parameter, its last two dimensions transposed, is the I-th of N equal parts of a tensor's last dimension.
         """
-        return {name: self._build_hf_name(name) for name, _ in self.named_weights()}
 
-    def _build_hf_name(self, name: str) -> str:
-        module = name.removesuffix(".weight")
-        if not name.startswith("layers."):
-            return f"{OUTER_NAMES[module]}.weight"
-        _, index, inner = module.split(".", 2)
-        hf_name = self.BLOCK_NAMES[inner]
-        suffix = ".weight" if name != module and ":" not in hf_name else ""
-        return f"model.layers.{index}.{hf_name}{suffix}"
+        def build_name(name: str) -> str:
+            module = name.removesuffix(".weight")
+            if not name.startswith("layers."):
+                return f"{OUTER_NAMES[module]}.weight"
+            _, index, inner = module.split(".", 2)
+            hf_name = self.BLOCK_NAMES[inner]
+            suffix = ".weight" if name != module and ":" not in hf_name else ""
+            return f"model.layers.{index}.{hf_name}{suffix}"
+
+        return {name: build_name(name) for name, _ in self.named_weights()}
+
+
+class MoeDecoder(DecoderModel):
+    """A decoder with a mixture of experts in its blocks: has the losses that balance their load, and counts it."""
+
+    def __init__(self, config: Any) -> None:
+        """Create the modules of a `titan.model.schema_moe.Moe`."""
+        super().__init__(config)
+        self.losses = config.balance_losses()
+        self.counted = config.experts + 1

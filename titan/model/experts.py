@@ -15,9 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.model import balance
-from titan.model.expert_rows import expand_tokens, select_weights, sort_choices, sum_rows
-from titan.model.float32_product import multiply_in_float32
-from titan.model.grouped import GroupedProduct, multiply_grouped
+from titan.model.expert_ops import (
+    GroupedProduct,
+    expand_tokens,
+    multiply_grouped,
+    multiply_in_float32,
+    select_weights,
+    sort_choices,
+    sum_rows,
+)
 from titan.model.layers import Block, FeedForward, GetWeight, cast_weight
 from titan.model.steps import Exchange, Steps, run_steps
 
@@ -26,14 +32,8 @@ TINY = 1e-20
 
 
 class Route(NamedTuple):
-    """Where tokens go.
-
-    Attributes:
-        experts: int64 [..., K], the largest score first.
-        weights: of their outputs, float32 [..., K].
-        scores: of all experts, float32 [..., E].
-        logits: float32 [..., E].
-    """
+    """Where tokens go: their experts, int64 [..., K], the largest score first, the weights of these experts' outputs,
+    float32 [..., K], and scores and logits of all experts, float32 [..., E]."""
 
     experts: Tensor
     weights: Tensor
@@ -135,7 +135,7 @@ class ExpertLinear(nn.Module):
         self.product: GroupedProduct = multiply_grouped
 
     def forward(self, x: Tensor, offsets: Tensor, exact: bool = False) -> Tensor:
-        """Map rows [N, in], sorted by expert, to [N, out]; see `titan.model.grouped`."""
+        """Map rows [N, in], sorted by expert, to [N, out]; see `titan.model.expert_ops`."""
         return self.product(x, self.get_weight(self.weight, x.dtype), offsets, exact)
 
 
@@ -154,8 +154,7 @@ class Experts(nn.Module):
 
     def complete(self, a: Tensor, b: Tensor, weights: Tensor | None, offsets: Tensor, exact: bool) -> Tensor:
         """Return w2 of the gated product; a method for itself, so that it can be recomputed (`memory=gate`)."""
-        out: Tensor = self.w2(gate_rows(a, b, weights), offsets, exact)
-        return out
+        return self.w2(gate_rows(a, b, weights), offsets, exact)  # type: ignore[no-any-return]
 
 
 class _GateRows(torch.autograd.Function):
@@ -186,8 +185,7 @@ def gate_rows(a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:
     A weight of the input of the last matmul weighs its output, and is cheaper: it is narrower, and nothing but the
     output's sum is left to be computed, which needs no tensor in the backward pass.
     """
-    out: Tensor = _GateRows.apply(a, b, weights)  # type: ignore[no-untyped-call]
-    return out
+    return _GateRows.apply(a, b, weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Compute(Protocol):
@@ -239,15 +237,11 @@ def dispatch(
     Returns:
         The sums of their weighted results [N, D], added in float32 in the order of K.
     """
-    order, offsets = sort_choices(experts, rows), compute_offsets(experts.flatten(), count)
+    order = sort_choices(experts, rows)
+    offsets = balance.count_experts(experts.flatten(), count).cumsum(0).to(torch.int32)  # the ends of experts' rows
     row_weights = None if weights is None else select_weights(weights, order)
     results = compute(expand_tokens(x, order), row_weights, offsets, exact=rows is not None)
     return sum_rows(results, order)
-
-
-def compute_offsets(experts: Tensor, count: int) -> Tensor:
-    """Return the ends of the experts' rows once they are sorted, int32 [count]."""
-    return balance.count_experts(experts, count).cumsum(0).to(torch.int32)
 
 
 ExpertsOutput = tuple[Tensor, dict[str, Tensor], Tensor | None]
@@ -267,7 +261,6 @@ class MixtureOfExperts(nn.Module):
         """Create the experts.
 
         Args:
-            router: has the number of experts.
             shared: width of the shared experts together; None: there are none.
             scale_inputs: the weight of an expert scales its input, not its output.
         """
@@ -280,18 +273,12 @@ class MixtureOfExperts(nn.Module):
         self.balance = balance.Balance(router.experts)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> ExpertsOutput:
-        """Compute tokens.
+        """Map tokens [B, T, D] to [B, T, D]; return with it the values of the balancing losses and the counts.
 
-        Args:
-            x: [B, T, D].
-            valid: which tokens count in the loss, bool [B, T]; None: nothing is counted.
-
-        Returns:
-            [B, T, D], and of valid tokens the values of the balancing losses and the counts; see `titan.model.balance`.
+        These are of the tokens that count in the loss, bool [B, T]; None: none. See `titan.model.balance`.
         """
         if hasattr(self.dispatch, "iterate"):
-            output: ExpertsOutput = self._run_steps(x, valid)
-            return output
+            return self._run_steps(x, valid)  # type: ignore[no-any-return]
         route, kept_experts = self._choose_experts(x)
         inputs = self._expand_inputs(x, kept_experts, route.weights)
         out = self._sum_outputs(self.dispatch(*inputs, self._compute_rows), x)
@@ -303,13 +290,7 @@ class MixtureOfExperts(nn.Module):
         return run_steps(self.iterate(x, valid))
 
     def iterate(self, x: Tensor, valid: Tensor | None = None, beside: Exchange = "dispatch") -> Steps[ExpertsOutput]:
-        """As `forward`, in steps.
-
-        Args:
-            x: [B, T, D].
-            valid: as of `forward`.
-            beside: the exchange beside which shared experts compute.
-        """
+        """As `forward`, in steps; shared experts compute beside an exchange."""
         route, kept_experts = self._choose_experts(x)
         inputs = self._expand_inputs(x, kept_experts, route.weights)
         out, shared = yield from self._iterate_exchanges(inputs, x, beside)
@@ -367,8 +348,7 @@ class MixtureOfExperts(nn.Module):
         Of titan's router only a capacity drops choices; another class may drop some by itself.
         """
         drops = self.balance.capacity is not None or type(self.router) is not Router
-        out: Tensor = self.experts(x, offsets, weights, exact or not drops)
-        return out
+        return self.experts(x, offsets, weights, exact or not drops)  # type: ignore[no-any-return]
 
 
 class MoeBlock(Block):

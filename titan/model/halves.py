@@ -66,7 +66,6 @@ def _compute_one_by_one(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split_arguments(x: Tensor, cos: Any, sin: Any, mask: Any, valid: Tensor | None = None) -> list[tuple[Any, ...]]:
-    """Return the arguments of a block for each half."""
     rows = x.shape[0]
     valid_parts = () if valid is None else (split_inputs(valid, rows),)
     return list(zip(split_inputs(x, rows), cos, sin, mask, *valid_parts, strict=True))

@@ -98,10 +98,6 @@ def materialise_model(
 
     Parameters may be plain tensors or DTensors whose local shard is contiguous in each dimension; each rank initialises
     its own shard without communication. Replicas of tied weights (the model's `aliases`) get the tied weight's values.
-
-    Raises:
-        KeyError: for a parameter that is missing in `initial`.
-        RuntimeError: for a DTensor whose local shape differs from that of its placements.
     """
     allocate_model(model, device)
     for name, parameter in model.named_parameters():
@@ -113,47 +109,27 @@ def allocate_model(model: nn.Module, device: torch.device | str) -> None:
 
     Tied weights stay tied. Calls the model's `init_buffers(device)`.
     """
-    ties = _find_ties(model)
-    model.to_empty(device=device)
-    _tie_weights(model, ties)
+    first_names: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    ties = [(name, first_names[id(p)]) for name, p in named if first_names.setdefault(id(p), name) != name]
+    model.to_empty(device=device)  # gives each name a separate parameter
+    for name, original in ties:
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(leaf, model.get_parameter(original))
     model.init_buffers(device)  # type: ignore[operator]
 
 
 def init_parameter(parameter: Tensor, name: str, initial: Initializer, seed: int) -> None:
     """Initialise this rank's shard of a parameter in place; the values depend on the seed, not on the layout."""
-    local = _get_local_shard(parameter)
+    tensor = parameter.detach()
+    local, offset = tensor.to_local() if isinstance(tensor, DTensor) else tensor, (0,) * tensor.dim()
     if isinstance(initial, Ones):
         nn.init.ones_(local)
-    elif not isinstance(local, FakeTensor):  # which has no values
-        fill_normal(
-            local, name=name, seed=seed, std=initial.std, shape=parameter.shape, offset=_compute_offset(parameter, name)
-        )
-
-
-def _get_local_shard(parameter: Tensor) -> Tensor:
-    tensor = parameter.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _compute_offset(parameter: Tensor, name: str) -> tuple[int, ...]:
-    """Return the offset of this rank's shard in a parameter."""
-    if not isinstance(parameter, DTensor):
-        return (0,) * parameter.dim()
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if tuple(shape) != (local := tuple(_get_local_shard(parameter).shape)):
-        raise RuntimeError(f"{name}: the local shape is {local}, but {parameter.placements} give {tuple(shape)}")
-    return tuple(offset)
-
-
-def _find_ties(model: nn.Module) -> list[tuple[str, str]]:
-    """Return pairs of names of tied weights: each later name with the first."""
-    first_names: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return [(name, first_names[id(p)]) for name, p in named if first_names.setdefault(id(p), name) != name]
-
-
-def _tie_weights(model: nn.Module, ties: list[tuple[str, str]]) -> None:
-    """Tie weights again after `to_empty`, which gives each name a separate parameter."""
-    for name, original in ties:
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner).register_parameter(leaf, model.get_parameter(original))
+        return
+    if isinstance(local, FakeTensor):  # which has no values
+        return
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        if tuple(shape) != (local_shape := tuple(local.shape)):
+            raise RuntimeError(f"{name}: the local shape is {local_shape}, but {tensor.placements} give {tuple(shape)}")
+    fill_normal(local, name=name, seed=seed, std=initial.std, shape=parameter.shape, offset=offset)

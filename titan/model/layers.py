@@ -69,8 +69,7 @@ def look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows [..., D] in `dtype` of a weight [V, D], at tokens [...]."""
     if dtype == torch.float32:
         return F.embedding(tokens, weight)
-    rows: Tensor = _LookUp.apply(tokens, weight, dtype)  # type: ignore[no-untyped-call]
-    return rows
+    return _LookUp.apply(tokens, weight, dtype)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Embedding(nn.Embedding):
@@ -183,15 +182,10 @@ class Head(Linear):
         self.complete_logits: Callable[[Tensor], Tensor] = identity
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or the summed cross-entropy.
+        """Return logits [B, T, vocab] of `hidden` [B, T, D], after the final norm, in its type.
 
-        Args:
-            hidden: [B, T, D], after the final norm.
-            targets: [B, T] int64, -100 where ignored; None for logits.
-
-        Returns:
-            Logits [B, T, vocab] in the type of `hidden`; or the sum over valid targets in nats, a float32 scalar. With
-            loss terms: see `titan.model.loss_terms.Objective`.
+        With targets [B, T], int64, -100 where ignored, return the sum over valid ones in nats, a float32 scalar; with
+        loss terms see `titan.model.loss_terms.Objective`.
         """
         if self.fused is not None and targets is not None:
             return self.fused(hidden, self.get_weight(self.weight, self.operand or hidden.dtype), targets, self.product)
@@ -243,10 +237,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> T
     Minus infinity elsewhere. It has the queries' type, so that all layers share it; a boolean mask would be converted
     in each layer. Quadratic in T.
 
-    Args:
-        document_ids: [B, T]; with one row, the mask is [1, 1, T - first, T].
-        dtype: the queries' type.
-        first: index of the first query.
+    With one row of ids, the mask is [1, 1, T - first, T]; `first` is the index of the first query.
     """
     is_same_document = document_ids[:, None, first:, None] == document_ids[:, None, None, :]
     return torch.zeros(is_same_document.shape, dtype=dtype, device=is_same_document.device).masked_fill(
@@ -276,29 +267,20 @@ def attend(
     function: Callable[..., Tensor] = F.scaled_dot_product_attention,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute attention by one of torch's kernels.
+    """Return attention [B, H, t, d] of q [B, H, t, d], k and v [B, H_kv, s, d] by one of torch's kernels.
 
     Args:
-        q: [B, H, t, d].
-        k: [B, H_kv, s, d].
-        v: [B, H_kv, s, d].
         mask: mask [B, 1, t, s], added to scores; None: causal.
         function: the function to call; another than torch's to query its choice.
         scale: factor of scores; None: d ** -0.5.
-
-    Returns:
-        [B, H, t, d].
     """
     with sdpa_kernel(list(kernels), set_priority=True) if kernels else nullcontext():
         return function(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=scale)
 
 
 class CausalAttention(TitanCore):
-    """Softmax attention without weights; a module, so that other implementations can replace it.
-
-    Attributes:
-        scale: factor of scores, which other implementations take over; None: d ** -0.5.
-    """
+    """Softmax attention without weights; a module, so that other implementations, which take over `scale`, can replace
+    it."""
 
     def __init__(self, scale: float | None = None) -> None:
         super().__init__()
@@ -315,12 +297,10 @@ class Attention(nn.Module):
 
     With `norm_eps` the queries and the keys of each head are RMS-normalised before RoPE (arXiv:2302.05442, section 2),
     with a weight [d] that all heads share.
-
-    Attributes:
-        chunk: tokens of a chunk, within which tokens attend; None: they attend to all of their document.
     """
 
     chunk: int | None = None
+    """Tokens of a chunk, within which tokens attend; None: they attend to all of their document."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None) -> None:
         super().__init__()
@@ -343,8 +323,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
-        return projected
+        return self.wo(out.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
@@ -360,13 +339,11 @@ class FeedForward(nn.Module):
     @passes_input_to_project
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        out: Tensor = self.complete(*self.project(x, (self.w1, self.w3)))
-        return out
+        return self.complete(*self.project(x, (self.w1, self.w3)))
 
     def complete(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return w2 of the gated product; a method for itself, so that it can be recomputed (`memory=gate`)."""
-        out: Tensor = self.w2(F.silu(gate) * up)
-        return out
+        return self.w2(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -384,8 +361,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> Tensor:
         """Map x [B, T, D] to [B, T, D]; cos, sin float32 [1 or B, T, 1, d / 2]; mask: the core's, None: causal."""
         x, normed = self.attend(x, cos, sin, mask)
-        out: Tensor = x + self.feed_forward(normed)
-        return out
+        return x + self.feed_forward(normed)  # type: ignore[no-any-return]
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> tuple[Tensor, Tensor]:
         """Return the residual stream after attention, and the feed-forward layer's input, both [B, T, D]."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from torch import nn
 
 from titan.model.decoder import DecoderModel, Placement
 from titan.model.layers import Block
+
+V = TypeVar("V")
+
+
+def select_feed_forward(entries: Mapping[str, V], is_kept: bool = True) -> dict[str, V]:
+    """Return the entries of modules of a block's feed-forward layer, or those of all others."""
+    return {name: entry for name, entry in entries.items() if name.startswith("feed_forward") == is_kept}
 
 
 class LlamaModel(DecoderModel):

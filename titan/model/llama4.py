@@ -9,20 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.model.decoder import Placement
+from titan.model.decoder import MoeDecoder, Placement
 from titan.model.experts import MoeBlock
 from titan.model.layers import Attention, Block, passes_input_to_project, rotate_neighbours
-from titan.model.llama import LlamaModel
+from titan.model.llama import LlamaModel, select_feed_forward
 from titan.model.masks import Masks
-from titan.model.moe import MoeDecoder
 
 
 class AttentionInputs(NamedTuple):
     """What attention takes beside hidden states and angles, once per micro-batch for all blocks.
 
-    Attributes:
-        masks: of chunked and of full attention.
-        scale: of the queries of blocks without rotary embedding, float32 [1 or B, T, 1, 1]; None: one.
+    `scale` is that of the queries of blocks without rotary embedding, float32 [1 or B, T, 1, 1]; None: one.
     """
 
     masks: Masks
@@ -50,26 +47,21 @@ class Llama4Attention(Attention):
         """Map [B, T, D] to [B, T, D]."""
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x, (self.wq, self.wk, self.wv)))
         if self.has_rope:
-            q, k = (self._normalise(rotate_neighbours(heads, cos, sin)) for heads in (q, k))
+            q, k = (rotate_neighbours(heads, cos, sin) for heads in (q, k))
+            if self.norm_eps is not None:
+                q, k = (F.rms_norm(heads, (self.head_dim,), eps=self.norm_eps) for heads in (q, k))
         elif mask.scale is not None:
             q = (q * mask.scale).to(q.dtype)
         core_mask = mask.masks.chunked if self.has_rope else mask.masks.full
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core_mask)
-        projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
-        return projected
-
-    def _normalise(self, x: Tensor) -> Tensor:
-        return x if self.norm_eps is None else F.rms_norm(x, (x.shape[-1],), eps=self.norm_eps)
+        return self.wo(out.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
 class Llama4Model(MoeDecoder):
     """Llama 4's text model."""
 
-    ATTENTION_NAMES: ClassVar[Mapping[str, str]] = {
-        module: hf_name for module, hf_name in LlamaModel.BLOCK_NAMES.items() if not module.startswith("feed_forward")
-    }
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
-        **ATTENTION_NAMES,
+        **select_feed_forward(LlamaModel.BLOCK_NAMES, is_kept=False),
         "feed_forward.w1": "feed_forward.gate_proj",
         "feed_forward.w2": "feed_forward.down_proj",
         "feed_forward.w3": "feed_forward.up_proj",
@@ -83,7 +75,7 @@ class Llama4Model(MoeDecoder):
     }
     BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = LlamaModel.BLOCK_PLAN
     MOE_PLAN: ClassVar[Mapping[str, Placement]] = {
-        **{name: placement for name, placement in LlamaModel.BLOCK_PLAN.items() if not name.startswith("feed_forward")},
+        **select_feed_forward(LlamaModel.BLOCK_PLAN, is_kept=False),
         # each tensor rank computes its part of the sequence with whole experts, and its part of the shared expert
         "feed_forward.router": "sequence",
         "feed_forward.experts.w1": "sequence",

@@ -34,10 +34,7 @@ class DocumentTokens(NamedTuple):
 class CoreInputs(NamedTuple):
     """What the attention of a block gets where a block of the model has an attention of one's own.
 
-    Attributes:
-        mask: of titan's attention; None where no block has it.
-        queries: the tokens of the queries.
-        keys: the tokens of the keys.
+    The mask is that of titan's attention, None where no block has it.
     """
 
     mask: Any
@@ -59,20 +56,14 @@ def number_documents(document_ids: Tensor | None, positions: Tensor) -> Document
 def add_tokens(mask: Any, queries: DocumentTokens, keys: DocumentTokens, chunk: int | None = None) -> Any:
     """Return a mask with the tokens that it is for.
 
-    Args:
-        mask: of full attention; with `chunk`, `Masks`, or None.
-        chunk: return `Masks`, and let the chunks of so many tokens be the documents of the second.
+    With `chunk` it is `Masks` or None, and `Masks` are returned, for the second of which chunks of so many tokens are
+    documents.
     """
     if chunk is None:
         return CoreInputs(mask, queries, keys)
     full, chunked = mask if mask is not None else (None, None)
-    return Masks(
-        CoreInputs(full, queries, keys), CoreInputs(chunked, *(_split_chunks(side, chunk) for side in (queries, keys)))
-    )
-
-
-def _split_chunks(tokens: DocumentTokens, chunk: int) -> DocumentTokens:
-    return DocumentTokens(chunk_ids(tokens.document_ids, tokens.positions, chunk), tokens.positions)
+    split = (DocumentTokens(chunk_ids(*side, chunk), side.positions) for side in (queries, keys))
+    return Masks(CoreInputs(full, queries, keys), CoreInputs(chunked, *split))
 
 
 def select_mask(inputs: Any) -> Any:

@@ -7,10 +7,12 @@ would be skipped, and the layout would train another model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from titan.config.kinds import get_kind
@@ -19,60 +21,49 @@ from titan.errors import ConfigError
 from titan.model.built_counts import BuiltCounts
 from titan.model.core import GUIDE, AttentionCore, KeyValueCore, RecurrentCore, find_unknown, iterate_cores
 from titan.model.core_contract import find_core_error
+from titan.model.decoder import Placement
 from titan.model.experts import ExpertLinear, MixtureOfExperts
 from titan.model.layers import Head
 from titan.model.parts import find_gated_layers
 from titan.model.schema import Decoder
-from titan.model.tensor_plan import find_plan_errors
 from titan.model.token_mixing import find_token_mixing
+
+SPLIT = {"vocab": 0, "colwise": 0, "rowwise": 1}
+"""The dimension of a weight that ranks split, by its placement; others stay whole."""
 
 
 def check_module(
     schema: Decoder, tensor: int = 1, context: int = 1, expert: int = 1, gate: bool = False, sequence: bool = False
 ) -> None:
-    """Check a model's module.
+    """Raise ConfigError for the first module or parameter that a technique can't treat, or that is not counted.
 
     Args:
         schema: of the model, which is built on meta.
-        tensor: the degree of tensor parallelism.
-        context: the degree of context parallelism.
-        expert: the degree of expert parallelism.
+        tensor: the degree of tensor parallelism; `context` and `expert` likewise.
         gate: whether gated products are recomputed (`memory=gate`).
         sequence: whether tensor ranks split rows too, between matmuls.
-
-    Raises:
-        ConfigError: with the first module or parameter that a technique can't treat, or that is not counted.
     """
     with torch.device("meta"):
         model: Any = schema.build()
     name = get_kind(type(schema))
     for errors in (
-        _find_split_errors(model, name, tensor),
-        _find_core_errors(model, name, tensor, context),
+        _find_split_errors(model, name, tensor, context),
         _find_value_errors(model, name),
-        _find_contract_errors(model, schema, name, tensor),
-        _find_mixing_errors(schema, name, context, sequence),
-        _find_expert_errors(model, schema, name, expert),
-        _find_gate_errors(model, schema, name) if gate else iter(()),
-        _find_compute_errors(model, name),
-        _find_head_errors(model, schema, name),
+        _find_mixing_errors(model, schema, name, tensor, context, sequence),
+        _find_expert_errors(model, schema, name, expert, gate),
         _find_count_errors(model, schema, name),
     ):
         if (error := next(errors, None)) is not None:
             raise ConfigError(error)
 
 
-def _find_split_errors(model: Any, name: str, degree: int) -> Iterator[str]:
-    """Yield what is wrong with a plan for tensor parallelism."""
-    for error in find_plan_errors(model, degree) if degree > 1 else ():
+def _find_split_errors(model: Any, name: str, tensor: int, context: int) -> Iterator[str]:
+    """Yield what is wrong with a plan for tensor parallelism, and which attention can't be split over ranks."""
+    for error in _find_plan_errors(model, tensor) if tensor > 1 else ():
         yield (
-            f"parallelism.tensor={degree}: the model {name} can't be split: {error}; correct BLOCK_PLAN of "
+            f"parallelism.tensor={tensor}: the model {name} can't be split: {error}; correct BLOCK_PLAN of "
             f"{type(model).__qualname__}, or give parallelism.tensor=1."
         )
-
-
-def _find_core_errors(model: Any, name: str, tensor: int, context: int) -> Iterator[str]:
-    """Yield which attention can't be split over ranks."""
     for number, block in model.layers.items():
         if context > 1 and (unknown := find_unknown(block, (KeyValueCore, RecurrentCore))):
             yield (
@@ -88,6 +79,34 @@ def _find_core_errors(model: Any, name: str, tensor: int, context: int) -> Itera
             )
 
 
+def _find_plan_errors(model: nn.Module, degree: int) -> Iterator[str]:
+    try:
+        plan: Mapping[str, Placement] = model.tensor_plan()  # type: ignore[operator]
+    except AttributeError:
+        yield "it declares no BLOCK_PLAN"
+        return
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    placements = typing.get_args(Placement)
+    for name, placement in plan.items():
+        weight = parameters.get(f"{name}.weight")
+        if name not in modules:
+            yield f"its plan names {name}, which is no module"
+        elif placement not in placements:
+            yield f"its plan has {placement} for {name}, which is none of {', '.join(placements)}"
+        elif placement == "region":
+            continue
+        elif weight is None:
+            yield f"its plan has {placement} for {name}, which has no weight"
+        elif not hasattr(modules[name], "get_weight"):
+            yield f"{name} is a {type(modules[name]).__name__} and no layer of titan.model.layers"
+        elif placement in SPLIT and weight.shape[SPLIT[placement]] % degree:
+            yield f"{degree} does not divide dimension {SPLIT[placement]} of {name}.weight {tuple(weight.shape)}"
+    planned_names = {f"{name}.weight" for name, placement in plan.items() if placement != "region"}
+    for name in sorted(parameters.keys() - planned_names):
+        yield f"its plan has no entry for the parameter {name}"
+
+
 def _find_value_errors(model: Any, name: str) -> Iterator[str]:
     """Yield which tensors lose the values that `__init__` computes, since it runs on meta, and what is random."""
     for path, module in model.named_modules():
@@ -99,33 +118,27 @@ def _find_value_errors(model: Any, name: str) -> Iterator[str]:
                 f"parameter nor a buffer, so that no device gets it; compute it in forward, or register a "
                 f"buffer ({GUIDE})."
             )
-    for key in _list_unset_buffers(model):
-        yield (
-            f"model={name}: nothing sets the values of the buffer {key}; set them in init_buffers(device) of "
-            f"{type(model).__qualname__}, which calls super().init_buffers(device) ({GUIDE})."
-        )
-
-
-def _list_unset_buffers(model: Any) -> list[str]:
-    """Return the buffers that a model's `init_buffers` neither replaces nor writes to, after calling it."""
     before = {key: (buffer, buffer._version) for key, buffer in model.named_buffers()}
     model.init_buffers("cpu")
-    after = {key: (buffer, buffer._version) for key, buffer in model.named_buffers()}
-    return [
-        key for key in before if key in after and after[key][0] is before[key][0] and after[key][1] == before[key][1]
-    ]
+    for key, buffer in model.named_buffers():  # it neither replaced nor wrote to it
+        if key in before and buffer is before[key][0] and buffer._version == before[key][1]:
+            yield (
+                f"model={name}: nothing sets the values of the buffer {key}; set them in init_buffers(device) of "
+                f"{type(model).__qualname__}, which calls super().init_buffers(device) ({GUIDE})."
+            )
 
 
-def _find_contract_errors(model: Any, schema: Decoder, name: str, tensor: int) -> Iterator[str]:
-    """Yield which attention of one's own does not do what its class states, one of each kind of block; with buffers."""
+def _find_mixing_errors(
+    model: Any, schema: Decoder, name: str, tensor: int, context: int, sequence: bool
+) -> Iterator[str]:
+    """Yield which attention of one's own does not do what its class states, and what mixes tokens outside of it.
+
+    The model has buffers; one block of each kind is computed.
+    """
     for layers in schema.kinds().values():
         for core in iterate_cores(model.layers[str(layers[0])]):
             if error := find_core_error(core, schema.heads, schema.kv_heads, schema.head_size, tensor):
                 yield f"model={name}: attention {type(core).__qualname__} of layers.{layers[0]} {error} ({GUIDE})."
-
-
-def _find_mixing_errors(schema: Decoder, name: str, context: int, sequence: bool) -> Iterator[str]:
-    """Yield which part mixes tokens outside of attention cores, where ranks have parts of a row."""
     for setting, way_out, splits_rows, regions_have_rows in (
         (f"parallelism.context={context}", "parallelism.context=1", context > 1, False),
         ("parallelism.sequence_parallel=true", "parallelism.sequence_parallel=false", sequence, True),
@@ -137,8 +150,8 @@ def _find_mixing_errors(schema: Decoder, name: str, context: int, sequence: bool
             )
 
 
-def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int) -> Iterator[str]:
-    """Yield which experts can't be divided over ranks."""
+def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int, gate: bool) -> Iterator[str]:
+    """Yield which experts can't be divided over ranks or called with rows, and which gates can't be recomputed."""
     for layer in range(schema.layers) if degree > 1 else ():
         modules = list(model.layers[str(layer)].modules())
         mixtures = [module for module in modules if isinstance(module, MixtureOfExperts)]
@@ -151,10 +164,7 @@ def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int) -> 
                 "parallelism.expert=1."
             )
 
-
-def _find_gate_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:
-    """Yield which blocks have no gated product that can be recomputed."""
-    for layer in range(schema.layers):
+    for layer in range(schema.layers) if gate else ():
         if not find_gated_layers(block := model.layers[str(layer)]):
             yield (
                 f"memory.checkpointing=gate: layers.{layer} of the model {name}, a {type(block).__name__}, has no "
@@ -162,9 +172,6 @@ def _find_gate_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:
                 "memory, such as none or full."
             )
 
-
-def _find_compute_errors(model: Any, name: str) -> Iterator[str]:
-    """Yield which experts can't be called with rows of several experts and their weights."""
     for module_name, module in model.named_modules():
         if not isinstance(module, MixtureOfExperts):
             continue
@@ -178,17 +185,13 @@ def _find_compute_errors(model: Any, name: str) -> Iterator[str]:
             )
 
 
-def _find_head_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:
-    """Yield whether settings of logits and of the loss would be skipped."""
+def _find_count_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:
+    """Yield whether settings of the loss would be skipped, and what of the module the schema does not count."""
     if schema.predicts_tokens and not isinstance(model.head, Head):
         yield (
             f"model={name}: the head is a {type(model.head).__name__}, on which settings of logits and the loss have "
             "no effect; derive it from titan.model.layers.Head, or state predicts_tokens = False."
         )
-
-
-def _find_count_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:
-    """Yield what of the module the schema does not count."""
     counts_attention = type(schema).attention_flops is not BuiltCounts.attention_flops
     for number, block in model.layers.items() if not counts_attention else ():
         if unknown := find_unknown(block, (AttentionCore,)):

@@ -19,13 +19,7 @@ ModuleTest = Callable[[nn.Module], bool]
 
 
 class Part(NamedTuple):
-    """A method of a module in a block.
-
-    Attributes:
-        module: the block, or a module in it.
-        method: the method's name; the part is the modules that it calls.
-        name: of the part in the block; empty: the whole block.
-    """
+    """A method of a block or of a module in it, with the modules that it calls; its name is empty for the block."""
 
     module: nn.Module
     method: str = "forward"

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from titan.model.decoder import Placement
+from titan.model.decoder import MoeDecoder, Placement
 from titan.model.experts import MoeBlock
-from titan.model.moe import MoeDecoder
+from titan.model.llama import select_feed_forward
 from titan.model.qwen3 import Qwen3Model
 
 
@@ -17,18 +17,14 @@ class Qwen3MoeModel(MoeDecoder, Qwen3Model):
     """A Qwen3 decoder with experts (arXiv:2505.09388)."""
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
-        **{
-            module: hf_name
-            for module, hf_name in Qwen3Model.BLOCK_NAMES.items()
-            if not module.startswith("feed_forward")
-        },
+        **select_feed_forward(Qwen3Model.BLOCK_NAMES, is_kept=False),
         "feed_forward.router": "mlp.gate",
         "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
         "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
         "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
     }
     BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = {
-        **{name: placement for name, placement in Qwen3Model.BLOCK_PLAN.items() if not name.startswith("feed_forward")},
+        **select_feed_forward(Qwen3Model.BLOCK_PLAN, is_kept=False),
         # each tensor rank computes its part of the sequence with whole experts
         "feed_forward.router": "sequence",
         "feed_forward.experts.w1": "sequence",

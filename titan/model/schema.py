@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from titan.config.settings import setting
-from titan.model import checks
+from titan.config.settings import format_value, setting
+from titan.errors import ConfigError
 from titan.model.built_counts import is_titan_class, use_built_counts
 from titan.model.counts import DecoderCounts
 
 if TYPE_CHECKING:
-    from titan.model.decoder import DecoderModel as DecoderModel
-    from titan.model.llama import LlamaModel as LlamaModel
-    from titan.model.qwen3 import Qwen3Model as Qwen3Model
-    from titan.optimizer.schema import Optimizer
+    from titan.model.decoder import DecoderModel
 
 
 WIDEST = 10**7
@@ -106,55 +103,61 @@ class Decoder(DecoderCounts):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise ConfigError for settings that contradict each other.
-
-        Raises:
-            ConfigError: with the first such setting, its value and what to change.
-        """
-        checks.check_unused(self)
+        """Raise ConfigError with the first setting that contradicts another, its value and what to change."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in self.UNUSED and value != field.default:
+                raise ConfigError(
+                    f"model.{field.name}={format_value(value)}: {type(self).__name__} has no use for it; leave it out."
+                )
         self.check_heads()
-        checks.check_rope(self)
+        if self.rope_factor != 1 and self.rope_high < self.rope_low:
+            raise ConfigError(
+                f"model.rope_high={self.rope_high:g}: must be at least model.rope_low={self.rope_low:g}; raise it."
+            )
 
     def check_rows(self, seq_len: int) -> None:
         """Raise ConfigError for a `training.seq_len` other than the ids of a row that the module reads."""
 
     def check_heads(self) -> None:
         """Raise ConfigError for heads that the family's attention does not have."""
-        checks.check_heads(self)
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"model.heads={self.heads}: must be a multiple of model.kv_heads={self.kv_heads}; "
+                f"set model.kv_heads to a divisor of {self.heads}."
+            )
+        if self.head_dim is None and self.dim % self.heads:
+            raise ConfigError(
+                f"model.dim={self.dim}: must be a multiple of model.heads={self.heads}; "
+                "change one of them or give model.head_dim."
+            )
+        if self.head_size % 2 or self.head_size == 0:
+            raise ConfigError(
+                f"model.head_dim={self.head_size}: must be even, because rotary embedding rotates pairs; "
+                f"set model.head_dim={self.head_size + self.head_size % 2 or 2}."
+            )
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if not is_titan_class(cls):
             use_built_counts(cls)
 
-    def update_factors(self, optimizer: Optimizer) -> Mapping[str, UpdateFactors]:
+    def update_factors(self, optimizer: Any) -> Mapping[str, UpdateFactors]:
         """Return by what the optimizer's settings are multiplied for some parameters, by their names; none: by one.
 
         They come on top of the optimizer's groups. A family of which hyperparameters transfer between sizes overrides
-        it; it raises ConfigError for an optimizer of which it knows no factors.
+        it; it raises ConfigError for an optimizer, a `titan.optimizer.schema.Optimizer`, of which it knows no factors.
         """
         return {}
-
-    def check_module(
-        self, tensor: int = 1, context: int = 1, expert: int = 1, gate: bool = False, sequence: bool = False
-    ) -> None:
-        """Raise ConfigError for a module that titan can't count, or that a technique can't treat; it is built on meta.
-
-        Raises:
-            ConfigError: see `titan.model.module_checks.check_module`.
-        """
-        from titan.model import module_checks
-
-        module_checks.check_module(self, tensor, context, expert, gate, sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama(Decoder):
     """Shape of a Llama 2, 3 or 3.x decoder (arXiv:2407.21783)."""
 
-    def build(self) -> LlamaModel:
+    def build(self) -> DecoderModel:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
-        from titan.model.llama import LlamaModel as LlamaModel
+        from titan.model.llama import LlamaModel
 
         return LlamaModel(self)
 
@@ -167,9 +170,9 @@ class Qwen3(Decoder):
     rope_theta: float = setting(1000000.0, "base of the rotary (RoPE) frequencies", above=0, cap=1e12)
     norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", above=0, cap=1)
 
-    def build(self) -> Qwen3Model:
+    def build(self) -> DecoderModel:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
-        from titan.model.qwen3 import Qwen3Model as Qwen3Model
+        from titan.model.qwen3 import Qwen3Model
 
         return Qwen3Model(self)
 

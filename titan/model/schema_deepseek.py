@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model import checks
-from titan.model.counts_deepseek import DeepseekCounts
+from titan.model.activations import NO_CONTEXT, ContextBytes, LayerActivations, RankBatch, count_latent_attention_bytes
+from titan.model.counts import Matmul, SequenceMatmul, WholeMatmul, list_gated_matmuls
 from titan.model.schema import WIDEST
 from titan.model.schema_moe import Moe
 
 if TYPE_CHECKING:
-    from titan.model.deepseek_v3 import DeepseekV3Model as DeepseekV3Model
+    from titan.model.decoder import DecoderModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3(DeepseekCounts, Moe):
+class DeepseekV3(Moe):
     """Shape of a DeepSeek-V3 decoder (arXiv:2412.19437), and of DeepSeek-V2-Lite and Moonlight.
 
     Attention is to keys and values that are computed from a latent, for each head its own. RoPE is scaled by YaRN
@@ -98,16 +98,30 @@ class DeepseekV3(DeepseekCounts, Moe):
         """Return YaRN's factor of magnitudes (arXiv:2309.00071, eq. 22)."""
         return 0.1 * weight * math.log(self.rope_factor) + 1.0
 
-    def build(self) -> DeepseekV3Model:
+    def build(self) -> DecoderModel:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
-        from titan.model.deepseek_v3 import DeepseekV3Model as DeepseekV3Model
+        from titan.model.deepseek_v3 import DeepseekV3Model
 
         return DeepseekV3Model(self)
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
         super().check()
-        checks.check_expert_groups(self)
+        group_size = self.experts // self.groups
+        if self.experts % self.groups or (self.groups > 1 and group_size < 2):
+            raise ConfigError(
+                f"model.groups={self.groups}: must divide model.experts={self.experts} into groups of at least 2; "
+                "give another number, such as 1."
+            )
+        if self.topk_groups > self.groups:
+            raise ConfigError(
+                f"model.topk_groups={self.topk_groups}: must be at most model.groups={self.groups}; give fewer."
+            )
+        if self.topk_groups * group_size < self.top_k:
+            raise ConfigError(
+                f"model.topk_groups={self.topk_groups}: so many groups have {self.topk_groups * group_size} experts, "
+                f"fewer than model.top_k={self.top_k}; give more groups or fewer experts."
+            )
         if self.first_dense > self.layers:
             raise ConfigError(
                 f"model.first_dense={self.first_dense}: must be at most model.layers={self.layers}; give fewer."
@@ -115,7 +129,26 @@ class DeepseekV3(DeepseekCounts, Moe):
 
     def check_heads(self) -> None:
         """Raise ConfigError for heads that latent attention does not have."""
-        checks.check_latent_heads(self)
+        if self.kv_heads != self.heads:
+            raise ConfigError(
+                f"model.kv_heads={self.kv_heads}: latent attention has keys and values for each head; "
+                f"give model.kv_heads={self.heads}."
+            )
+        if self.head_dim is not None:
+            raise ConfigError(
+                f"model.head_dim={self.head_dim}: latent attention has heads of width model.qk_nope_head_dim + "
+                "model.qk_rope_head_dim; give model.head_dim=null and these."
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"model.qk_rope_head_dim={self.qk_rope_head_dim}: must be even, because rotary embedding rotates "
+                f"pairs; give {self.qk_rope_head_dim + 1}."
+            )
+        if self.v_head_dim > self.head_size:
+            raise ConfigError(
+                f"model.v_head_dim={self.v_head_dim}: must be at most model.qk_nope_head_dim + model.qk_rope_head_dim, "
+                f"{self.head_size}; give less."
+            )
 
     def build_router_options(self) -> dict[str, Any]:
         """Return the options of the router."""
@@ -126,3 +159,61 @@ class DeepseekV3(DeepseekCounts, Moe):
             "sigmoid": self.scoring_func == "sigmoid",
             "scale": self.routed_scaling_factor,
         }
+
+    def kind(self, layer: int) -> str:
+        """Return "dense" or "experts"."""
+        return "experts" if self.has_experts(layer) else "dense"
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a block has experts."""
+        return layer >= self.first_dense
+
+    @property
+    def shared_ffn(self) -> int | None:
+        """Width of the shared experts together; None: there are none."""
+        return self.shared_experts * self.expert_ffn or None
+
+    def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of a block by the name of their module in it; experts of tokens are none of them."""
+        shared = {} if self.shared_ffn is None else list_gated_matmuls("feed_forward.shared", self.dim, self.shared_ffn)
+        feed_forward: dict[str, Matmul] = {n: SequenceMatmul(m.inputs, m.outputs) for n, m in shared.items()}
+        if not self.has_experts(layer):
+            feed_forward = list_gated_matmuls("feed_forward", self.dim, self.ffn)
+        rank, queries, values = self.q_lora_rank, self.heads * self.head_size, self.heads * self.v_head_dim
+        query_matmuls = (
+            {"attention.wq": Matmul(self.dim, queries)}
+            if rank is None
+            else {"attention.wq_a": WholeMatmul(self.dim, rank), "attention.wq_b": Matmul(rank, queries)}
+        )
+        return query_matmuls | {
+            "attention.wkv_a": WholeMatmul(self.dim, self.kv_lora_rank + self.qk_rope_head_dim),
+            "attention.wkv_b": Matmul(self.kv_lora_rank, self.heads * self.qk_nope_head_dim + values),
+            "attention.wo": Matmul(values, self.dim, rowwise=True),
+            **feed_forward,
+        }
+
+    def block_parameters(self, layer: int = 0) -> int:
+        """Return the exact number of parameters of one block, including the norms of latents."""
+        return super().block_parameters(layer) + (self.q_lora_rank or 0) + self.kv_lora_rank
+
+    def attention_activations(
+        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
+    ) -> LayerActivations:
+        """Return the activation memory of attention; see `titan.model.activations.count_latent_attention_bytes`."""
+        widths = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
+        return count_latent_attention_bytes(
+            batch, self.dim, self.heads, widths, (self.q_lora_rank, self.kv_lora_rank), context
+        )
+
+    def attention_flops(self, seq_len: float, layer: int = 0) -> float:
+        """Return FLOPs per token of a block's attention scores and values, forward and backward."""
+        return float(6 * self.heads * (self.head_size + self.v_head_dim) * seq_len)
+
+    def attention_elements(self, layer: int = 0) -> int:
+        """Return the elements per token of queries and keys that are put together, and of values that are padded."""
+        return super().attention_elements(layer) + 2 * self.head_size * self.heads
+
+    def order_attention(self, linear: list[str]) -> list[str]:
+        """Return the modules of attention with a weight, in order."""
+        norms = {"wq_a": "q_norm", "wkv_a": "kv_norm"}
+        return [name for matmul in linear for name in (matmul, norms.get(matmul)) if name is not None]

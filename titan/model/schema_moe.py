@@ -7,21 +7,34 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.counts_moe import MoeCounts
+from titan.model.activations import (
+    NO_CONTEXT,
+    BlockActivations,
+    ContextBytes,
+    RankBatch,
+    RoutedExperts,
+    SharedExperts,
+    count_moe_block_bytes,
+)
+from titan.model.counts import Matmul, list_gated_matmuls
 from titan.model.schema import WIDEST, Decoder, Qwen3
 
 if TYPE_CHECKING:
-    from titan.model.qwen3_moe import Qwen3MoeModel as Qwen3MoeModel
+    from titan.model.decoder import DecoderModel
 
 BALANCING = ("aux_loss", "seq_aux_loss", "router_z_loss")
 """The settings that are coefficients of losses of `titan.model.balance`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moe(MoeCounts, Decoder):
+class Moe(Decoder):
     """Shape of a decoder with a mixture of experts in its blocks."""
 
     FREE: ClassVar[tuple[str, ...]] = (*BALANCING, "bias_rate", "capacity")
+    scale_inputs: ClassVar[bool] = False
+    """Whether scores scale the inputs of experts, not their outputs."""
+    split_shared: ClassVar[bool] = False
+    """Whether tensor ranks split the shared experts; else each computes its part of the sequence."""
 
     experts: int = setting(8, "experts of each block", at_least=1, cap=10_000)
     top_k: int = setting(2, "experts that compute each token", at_least=1, cap=10_000)
@@ -70,6 +83,50 @@ class Moe(MoeCounts, Decoder):
         if self.top_k > self.experts:
             raise ConfigError(f"model.top_k={self.top_k}: must be at most model.experts={self.experts}; give fewer.")
 
+    @property
+    def shared_ffn(self) -> int | None:
+        """Width of the experts that compute every token, together; None: there are none."""
+        return None
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a block has experts."""
+        return True
+
+    def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of attention by the name of their module in a block; experts are none of them."""
+        matmuls = super().block_matmuls(layer)
+        return {name: matmul for name, matmul in matmuls.items() if not name.startswith("feed_forward.")}
+
+    def block_matmul_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of one block's matrices: linear layers, the router, all experts."""
+        router = self.dim * self.experts * self.has_experts(layer)
+        return super().block_matmul_parameters(layer) + router + self.expert_parameters(layer)
+
+    def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
+        has_experts = self.has_experts(layer)
+        return list_gated_matmuls("feed_forward.experts", self.dim, self.expert_ffn) if has_experts else {}
+
+    def expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts, all of them but the shared ones."""
+        return 3 * self.dim * self.expert_ffn * self.experts * self.has_experts(layer)
+
+    def active_expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts that compute a token, without the shared ones."""
+        return 3 * self.dim * self.expert_ffn * self.top_k * self.has_experts(layer)
+
+    def block_activations(
+        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
+    ) -> BlockActivations:
+        """Return the activation memory of a block; see `titan.model.activations.count_moe_block_bytes`."""
+        if not self.has_experts(layer):
+            return super().block_activations(batch, context, layer)
+        experts = RoutedExperts(self.experts, self.top_k, self.expert_ffn)
+        shared = None if self.shared_ffn is None else SharedExperts(self.shared_ffn, self.split_shared)
+        return count_moe_block_bytes(
+            batch, self.dim, self.attention_activations(batch, context, layer), experts, shared
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Moe(Qwen3, Moe):
@@ -82,8 +139,8 @@ class Qwen3Moe(Qwen3, Moe):
         0.001, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, cap=1e3
     )
 
-    def build(self) -> Qwen3MoeModel:
+    def build(self) -> DecoderModel:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
-        from titan.model.qwen3_moe import Qwen3MoeModel as Qwen3MoeModel
+        from titan.model.qwen3_moe import Qwen3MoeModel
 
         return Qwen3MoeModel(self)

@@ -42,8 +42,7 @@ class TokenMixing(NamedTuple):
 def find_token_mixing(schema: Any, regions_have_rows: bool = False) -> TokenMixing:
     """Return what of the model of a `titan.model.schema.Decoder` mixes tokens; in titan's own only cores do.
 
-    Args:
-        regions_have_rows: let regions of the tensor-parallel plan, the embedding and the head mix them too.
+    With `regions_have_rows` regions of the tensor-parallel plan, the embedding and the head may mix them too.
     """
     return TokenMixing() if is_titan_class(type(schema)) else _judge_model(Identity(schema), regions_have_rows)
 
@@ -86,11 +85,7 @@ Parts = list[tuple[str, Tensor]]
 
 
 def _find_mixing(parts: Parts) -> str | None:
-    """Return the first part whose results at unchanged tokens depend on changed ones; None: none of them.
-
-    Raises:
-        ValueError: when results are random, or not finite.
-    """
+    """Return the first part whose results at unchanged tokens depend on changed ones; None: none of them."""
     for name, values in parts:
         differences = (values - values[:1]).abs().view(*CHANGED.shape, -1).amax(-1).masked_fill(CHANGED, 0)
         is_wrong = (differences > TOLERANCE * values.abs().max()).any(1)

@@ -8,49 +8,46 @@ rank needs at most two whole matrices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 Box = tuple[slice, ...]
+Content = TypeVar("Content")
+"""What is gathered and computed of a parameter: a matrix, or several tensors."""
 
 
-def compute_on_owners(
-    likes: Sequence[Any],
-    boxes: Sequence[Box],
-    shards: Sequence[Tensor],
+def run_on_owners(
+    count: int,
     mesh: DeviceMesh,
-    compute: Callable[[Tensor], Tensor],
-) -> Iterator[Tensor]:
-    """Yield this rank's shard of `compute` of each matrix.
-
-    A collective: all ranks of the mesh call it and consume the whole iterator.
+    gather: Callable[[int], Content],
+    compute: Callable[[int, Content], Content],
+    spread: Callable[[int, Content | None, Callable[[Tensor], None]], None],
+) -> None:
+    """Gather parameters, compute each on the rank that owns it, and spread the results; a collective over the mesh.
 
     Args:
-        likes: DTensors over the mesh with the matrices' placements, at most as many as the mesh has ranks.
-        boxes: the slices of this rank's shard of each matrix, see `compute_local_slices`.
-        shards: this rank's shard of each matrix.
-        compute: maps a whole matrix to one of the same shape and type.
+        count: of parameters, at most as many as the mesh has ranks.
+        gather: returns what a parameter's owner needs; all ranks call it.
+        compute: returns the result; the owner calls it.
+        spread: given the result, None on other ranks, and a function that broadcasts a tensor from the owner in place.
     """
-    own_coordinate = list(mesh.get_coordinate() or ())
-    owners = [find_coordinate(rank, tuple(mesh.shape)) for rank in range(len(shards))]
-    device = torch.device(mesh.device_type)
-    own_matrix = torch.empty(0)
-    for like, shard, owner in zip(likes, shards, owners, strict=True):
-        matrix = gather_matrix(shard.to(device), like, mesh)
-        own_matrix = matrix if owner == own_coordinate else own_matrix
-    if own_coordinate in owners:  # after all gathers, so that no owner waits for another's computation
-        own_matrix = compute(own_matrix)
-    for like, box, shard, owner in zip(likes, boxes, shards, owners, strict=True):
-        matrix = own_matrix if owner == own_coordinate else torch.empty(like.shape, dtype=shard.dtype, device=device)
-        broadcast_matrix(matrix, own_coordinate, owner, mesh)
-        yield matrix[box].to(shard.device)
+    own, content = list(mesh.get_coordinate() or ()), None
+    owners = [find_coordinate(rank, tuple(mesh.shape)) for rank in range(count)]
+    for number, owner in enumerate(owners):
+        gathered = gather(number)
+        content = gathered if owner == own else content
+    if content is not None:  # after all gathers, so that no owner waits for another's computation
+        content = compute(owners.index(own), content)
+    for number, owner in enumerate(owners):
+        spread(number, content if owner == own else None, partial(broadcast_matrix, own=own, owner=owner, mesh=mesh))
 
 
 def find_coordinate(rank: int, shape: tuple[int, ...]) -> list[int]:
@@ -71,10 +68,10 @@ def gather_matrix(shard: Tensor, like: DTensor, mesh: DeviceMesh) -> Tensor:
     return sharded.to_local()
 
 
-def broadcast_matrix(matrix: Tensor, own_coordinate: list[int], owner: list[int], mesh: DeviceMesh) -> None:
+def broadcast_matrix(matrix: Tensor, own: list[int], owner: list[int], mesh: DeviceMesh) -> None:
     """Broadcast a tensor from its owner to all ranks, one mesh dimension after the other."""
     for dimension, source in enumerate(owner):
-        if own_coordinate[dimension + 1 :] == owner[dimension + 1 :]:
+        if own[dimension + 1 :] == owner[dimension + 1 :]:
             dist.broadcast(matrix, group=mesh.get_group(dimension), group_src=source)
 
 
@@ -82,3 +79,9 @@ def compute_local_slices(like: DTensor) -> Box:
     """Return the slices of this rank's shard of a matrix; compute them once, because they cost host time."""
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def list_sharded_dimensions(tensor: Any) -> set[int]:
+    """Return which dimensions of a tensor are sharded over ranks; of a plain one, none."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return {p.dim for p in placements if isinstance(p, (Shard, _StridedShard))}

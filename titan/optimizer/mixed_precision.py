@@ -1,23 +1,50 @@
-"""AdamW for weights and moments in bf16 or fp32: computed in fp32, rounded once when written back.
+"""AdamW and SGD by torch's kernels, and AdamW for weights and moments in bf16 or fp32.
 
-The update is elementwise, so it runs on pieces of each rank's shards: only one bucket of pieces at a time exists in
-fp32. torch's functional AdamW computes it.
+It computes in fp32, and rounds once when written back. The update is elementwise, so it runs on pieces of each rank's
+shards: only one bucket of pieces at a time exists in fp32. torch's functional AdamW computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from titan.optimizer.schema import Implementation, Type, select_kernels
 from titan.parallelism.grad_norm import local_tensor
 
 BUCKET = 1 << 22
 """Elements per bucket: four fp32 tensors of 16 MiB."""
+TYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+"""The types of moments; None: each parameter's."""
+
+
+def select_kernels(implementation: str) -> dict[str, Any]:
+    """Return torch's keyword arguments of an implementation: fused, foreach or for-loop."""
+    return {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+
+
+def build_adamw(
+    groups: list[dict[str, Any]], common: dict[str, Any], moments: str, implementation: str
+) -> torch.optim.Optimizer:
+    """Return torch's AdamW if weights and moments have one type, else `MixedPrecisionAdamW`; see its arguments."""
+    kinds = {p.dtype for group in groups for p in group["params"]}
+    same_type = all(kind == (TYPES[moments] or kind) for kind in kinds)
+    if same_type and (implementation == "fused" or kinds <= {torch.float32}):  # the fused one computes in fp32
+        return torch.optim.AdamW(groups, **common, **select_kernels(implementation))
+    return MixedPrecisionAdamW(groups, common, moments, implementation)
+
+
+def build_sgd(groups: list[dict[str, Any]], common: dict[str, Any], implementation: str) -> torch.optim.SGD:
+    """Return torch's SGD with settings `common` of all groups."""
+    tensors = [p for group in groups for p in group["params"]]
+    # There is no fused kernel for DTensors, and the CPU's does not update weights that are not fp32.
+    lacks_fused = any(isinstance(p, DTensor) or (p.device.type == "cpu" and p.dtype != torch.float32) for p in tensors)
+    uses_default = lacks_fused and implementation == "fused"
+    return torch.optim.SGD(groups, **common, **({"fused": False} if uses_default else select_kernels(implementation)))
 
 
 class Piece(NamedTuple):
@@ -33,17 +60,10 @@ class Piece(NamedTuple):
 class MixedPrecisionAdamW(torch.optim.Optimizer):
     """AdamW with state and weights of any type (see the module); its state has the keys of torch's AdamW."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], common: dict[str, Any], moments: Type, implementation: Implementation
-    ) -> None:
-        """Create the optimizer.
+    def __init__(self, groups: list[dict[str, Any]], common: dict[str, Any], moments: str, implementation: str) -> None:
+        """Create the optimizer of torch's parameter groups, with betas and eps `common` to all.
 
-        Args:
-            groups: torch's parameter groups.
-            common: betas and eps of all groups.
-            moments: the type of the moments; auto: each parameter's type.
-            implementation: torch's implementation; "fused" honours `found_inf`, so that a non-finite step changes
-                nothing.
+        The implementation "fused" honours `found_inf`, so that a non-finite step changes nothing.
         """
         super().__init__(groups, common)
         self.moments, self.implementation = moments, implementation
@@ -59,7 +79,14 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
     def update_group(self, group: dict[str, Any]) -> None:
         """Update a group's parameters."""
         parameters = [p for p in group["params"] if p.grad is not None]
-        for bucket in _group_pieces(piece for p in parameters for piece in self._split_pieces(p)):
+        bucket, size = list[Piece](), 0
+        for piece in (piece for parameter in parameters for piece in self._split_pieces(parameter)):
+            if bucket and size + piece.weight.numel() > BUCKET:
+                self._update_bucket(bucket, group)
+                bucket, size = [], 0
+            bucket.append(piece)
+            size += piece.weight.numel()
+        if bucket:
             self._update_bucket(bucket, group)
         steps = [self.state[p]["step"] for p in parameters]
         if steps:
@@ -74,19 +101,14 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
 
     def create_moment(self, parameter: Tensor) -> Tensor:
         """Return a new moment of a parameter, with its sharding."""
-        dtype = {"auto": parameter.dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[self.moments]
-        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+        return torch.zeros_like(parameter, dtype=TYPES[self.moments], memory_format=torch.preserve_format)
 
-    def _create_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _split_pieces(self, parameter: Tensor) -> Iterator[Piece]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             device = parameter.device if self.implementation == "fused" else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"], state["exp_avg_sq"] = self.create_moment(parameter), self.create_moment(parameter)
-        return state
-
-    def _split_pieces(self, parameter: Tensor) -> Iterator[Piece]:
-        state = self._create_state(parameter)
         shards = [local_tensor(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]  # type: ignore[arg-type]
         width = shards[0][0].numel() if len(shards[0]) else 1
         rows = max(1, BUCKET // max(1, width))
@@ -97,7 +119,6 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
         stored = [[p.weight for p in bucket], [p.first for p in bucket], [p.second for p in bucket]]
         weights, firsts, seconds = exact = [[t.float() for t in tensors] for tensors in stored]
         beta1, beta2 = group["betas"]
-        kernels: dict[str, Any] = select_kernels(self.implementation)
         adamw(
             weights,
             [p.gradient.float() for p in bucket],
@@ -105,7 +126,7 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
             seconds,
             [],
             [p.step.clone() for p in bucket],
-            **kernels,
+            **select_kernels(self.implementation),
             found_inf=self._skip_flag,
             amsgrad=False,
             maximize=False,
@@ -118,17 +139,3 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
         for old, new in zip(stored, exact, strict=True):
             if pairs := [(a, b) for a, b in zip(old, new, strict=True) if a.dtype != b.dtype]:
                 torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
-
-
-def _group_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces into buckets of at most `BUCKET` elements."""
-    bucket: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        if bucket and size + piece.weight.numel() > BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(piece)
-        size += piece.weight.numel()
-    if bucket:
-        yield bucket

@@ -8,17 +8,16 @@ weight of experts is a matrix for each; where experts are distributed, each rank
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
-from titan.optimizer import matrix_gather, mixed_precision, schema
+from titan.optimizer import matrix_gather, mixed_precision
 from titan.parallelism.grad_norm import local_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -37,8 +36,8 @@ class Matrix(NamedTuple):
 class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
     """Muon for the parameter groups with `orthogonal`, AdamW for the others."""
 
-    def __init__(self, settings: schema.Muon, groups: list[dict[str, Any]]) -> None:
-        """Create the optimizer from the settings and torch's parameter groups."""
+    def __init__(self, settings: Any, groups: list[dict[str, Any]]) -> None:
+        """Create the optimizer from a `titan.optimizer.schema.Muon` and torch's parameter groups."""
         common = {"betas": settings.betas, "eps": settings.eps}
         super().__init__(groups, common, settings.moments, settings.implementation)
         self.settings = settings
@@ -54,26 +53,43 @@ class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
                 matrices += [Matrix(p, group) for p in group["params"] if p.grad is not None]
             else:
                 self.update_group(group)
-        for mesh, mesh_matrices in _group_by_mesh(matrices).items():
+        groups: dict[DeviceMesh | None, list[Matrix]] = {}  # by the mesh over which they are sharded
+        for matrix in matrices:
+            tensor = matrix.parameter
+            groups.setdefault(tensor.device_mesh if _splits_matrices(tensor) else None, []).append(matrix)
+        for mesh, mesh_matrices in groups.items():
             self._update_matrices(mesh_matrices, mesh)
 
     def _update_matrices(self, matrices: list[Matrix], mesh: DeviceMesh | None) -> None:
         """Update the matrices of one mesh (None: unsharded ones), as many at a time as it has ranks."""
         size = 1 if mesh is None else mesh.size()
+        compute = partial(orthogonalise_matrix, iterations=self.settings.iterations)
         matrices = sorted(matrices, key=lambda m: -m.parameter.numel())  # so that the owners have equal work
         for first in range(0, len(matrices), size):
             batch = matrices[first : first + size]
             directions = [self._compute_direction(matrix.parameter) for matrix in batch]
-            compute = partial(orthogonalise_matrix, iterations=self.settings.iterations)
             if mesh is None:
-                updates: Iterable[Tensor] = map(compute, directions)
+                self._apply_update(batch[0], compute(directions[0]))
             else:
-                parameters: list[Any] = [matrix.parameter for matrix in batch]
-                updates = matrix_gather.compute_on_owners(
-                    parameters, [self.boxes[p] for p in parameters], directions, mesh, compute
-                )
-            for matrix, update in zip(batch, updates, strict=True):
-                self._apply_update(matrix, update)
+                self._update_on_owners(batch, directions, mesh, compute)
+
+    def _update_on_owners(
+        self, batch: list[Matrix], directions: list[Tensor], mesh: DeviceMesh, compute: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Update sharded matrices, at most as many as the mesh has ranks; a collective over its ranks."""
+        parameters: list[Any] = [matrix.parameter for matrix in batch]
+
+        def gather(number: int) -> Tensor:
+            direction = directions[number].to(mesh.device_type)
+            return matrix_gather.gather_matrix(direction, parameters[number], mesh)
+
+        def spread(number: int, update: Tensor | None, broadcast: Callable[[Tensor], None]) -> None:
+            shard, shape = directions[number], parameters[number].shape
+            whole = torch.empty(shape, dtype=shard.dtype, device=mesh.device_type) if update is None else update
+            broadcast(whole)
+            self._apply_update(batch[number], whole[self.boxes[parameters[number]]].to(shard.device))
+
+        matrix_gather.run_on_owners(len(batch), mesh, gather, lambda _, matrix: compute(matrix), spread)
 
     def _compute_direction(self, parameter: Tensor) -> Tensor:
         """Add the gradient to the momentum; return the local shard of the direction in the type of Newton-Schulz."""
@@ -92,8 +108,7 @@ class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
     def _choose_dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the type of Newton-Schulz; offloaded weights are orthogonalised on their mesh's device."""
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
-        name = schema.choose_newton_schulz(self.settings.newton_schulz, device)
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+        return torch.bfloat16 if self.settings.choose_newton_schulz(device) == "bf16" else torch.float32
 
     def _apply_update(self, matrix: Matrix, part: Tensor) -> None:
         """Decay the local shard of a matrix and add its orthogonalised direction; round once."""
@@ -106,9 +121,7 @@ class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
 def orthogonalise_matrix(matrix: Tensor, iterations: int) -> Tensor:
     """Return approximately the nearest matrix with orthonormal rows (or columns): singular values near one.
 
-    Args:
-        matrix: [rows, columns], or several [..., rows, columns], in the type to compute in.
-        iterations: number of quintic Newton-Schulz iterations.
+    They are computed by quintic Newton-Schulz iterations in the type of one matrix, or of several [..., rows, columns].
     """
     a, b, c = COEFFICIENTS
     tall, add = matrix.shape[-2] > matrix.shape[-1], torch.addmm if matrix.dim() == 2 else torch.baddbmm
@@ -131,20 +144,7 @@ def compute_scale(adjust: str, shape: tuple[int, ...]) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
-def _group_by_mesh(matrices: list[Matrix]) -> dict[DeviceMesh | None, list[Matrix]]:
-    """Group matrices by the mesh over which they are sharded; None for those that a rank has whole."""
-    groups: dict[DeviceMesh | None, list[Matrix]] = {}
-    for matrix in matrices:
-        tensor = matrix.parameter
-        groups.setdefault(tensor.device_mesh if _splits_matrices(tensor) else None, []).append(matrix)
-    return groups
-
-
 def _splits_matrices(tensor: Any) -> TypeGuard[DTensor]:
     """Return whether ranks have parts of a matrix: not so where each has some experts with whole matrices."""
-    if not isinstance(tensor, DTensor):
-        return False
-    sharded_dimensions = {
-        placement.dim for placement in tensor.placements if isinstance(placement, (Shard, _StridedShard))
-    }
-    return tensor.dim() == 2 or not sharded_dimensions <= {0}
+    is_sharded = isinstance(tensor, DTensor)
+    return is_sharded and (tensor.dim() == 2 or not matrix_gather.list_sharded_dimensions(tensor) <= {0})

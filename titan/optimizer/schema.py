@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titan.config.settings import format_value, setting
+from titan.config.kinds import get_kind
+from titan.config.settings import format_value, setting, suggest_nearest, suggest_pattern
 from titan.config.text_kinds import Label
 from titan.errors import ConfigError
-from titan.optimizer.checks import check_groups, check_update_factors
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
     from titan.model.schema import Decoder
 
-Implementation = Literal["fused", "foreach", "for-loop"]
-"""Kernels of an update: one for all parameters, one per operation, or one per operation and parameter."""
-Type = Literal["auto", "fp32", "bf16"]
 EMBEDDING, BLOCKS = "tok_embeddings.weight", "layers."
 """The name of the embedding's weight (and of a tied head's), and the prefix of the blocks' parameters."""
 LARGEST_BETA2 = 1 - 2**-8
@@ -33,13 +31,16 @@ lower end of the interval is (1 - beta2) * 2^e: with 1 - beta2 below 2^-8 it wou
 """
 
 
+def is_block_matrix(name: str, dimensions: int) -> bool:
+    """Return whether a parameter is a matrix of a block, or a stack of them."""
+    return dimensions in (2, 3) and name.startswith(BLOCKS)
+
+
 class GroupSettings(NamedTuple):
     """How a parameter is updated; parameters with equal values form one of torch's parameter groups.
 
-    Attributes:
-        weight_decay: its weight decay.
-        factor: its learning rate as a factor of optimizer.lr.
-        orthogonal: whether Muon updates it, or an external optimizer.
+    `factor` is its learning rate as a factor of optimizer.lr, `orthogonal` whether Muon updates it, or an external
+    optimizer.
     """
 
     weight_decay: float
@@ -106,21 +107,16 @@ class Optimizer:
         return "; ".join(words)
 
     def working_bytes(self, matrix: int, elements: int, device: str) -> int:
-        """Return the bytes of temporary tensors of an update.
+        """Return the bytes of temporary tensors of an update on a device, "cuda" or "cpu".
 
         Args:
             matrix: elements of the largest matrix before sharding.
             elements: weight elements of the rank.
-            device: "cuda" or "cpu", where the update is computed.
         """
         return 4 * elements if getattr(self, "implementation", "fused") == "foreach" else 0
 
     def list_matrix_products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """Return the matmuls of one update of a whole matrix of a block; none: the update is element by element.
-
-        Returns:
-            (m, n, k) of each product [m, k] x [k, n].
-        """
+        """Return the matmuls [m, k] x [k, n] of one update of a block's whole matrix, as (m, n, k); often none."""
         return []
 
     def choose_matrix_bytes(self, device: str) -> int:
@@ -128,17 +124,33 @@ class Optimizer:
         return 4
 
     def check(self, model: Decoder, weight_bytes: int = 4) -> None:
-        """Raise ConfigError for settings that contradict each other or the model.
-
-        Args:
-            weight_bytes: see `state_bytes`.
-
-        Raises:
-            ConfigError: with the setting to change.
-        """
-        if self.groups:
-            check_groups(self.groups, model.parameter_names())
-        check_update_factors(model.update_factors(self), model)
+        """Raise ConfigError for settings that contradict each other or the model; see `state_bytes`."""
+        factors = model.update_factors(self)
+        names = model.parameter_names() if self.groups or factors else ()
+        for name, group in (self.groups or {}).items():
+            if not group.match:
+                raise ConfigError(
+                    f"optimizer.groups.{name}.match=[]: matches no parameter; give patterns such as ['*norm.weight']."
+                )
+            for pattern in group.match:
+                if not any(fnmatchcase(parameter, pattern) for parameter in names):
+                    raise ConfigError(
+                        f"optimizer.groups.{name}.match={format_value(group.match)}: no parameter of the model "
+                        f"matches {pattern}; names are such as {names[0]}, {names[1]} and "
+                        f"{names[-1]}{suggest_pattern(pattern, names)}"
+                    )
+        known_names = frozenset(names)
+        for name, values in factors.items():
+            if name not in known_names:
+                raise ConfigError(
+                    f"model={get_kind(type(model))}: update_factors names {name}, and no parameter has this name; "
+                    f"correct the name{suggest_nearest(name, sorted(names))}"
+                )
+            if not all(math.isfinite(value) and value >= 0 for value in values):
+                raise ConfigError(
+                    f"model={get_kind(type(model))}: update_factors gives {name} the factors "
+                    f"{format_value(tuple(values))}; return finite factors of at least 0."
+                )
 
     def measure(self, model: Decoder) -> Optimizer:
         """Return these settings with what must be measured of the optimizer before work starts; here nothing."""
@@ -150,9 +162,7 @@ class Optimizer:
 
     def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
         """Return how a parameter is updated, from its name in the whole model and its number of dimensions."""
-        group = next(
-            (candidate for candidate in (self.groups or {}).values() if candidate.matches(name)), Group(match=())
-        )
+        group = next((group for group in (self.groups or {}).values() if group.matches(name)), Group(match=()))
         decays = self.decay == "all" or (dimensions > 1 and name != EMBEDDING)
         decay = group.weight_decay if group.weight_decay is not None else self.weight_decay if decays else 0.0
         return GroupSettings(decay, group.lr, orthogonal=False)
@@ -181,19 +191,10 @@ class AdamW(Optimizer):
 
     def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
         """Return torch's AdamW if weights and moments have one type, else `mixed_precision.MixedPrecisionAdamW`."""
-        import torch
-
         from titan.optimizer import mixed_precision
 
-        groups = self.param_groups(parameters)
-        common: dict[str, Any] = {"betas": self.betas, "eps": self.eps}
-        moments = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[self.moments]
-        kinds = {p.dtype for group in groups for p in group["params"]}
-        same_type = all(kind == (moments or kind) for kind in kinds)
-        if same_type and (self.implementation == "fused" or kinds <= {torch.float32}):  # the fused one computes in fp32
-            kernels: dict[str, Any] = select_kernels(self.implementation)
-            return torch.optim.AdamW(groups, **common, **kernels)
-        return mixed_precision.MixedPrecisionAdamW(groups, common, self.moments, self.implementation)
+        common = {"betas": self.betas, "eps": self.eps}
+        return mixed_precision.build_adamw(self.param_groups(parameters), common, self.moments, self.implementation)
 
     def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
         """Return the bytes of two moments per element; see `Optimizer.state_bytes`."""
@@ -231,21 +232,10 @@ class SGD(Optimizer):
 
     def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
         """Return the torch optimizer for `parameters`."""
-        import torch
-        from torch.distributed.tensor import DTensor
+        from titan.optimizer import mixed_precision
 
-        groups = self.param_groups(parameters)
-        tensors = [p for group in groups for p in group["params"]]
-        # There is no fused kernel for DTensors, and the CPU's does not update weights that are not fp32.
-        lacks_fused = any(
-            isinstance(p, DTensor) or (p.device.type == "cpu" and p.dtype != torch.float32) for p in tensors
-        )
-        kernels = (
-            {"fused": False} if lacks_fused and self.implementation == "fused" else select_kernels(self.implementation)
-        )
-        return torch.optim.SGD(
-            groups, lr=self.peak_lr, momentum=self.momentum, weight_decay=self.weight_decay, **kernels
-        )
+        common = {"lr": self.peak_lr, "momentum": self.momentum, "weight_decay": self.weight_decay}
+        return mixed_precision.build_sgd(self.param_groups(parameters), common, self.implementation)
 
     def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
         """Return the bytes of the momentum, in the weights' type; see `Optimizer.state_bytes`."""
@@ -278,11 +268,7 @@ class Muon(AdamW):
 
     def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
         """Return the same, with the blocks' matrices updated by Muon."""
-        return (
-            super()
-            .choose_settings(name, dimensions)
-            ._replace(orthogonal=dimensions in (2, 3) and name.startswith(BLOCKS))
-        )
+        return super().choose_settings(name, dimensions)._replace(orthogonal=is_block_matrix(name, dimensions))
 
     def describe(self) -> str:
         """Return also which parameters each algorithm updates."""
@@ -299,20 +285,14 @@ class Muon(AdamW):
 
     def choose_matrix_bytes(self, device: str) -> int:
         """Return the bytes per element of the Newton-Schulz iterations."""
-        return {"fp32": 4, "bf16": 2}[choose_newton_schulz(self.newton_schulz, device)]
+        return {"fp32": 4, "bf16": 2}[self.choose_newton_schulz(device)]
 
     def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
         """Return the bytes of one momentum for matrices and two moments for others; see `Optimizer.state_bytes`."""
         return self.moment_bytes(weight_bytes) * (matrices + 2 * other_parameters)
 
-
-def choose_newton_schulz(newton_schulz: Type, device: str) -> Literal["fp32", "bf16"]:
-    """Return the type of the Newton-Schulz iterations on a device, such as "cuda" or "cpu"."""
-    if newton_schulz == "auto":
-        return "bf16" if device == "cuda" else "fp32"
-    return newton_schulz
-
-
-def select_kernels(implementation: Implementation) -> dict[str, bool]:
-    """Return torch's keyword arguments of an implementation."""
-    return {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+    def choose_newton_schulz(self, device: str) -> Literal["fp32", "bf16"]:
+        """Return the type of the Newton-Schulz iterations on a device, such as "cuda" or "cpu"."""
+        if self.newton_schulz == "auto":
+            return "bf16" if device == "cuda" else "fp32"
+        return self.newton_schulz

@@ -37,12 +37,8 @@ FARTHEST = 10.0
 
 
 def compute_learning_rate(parameters: float, tokens: float) -> float:
-    """Return the peak learning rate.
-
-    Args:
-        parameters: without embedding and head; of a model with experts, of all of them.
-        tokens: of the whole run.
-    """
+    """Return the peak learning rate of a run of so many tokens, for parameters without embedding and head, of all
+    experts."""
     return float(1.79 * parameters**-0.713 * tokens**0.307)
 
 

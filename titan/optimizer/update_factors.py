@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from titan.model.schema import Decoder
     from titan.optimizer.schema import Optimizer
 
-SAME = UpdateFactors()
-
 
 def build_optimizer(
     settings: Optimizer, model: Decoder, parameters: Iterable[tuple[str, Tensor]]
@@ -34,7 +32,7 @@ def build_optimizer(
         builder = f"{get_kind(type(settings))}.build"
         raise RunError(f"{builder} returned {type(optimizer).__name__}; return a torch.optim.Optimizer.")
     if factors := model.update_factors(settings):
-        scale_groups(optimizer, {parameter: factors.get(name, SAME) for name, parameter in named})
+        scale_groups(optimizer, {parameter: factors.get(name, UpdateFactors()) for name, parameter in named})
     return optimizer
 
 
@@ -42,25 +40,14 @@ def scale_groups(optimizer: torch.optim.Optimizer, factors: Mapping[Tensor, Upda
     """Split the parameter groups by the factors of their parameters, and multiply each group's settings by its factors.
 
     `titan.schedule.optimizer_schedule` sets learning rates from the key `factor`.
-
-    Raises:
-        ConfigError: for a factor of eps where a group has no eps.
     """
-    optimizer.param_groups[:] = [
-        _scale_group(optimizer, group, members, group_factors)
-        for group in optimizer.param_groups
-        for group_factors, members in _split_members(group["params"], factors).items()
-    ]
-
-
-def _split_members(
-    members: Iterable[Tensor], factors: Mapping[Tensor, UpdateFactors]
-) -> dict[UpdateFactors, list[Tensor]]:
-    """Return the members of a group by their factors."""
-    split: dict[UpdateFactors, list[Tensor]] = {}
-    for parameter in members:
-        split.setdefault(factors.get(parameter, SAME), []).append(parameter)
-    return split
+    scaled = []
+    for group in optimizer.param_groups:
+        split: dict[UpdateFactors, list[Tensor]] = {}
+        for parameter in group["params"]:
+            split.setdefault(factors.get(parameter, UpdateFactors()), []).append(parameter)
+        scaled += [_scale_group(optimizer, group, members, shared) for shared, members in split.items()]
+    optimizer.param_groups[:] = scaled
 
 
 def _scale_group(optimizer: Any, group: dict[str, Any], members: list[Tensor], factors: UpdateFactors) -> Any:

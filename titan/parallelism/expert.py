@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titan.config.text_kinds import Label
 from titan.memory.kept_values import keep
 from titan.model.balance import count_experts
-from titan.model.expert_rows import (
+from titan.model.expert_ops import (
     expand_tokens,
     permute_rows,
     select_weights,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan.model.balance import RowExchange
 from titan.parallelism import collectives, context_chunks
 
 TOKEN_DIM = 1
@@ -15,7 +16,7 @@ TOKEN_DIM = 1
 
 
 @dataclass(frozen=True)
-class RowParts:
+class RowParts(RowExchange):
     """The ranks of context and tensor, of which each has a part of every row (`titan.model.balance.RowExchange`).
 
     Attributes:

@@ -24,8 +24,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from titan.model.custom_op import register_operation
 from titan.model.layers import FusedLoss, Head, Product, cross_entropy, look_up
-from titan.model.loss import Results, compute_loss_in_chunks, linear_cross_entropy, make_fake_results, measure_logits
-from titan.model.loss_terms import Objective, Vocabulary
+from titan.model.loss_terms import (
+    Objective,
+    Results,
+    Vocabulary,
+    compute_loss_in_chunks,
+    linear_cross_entropy,
+    make_fake_results,
+    measure_logits,
+)
 from titan.parallelism import collectives
 from titan.parallelism.collectives import SEQUENCE_DIM
 from titan.parallelism.grad_norm import local_tensor

@@ -1,4 +1,4 @@
-"""Experts in 8 bits: the products of `titan.model.grouped` with operands that are quantized as in linear layers.
+"""Experts in 8 bits: the products of `titan.model.expert_ops` with operands that are quantized as in linear layers.
 
 Each expert's product is one of `titan.precision.low_precision`, as if the expert were a linear layer with the rows that
 it gets as its batch: scales per tensor are those of an expert's rows and of its weight, scales per row those of a token
@@ -6,7 +6,7 @@ and of an output of an expert. Rows are padded with zeros, which change no scale
 gradients need. A loop over the experts computes it, for which the host waits. Where torchao has a kernel for all
 experts at once, that computes the same: for scales per row on Hopper GPUs, for MXFP8 on Blackwell GPUs.
 
-The loop is behind torch.ops.titan.low_grouped_product and low_grouped_grads; see `titan.model.grouped`.
+The loop is behind torch.ops.titan.low_grouped_product and low_grouped_grads; see `titan.model.expert_ops`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.model.custom_op import register_operation
+from titan.model.expert_ops import GroupedProduct, list_row_ranges
 from titan.model.experts import ExpertLinear
-from titan.model.grouped import GroupedProduct, list_row_ranges
 from titan.precision import low_precision
 from titan.precision.schema import Precision
 from titan.precision.selection import QUANT_BLOCK
@@ -45,7 +45,7 @@ def quantize_experts(model: nn.Module, precision: Precision, quantized: tuple[st
 
 @cache
 def build_product(kind: str, emulate: bool) -> GroupedProduct:
-    """Return the product of rows [N, in] with weights [E, out, in]; see `titan.model.grouped`. Cached for graphs."""
+    """Return the product of rows [N, in] with weights [E, out, in]; see `titan.model.expert_ops`. Cached for graphs."""
     return partial(_multiply_experts, kind=kind, emulate=emulate)
 
 

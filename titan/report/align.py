@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_count, format_plural, format_tokens, shorten_exponent
-from titan.optimizer.schema import choose_newton_schulz
+from titan.optimizer.schema import Muon
 from titan.report.collect import RawRun
 from titan.report.findings import FailedRun
 from titan.report.run_end import parse_start_time
@@ -145,7 +145,7 @@ def _resolve_auto(choices: Mapping[str, str], values: Mapping[str, Any], raw: Ra
     if str(values.get("schedule.class", "titan")).startswith("titan"):
         meanings["schedule.warmup"] = Schedule().warmup_steps(raw.planned_steps)
     if device := raw.device.get("device"):
-        meanings["optimizer.newton_schulz"] = choose_newton_schulz("auto", device)
+        meanings["optimizer.newton_schulz"] = Muon().choose_newton_schulz(device)
     current = {**values, **choices}
     return {
         name: str(meaning) for name, meaning in meanings.items() if meaning is not None and current.get(name) == AUTO

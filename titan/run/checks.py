@@ -55,9 +55,11 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     check_limits(run)
     _check_split(run)
     if not is_titan_class(type(run.model)):  # tests check titan's own, without torch here
+        from titan.model.module_checks import check_module
+
         layout, gate = run.layout, run.memory.checkpointing == "gate"
         sequence = TECHNIQUES["sequence_parallel"].is_on(run)
-        run.model.check_module(layout.tensor, layout.context, layout.expert, gate, sequence)
+        check_module(run.model, layout.tensor, layout.context, layout.expert, gate, sequence)
     _check_growth(run, remote)
     _check_precision(run, remote)
     _check_dispatcher(run, remote)

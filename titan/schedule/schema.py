@@ -20,12 +20,7 @@ CHECKED_STEPS = 1000
 
 
 class Factors(NamedTuple):
-    """What a step multiplies the optimizer's settings by.
-
-    Attributes:
-        lr: of `optimizer.lr`.
-        weight_decay: of every parameter group's weight decay.
-    """
+    """By what a step multiplies `optimizer.lr`, and every parameter group's weight decay."""
 
     lr: float
     weight_decay: float
@@ -41,12 +36,7 @@ class Schedule:
         words=("auto",),
         at_least=0,
     )
-    final_lr: float = setting(
-        0.0,
-        "learning rate at the end, as a share of optimizer.lr",
-        at_least=0,
-        at_most=1,
-    )
+    final_lr: float = setting(0.0, "learning rate at the end, as a share of optimizer.lr", at_least=0, at_most=1)
     weight_decay_shape: Literal["constant", "lr", "linear", "cosine"] = setting(
         "constant",
         "weight decay over the steps: constant, lr (in proportion to the learning rate), or linear or cosine from "
@@ -80,24 +70,17 @@ class Schedule:
         if self.weight_decay_shape == "lr":
             return self.lr_factor(step, steps)
         progress = compute_progress(step, 0, steps)
-        return between(
-            self.final_weight_decay, half_cosine(progress) if self.weight_decay_shape == "cosine" else 1 - progress
-        )
+        shape = half_cosine(progress) if self.weight_decay_shape == "cosine" else 1 - progress
+        return between(self.final_weight_decay, shape)
 
     @property
     def sets_weight_decay(self) -> bool:
         """Whether the weight decay may change from step to step."""
-        overrides = (
-            getattr(type(self), name) is not getattr(Schedule, name) for name in ("weight_decay_factor", "build")
-        )
-        return self.weight_decay_shape != "constant" or any(overrides)
+        is_own = any(getattr(type(self), n) is not getattr(Schedule, n) for n in ("weight_decay_factor", "build"))
+        return self.weight_decay_shape != "constant" or is_own
 
     def check(self, steps: int) -> None:
-        """Raise ConfigError for settings without effect, too long a warm-up, and factors that are no plain numbers.
-
-        Raises:
-            ConfigError: with the setting to change.
-        """
+        """Raise ConfigError for settings without effect, too long a warm-up, and factors that are no plain numbers."""
         if self.warmup_steps(steps) >= steps:
             raise ConfigError(
                 f"schedule.warmup={self.warmup}: must be below training.steps={steps}; "
@@ -109,10 +92,6 @@ class Schedule:
                 f"schedule.weight_decay_shape={self.weight_decay_shape}; give schedule.weight_decay_shape=linear or "
                 "cosine."
             )
-        self._check_factors(steps)
-
-    def _check_factors(self, steps: int) -> None:
-        """Raise ConfigError when a step's factor is missing, negative or not finite, as a user's class may have it."""
         name = f"schedule._target_={get_kind(type(self))}"
         try:
             factors = self.build(steps)

@@ -146,7 +146,7 @@ def _build_row_exchange(stages: dict[int, ModelStage], run: Run, world: World) -
     names = ("context", "tensor") if _has_split_rows(run) else ("context",)
     needed = next(iter(stages.values())).model.counted and balance.needs_whole_rows(run.model)
     if not needed or (group := world.get_group_along(*names)) is None:
-        return balance.LocalRows()
+        return balance.RowExchange()
     layout = run.layout
     return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
 

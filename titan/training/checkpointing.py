@@ -237,7 +237,7 @@ class CheckpointPolicy:
 
 def _build_manager(run: Run, train_step: TrainStep, coordinator: Coordinator) -> CheckpointManager:
     directory, hooks = Path(run.directory), _build_post_save_hooks(run, coordinator)
-    copy = tokenizer_files.copy_and_list
+    copy = tokenizer_files.copy_files
     compare = _build_comparison(train_step) if run.checkpoint.fingerprints else None
     return CheckpointManager(directory, run.checkpoint, train_step, coordinator, copy, hooks, compare)
 

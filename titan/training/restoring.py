@@ -14,7 +14,7 @@ from titan.run.run import Run
 from titan.run.summary import shorten_path
 from titan.training.evaluation.averages import MovingAverage
 from titan.training.train_step import TrainStep
-from titan.weights.start import load_initial_weights
+from titan.weights.load import load_initial_weights
 
 log = logging.getLogger("titan")
 

@@ -1,13 +1,15 @@
-"""Export weights to Hugging Face's and Meta's formats, file by file: at most one file's tensors are in memory.
+"""Write weights in Hugging Face's, Meta's and titan's formats, file by file: at most one file's tensors are in memory.
 
-`list_files` lists the tensor files; `export_files` writes some of them or all, each atomically; `finish_export` writes
-config.json or params.json last, which makes the folder valid. So several processes can share the files, and an
-incomplete folder is never mistaken for weights.
+`list_files` lists the tensor files. Of Hugging Face's and Meta's formats `export_files` writes some of them or all,
+each atomically, and `finish_export` config.json or params.json last, which makes the folder valid. So several processes
+can share the files, and an incomplete folder is never mistaken for weights. `save_weights` writes a titan checkpoint
+without an optimizer, and its manifest last.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +17,30 @@ from typing import IO, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import Manifest, ManifestFile
+from titan.checkpoint.state import MODEL
+from titan.checkpoint.writer import ChecksumStream
+from titan.config.kinds import get_kind
+from titan.config.settings import to_plain
 from titan.errors import ConfigError
 from titan.files.atomic import atomic_file, write_atomic
 from titan.weights import tokenizer_files
 from titan.weights.hf import INDEX, SINGLE
 from titan.weights.hf_config import build_config
 from titan.weights.interface import Weights, list_stored_parts, parse_fused_part, parse_tensor_name
-from titan.weights.meta import PARAMS, PERMUTED, map_to_titan_rows
-from titan.weights.meta_params import build_params
+from titan.weights.meta import PARAMS, PERMUTED, build_params, map_to_titan_rows
 
-Format = Literal["hf", "meta"]
+Format = Literal["hf", "meta", "titan"]
 ProgressCallback = Callable[[int], None]
 """Called with the number of bytes just written."""
 
@@ -35,20 +50,16 @@ SHARD_BYTES = 5 * 10**9
 _SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNMENT = 8
 ROUNDED_NEVER = "router.bias"
+_METADATA = ".metadata"
 _COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 """Matrices that Meta shards by columns."""
 
 
 @dataclass(frozen=True)
 class OutFile:
-    """A tensor file to write.
+    """A tensor file to write: titan's names of its tensors, in order, and their total size.
 
-    Attributes:
-        name: its name in the folder.
-        tensors: the tensors' names in titan, in their order in the file.
-        bytes: total size of the tensors.
-        rank: for Meta's format, the tensor parallel rank of the file's shards.
-        ranks: for Meta's format, the number of tensor parallel ranks.
+    In Meta's format it has the shards of one of several tensor parallel ranks.
     """
 
     name: str
@@ -62,7 +73,7 @@ def check_export(model: Any, format: Format, meta_ranks: int = 1) -> None:
     """Raise ConfigError when the format can't represent the model."""
     if format == "hf":
         build_config(model, "bfloat16")
-    else:
+    elif format == "meta":
         build_params(model, meta_ranks)
 
 
@@ -83,37 +94,38 @@ def list_files(
     weights: Weights, format: Format, dtype: str = "bf16", shard_bytes: int = SHARD_BYTES, meta_ranks: int = 1
 ) -> list[OutFile]:
     """Return all tensor files, in order; see `export_files` for the arguments."""
-    if format == "hf":
-        fused_groups = group_fused(sort_names(weights), list_hf_names(weights))
-        sizes = {
-            tensor_group[0]: sum(compute_size(weights, name, dtype) for name in tensor_group)
-            for tensor_group in fused_groups
-        }
-        groups = group_by_size(sizes, shard_bytes)
-        parts = {tensor_group[0]: tensor_group for tensor_group in fused_groups}
-        count = len(groups)
-        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
+    if format == "meta":
+        build_params(weights.model, meta_ranks)
+        names = sort_names(weights)
+        size = sum(compute_size(weights, name, dtype) // _count_shards(weights, name, meta_ranks) for name in names)
         return [
-            OutFile(name, tuple(part for first in group for part in parts[first]), sum(group.values()))
-            for name, group in zip(names, groups, strict=True)
+            OutFile(f"consolidated.{rank:02}.pth", tuple(names), size, rank, meta_ranks) for rank in range(meta_ranks)
         ]
-    build_params(weights.model, meta_ranks)
-    names = sort_names(weights)
-    size = sum(compute_size(weights, name, dtype) // _count_shards(weights, name, meta_ranks) for name in names)
-    return [OutFile(f"consolidated.{rank:02}.pth", tuple(names), size, rank, meta_ranks) for rank in range(meta_ranks)]
+    fused_groups = group_fused(sort_names(weights), list_hf_names(weights) if format == "hf" else {})
+    sizes = {group[0]: sum(compute_size(weights, name, dtype) for name in group) for group in fused_groups}
+    groups = group_by_size(sizes, shard_bytes)
+    parts = {group[0]: group for group in fused_groups}
+    count = len(groups)
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
+    if format == "titan":
+        names = [f"__0_{i}.distcp" for i in range(count)]
+    return [
+        OutFile(name, tuple(part for first in group for part in parts[first]), sum(group.values()))
+        for name, group in zip(names, groups, strict=True)
+    ]
 
 
 def group_fused(names: Sequence[str], names_in_file: Mapping[str, str]) -> list[list[str]]:
     """Return lists of the parameters that are parts of one tensor, in the order of the first, part by part.
 
-    Args:
-        names_in_file: their Hugging Face names, see `titan.model.decoder.DecoderModel.hf_names`.
+    They may have other names in the file, see `titan.model.decoder.DecoderModel.hf_names`.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(parse_tensor_name(names_in_file[name]), []).append(name)
+        groups.setdefault(parse_tensor_name(names_in_file.get(name, name)), []).append(name)
     return [
-        sorted(group, key=lambda name: parse_fused_part(names_in_file[name]) or (0, 1)) for group in groups.values()
+        sorted(group, key=lambda name: parse_fused_part(names_in_file.get(name, name)) or (0, 1))
+        for group in groups.values()
     ]
 
 
@@ -159,9 +171,6 @@ def export_files(
         shard_bytes: maximum size of a file (hf); a larger tensor gets a separate file.
         meta_ranks: number of tensor parallel ranks, one file per rank (meta).
         part: (i, n): write the files i, i + n, ... only.
-
-    Raises:
-        ConfigError: when the format can't represent the model, or a value overflows in fp16.
     """
     first, step = part
     for file in list_files(weights, format, dtype, shard_bytes, meta_ranks)[first::step]:
@@ -184,26 +193,20 @@ def finish_export(
         if not (folder / file.name).is_file():
             raise ConfigError(f"to={folder}: {file.name} is missing; restart the conversion.")
     if format == "meta":
-        tokenizer_files.copy_complete(weights.tokenizer, folder)
+        tokenizer_files.write_complete(weights.tokenizer, folder)
         return _write_json(folder / PARAMS, build_params(weights.model, meta_ranks))
-    config = _build_config(weights, folder, dtype)
-    if len(files) > 1:
-        _write_json(folder / INDEX, _build_index(weights, files))
-    _write_json(folder / "config.json", config)
-
-
-def _build_config(weights: Weights, folder: Path, dtype: str) -> dict[str, Any]:
-    """Return config.json's content, after writing the tokenizer's files and generation_config.json.
-
-    Lengths and special tokens of the weights' original config.json are kept: it knows more than a tokenizer.
-    """
+    # Lengths and special tokens of the weights' original config.json are kept: it knows more than a tokenizer.
     original: dict[str, Any] = getattr(weights, "config", {})
-    bos, eos = tokenizer_files.copy_as_json(weights.tokenizer, folder)
+    bos, eos = tokenizer_files.write_as_json(weights.tokenizer, folder)
     bos, eos = original.get("bos_token_id", bos), original.get("eos_token_id", eos)
     token_ids = {key: value for key, value in (("bos_token_id", bos), ("eos_token_id", eos)) if value is not None}
     _write_json(folder / "generation_config.json", {**token_ids, **getattr(weights, "generation", {})})
     dtype_name = str(choose_dtype(weights, sort_names(weights)[0], dtype)).removeprefix("torch.")
-    return build_config(weights.model, dtype_name, bos=bos, eos=eos, positions=original.get("max_position_embeddings"))
+    positions = original.get("max_position_embeddings")
+    config = build_config(weights.model, dtype_name, bos=bos, eos=eos, positions=positions)
+    if len(files) > 1:
+        _write_json(folder / INDEX, _build_index(weights, files))
+    _write_json(folder / "config.json", config)
 
 
 def _build_index(weights: Weights, files: list[OutFile]) -> dict[str, Any]:
@@ -223,8 +226,7 @@ def _build_index(weights: Weights, files: list[OutFile]) -> dict[str, Any]:
 def list_hf_names(weights: Weights) -> dict[str, str]:
     """Return Hugging Face's name of each tensor."""
     with torch.device("meta"):
-        names: dict[str, str] = weights.model.build().hf_names()
-    return names
+        return weights.model.build().hf_names()  # type: ignore[no-any-return]
 
 
 def _write_hf(weights: Weights, file: OutFile, dtype: str, out: IO[bytes], progress: ProgressCallback | None) -> None:
@@ -245,15 +247,17 @@ def _write_hf(weights: Weights, file: OutFile, dtype: str, out: IO[bytes], progr
         parts = [cast_tensor(weights.read(name), stored_dtype, name) for name in group]
         tensor = parts[0] if parse_fused_part(names[group[0]]) is None else torch.cat([part.mT for part in parts], -1)
         out.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        _report_progress(progress, tensor)
+        if progress is not None:
+            progress(tensor.nbytes)
 
 
 def _write_meta(weights: Weights, file: OutFile, dtype: str, out: IO[bytes], progress: ProgressCallback | None) -> None:
     """Write one rank's shard of every tensor with torch.save."""
     content: dict[str, Tensor] = {}
     for name in file.tensors:
-        content[name.replace("head.", "output.")] = _read_shard(weights, name, file.rank, file.ranks, dtype)
-        _report_progress(progress, content[name.replace("head.", "output.")])
+        content[name.replace("head.", "output.")] = shard = _read_shard(weights, name, file.rank, file.ranks, dtype)
+        if progress is not None:
+            progress(shard.nbytes)
     if weights.model.tied:
         content["output.weight"] = content["tok_embeddings.weight"]  # the same storage, so it is saved once
     torch.save(content, out)
@@ -279,22 +283,54 @@ def _count_shards(weights: Weights, name: str, ranks: int) -> int:
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Cast a tensor.
-
-    Raises:
-        ConfigError: when a value overflows in fp16.
-    """
+    """Cast a tensor; raise ConfigError when a value overflows in fp16."""
     result = tensor.to(dtype)
     if dtype == torch.float16 and bool((result.isinf() & tensor.isfinite()).any()):
         raise ConfigError(f"dtype=fp16: {name} has values above 65,504, the maximum of fp16; give dtype=bf16.")
     return result
 
 
-def _report_progress(progress: ProgressCallback | None, tensor: Tensor) -> None:
-    if progress is not None:
-        progress(tensor.nbytes)
-
-
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file as Hugging Face lays it out, on disk before the next file is begun."""
     write_atomic(path, json.dumps(content, indent=2) + "\n", sync=True)
+
+
+# --- a titan checkpoint
+
+
+def save_weights(
+    weights: Weights,
+    folder: Path,
+    *,
+    dtype: str = "keep",
+    shard_bytes: int = SHARD_BYTES,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Write a checkpoint of step 0 without an optimizer; its manifest, which makes it complete, is written last."""
+    storage_data: dict[MetadataIndex, _StorageInfo] = {}
+    files: dict[str, ManifestFile] = {}
+    for file in list_files(weights, "titan", dtype, shard_bytes):
+        with atomic_file(folder / file.name, sync=True) as raw_file:
+            out = ChecksumStream(raw_file)
+            for name in file.tensors:
+                value = cast_tensor(weights.read(name), choose_dtype(weights, name, dtype), name)
+                index, start = MetadataIndex(MODEL + name, [0] * value.dim()), out.size
+                owns_storage = value.untyped_storage().nbytes() == value.nbytes  # else torch.save would write all of it
+                torch.save(value if owns_storage else value.clone(), out)  # type: ignore[arg-type]
+                storage_data[index] = _StorageInfo(file.name, start, out.size - start)
+                if progress is not None:
+                    progress(value.nbytes)
+        files[file.name] = ManifestFile(out.size, f"{out.crc:08x}")
+    tensors: Any = {}
+    for name in sort_names(weights):
+        size, properties = torch.Size(weights.shapes[name]), TensorProperties(choose_dtype(weights, name, dtype))
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        tensors[MODEL + name] = TensorStorageMetadata(properties, size, [chunk])
+    with atomic_file(folder / _METADATA, sync=True) as raw_file:
+        out = ChecksumStream(raw_file)
+        pickle.dump(Metadata(tensors, storage_data=storage_data), out)
+    files[_METADATA] = ManifestFile(out.size, f"{out.crc:08x}")
+    tokenizer, tokenizer_name = tokenizer_files.copy_files(weights.tokenizer, folder)
+    model = {"_target_": get_kind(type(weights.model)), **to_plain(weights.model)}
+    length = int(getattr(weights, "config", {}).get("max_position_embeddings", 0))
+    manifest.write(folder, Manifest(0, 0, {}, "", "", {}, model, tokenizer_name, files | tokenizer, length))

@@ -15,8 +15,7 @@ from titan.config.optional import import_optional
 from titan.console.text import format_error
 from titan.errors import ConfigError
 from titan.weights import model_config
-from titan.weights.hf_config import build_schema
-from titan.weights.hf_llama4 import select_text_config
+from titan.weights.hf_config import build_schema, select_text_config
 from titan.weights.interface import check_dtypes, check_shapes, list_stored_parts, parse_fused_part, resolve_bounds
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -33,14 +32,7 @@ class HuggingFaceFormat:
     """Weights in Hugging Face's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """Read config.json and the headers of all files.
-
-        Args:
-            label: the user's setting, for messages.
-
-        Raises:
-            ConfigError: when the weights are incomplete, broken, or of a model that titan doesn't have.
-        """
+        """Read config.json and the headers of all files; `label` is the user's setting, for messages."""
         self.path, self.label = str(folder), label
         self.config = select_text_config(model_config.load_json(folder / "config.json", label))
         self.model = build_schema(self.config, label)
@@ -48,23 +40,20 @@ class HuggingFaceFormat:
             module = self.model.build()
         self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in module.named_weights()}
         self._templates: Mapping[str, str] = module.hf_names()
-        parts = {
-            name: list_stored_parts(stored_name, self.shapes[name]) for name, stored_name in self._templates.items()
-        }
-        self._names: Mapping[str, list[str]] = {
-            name: [stored_name for stored_name, _ in stored_parts_of] for name, stored_parts_of in parts.items()
-        }
+        parts = {name: list_stored_parts(stored, self.shapes[name]) for name, stored in self._templates.items()}
+        self._names: Mapping[str, list[str]] = {name: [part for part, _ in stored] for name, stored in parts.items()}
         self._open: dict[str, Any] = {}
         self._stored_names: dict[str, str] = {}
-        expected_shapes = dict(part for stored_parts_of in parts.values() for part in stored_parts_of)
+        expected_shapes = dict(part for stored in parts.values() for part in stored)
         self._files = self._find_tensors(folder, set(expected_shapes))
         stored_shapes = {name: tuple(self._get_slice(name).get_shape()) for name in self._files}
         check_shapes(stored_shapes, expected_shapes, label)
         self.dtypes: Mapping[str, torch.dtype] = {
-            name: self._read_dtype(stored_parts_of[0]) for name, stored_parts_of in self._names.items()
+            name: self._read_dtype(names[0]) for name, names in self._names.items()
         }
         check_dtypes(self.dtypes, label)
-        self.tokenizer = _find_tokenizer(folder)
+        candidates = (folder / name for name in ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken"))
+        self.tokenizer = next((str(file) for file in candidates if file.is_file()), None)
 
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
@@ -79,9 +68,7 @@ class HuggingFaceFormat:
             part: Tensor = self._get_slice(self._names[name][0])[tuple(slice(*bound) for bound in bounds)]
             return part
         inner = tuple(slice(*bound) for bound in bounds[1:])
-        return torch.stack(
-            [self._get_slice(stored_name)[inner] for stored_name in self._names[name][slice(*bounds[0])]]
-        )
+        return torch.stack([self._get_slice(stored)[inner] for stored in self._names[name][slice(*bounds[0])]])
 
     def _find_tensors(self, folder: Path, expected_names: set[str]) -> dict[str, Path]:
         """Return the file of each tensor, without a stored copy of a tied head."""
@@ -149,8 +136,3 @@ def _list_files(folder: Path, label: str) -> list[Path]:
         if Path(name).name != name or not (folder / name).is_file():
             raise ConfigError(f"{label}: lacks {name}, which {INDEX} names; fetch it too.")
     return [folder / name for name in names]
-
-
-def _find_tokenizer(folder: Path) -> str | None:
-    candidates = (folder / name for name in ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken"))
-    return next((str(file) for file in candidates if file.is_file()), None)

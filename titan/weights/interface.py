@@ -42,9 +42,6 @@ class Weights(Protocol):
         """Return a tensor in its stored dtype on the CPU, or its slice at `offsets` of the size `lengths`.
 
         Only the slice is read, with what the file's format packs together with it.
-
-        Raises:
-            ConfigError: when a file is broken.
         """
 
 
@@ -60,8 +57,7 @@ def resolve_bounds(
 def list_stored_parts(name: str, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
     """Return the names and shapes of the tensors that a file has of a parameter: of experts' one for each, or one.
 
-    Args:
-        name: see `titan.model.decoder.DecoderModel.hf_names`.
+    Names are those of `titan.model.decoder.DecoderModel.hf_names`, here and in the following functions.
     """
     if (part := parse_fused_part(name)) is not None:
         return [(parse_tensor_name(name), (*shape[:-2], shape[-1], shape[-2] * part[1]))]
@@ -76,11 +72,7 @@ def parse_tensor_name(name: str) -> str:
 
 
 def parse_fused_part(name: str) -> tuple[int, int] | None:
-    """Return which part of a tensor a parameter is, and of how many; None where it is a whole one, or several.
-
-    Args:
-        name: see `titan.model.decoder.DecoderModel.hf_names`.
-    """
+    """Return which part of a tensor a parameter is, and of how many; None where it is a whole one, or several."""
     part, _, count = name.partition(":")[2].partition("/")
     return (int(part), int(count)) if count else None
 
@@ -88,8 +80,7 @@ def parse_fused_part(name: str) -> tuple[int, int] | None:
 def compute_expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of a model with this schema, by its name in titan's module."""
     with torch.device("meta"):
-        module = model.build()
-    return {name: tuple(parameter.shape) for name, parameter in module.named_weights()}
+        return {name: tuple(parameter.shape) for name, parameter in model.build().named_weights()}
 
 
 def check_shapes(
@@ -97,10 +88,7 @@ def check_shapes(
 ) -> None:
     """Raise ConfigError when tensors are missing, unexpected, or have another shape; the message names the first.
 
-    Args:
-        shapes: the shapes, by the names in the file's format.
-        expected_shapes: the shapes that the model needs, by the same names.
-        label: the user's setting, for messages.
+    Names are those in the file's format; `label` is the user's setting, for messages.
     """
     for names, verb in (
         (expected_shapes.keys() - shapes.keys(), "lacks"),

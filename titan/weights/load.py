@@ -1,83 +1,22 @@
-"""Load weights into a built model, on any layout.
-
-torch.distributed.checkpoint plans which rank needs which slice of which tensor; it sees `Weights` as a storage with one
-chunk per tensor. Each rank reads only the slices of its parameters and casts them to the parameters' dtypes.
-"""
+"""Load weights into a built model, on any layout: each rank reads the slices of its parameters, and casts them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan.checkpoint.coordinator import find_reason
-from titan.checkpoint.reader import ProgressLoadPlanner as Planner
+from titan.checkpoint.coordinator import CoordinationError, Coordinator, find_reason
+from titan.checkpoint.state import TrainState
 from titan.config.settings import format_setting
 from titan.errors import ConfigError, RunError
+from titan.weights.formats import open_weights
 from titan.weights.interface import Weights
 
 _HEAD, _EMBEDDING = "head.weight", "tok_embeddings.weight"
-
-
-class WeightsReader(StorageReader):
-    """Adapts `Weights` to the storage interface of torch.distributed.checkpoint."""
-
-    def __init__(self, weights: Weights, sources: Mapping[str, str]) -> None:
-        """Take the weights and, for each parameter's name, its name in the weights."""
-        self.weights, self.sources = weights, sources
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return metadata with one chunk per tensor."""
-        return Metadata({name: self._describe_tensor(source) for name, source in self.sources.items()})
-
-    def _describe_tensor(self, source: str) -> TensorStorageMetadata:
-        size = torch.Size(self.weights.shapes[source])
-        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        return TensorStorageMetadata(TensorProperties(self.weights.dtypes[source]), size, [chunk])
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the slices in this rank's plan, one at a time."""
-        for item in plan.items:
-            source = self.sources[item.storage_index.fqn]
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(self.weights.read(source, item.storage_offsets, item.lengths))  # casts, too
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: there is no state."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Accept any id: it is not used."""
-        return True
 
 
 def load_weights(
@@ -104,18 +43,33 @@ def load_weights(
     """
     label = format_setting(setting, weights.path)
     sources = _map_sources(state, weights, label)
-    plain = {name: tensor.detach() for name, tensor in state.items()}
+    failure: tuple[bool, str] | None = None
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            reader, planner = WeightsReader(weights, sources), Planner(advance)
-            load(plain, storage_reader=reader, planner=planner, no_dist=no_dist)
-    except CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, ConfigError):
-                raise cause from None
-        # torch's error is not an Exception, so the handlers that end a run orderly would miss it
-        raise RunError(f"{label}: can't be read: {find_reason(error)}; fix this, or give other weights.") from error
+        for name, tensor in state.items():
+            _read_shard(tensor.detach(), weights, sources[name])
+            advance()
+    except Exception as error:
+        failure = isinstance(error, ConfigError), find_reason(error)
+    failures = [failure]
+    if not no_dist:
+        failures *= dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+    reasons = [(rank, *failed) for rank, failed in enumerate(failures) if failed is not None]
+    for _, is_config_error, reason in reasons:
+        if is_config_error:
+            raise ConfigError(reason)
+    for rank, _, reason in reasons:
+        where = f"rank {rank}: " if rank or len(reasons) > 1 else ""
+        raise RunError(f"{label}: can't be read: {where}{reason}; fix this, or give other weights.")
+
+
+def _read_shard(tensor: Tensor, weights: Weights, source: str) -> None:
+    offset, local = [0] * tensor.dim(), tensor
+    if isinstance(tensor, DTensor):
+        _, found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        offset, local = list(found), tensor.to_local()
+    if local.numel():
+        local.copy_(weights.read(source, offset, list(local.shape)))  # casts, too
 
 
 def _map_sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> dict[str, str]:
@@ -132,3 +86,15 @@ def _map_sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> d
                 "weights of this model."
             )
     return sources
+
+
+def load_initial_weights(state: TrainState, path: str, coordinator: Coordinator) -> None:
+    """Load the weights at `path` and leave the optimizer unchanged; all ranks call it together."""
+    parameters = {name: parameter.detach() for name, parameter in state.named_weights()}
+    try:
+        advance = coordinator.activity.record_progress
+        coordinator.run_all(lambda: load_weights(parameters, open_weights(path), no_dist=True, advance=advance))
+    except CoordinationError as error:
+        raise (ConfigError if error.is_config_error else RunError)(str(error)) from error
+    if state.tied_weights is not None:
+        state.tied_weights.align(state.optimizer)

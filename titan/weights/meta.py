@@ -22,7 +22,7 @@ from torch import Tensor
 from titan.config.settings import format_value
 from titan.console.text import format_error
 from titan.errors import ConfigError
-from titan.model.schema import Llama
+from titan.model.schema import Decoder, Llama
 from titan.weights import model_config
 from titan.weights.interface import check_dtypes, check_shapes, compute_expected_shapes, resolve_bounds
 
@@ -32,6 +32,10 @@ _FEED_FORWARD = "layers.0.feed_forward.w1.weight"
 _COMPUTED = "rope.freqs"
 PERMUTED = ("attention.wq.weight", "attention.wk.weight")
 """The matrices whose rows are paired by the rotary embedding."""
+_ROPE_SCALING = {"rope_low": 1.0, "rope_high": 4.0, "rope_original": 8192}
+"""The RoPE scaling's values that are fixed in Meta's code."""
+_FACTOR = 8.0
+"""The default factor of `use_scaled_rope`."""
 _UNSUPPORTED = ("moe_args", "vision_chunk_size", "quantization_args", "lora_args")
 
 
@@ -66,14 +70,7 @@ class MetaFormat:
     """Weights in Meta's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """Read params.json and map the files into memory.
-
-        Args:
-            label: the user's setting, for messages.
-
-        Raises:
-            ConfigError: when the weights are incomplete, broken, or of a model that titan doesn't have.
-        """
+        """Read params.json and map the files into memory; `label` is the user's setting, for messages."""
         self.path, self.label = str(folder), label
         params = model_config.load_json(folder / PARAMS, label)
         files = [_load_file(file, label) for file in _list_files(folder, label)]
@@ -84,11 +81,11 @@ class MetaFormat:
         self._tensors = {name: _find_sharding(shards[name], expected_shapes.get(name, ())) for name in shards}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._tensors.items()}
         check_shapes(self.shapes, expected_shapes, label)
-        self.dtypes: Mapping[str, torch.dtype] = {
-            name: tensor.shards[0].dtype for name, tensor in self._tensors.items()
-        }
+        self.dtypes: Mapping[str, torch.dtype] = {name: t.shards[0].dtype for name, t in self._tensors.items()}
         check_dtypes(self.dtypes, label)
-        self._check_heads()
+        for name, tensor in self._tensors.items():
+            if name.endswith(PERMUTED) and tensor.shards[0].shape[0] % self.model.head_size:
+                raise ConfigError(f"{label}: {name} is sharded within a head; give files with whole heads.")
         self.tokenizer = next(
             (str(folder / n) for n in ("tokenizer.model", "tokenizer.json") if (folder / n).exists()), None
         )
@@ -97,12 +94,6 @@ class MetaFormat:
         """See `Weights`."""
         head_size = self.model.head_size if name.endswith(PERMUTED) else None
         return self._tensors[name].read(resolve_bounds(self.shapes[name], offsets, lengths), head_size)
-
-    def _check_heads(self) -> None:
-        """Raise ConfigError when a head is split between files."""
-        for name, tensor in self._tensors.items():
-            if name.endswith(PERMUTED) and tensor.shards[0].shape[0] % self.model.head_size:
-                raise ConfigError(f"{self.label}: {name} is sharded within a head; give files with whole heads.")
 
 
 def map_to_meta_rows(first: int, last: int, head_size: int) -> Tensor:
@@ -120,7 +111,6 @@ def map_to_titan_rows(first: int, last: int, head_size: int) -> Tensor:
 
 
 def _copy_slice(shard: Tensor, bounds: Sequence[tuple[int, int]], head_size: int | None) -> Tensor:
-    """Return a copy of a slice."""
     if head_size is None:
         return shard[tuple(slice(*bound) for bound in bounds)].clone()
     (first, last), *other_bounds = bounds
@@ -135,9 +125,8 @@ def _find_sharding(shards: Sequence[Tensor], full_shape: tuple[int, ...]) -> Sha
         return ShardedTensor(None, (shards[0],))
     dim = different[0]
     copies, remainder = divmod(shape[dim] * count, full_shape[dim])  # above 1: so many files have the same heads
-    if remainder or copies < 1 or count % copies:
-        return ShardedTensor(dim, tuple(shards))
-    return ShardedTensor(dim, tuple(shards[::copies]))
+    is_possible = not remainder and copies >= 1 and count % copies == 0
+    return ShardedTensor(dim, tuple(shards[:: copies if is_possible else 1]))
 
 
 def _list_files(folder: Path, label: str) -> list[Path]:
@@ -188,27 +177,6 @@ def _collect_shards(files: Sequence[dict[str, Tensor]], tied: bool, label: str) 
 
 def _build_schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> Llama:
     """Return the model's schema from params.json and, for what it doesn't say, from the tensors' shapes."""
-    _check_params(params, label)
-    for name in (_EMBEDDING, _FEED_FORWARD):
-        if name not in files[0] or files[0][name].dim() != 2:
-            raise ConfigError(f"{label}: consolidated.00.pth has no matrix {name}; fetch it again.")
-    heads = params["n_heads"]
-    values = {
-        "dim": params["dim"],
-        "layers": params["n_layers"],
-        "heads": heads,
-        "kv_heads": heads if params.get("n_kv_heads") is None else params["n_kv_heads"],
-        "head_dim": params.get("head_dim"),
-        "ffn": files[0][_FEED_FORWARD].shape[0] * len(files),
-        "vocab": _read_vocabulary(params, files),
-        "norm_eps": params.get("norm_eps", 1e-5),
-        "rope_theta": params.get("rope_theta", 10_000.0),
-        "tied": tied,
-    }
-    return model_config.build_model(Llama, {**values, **_read_rope_scaling(params, tied)}, f"{label}: its {PARAMS}")
-
-
-def _check_params(params: dict[str, Any], label: str) -> None:
     for key in _UNSUPPORTED:
         if params.get(key) not in (None, -1, False):
             raise ConfigError(
@@ -218,24 +186,98 @@ def _check_params(params: dict[str, Any], label: str) -> None:
     for key in ("dim", "n_layers", "n_heads"):
         if key not in params:
             raise ConfigError(f"{label}: its {PARAMS} has no {key}; fetch it again.")
-
-
-def _read_vocabulary(params: dict[str, Any], files: Sequence[dict[str, Tensor]]) -> int:
-    """Return `vocab_size`, or if it is -1 (Llama 2) the rows of the embedding."""
-    vocab_size = params.get("vocab_size", -1)
-    if isinstance(vocab_size, int) and vocab_size > 0:
-        return vocab_size
-    rows, width = files[0][_EMBEDDING].shape
-    return int(rows) * (len(files) if width == params["dim"] else 1)
-
-
-def _read_rope_scaling(params: dict[str, Any], tied: bool) -> dict[str, float]:
-    """Return Llama 3.1's RoPE scaling: factor 8, or 32 for the small models of 3.2 (the only tied ones)."""
-    if not params.get("use_scaled_rope"):
-        return {}
-    return {
-        "rope_factor": params.get("rope_scaling_factor") or (32.0 if tied else 8.0),
-        "rope_low": 1.0,
-        "rope_high": params.get("rope_high_freq_factor") or 4.0,
-        "rope_original": 8192,
+    for name in (_EMBEDDING, _FEED_FORWARD):
+        if name not in files[0] or files[0][name].dim() != 2:
+            raise ConfigError(f"{label}: consolidated.00.pth has no matrix {name}; fetch it again.")
+    heads, vocab = params["n_heads"], params.get("vocab_size", -1)
+    if not (isinstance(vocab, int) and vocab > 0):  # -1 in Llama 2
+        rows, width = files[0][_EMBEDDING].shape
+        vocab = int(rows) * (len(files) if width == params["dim"] else 1)
+    values = {
+        "dim": params["dim"],
+        "layers": params["n_layers"],
+        "heads": heads,
+        "kv_heads": heads if params.get("n_kv_heads") is None else params["n_kv_heads"],
+        "head_dim": params.get("head_dim"),
+        "ffn": files[0][_FEED_FORWARD].shape[0] * len(files),
+        "vocab": vocab,
+        "norm_eps": params.get("norm_eps", 1e-5),
+        "rope_theta": params.get("rope_theta", 10_000.0),
+        "tied": tied,
     }
+    if params.get("use_scaled_rope"):  # of Llama 3.1; the small models of 3.2, the only tied ones, have another factor
+        values |= {
+            **_ROPE_SCALING,
+            "rope_factor": params.get("rope_scaling_factor") or (32.0 if tied else _FACTOR),
+            "rope_high": params.get("rope_high_freq_factor") or _ROPE_SCALING["rope_high"],
+        }
+    return model_config.build_model(Llama, values, f"{label}: its {PARAMS}")
+
+
+# --- params.json of a model that is written
+
+
+def build_params(model: Decoder, ranks: int) -> dict[str, Any]:
+    """Return a params.json from which Meta's code builds the same model, of a Llama.; `ranks`: with a file each.
+
+    Raises:
+        ConfigError: when Meta's code has no such model, or it can't be sharded so.
+    """
+    _check_params(model, ranks)
+    multiple, multiplier = find_ffn_multiplier(model.dim, model.ffn)
+    scaling: dict[str, Any] = {"use_scaled_rope": model.rope_factor != 1}
+    if model.rope_factor not in (1, _FACTOR):
+        scaling["rope_scaling_factor"] = model.rope_factor
+    return {
+        "dim": model.dim,
+        "n_layers": model.layers,
+        "n_heads": model.heads,
+        "n_kv_heads": model.kv_heads,
+        "vocab_size": model.vocab,
+        "multiple_of": multiple,
+        "ffn_dim_multiplier": multiplier,
+        "norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        **scaling,
+    }
+
+
+def find_ffn_multiplier(dim: int, ffn: int) -> tuple[int, float]:
+    """Return Meta's `multiple_of` and `ffn_dim_multiplier` for a feed-forward layer of width `ffn`.
+
+    Meta's width is 8 / 3 of `dim`, times the multiplier, both rounded down, and then rounded up to a multiple.
+    """
+    multiple = min(1024, ffn & -ffn)
+    target = ffn - multiple // 2 + 0.5  # far from where either rounding changes
+    return multiple, target / (8 * dim // 3)
+
+
+def _check_params(model: Decoder, ranks: int) -> None:
+    if type(model) is not Llama:
+        raise ConfigError(f"format=meta: Meta has no {type(model).__name__}; give format=hf.")
+    if model.logit_cap is not None:
+        raise ConfigError(
+            f"format=meta: Meta's code does not cap logits, and model.logit_cap={format_value(model.logit_cap)}; "
+            "give format=titan."
+        )
+    if model.head_size * model.heads != model.dim:
+        raise ConfigError(
+            f"format=meta: heads of width model.head_dim={model.head_size} are not model.dim={model.dim} / "
+            f"model.heads={model.heads}, as Meta's are; give format=hf."
+        )
+    for name, fixed_value in _ROPE_SCALING.items():
+        if model.rope_factor != 1 and getattr(model, name) != fixed_value:
+            raise ConfigError(
+                f"format=meta: model.{name}={format_value(getattr(model, name))} must be {format_value(fixed_value)}; "
+                "give format=hf."
+            )
+
+    for name in ("heads", "ffn", "vocab"):
+        if getattr(model, name) % ranks:
+            raise ConfigError(
+                f"meta_ranks={ranks}: must divide model.{name}={getattr(model, name)}; give another number, such as 1."
+            )
+    if model.kv_heads % ranks and ranks % model.kv_heads:
+        raise ConfigError(
+            f"meta_ranks={ranks}: must divide or be a multiple of model.kv_heads={model.kv_heads}; give 1."
+        )

@@ -17,14 +17,7 @@ _ROPE_SCALING = ("rope_low", "rope_high", "rope_original", "rope_mscale", "rope_
 
 
 def load_json(path: Path, label: str) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Args:
-        label: the user's setting, for messages.
-
-    Raises:
-        ConfigError: when the file is missing, can't be read, or holds no JSON object.
-    """
+    """Read a JSON object; `label` is the user's setting, for messages."""
     try:
         content = untrusted.parse_json(untrusted.read_regular_file(path))
     except FileNotFoundError:
@@ -39,11 +32,7 @@ def load_json(path: Path, label: str) -> dict[str, Any]:
 
 
 def build_model(family: type[D], values: Mapping[str, Any], source: str) -> D:
-    """Build and check the schema of a model.
-
-    Raises:
-        ConfigError: when a value has a wrong type or is out of range, or values contradict each other.
-    """
+    """Build and check the schema of a model; raise ConfigError when values are wrong or contradict each other."""
     try:
         schema: D = settings.build(family, values)
         schema.check()
@@ -56,17 +45,16 @@ def check_model(model: Any, weights_model: Any, label: str, prefix: str = "model
     """Raise ConfigError when weights are of another model; the message names all differing settings and their values.
 
     Weights with a tied head may initialise a model without: its head starts as a copy of the embedding.
-
-    Args:
-        model: the run's model.
-        label: the user's setting, for messages.
     """
     if type(model) is not type(weights_model):
         raise ConfigError(
             f"{label}: the weights are of a {type(weights_model).__name__}, and the model is a {type(model).__name__}; "
             f"choose a {type(weights_model).__name__}."
         )
-    run_settings, weights_settings = _collect_settings(model), _collect_settings(weights_model)
+    run_settings, weights_settings = (
+        {**settings.to_plain(m), **({"head_dim": m.head_size} if hasattr(m, "head_size") else {})}
+        for m in (model, weights_model)
+    )
     if weights_settings.get("tied"):
         run_settings["tied"] = True
     ignored = (*model.FREE, *(_ROPE_SCALING if weights_settings.get("rope_factor") == 1 else ()))
@@ -77,9 +65,3 @@ def check_model(model: Any, weights_model: Any, label: str, prefix: str = "model
         current_text = ", ".join(f"{prefix}{key}={format_value(run_settings.get(key))}" for key in differing)
         fitting_text = " ".join(f"{prefix}{key}={format_value(weights_settings[key])}" for key in differing)
         raise ConfigError(f"{label}: the weights are of another model than {current_text}; give {fitting_text}.")
-
-
-def _collect_settings(model: Any) -> dict[str, Any]:
-    """Return the settings of a model, with the actual head size."""
-    head = {"head_dim": model.head_size} if hasattr(model, "head_size") else {}
-    return {**settings.to_plain(model), **head}

@@ -39,15 +39,9 @@ class WeightsLocation:
 
     @property
     def folder(self) -> Path:
-        """The folder; a repository of the hub is fetched once.
-
-        Raises:
-            ConfigError: when it can't be fetched.
-        """
-        return Path(self.path) if self.kind != "hub" else self._fetch()
-
-    def _fetch(self) -> Path:
-        """Fetch a repository of the hub with the user's login, into the cache of huggingface_hub."""
+        """The folder; a repository of the hub is fetched once, with the user's login, into huggingface_hub's cache."""
+        if self.kind != "hub":
+            return Path(self.path)
         hub = import_optional("huggingface_hub", self.label, "there is no such directory, and a model of the hub")
         repository, _, revision = self.path.partition("@")
         try:
@@ -62,11 +56,7 @@ class WeightsLocation:
 def check_source(name: str, setting: str = "") -> None:
     """Raise ConfigError for what can't be a model's path, before torch is imported and data are prepared.
 
-    A name at Hugging Face's hub looks like a path, too.
-
-    Args:
-        name: the path.
-        setting: the name of the user's setting, whose value may be of the hub; empty for a command's first word.
+    A name at Hugging Face's hub, as a setting may have it, looks like a path, too.
     """
     path = Path(name).expanduser()
     if setting and _ON_HUB.fullmatch(name):
@@ -79,16 +69,7 @@ def check_source(name: str, setting: str = "") -> None:
 def find_weights(
     path: str | Path, setting: str = "checkpoint.weights", check: select.ContentCheck = lambda folder: None
 ) -> WeightsLocation:
-    """Find the weights at `path`.
-
-    Args:
-        path: a folder, or OWNER/NAME[@REVISION] on Hugging Face's hub if there is no such folder.
-        setting: the name of the user's setting, for messages; empty for a command's first word.
-        check: see `titan.checkpoint.select.load_named`.
-
-    Raises:
-        ConfigError: when there are no weights.
-    """
+    """Find the weights at `path`; see `titan.weights.formats.open_weights` and `titan.checkpoint.select.load_named`."""
     label, folder = settings.format_setting(setting, path), Path(path).expanduser().absolute()
     if not os.path.exists(folder) and isinstance(path, str) and _ON_HUB.fullmatch(path):
         return WeightsLocation("hub", path, label)
@@ -107,11 +88,7 @@ def find_weights(
 
 
 def build_model(saved_manifest: Manifest, label: str) -> Any:
-    """Return the model of a checkpoint, also of a class in a package that $TITAN_MODULES names.
-
-    Raises:
-        ConfigError: when its manifest describes no valid model, or one of another class.
-    """
+    """Return the model of a checkpoint, also of a class in a package that $TITAN_MODULES names."""
     allowed, name = modules.list_trusted_packages(()), str(saved_manifest.model.get("_target_", ""))
     package = name.partition(".")[0]
     if settings.is_foreign(saved_manifest.model) and package not in ("experiments", *allowed):

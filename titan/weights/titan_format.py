@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,60 +19,58 @@ from titan.weights.interface import check_dtypes, check_shapes, compute_expected
 from titan.weights.origin import build_model
 
 
-class CheckpointTensors:
-    """Some tensors of a titan checkpoint, read by their names, a slice at a time.
+class TitanFormat:
+    """The weights to evaluate in a titan checkpoint; see `titan.weights.interface.Weights`."""
 
-    Attributes:
-        path: the checkpoint's folder.
-        label: the user's setting, for messages.
-        shapes: the shape of each tensor.
-        dtypes: the stored dtype of each.
-    """
-
-    def __init__(self, folder: Path, label: str, prefix: str | None = None) -> None:
-        """Read the metadata.
-
-        Args:
-            folder: the folder of a complete checkpoint.
-            label: the user's setting, for messages.
-            prefix: `MODEL` or `EVALUATION`; None: the weights to evaluate.
-
-        Raises:
-            ConfigError: when it can't be read.
-        """
+    def __init__(self, folder: Path, label: str) -> None:
+        """Read the manifest and the metadata; `label` is the user's setting, for messages."""
+        saved_manifest = manifest.inspect(folder)
+        if saved_manifest is None:
+            raise ConfigError(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
+        self.model = build_model(saved_manifest, label)
         self.path, self.label, self._reader = str(folder), label, CheckpointReader(folder)
-        self._metadata = self._read_metadata()
-        contents = self._metadata.state_dict_metadata
-        has_average = any(name.startswith(EVALUATION) for name in contents)
-        self._prefix = prefix or (EVALUATION if has_average else MODEL)
+        try:
+            self._metadata: Any = self._reader.read_metadata()
+        except (UnknownContentError, OSError) as error:
+            raise ConfigError(
+                f"{label}: .metadata can't be used: {format_error(error)}; give another checkpoint."
+            ) from error
+        contents: Mapping[str, Any] = self._metadata.state_dict_metadata
+        self._prefix = EVALUATION if any(name.startswith(EVALUATION) for name in contents) else MODEL
         self._tensors: dict[str, TensorStorageMetadata] = {
             name.removeprefix(self._prefix): tensor
             for name, tensor in contents.items()
             if name.startswith(self._prefix)
         }
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: tuple(tensor.size) for name, tensor in self._tensors.items()
-        }
-        self.dtypes: Mapping[str, torch.dtype] = {
-            name: tensor.properties.dtype for name, tensor in self._tensors.items()
-        }
+        self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(tensor.size) for n, tensor in self._tensors.items()}
+        self.dtypes: Mapping[str, torch.dtype] = {n: tensor.properties.dtype for n, tensor in self._tensors.items()}
+        check_shapes(self.shapes, compute_expected_shapes(self.model), label)
+        check_dtypes(self.dtypes, label)
+        self.config = {"max_position_embeddings": saved_manifest.seq_len} if saved_manifest.seq_len else {}
+        tokenizer = saved_manifest.tokenizer
+        self.tokenizer = str(folder / tokenizer) if tokenizer and (folder / tokenizer).is_file() else tokenizer
+        self.checksums = [
+            f"{name} {file.bytes} {file.crc32}".encode() for name, file in sorted(saved_manifest.files.items())
+        ]
 
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
         bounds = resolve_bounds(self.shapes[name], offsets, lengths)
-        for chunk in self._tensors[name].chunks:
-            if bounds == tuple(_iter_bounds(chunk)):
-                return self._read_chunk(name, chunk)  # without another copy: it may be the largest tensor
+        boxes = [
+            (chunk, tuple((o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True)))
+            for chunk in self._tensors[name].chunks
+        ]
+        if whole := next((chunk for chunk, box in boxes if box == bounds), None):
+            return self._read_chunk(name, whole)  # without another copy: it may be the largest tensor
         out = torch.empty([last - first for first, last in bounds], dtype=self.dtypes[name])
-        if not out.numel():
-            return out
-        for chunk in self._tensors[name].chunks:
-            overlap = list(_intersect_bounds(bounds, chunk))
+        for chunk, box in boxes if out.numel() else ():
+            overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, box, strict=True)]
             if all(first < last for first, last in overlap):
-                values = self._read_chunk(name, chunk)
-                chunk_slices = tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, chunk.offsets, strict=True))
-                out_slices = tuple(slice(a - p, b - p) for (a, b), (p, _) in zip(overlap, bounds, strict=True))
-                out[out_slices] = values[chunk_slices]
+                inside, outside = (
+                    tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, origin, strict=True))
+                    for origin in (box, bounds)
+                )
+                out[outside] = self._read_chunk(name, chunk)[inside]
         return out
 
     def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
@@ -89,50 +87,3 @@ class CheckpointTensors:
                 f"({type(error).__name__}: {format_error(error)[:100]}); give another checkpoint."
             ) from error
         return values.detach()
-
-    def _read_metadata(self) -> Any:
-        try:
-            return self._reader.read_metadata()
-        except (UnknownContentError, OSError) as error:
-            raise ConfigError(
-                f"{self.label}: .metadata can't be used: {format_error(error)}; give another checkpoint."
-            ) from error
-
-
-class TitanFormat(CheckpointTensors):
-    """The weights to evaluate in a titan checkpoint; see `titan.weights.interface.Weights`."""
-
-    def __init__(self, folder: Path, label: str) -> None:
-        """Read the manifest and the metadata.
-
-        Args:
-            folder: the folder of a complete checkpoint.
-            label: the user's setting, for messages.
-
-        Raises:
-            ConfigError: when it can't be read, or its tensors don't match its model.
-        """
-        saved_manifest = manifest.inspect(folder)
-        if saved_manifest is None:
-            raise ConfigError(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
-        self.model = build_model(saved_manifest, label)
-        super().__init__(folder, label)
-        check_shapes(self.shapes, compute_expected_shapes(self.model), label)
-        check_dtypes(self.dtypes, label)
-        self.config = {"max_position_embeddings": saved_manifest.seq_len} if saved_manifest.seq_len else {}
-        tokenizer = saved_manifest.tokenizer
-        self.tokenizer = str(folder / tokenizer) if tokenizer and (folder / tokenizer).is_file() else tokenizer
-        self.checksums = [
-            f"{name} {file.bytes} {file.crc32}".encode() for name, file in sorted(saved_manifest.files.items())
-        ]
-
-
-def _iter_bounds(chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
-    """Yield the chunk's (start, end) in the whole tensor along each dimension."""
-    return ((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
-
-
-def _intersect_bounds(bounds: Sequence[tuple[int, int]], chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
-    """Yield the (start, end) of the intersection along each dimension."""
-    for (first, last), offset, size in zip(bounds, chunk.offsets, chunk.sizes, strict=True):
-        yield max(first, offset), min(last, offset + size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,71 +22,43 @@ _CLASS = "PreTrainedTokenizerFast"
 """The class with which transformers uses a tokenizer.json unchanged; a model's class may change it."""
 
 
-def copy_files(name: str | None, folder: Path) -> str | None:
+def copy_files(name: str | None, folder: Path) -> tuple[dict[str, ManifestFile], str | None]:
     """Copy a tokenizer's files unchanged.
 
     Args:
         name: the argument of `load_tokenizer`; None: there is no tokenizer.
-        folder: the target.
 
     Returns:
-        The tokenizer's name there: the file's name, or that of a built-in tokenizer or one of the hub; None if its file
-        is missing.
+        Size and checksum of the files by name, and the tokenizer's name there: the file's name, or that of a built-in
+        tokenizer or one of the hub; None if its file is missing.
     """
     if name is None or not Path(name).is_file():
-        return name if name is not None and manifest.is_tokenizer(name, ()) else None
-    source = Path(name)
+        return {}, name if name is not None and manifest.is_tokenizer(name, ()) else None
+    source, files = Path(name), dict[str, ManifestFile]()
     for file in (source, *(source.with_name(extra_name) for extra_name in _BESIDE)):
         if file.is_file() and (file == source or source.suffix == ".json"):
             shutil.copyfile(file, folder / file.name)
             sync_path(folder / file.name)
-    return source.name
-
-
-def copy_and_list(name: str | None, folder: Path) -> tuple[dict[str, ManifestFile], str | None]:
-    """Copy a tokenizer's files unchanged; return them by name, and the result of `copy_files`."""
-    copied_name = copy_files(name, folder)
-    return list_files(copied_name, folder), copied_name
-
-
-def list_files(name: str | None, folder: Path) -> dict[str, ManifestFile]:
-    """Return size and checksum of the files that `copy_files` wrote into a folder, by name.
-
-    Args:
-        name: the result of `copy_files`.
-    """
-    names = [name, *_BESIDE] if name is not None and (folder / name).is_file() else []
-    return {file: manifest.checksum_file(folder / file) for file in names if (folder / file).is_file()}
+            files[file.name] = manifest.checksum_file(folder / file.name)
+    return files, source.name
 
 
 def check_packages(name: str | None, format: str, label: str) -> None:
-    """Raise ConfigError when a tokenizer can't be written for lack of a package, before anything is written.
-
-    Args:
-        name: the argument of `load_tokenizer`; None: there is no tokenizer.
-        format: the one to write: hf, meta or titan.
-        label: the user's setting, for messages.
-    """
-    if name is not None and _needs_package(name, format):
-        import_optional("tokenizers", label, f"writing the tokenizer {Path(name).name}")
-
-
-def _needs_package(name: str, format: str) -> bool:
-    """Return whether writing a tokenizer takes the package tokenizers."""
-    is_file = Path(name).is_file()
-    if format == "titan" or (format == "meta" and (is_file or name == BUILT_IN)):
-        return False
-    if Path(name).suffix != ".model":
-        return True
-    try:
-        return isinstance(load_tokenizer(name), RankTokenizer)
-    except ConfigError:  # SentencePiece: copied unchanged
-        return False
+    """Raise ConfigError when a tokenizer can't be written in a format for lack of a package, before anything is."""
+    if name is None or format == "titan" or (format == "meta" and (Path(name).is_file() or name == BUILT_IN)):
+        return
+    if Path(name).suffix == ".model":
+        try:
+            if not isinstance(load_tokenizer(name), RankTokenizer):
+                return
+        except ConfigError:  # SentencePiece: copied unchanged
+            return
+    import_optional("tokenizers", label, f"writing the tokenizer {Path(name).name}")
 
 
-def copy_complete(name: str | None, folder: Path) -> None:
+def write_complete(name: str | None, folder: Path) -> None:
     """Copy a tokenizer's files unchanged; write those of a built-in tokenizer or one of the hub."""
-    if name is not None and copy_files(name, folder) == BUILT_IN:
+    if name is not None and copy_files(name, folder)[1] == BUILT_IN:
         tokenizer = load_tokenizer(name)
         tokenizer.name = "tokenizer.model"  # `save` writes no file for a built-in name
         (folder / tokenizer.save(folder)).rename(folder / "tokenizer.model")
@@ -95,13 +66,10 @@ def copy_complete(name: str | None, folder: Path) -> None:
         load_tokenizer(name).save(folder)
 
 
-def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None]:
+def write_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None]:
     """Write a tokenizer as tokenizer.json and tokenizer_config.json; a rank file is also copied unchanged.
 
     A tokenizer that titan can't read (SentencePiece) is copied unchanged.
-
-    Args:
-        name: the argument of `load_tokenizer`; None: there is no tokenizer.
 
     Returns:
         The ids that begin and end a document.
@@ -117,24 +85,16 @@ def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None
         return None, None
     if isinstance(tokenizer, RankTokenizer):
         (folder / "tokenizer.json").write_text(build_tokenizer_json(tokenizer), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(_build_config(tokenizer), indent=2) + "\n")
+        special = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
+        tokens = {key: tokenizer.decode([i]) for key, i in special.items() if i is not None}
+        config: dict[str, Any] = {"tokenizer_class": _CLASS, **tokens, "clean_up_tokenization_spaces": False}
     else:
         if not Path(name).is_file():
             tokenizer.save(folder)
-        _set_class(folder / "tokenizer_config.json")
+        file = folder / "tokenizer_config.json"
+        config = {"tokenizer_class": _CLASS, **(load_json(file, str(folder)) if file.is_file() else {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return tokenizer.bos, tokenizer.eos
-
-
-def _set_class(file: Path) -> None:
-    """Set the class with which transformers reads tokenizer.json, unless it is set."""
-    config = load_json(file, str(file.parent)) if file.is_file() else {}
-    file.write_text(json.dumps({"tokenizer_class": _CLASS, **config}, indent=2) + "\n")
-
-
-def _build_config(tokenizer: RankTokenizer) -> dict[str, Any]:
-    names = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
-    tokens = {key: tokenizer.decode([i]) for key, i in names.items() if i is not None}
-    return {"tokenizer_class": _CLASS, **tokens, "clean_up_tokenization_spaces": False}
 
 
 def build_tokenizer_json(tokenizer: RankTokenizer) -> str:
@@ -147,7 +107,11 @@ def build_tokenizer_json(tokenizer: RankTokenizer) -> str:
     tokenizers = import_optional("tokenizers", f"tokenizer={tokenizer.name}")
     from tokenizers import decoders, models, pre_tokenizers, processors
 
-    ranks, letters = tokenizer.ranks, _map_bytes()
+    # the character for each byte in byte-level BPE: the byte itself if printable, else from U+0100
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare_codes = iter(range(256, 512))
+    letters = [chr(byte if byte in printable else next(spare_codes)) for byte in range(256)]
+    ranks = tokenizer.ranks
     spellings = {token: "".join(letters[byte] for byte in token) for token in ranks}
     order = sorted(ranks, key=lambda token: ranks[token])
     vocabulary = {spellings[token]: ranks[token] for token in order}
@@ -168,10 +132,3 @@ def build_tokenizer_json(tokenizer: RankTokenizer) -> str:
             single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, tokenizer.bos)]
         )
     return str(out.to_str())
-
-
-def _map_bytes() -> list[str]:
-    """Return the character for each byte in byte-level BPE: the byte itself if printable, else from U+0100."""
-    printable = set(chain(range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") + 1), range(ord("®"), ord("ÿ") + 1)))
-    spare_codes = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(spare_codes)) for byte in range(256)]

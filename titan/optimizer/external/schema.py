@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -13,7 +14,7 @@ from titan.config.settings import format_value, setting
 from titan.config.text_kinds import ImportPath, OpenValue
 from titan.errors import ConfigError
 from titan.optimizer.external.packages import find_version
-from titan.optimizer.schema import BLOCKS, GroupSettings, Optimizer
+from titan.optimizer.schema import GroupSettings, Optimizer, is_block_matrix
 
 if TYPE_CHECKING:
     import torch
@@ -63,11 +64,7 @@ class External(Optimizer):
             )
 
     def measure(self, model: Decoder) -> External:
-        """Return the same with what was measured.
-
-        Raises:
-            ConfigError: for an optimizer with which layouts would differ.
-        """
+        """Return the same with what was measured; raise ConfigError for a class with which layouts would differ."""
         stacked = self.parameters == "matrices"
         verdict = _measure(self.cls, self._pack_arguments(), _list_shapes(model, stacked), stacked)
         if self.split != "auto" and SPLITS.index(self.split) < SPLITS.index(verdict.split):
@@ -86,7 +83,7 @@ class External(Optimizer):
 
     def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
         """Return the same, with `orthogonal` for what the class updates."""
-        updated = self.parameters == "all" or (dimensions in (2, 3) and name.startswith(BLOCKS))
+        updated = self.parameters == "all" or is_block_matrix(name, dimensions)
         return super().choose_settings(name, dimensions)._replace(orthogonal=updated)
 
     def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
@@ -129,43 +126,27 @@ class External(Optimizer):
 
 @functools.cache
 def _load(path: str, packed: str) -> Any:
-    from titan.optimizer.external.constructor import load_constructor
+    from titan.optimizer.external.state import load_constructor
 
     return load_constructor(path, json.loads(packed))
 
 
 @functools.cache
 def _measure(path: str, packed: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], is_stacked: bool) -> Verdict:
-    """Return the verdict on a class, measured once in a process.
-
-    Raises:
-        ConfigError: where it is rejected.
-    """
+    """Return the verdict on a class, measured once in a process; raise ConfigError where it is rejected."""
     from titan.optimizer.external.classify import RejectedError, classify
 
     try:
         verdict = classify(_load(path, packed), dict(shapes), is_stacked)
     except RejectedError as error:
-        hint = error.advice or ("" if is_stacked else _suggest_matrices(path, packed, shapes))
-        raise ConfigError(f"optimizer.cls={path}: {error}; {hint or 'choose another optimizer'}.") from error
+        hint = error.advice or "choose another optimizer"
+        matrices = {name: shape for name, shape in shapes if is_block_matrix(name, len(shape))}
+        if not error.advice and not is_stacked:  # does it take the matrices of blocks only?
+            with contextlib.suppress(RejectedError):
+                classify(_load(path, packed), matrices, True)
+                hint = "give optimizer.parameters=matrices"
+        raise ConfigError(f"optimizer.cls={path}: {error}; {hint}.") from error
     return verdict._replace(package=find_version(path.partition(".")[0]))
-
-
-def _suggest_matrices(path: str, packed: str, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
-    """Return the advice for a class that takes the matrices of blocks only; empty where it takes none."""
-    from titan.optimizer.external.classify import RejectedError, classify
-
-    matrices = {name: shape for name, shape in shapes if is_block_matrix(name, shape)}
-    try:
-        classify(_load(path, packed), matrices, True)
-    except RejectedError:
-        return ""
-    return "give optimizer.parameters=matrices"
-
-
-def is_block_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter is a matrix of a block, or a stack of them."""
-    return len(shape) in (2, 3) and name.startswith(BLOCKS)
 
 
 @functools.cache
@@ -174,6 +155,5 @@ def _list_shapes(model: Decoder, is_stacked: bool) -> tuple[tuple[str, tuple[int
     import torch
 
     with torch.device("meta"):
-        module: Any = model.build()
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    return tuple((n, s) for n, s in shapes.items() if not is_stacked or is_block_matrix(n, s))
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in model.build().named_parameters()]
+    return tuple((n, s) for n, s in shapes if not is_stacked or is_block_matrix(n, len(s)))

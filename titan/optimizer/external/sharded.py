@@ -9,7 +9,7 @@ shape than the parameter along their first dimension, and a checkpoint holds the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +19,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 from titan.errors import RunError
 from titan.optimizer import matrix_gather
-from titan.optimizer.external.constructor import Constructor
-from titan.optimizer.external.schema import External
 from titan.optimizer.external.state import (
-    Leaf,
+    Constructor,
     State,
     Template,
     Traits,
@@ -44,6 +41,10 @@ REST = {"betas": (0.9, 0.95), "eps": 1e-8}
 """AdamW's settings for parameters that a class does not update: titan's defaults."""
 UPDATES = "updates"
 """The key of a scalar beside the leaves of a state: the number of updates, of which the first creates the state."""
+GRADIENT, WEIGHT, SCALARS = "gradient", "", "scalars"
+"""Names of what is computed or sent beside the leaves, all of which have a slash in them."""
+NUMBERS = ("scalar", "number")
+"""The kinds of leaves that each rank has whole."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Member:
             whole tensor, or one matrix of a stack.
         first: the number of the first matrix that this rank has of a stack, where it updates its own.
         storage: the state between steps, by key; see `name_key`.
-        boxes: the slices of this rank's shard of what is gathered, by key; of the parameter under the empty key.
+        boxes: the slices of this rank's shard of what is gathered, by key; of the parameter under `WEIGHT`.
     """
 
     name: str
@@ -73,8 +74,9 @@ class Member:
     storage: dict[str, Tensor] = field(default_factory=dict)
     boxes: dict[str, matrix_gather.Box] = field(default_factory=dict)
 
-    def count_updates(self) -> int:
-        """Return the number of updates so far; of a fake one, which has no value, 0."""
+    @property
+    def updates(self) -> int:
+        """The number of updates so far; of a fake one, which has no value, 0."""
         updates = self.storage[UPDATES]
         with unset_fake_temporarily():  # a trace runs under fake tensors, and this one has a value
             return 0 if is_fake(updates) else int(updates)
@@ -92,65 +94,50 @@ class Member:
         leaves = self.templates[index].leaves
         return {name: self.name_key(index, name) for name, leaf in leaves.items() if leaf.kind in kinds}
 
-    def build_states(self, tensors: Mapping[str, Tensor], count: int) -> list[State | None]:
-        """Return the states before a step, of each of `count` matrices; None before the first.
+    def unbind(self, tensor: Tensor) -> list[Tensor]:
+        """Return what is updated by itself of a tensor: the matrices of a stack, or all of it."""
+        return list(tensor.unbind(0)) if self.is_stack else [tensor]
 
-        Args:
-            tensors: the leaves with dimensions by name, of a stack with one more.
-            count: 1, or the number of matrices of a stack.
-        """
-        if not (updates := self.count_updates()):
+    def build_states(self, tensors: Mapping[str, Tensor], count: int) -> list[State | None]:
+        """Return the states of `count` matrices, given the leaves with dimensions; None before the first step."""
+        if not (updates := self.updates):
             return [None] * count
         template = self.templates[min(updates, len(self.templates)) - 1]
-        scalars = {
-            name: _read_scalar(template.leaves[name], self.storage[key])
-            for name, key in self.list_keys(updates, "scalar", "number").items()
-        }
+        scalars: dict[str, Any] = {}
+        for name, key in self.list_keys(updates, *NUMBERS).items():
+            leaf, stored = template.leaves[name], self.storage[key]
+            scalars[name] = stored.clone() if leaf.kind == "scalar" else leaf.value(stored.item())
         return [
             nest_state(template, scalars | {n: t[i] if self.is_stack else t for n, t in tensors.items()})
             for i in range(count)
         ]
 
-    def name_seeds(self, count: int) -> list[str]:
-        """Return what random numbers of this update are a function of, for each of `count` matrices."""
-        return [f"{self.name}/{self.first + index}/{self.count_updates()}" for index in range(count)]
-
     def store_scalars(self, values: Mapping[str, Any]) -> None:
         """Keep the scalars and numbers of a state, and count the update."""
-        for name, key in self.list_keys(self.count_updates() + 1, "scalar", "number").items():
+        for name, key in self.list_keys(self.updates + 1, *NUMBERS).items():
             value = values[name]
             self.storage[key].copy_(value) if isinstance(value, Tensor) else self.storage[key].fill_(value)
         self.storage[UPDATES].add_(1)
 
     def collect_leaves(self, state: State) -> dict[str, Any]:
-        """Return the leaves of a state after a step.
-
-        Raises:
-            RunError: where they are not those of the template.
-        """
-        values, _ = flatten_state(state)
-        expected = self.templates[min(self.count_updates(), len(self.templates) - 1)].leaves
+        """Return the leaves of a state after a step; raise RunError where they are not those of the template."""
+        expected = self.templates[min(self.updates, len(self.templates) - 1)].leaves
         if (found := describe_state(state).leaves) != expected:
-            name = next(iter(sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))))
+            name = min(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
             raise RunError(
                 f"optimizer.cls: {type(self.updater.constructor.cls).__name__} changes the structure of its state: "
                 f"{name} of {self.name} was {expected.get(name)} and is {found.get(name)}."
             )
-        return values
-
-
-def _read_scalar(leaf: Leaf, stored: Tensor) -> Any:
-    return stored.clone() if leaf.kind == "scalar" else leaf.value(stored.item())
+        return flatten_state(state)[0]
 
 
 def build_sharded(
-    settings: External, constructor: Constructor, groups: list[dict[str, Any]], names: Mapping[Tensor, str]
+    settings: Any, constructor: Constructor, groups: list[dict[str, Any]], names: Mapping[Tensor, str]
 ) -> ShardedOptimizer:
     """Return the optimizer of torch's parameter groups.
 
     Args:
-        settings: with what was measured.
-        constructor: of the class.
+        settings: a `titan.optimizer.external.schema.External`, with what was measured.
         groups: with the key `orthogonal`: whether the class updates them, else AdamW.
         names: of the parameters in the whole model.
     """
@@ -175,14 +162,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         is_stacked: bool,
         names: Mapping[Tensor, str],
     ) -> None:
-        """Create the state of all parameters: zeros, and no update.
+        """Create the state of all parameters: zeros, and no update; see `build_sharded` and `classify`.
 
-        Args:
-            groups: torch's parameter groups with the key `orthogonal`, which says which updater is used.
-            updaters: of the class under True; of parameters that it does not update under False.
-            split: what the class updates by itself: elements, matrices or whole tensors.
-            is_stacked: whether the class gets the matrices of three-dimensional parameters one by one.
-            names: of the parameters in the whole model.
+        The groups' key `orthogonal` says which updater is used: that of the class, or of what it does not update.
         """
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
         self.templates: dict[Any, list[Template]] = {}
@@ -196,7 +178,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = self.members[parameter].storage
 
     def _create_member(self, name: str, parameter: Any, updater: Updater, is_stack: bool, is_local: bool) -> Member:
-        sharded = _list_sharded_dimensions(parameter)
+        sharded = matrix_gather.list_sharded_dimensions(parameter)
         is_local = is_local or not sharded or (is_stack and sharded == {0})
         shape = tuple(local_tensor(parameter).shape if is_local else parameter.shape)
         shape = shape[1:] if is_stack else tuple(max(1, size) for size in shape)
@@ -213,13 +195,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient; a collective over the ranks of the meshes of gathered ones."""
-        gathered: list[tuple[Member, dict[str, Any]]] = []
+        gathered: dict[DeviceMesh, list[tuple[Member, dict[str, Any]]]] = {}
         for group in self.param_groups:
             members = [self.members[p] for p in group["params"] if p.grad is not None]
-            gathered += [(member, group) for member in members if not member.is_local]
+            for member in members:
+                if not member.is_local:
+                    gathered.setdefault(member.parameter.device_mesh, []).append((member, group))
             for updater in {id(member.updater): member.updater for member in members}.values():
-                _update_shards([m for m in members if m.is_local and m.updater is updater], updater, group)
-        for mesh, pairs in _group_by_mesh(gathered).items():
+                _update_shards([m for m in members if m.is_local and m.updater is updater], group)
+        for mesh, pairs in gathered.items():
+            pairs.sort(key=lambda pair: -pair[0].parameter.numel())  # so that the owners have equal work
             for first in range(0, len(pairs), mesh.size()):
                 _update_on_owners(pairs[first : first + mesh.size()], mesh)
 
@@ -237,163 +222,141 @@ class ShardedOptimizerWithModes(ShardedOptimizer):
         return wrap_shard(evaluated, parameter, tuple(parameter.shape))
 
 
-def _update_shards(members: Sequence[Member], updater: Updater, rates: Mapping[str, float]) -> None:
-    """Update this rank's shards of some parameters, in one step of the optimizer."""
-    tensors: list[Tensor] = []
-    gradients: list[Tensor] = []
-    states: list[State | None] = []
-    seeds: list[str] = []
-    counts: list[int] = []
-    for member in members:
-        weight, gradient = local_tensor(member.parameter.detach()), local_tensor(member.parameter.grad)
-        if not weight.numel():  # a rank without a part: its numbers, such as a count of steps, advance too
-            weight, gradient = (_build_placeholder(member, tensor) for tensor in (weight, gradient))
-        parts = list(weight.unbind(0)) if member.is_stack else [weight]
-        tensors += parts
-        gradients += list(gradient.unbind(0)) if member.is_stack else [gradient]
-        states += member.build_states(_read_shards(member), len(parts))
-        seeds += member.name_seeds(len(parts))
-        counts.append(len(parts))
-    results = iter(updater.update(tensors, gradients, states, _select_rates(rates), seeds) if tensors else [])
-    for member, count in zip(members, counts, strict=True):
-        _store_shards(member, [member.collect_leaves(next(results)) for _ in range(count)])
+def _step_optimizer(
+    members: Sequence[Member], inputs: Sequence[Mapping[str, Tensor]], group: Mapping[str, Any]
+) -> list[list[dict[str, Any]]]:
+    """Update weights of members with one updater in place, in one step; return the leaves of each matrix' state.
+
+    The inputs are weight, gradient, and the leaves with dimensions.
+    """
+    weights, gradients, states, seeds, counts = list[Tensor](), list[Tensor](), list[State | None](), list[str](), []
+    for member, values in zip(members, inputs, strict=True):
+        matrices = member.unbind(values[WEIGHT])
+        counts.append(len(matrices))
+        weights += matrices
+        gradients += member.unbind(values[GRADIENT])
+        states += member.build_states(values, len(matrices))
+        seeds += [f"{member.name}/{member.first + index}/{member.updates}" for index in range(len(matrices))]
+    rates = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+    results = iter(members[0].updater.update(weights, gradients, states, rates, seeds))
+    return [
+        [member.collect_leaves(next(results)) for _ in range(count)]
+        for member, count in zip(members, counts, strict=True)
+    ]
+
+
+def _update_shards(members: Sequence[Member], group: Mapping[str, Any]) -> None:
+    results = _step_optimizer(members, [_read_shards(member) for member in members], group) if members else []
+    for member, matrices in zip(members, results, strict=True):
+        keys = member.list_keys(member.updates + 1, "tensor")
+        member.store_scalars(matrices[0])
+        for name, key in keys.items() if local_tensor(member.parameter).numel() else ():
+            for target, values in zip(member.unbind(local_tensor(member.storage[key])), matrices, strict=True):
+                if is_fake(target) or values[name].data_ptr() != target.data_ptr():
+                    target.copy_(values[name])
 
 
 def _read_shards(member: Member) -> dict[str, Tensor]:
-    """Return this rank's shards of the state by leaf; zeros of an element, or of a matrix, where it has no part."""
-    updates = member.count_updates()
-    shards = {name: local_tensor(member.storage[key]) for name, key in member.list_keys(updates, "tensor").items()}
-    if local_tensor(member.parameter).numel() or not shards:
+    """Return this rank's shards of the weight, its gradient if it has one, and the state by leaf.
+
+    A rank without a part has zeros of an element, or of a matrix: its numbers, such as a count of steps, advance too.
+    """
+    updates, parameter = member.updates, member.parameter
+    sources = {WEIGHT: parameter.detach()} | ({} if parameter.grad is None else {GRADIENT: parameter.grad})
+    sources |= {name: member.storage[key] for name, key in member.list_keys(updates, "tensor").items()}
+    shards = {name: local_tensor(tensor) for name, tensor in sources.items()}
+    if shards[WEIGHT].numel():
         return shards
     leaves = member.templates[min(updates, len(member.templates)) - 1].leaves
     extra = (1,) if member.is_stack else ()
-    return {n: torch.zeros(extra + leaves[n].shape, dtype=t.dtype, device=t.device) for n, t in shards.items()}
+    own = (1, *shards[WEIGHT].shape[1:]) if member.is_stack else tuple(max(1, n) for n in shards[WEIGHT].shape)
+    return {n: t.new_zeros(own if n in (WEIGHT, GRADIENT) else extra + leaves[n].shape) for n, t in shards.items()}
 
 
-def _build_placeholder(member: Member, tensor: Tensor) -> Tensor:
-    """Return zeros that an optimizer can update in place of a tensor without elements."""
-    shape = (1, *tensor.shape[1:]) if member.is_stack else tuple(max(1, size) for size in tensor.shape)
-    return tensor.new_zeros(shape)
-
-
-def _store_shards(member: Member, results: Sequence[Mapping[str, Any]]) -> None:
-    keys = member.list_keys(member.count_updates() + 1, "tensor")
-    member.store_scalars(results[0])
-    if not local_tensor(member.parameter).numel():
-        return
-    for name, key in keys.items():
-        stored = local_tensor(member.storage[key])
-        for index, values in enumerate(results):
-            target = stored[index] if member.is_stack else stored
-            if is_fake(target) or values[name].data_ptr() != target.data_ptr():
-                target.copy_(values[name])
-
-
-def _update_on_owners(pairs: Sequence[tuple[Member, Mapping[str, float]]], mesh: DeviceMesh) -> None:
+def _update_on_owners(pairs: Sequence[tuple[Member, Mapping[str, Any]]], mesh: DeviceMesh) -> None:
     """Update whole parameters, at most as many as the mesh has ranks; a collective over its ranks."""
-    own = list(mesh.get_coordinate() or ())
-    owners = [matrix_gather.find_coordinate(rank, tuple(mesh.shape)) for rank in range(len(pairs))]
-    whole: dict[str, Tensor] = {}
-    for (member, _), owner in zip(pairs, owners, strict=True):
-        gathered = _gather_member(member, mesh)
-        whole = gathered if owner == own else whole
-    if own in owners:  # after all gathers, so that no owner waits for another's computation
-        whole = _update_whole(*pairs[owners.index(own)], whole)
-    for (member, _), owner in zip(pairs, owners, strict=True):
-        _broadcast_member(member, whole if owner == own else {}, own, owner, mesh)
-
-
-GRADIENT, WEIGHT, SCALARS = "gradient", "", "scalars"
-"""Names of what is gathered or broadcast beside the leaves, all of which have a slash in them."""
+    matrix_gather.run_on_owners(
+        len(pairs),
+        mesh,
+        lambda number: _gather_member(pairs[number][0], mesh),
+        lambda number, whole: _update_whole(*pairs[number], whole),
+        lambda number, whole, broadcast: _broadcast_member(pairs[number][0], whole or {}, mesh, broadcast),
+    )
 
 
 def _gather_member(member: Member, mesh: DeviceMesh) -> dict[str, Tensor]:
     """Return a parameter, its gradient and the tensors of its state, whole, as copies."""
     device, parameter = torch.device(mesh.device_type), member.parameter
-    keys = member.list_keys(member.count_updates(), "tensor")
     sources = {WEIGHT: (parameter.detach(), parameter), GRADIENT: (parameter.grad, parameter)}
-    sources |= {name: (member.storage[key], member.storage[key]) for name, key in keys.items()}
+    for name, key in member.list_keys(member.updates, "tensor").items():
+        sources[name] = (member.storage[key], member.storage[key])
     return {
         name: matrix_gather.gather_matrix(local_tensor(tensor).to(device), like, mesh).clone()
         for name, (tensor, like) in sources.items()
     }
 
 
-def _update_whole(member: Member, rates: Mapping[str, float], whole: dict[str, Tensor]) -> dict[str, Tensor]:
+def _update_whole(member: Member, group: Mapping[str, Any], whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the whole parameter and state after a step, and the scalars as one float64 vector."""
-    weight, gradient = whole.pop(WEIGHT), whole.pop(GRADIENT)
-    parts = list(weight.unbind(0)) if member.is_stack else [weight]
-    gradients = list(gradient.unbind(0)) if member.is_stack else [gradient]
-    states, seeds = member.build_states(whole, len(parts)), member.name_seeds(len(parts))
-    results = member.updater.update(parts, gradients, states, _select_rates(rates), seeds)
-    leaves = [member.collect_leaves(state) for state in results]
-    updates = member.count_updates() + 1
+    (leaves,) = _step_optimizer([member], [whole], group)
     tensors = {
         name: torch.stack([values[name] for values in leaves]) if member.is_stack else leaves[0][name].contiguous()
-        for name in member.list_keys(updates, "tensor")
+        for name in member.list_keys(member.updates + 1, "tensor")
     }
-    scalars = [float(leaves[0][name]) for name in member.list_keys(updates, "scalar", "number")]
+    scalars = [float(leaves[0][name]) for name in member.list_keys(member.updates + 1, *NUMBERS)]
+    weight = whole[WEIGHT]
     return {WEIGHT: weight, SCALARS: torch.tensor(scalars, dtype=torch.float64, device=weight.device), **tensors}
 
 
 def _broadcast_member(
-    member: Member, whole: Mapping[str, Tensor], own: list[int], owner: list[int], mesh: DeviceMesh
+    member: Member, whole: Mapping[str, Tensor], mesh: DeviceMesh, broadcast: Callable[[Tensor], None]
 ) -> None:
     """Send what the owner has computed to all ranks, each of which keeps its shard."""
-    device, updates = torch.device(mesh.device_type), member.count_updates() + 1
+    device, updates = torch.device(mesh.device_type), member.updates + 1
     likes = {WEIGHT: (WEIGHT, member.parameter.detach())}
     likes |= {name: (key, member.storage[key]) for name, key in member.list_keys(updates, "tensor").items()}
     for name, (key, like) in likes.items():
         tensor = whole[name] if whole else torch.empty(like.shape, dtype=like.dtype, device=device)
-        matrix_gather.broadcast_matrix(tensor, own, owner, mesh)
+        broadcast(tensor)
         local_tensor(like).copy_(tensor[member.boxes[key]])
-    names = list(member.list_keys(updates, "scalar", "number"))
+    names = list(member.list_keys(updates, *NUMBERS))
     scalars = whole[SCALARS] if whole else torch.empty(len(names), dtype=torch.float64, device=device)
     if names:
-        matrix_gather.broadcast_matrix(scalars, own, owner, mesh)
+        broadcast(scalars)
     values = [0.0] * len(names) if is_fake(scalars) else scalars.tolist()
     member.store_scalars(dict(zip(names, values, strict=True)))
-
-
-def _select_rates(group: Mapping[str, Any]) -> dict[str, float]:
-    return {"lr": group["lr"], "weight_decay": group["weight_decay"]}
 
 
 def _create_storage(member: Member) -> None:
     """Create the state of a parameter between steps, and the boxes of what is gathered."""
     parameter = member.parameter
-    if not member.is_local:
-        member.boxes[WEIGHT] = matrix_gather.compute_local_slices(parameter)
+    likes = {} if member.is_local else {WEIGHT: parameter}
     member.storage[UPDATES] = torch.zeros((), dtype=torch.float64)
     for index, template in enumerate(member.templates):
-        for name, leaf in template.iterate_values():
-            key = member.name_key(index, name)
-            if key in member.storage:
+        for name, leaf in template.leaves.items():
+            if leaf.kind == "constant" or (key := member.name_key(index, name)) in member.storage:
                 continue
-            if leaf.kind != "tensor":
+            if leaf.kind == "tensor":
+                member.storage[key] = _create_tensor(member, leaf.shape, leaf.dtype)
+                likes |= {} if member.is_local else {key: member.storage[key]}
+            else:
                 device = "cpu" if leaf.on_host else local_tensor(parameter).device
                 member.storage[key] = torch.zeros((), dtype=leaf.dtype, device=device)
-                continue
-            member.storage[key] = stored = _create_tensor(member, leaf.shape, leaf.dtype)
-            if not member.is_local:
-                member.boxes[key] = matrix_gather.compute_local_slices(stored)  # type: ignore[arg-type]
+    member.boxes = {key: matrix_gather.compute_local_slices(like) for key, like in likes.items()}
 
 
 def _create_tensor(member: Member, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros for a leaf of a state, sharded like the parameter where it has the parameter's shape."""
     parameter = member.parameter
-    if not isinstance(parameter, DTensor):
-        return torch.zeros(((len(parameter),) if member.is_stack else ()) + shape, dtype=dtype, device=parameter.device)
     whole = (len(parameter), *shape) if member.is_stack else shape
-    if whole == tuple(parameter.shape) or (
-        member.is_local and not member.is_stack and _list_sharded_dimensions(parameter)
-    ):
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(whole, dtype=dtype, device=parameter.device)
+    placements: Sequence[Any] = parameter.placements
+    if member.is_local and not member.is_stack and matrix_gather.list_sharded_dimensions(parameter):
         whole = tuple(parameter.shape)
-        placements: Sequence[Any] = parameter.placements
-    elif member.is_local and member.is_stack:
-        placements = parameter.placements
-    else:
-        placements = _shard_rows(parameter)
+    elif whole != tuple(parameter.shape) and not (member.is_local and member.is_stack):
+        sharded = next((i for i, p in enumerate(placements) if not p.is_replicate()), None)
+        placements = [Shard(0) if i == sharded else Replicate() for i in range(len(placements))]
     sizes, _ = compute_local_shape_and_global_offset(whole, parameter.device_mesh, placements)
     shard = torch.zeros(tuple(sizes), dtype=dtype, device=local_tensor(parameter).device)
     return wrap_shard(shard, parameter, whole, placements)
@@ -406,25 +369,3 @@ def wrap_shard(shard: Tensor, like: Any, shape: tuple[int, ...], placements: Seq
     stride = torch.empty(shape, device="meta").stride()
     chosen = like.placements if placements is None else placements
     return DTensor.from_local(shard, like.device_mesh, chosen, run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def _shard_rows(parameter: DTensor) -> list[Any]:
-    """Return placements that shard the first dimension along one dimension of the mesh of a sharded parameter."""
-    sharded = next((i for i, p in enumerate(parameter.placements) if not p.is_replicate()), None)
-    return [Shard(0) if i == sharded else Replicate() for i in range(len(parameter.placements))]
-
-
-def _list_sharded_dimensions(tensor: Any) -> set[int]:
-    """Return which dimensions of a parameter are sharded over ranks."""
-    placements: Iterable[Any] = tensor.placements if isinstance(tensor, DTensor) else ()
-    return {p.dim for p in placements if isinstance(p, (Shard, _StridedShard))}
-
-
-def _group_by_mesh(
-    pairs: Iterable[tuple[Member, dict[str, Any]]],
-) -> dict[DeviceMesh, list[tuple[Member, dict[str, Any]]]]:
-    """Group parameters by their mesh, the largest first, so that the owners have equal work."""
-    groups: dict[DeviceMesh, list[tuple[Member, dict[str, Any]]]] = {}
-    for member, group in sorted(pairs, key=lambda pair: -pair[0].parameter.numel()):
-        groups.setdefault(member.parameter.device_mesh, []).append((member, group))
-    return groups

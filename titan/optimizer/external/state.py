@@ -1,9 +1,9 @@
-"""The state of one parameter as a flat mapping of tensors, whatever an optimizer keeps.
+"""A class of optimizers by its name, and its steps on plain tensors; the state of one parameter as a flat mapping.
 
-An optimizer's state may be nested in mappings and lists, and have numbers beside tensors. Its leaves get names such as
-`state/exp_avg` or `state/0/Q/1`. Numbers of the parameter group that steps change, such as a count, are leaves too
-(`group/k`), and of what `state_dict` has beside state and groups (`extra/NAME/k`): an optimizer of one parameter has
-these for it alone.
+The class that `optimizer.cls` names is built with those of titan's settings that it accepts. An optimizer's state may
+be nested in mappings and lists, and have numbers beside tensors. Its leaves get names such as `state/exp_avg` or
+`state/0/Q/1`. Numbers of the parameter group that steps change, such as a count, are leaves too (`group/k`), and of
+what `state_dict` has beside state and groups (`extra/NAME/k`): an optimizer of one parameter has these for it alone.
 """
 
 from __future__ import annotations
@@ -11,22 +11,118 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
+import inspect
+import io
 import math
 import random
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from titan.optimizer.external.constructor import Constructor, run_uncompiled
+from titan.errors import ConfigError
 
+RESERVED = ("params", "lr", "weight_decay")
+"""Arguments that titan passes."""
 HYPERPARAMETERS = ("lr", "weight_decay")
 """Keys of a group that titan sets at every step."""
 CONSTANTS = (str, type(None), torch.dtype, torch.device)
 """Types of leaves that are no values: they may not change."""
+
+
+class Constructor(NamedTuple):
+    """A class of optimizers, its further arguments, and which of `lr` and `weight_decay` it takes."""
+
+    cls: type[torch.optim.Optimizer]
+    arguments: Mapping[str, Any]
+    takes: frozenset[str]
+
+    def build(self, tensors: Sequence[Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        """Return an optimizer of one group of plain tensors, in the mode that trains where the class has two."""
+        passed: dict[str, Any] = {k: v for k, v in (("lr", lr), ("weight_decay", weight_decay)) if k in self.takes}
+        with contextlib.redirect_stdout(io.StringIO()):  # some print a line, and one is built for each step
+            optimizer: Any = self.cls([{"params": list(tensors)}], **passed, **self.arguments)
+        if self.has_modes:
+            optimizer.train()  # it has no state yet that this changes
+        return optimizer  # type: ignore[no-any-return]
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the class evaluates other weights than it trains, between its methods `eval` and `train`."""
+        return all(callable(getattr(self.cls, name, None)) for name in ("train", "eval"))
+
+
+def load_constructor(path: str, arguments: Mapping[str, Any]) -> Constructor:
+    """Return the constructor of a class; raise ConfigError for what is none, and for arguments that it lacks."""
+    cls = _import_class(path)
+    parameters = inspect.signature(cls).parameters
+    has_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    names = [name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    for name in arguments:
+        if name in RESERVED:
+            instead = "" if name == "params" else f", or give optimizer.{name}"
+            raise ConfigError(f"optimizer.args: titan passes {name} itself; leave it out{instead}.")
+        if name not in names and not has_any:
+            raise ConfigError(f"optimizer.args: {path} has no argument {name}; it has {', '.join(names)}.")
+    takes = frozenset(name for name in RESERVED if name in names or (has_any and name == "lr"))
+    converted = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
+    constructor = Constructor(cls, converted, takes)
+    return _find_passed_decay(constructor) if has_any and "weight_decay" not in takes else constructor
+
+
+def _find_passed_decay(constructor: Constructor) -> Constructor:
+    """Return a constructor that takes weight decay too, where a class hands unnamed arguments on to one that does."""
+    wider, decay = constructor._replace(takes=constructor.takes | {"weight_decay"}), 0.5
+    try:
+        groups = wider.build([torch.nn.Parameter(torch.zeros(2, 2))], 1e-3, decay).param_groups
+    except Exception:  # it has no such argument, or lacks another, which is reported later
+        return constructor
+    return wider if groups[0].get("weight_decay") == decay else constructor
+
+
+def _import_class(path: str) -> type[torch.optim.Optimizer]:
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ConfigError(f"optimizer.cls={path}: names no module; write PACKAGE.CLASS, such as torch.optim.AdamW.")
+    try:
+        cls = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        package = path.partition(".")[0]
+        missing = f"the package {error.name} is not installed here" if error.name else str(error)
+        advice = f"install {package}" if error.name == package else f"install what {package} needs, or correct the name"
+        raise ConfigError(f"optimizer.cls={path}: {missing}; {advice}.") from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {describe_error(error)}"
+        raise ConfigError(f"optimizer.cls={path}: importing {module} failed ({reason}); correct it.") from error
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        what = f"{module} has no {name}" if cls is None else "it is no torch.optim.Optimizer"
+        raise ConfigError(f"optimizer.cls={path}: {what}; name a class that derives from torch.optim.Optimizer.")
+    return cls
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the first line of an error's message, without a full stop; its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200].rstrip(".") if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def run_uncompiled() -> Iterator[None]:
+    """Call functions that a package compiles as they are, so that layouts differ in no kernel."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+# --- the state of a parameter
 
 
 class UnsupportedStateError(Exception):
@@ -52,19 +148,10 @@ class Leaf(NamedTuple):
 
 
 class Template(NamedTuple):
-    """What a parameter's state consists of.
-
-    Attributes:
-        spec: how the leaves are nested.
-        leaves: by name, in the order of the nesting.
-    """
+    """What a parameter's state consists of: how its leaves are nested, and the leaves by name in that order."""
 
     spec: pytree.TreeSpec
     leaves: Mapping[str, Leaf]
-
-    def iterate_values(self) -> Iterator[tuple[str, Leaf]]:
-        """Yield the leaves that are no constants."""
-        return ((name, leaf) for name, leaf in self.leaves.items() if leaf.kind != "constant")
 
     def count_bytes(self) -> int:
         """Return the bytes of all tensors."""
@@ -77,20 +164,16 @@ State = dict[str, Any]
 
 def flatten_state(state: State) -> tuple[dict[str, Any], pytree.TreeSpec]:
     """Return a state's leaves by name, and how they are nested."""
+
+    def read_key(key: Any) -> str:
+        return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
+
     pairs, spec = pytree.tree_flatten_with_path(state)
-    return {"/".join(str(_read_key(key)) for key in path): value for path, value in pairs}, spec
-
-
-def _read_key(key: Any) -> Any:
-    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
+    return {"/".join(map(read_key, path)): value for path, value in pairs}, spec
 
 
 def describe_state(state: State) -> Template:
-    """Return the template of a state.
-
-    Raises:
-        UnsupportedStateError: for a leaf that a checkpoint can't hold.
-    """
+    """Return the template of a state; raise UnsupportedStateError for a leaf that a checkpoint can't hold."""
     values, spec = flatten_state(state)
     return Template(spec, {name: _describe_leaf(name, value) for name, value in values.items()})
 
@@ -104,19 +187,14 @@ def _describe_leaf(name: str, value: Any) -> Leaf:
         return Leaf("scalar", (), value.dtype, on_host=value.device.type == "cpu")
     if isinstance(value, (bool, int, float)):
         return Leaf("number", value=type(value))
-    if isinstance(value, CONSTANTS) or _is_plain_set(value):
+    is_plain_set = isinstance(value, (set, frozenset)) and all(isinstance(v, (str, int, *CONSTANTS)) for v in value)
+    if isinstance(value, CONSTANTS) or is_plain_set:
         return Leaf("constant", value=copy.copy(value))
     raise UnsupportedStateError(f"its state {name} is a {type(value).__name__}, which no checkpoint holds")
 
 
-def _is_plain_set(value: Any) -> bool:
-    return isinstance(value, (set, frozenset)) and all(isinstance(v, (str, int, *CONSTANTS)) for v in value)
-
-
 def is_fake(value: Tensor) -> bool:
     """Return whether a tensor is a fake one, without values."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return isinstance(value, FakeTensor)
 
 
@@ -125,8 +203,7 @@ def nest_state(template: Template, values: Mapping[str, Any]) -> State:
     leaves = [
         copy.copy(leaf.value) if leaf.kind == "constant" else values[name] for name, leaf in template.leaves.items()
     ]
-    nested: State = pytree.tree_unflatten(leaves, template.spec)
-    return nested
+    return pytree.tree_unflatten(leaves, template.spec)  # type: ignore[no-any-return]
 
 
 class Traits(NamedTuple):
@@ -161,11 +238,7 @@ class Traits(NamedTuple):
 class Updater(NamedTuple):
     """Runs steps of an optimizer that is built anew for each, so that nothing but `State` outlives one.
 
-    Attributes:
-        constructor: of the optimizer.
-        traits: of the optimizer.
-        lr: the peak learning rate, with which it is built.
-        weight_decay: with which it is built.
+    It is built with the peak learning rate and the weight decay.
     """
 
     constructor: Constructor
@@ -207,7 +280,7 @@ class Updater(NamedTuple):
 
     def build(self, parameters: Sequence[Tensor], rates: Mapping[str, float]) -> torch.optim.Optimizer:
         """Return an optimizer of plain parameters, with the rates of a step."""
-        optimizer = self.constructor.build_for_training(parameters, self.lr, self.weight_decay)
+        optimizer = self.constructor.build(parameters, self.lr, self.weight_decay)
         self.set_rates(optimizer, rates)
         return optimizer
 
@@ -217,7 +290,7 @@ class Updater(NamedTuple):
 
     def step(self, optimizer: torch.optim.Optimizer, seed: str) -> None:
         """Do a step, with random numbers that follow from `seed`."""
-        with run_uncompiled(), seed_randomness(seed) if self.traits.is_random else contextlib.nullcontext():
+        with run_uncompiled(), _seed_randomness(seed) if self.traits.is_random else contextlib.nullcontext():
             optimizer.step()
 
     def _load_numbers(self, optimizer: torch.optim.Optimizer, state: State) -> None:
@@ -250,7 +323,7 @@ class Updater(NamedTuple):
 
 
 @contextlib.contextmanager
-def seed_randomness(seed: str) -> Iterator[None]:
+def _seed_randomness(seed: str) -> Iterator[None]:
     """Seed the random numbers of torch and Python by a text, and restore them."""
     number, state = zlib.crc32(seed.encode()), random.getstate()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
@@ -266,9 +339,7 @@ def seed_randomness(seed: str) -> Iterator[None]:
 def read_extras(optimizer: torch.optim.Optimizer) -> dict[str, float | int | bool]:
     """Return the numbers that an optimizer's `state_dict` has beside `state` and `param_groups`, by path."""
     document = {k: v for k, v in optimizer.state_dict().items() if k not in ("state", "param_groups")}
-    pairs, _ = pytree.tree_flatten_with_path(document)
-    named = {"/".join(str(_read_key(key)) for key in path): value for path, value in pairs}
-    return {name: value for name, value in named.items() if isinstance(value, (bool, int, float))}
+    return {name: value for name, value in flatten_state(document)[0].items() if isinstance(value, (bool, int, float))}
 
 
 def read_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -276,13 +347,9 @@ def read_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {
         key: float(value)
         for key, value in optimizer.param_groups[0].items()
-        if key not in HYPERPARAMETERS and (isinstance(value, (int, float)) or is_scalar(value))
+        if key not in HYPERPARAMETERS
+        and (isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim()))
     }
-
-
-def is_scalar(value: Any) -> bool:
-    """Return whether a value is a tensor without dimensions."""
-    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def probe_templates(
@@ -292,14 +359,8 @@ def probe_templates(
 
     They are computed without memory for the tensors, where the optimizer allows that.
 
-    Args:
-        is_fake_only: raise whatever a step without memory raises.
-
-    Raises:
-        UnsupportedStateError: see `describe_state`.
+    With `is_fake_only` whatever a step without memory raises is raised.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     try:
         with FakeTensorMode():
             return _probe_steps(updater, shape, device)
