@@ -13,9 +13,9 @@ import torch
 
 from tests.support.machines import make_detector
 from tests.support.tiers import select_cases
-from titan.bench import activation_modes, command, speed
-from titan.bench.speed import SideResult
-from titan.bench.suites import SpeedCase, list_cpu_cases, list_gpu_cases
+from titan.bench import __main__ as command
+from titan.bench import separate_runs, speed
+from titan.bench.speed import SideResult, SpeedCase, list_cpu_cases, list_gpu_cases
 from titan.cluster import devices
 from titan.run import checks, compile_scope
 from titan.run.run import Run
@@ -264,7 +264,7 @@ def test_a_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.full
 def test_modes() -> None:
     run = command.compose.compose_run(["cluster.device=cpu"])
-    titles = [mode.title for mode in activation_modes.list_modes(run)]
+    titles = [mode.title for mode in separate_runs.list_modes(run)]
     assert len(titles) == len(set(titles)) == 6 * (6 * 3 - 1)
     assert "3d: selective, block" in titles
     assert "fsdp: budget, off" not in titles

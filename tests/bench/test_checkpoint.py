@@ -9,8 +9,9 @@ import pytest
 
 from tests.support.composing import compose_test_run
 from tests.support.runs import train_run
-from titan.bench import command
-from titan.bench.checkpoint import EVERY, summarise_run, write_plain_file
+from titan.bench import __main__ as command
+from titan.bench import separate_runs
+from titan.bench.separate_runs import EVERY, summarise_run, write_plain_file
 
 SMALL = [
     "cluster.device=cpu", "model.dim=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.head_dim=16",
@@ -21,9 +22,7 @@ SMALL = [
 @pytest.mark.full
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With runs forked from here: their start would take most of the time."""
-    monkeypatch.setattr(
-        command, "_run_training", lambda overrides, folder: train_run(compose_test_run(overrides))[0].code
-    )
+    monkeypatch.setattr(separate_runs, "run_training", lambda overrides: train_run(compose_test_run(overrides))[0].code)
     out = tmp_path / "figures.json"
     assert command.main(["suite=checkpoint", "rounds=1", f"to={out}", *SMALL]) == 0
     found = json.loads(out.read_text())

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from titan.estimate.step_time import CAUSES
-from titan.profile import kinds, summary
+from titan.profile import breakdown as kinds
+from titan.profile import summary
 from titan.profile.breakdown import Breakdown, compute_breakdowns
 from titan.profile.trace import read
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.runs import compose_tiny_run, train_run
-from titan.profile import memory, summary
-from titan.profile.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, TEMPORARY, WEIGHTS, find_peak
-from titan.profile.tensors import describe_snapshot
-from titan.profile.trace import Allocation, Slice, Trace
+from titan.profile import summary
+from titan.profile.trace import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER,
+    TEMPORARY,
+    WEIGHTS,
+    Allocation,
+    Slice,
+    Trace,
+    find_peak,
+)
+from titan.training.profiling import describe_snapshot
 
 
 def ranges(**times: tuple[float, float]) -> list[Slice]:
@@ -50,8 +59,8 @@ def test_a_run_on_a_cpu(tmp_path: Path) -> None:
     ]
     train_run(compose_tiny_run(tmp_path, *settings, "compile=off", "checkpoint=off", "metrics.sample_tokens=0"))
     (found,) = summary.read(tmp_path, None)
-    assert found.memory[memory.WEIGHTS] == 4 * 19_616
-    assert 2 * 4 * 19_616 <= found.memory[memory.OPTIMIZER] <= 2 * 4 * 19_616 + 1024
-    assert found.memory[memory.ACTIVATIONS] > 4 * 16 * 64 * 4
-    assert found.memory[memory.GRADIENTS] == 4 * 19_616, "of the first micro-batch, at the peak of the second"
+    assert found.memory[WEIGHTS] == 4 * 19_616
+    assert 2 * 4 * 19_616 <= found.memory[OPTIMIZER] <= 2 * 4 * 19_616 + 1024
+    assert found.memory[ACTIVATIONS] > 4 * 16 * 64 * 4
+    assert found.memory[GRADIENTS] == 4 * 19_616, "of the first micro-batch, at the peak of the second"
     assert "were alive" in "\n".join(summary.format_table(found))

@@ -23,14 +23,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan.bench.suites import SpeedCase
 from titan.cluster.known_devices import look_up_peak_tflops
-from titan.errors import ConfigError
 from titan.estimate.roofline import Roofline, compute_roofline, select_rates
-from titan.run import attempts, compose
-from titan.run.prepared_data import prepare_data
+from titan.run import compose
 from titan.run.run import Run
-from titan.training.signals import StopSignals
 
 if TYPE_CHECKING:
     from titan.bench.bare_loop import BareLoop
@@ -40,6 +36,8 @@ Side = Literal["titan", "bare"]
 SIDES: tuple[Side, ...] = ("bare", "titan")
 WARM = 3
 """Warm-up steps before a measurement: allocations, compilation."""
+CEILINGS = {"cpu": (1024, 64), "cuda": (8192, 1024)}
+"""The size of a square matmul, and the MiB of a copy, that show what a device can do."""
 SYNCHRONIZING = "called a synchronizing CUDA operation"
 """How torch's error message begins when an operation synchronises under `set_sync_debug_mode("error")`."""
 ERROR = re.compile(r"(\[rank\d+\]: )?(titan: |[\w.]*(Error|Exception|Exit|Interrupt)\b|[\w.]+\.exc\.\w+)")
@@ -220,31 +218,23 @@ def _open_side(side: Side, run: Run, device: Any, autocast: bool) -> Iterator[Ca
 @contextmanager
 def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[SpeedCase], BareLoop]]]:
     """Yield titan's trainer for one device, which records as usual, and a factory of bare loops on the same data."""
+    from titan.bench import trials
     from titan.bench.bare_loop import BareLoop
-    from titan.cluster.rank_info import RankInfo
-    from titan.parallelism import mesh
     from titan.training import metrics_setup
-    from titan.training.build import build_train_step
-    from titan.training.trainer import Trainer
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
-        run = replace(run, directory=folder)
-        attempt = attempts.begin_attempt(run, prepare_data(run))
-        if isinstance(attempt, attempts.FinishedRun):
-            raise ConfigError(f"{folder} contains a finished run; empty it.")
-        world = mesh.connect_world(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
-        trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
+        run, attempt = trial = trials.prepare_trial(replace(run, directory=folder))
+        world = trials.connect_rank(run, 0, 1, "")
+        trainer = trials.build_trainer(trial, world)
+
+        def build_bare_loop(case: SpeedCase) -> BareLoop:
+            scope = case.bare or run.compile.scope
+            bare_run = replace(run, compile=replace(run.compile, scope=scope))
+            return BareLoop(bare_run, trainer.mix, world.device, autocast=case.autocast)
+
         with metrics_setup.build_recorder(run, attempt, print) as recorder, trainer.loader:
             trainer.reporter.recorder = recorder
-            yield (
-                trainer,
-                lambda case: BareLoop(_set_bare_scope(run, case), trainer.mix, world.device, autocast=case.autocast),
-            )
-
-
-def _set_bare_scope(run: Run, case: SpeedCase) -> Run:
-    """Return the run with the bare loop's scope of compilation."""
-    return replace(run, compile=replace(run.compile, scope=case.bare)) if case.bare else run
+            yield trainer, build_bare_loop
 
 
 def profile_case(case: SpeedCase, overrides: Sequence[str], steps: int, rows: int = 25) -> str:
@@ -325,3 +315,78 @@ def build_environment() -> dict[str, str]:
     """Return this process's environment with its titan on PYTHONPATH."""
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+PRECISIONS, COMPILES = ("fp32", "bf16"), ("off", "block", "model")
+FLOAT8 = ("float8", "float8_rowwise")
+EXPERTS = ("model=qwen3_30b_a3b", "model.layers=8", "model.experts=32")
+"""2.0B parameters, of which 1.1B compute a token."""
+UNBALANCED = ("model.aux_loss=0",)
+"""The bare loop has no loss that balances experts."""
+
+
+@dataclass(frozen=True)
+class SpeedCase:
+    """One row of the table of speeds.
+
+    Attributes:
+        title: names the choices.
+        overrides: titan's overrides.
+        autocast: whether the bare loop uses torch.autocast.
+        bare: the bare loop's scope of compilation; empty: titan's.
+    """
+
+    title: str
+    overrides: tuple[str, ...]
+    autocast: bool = False
+    bare: Literal["", "off", "block", "model"] = ""
+
+
+def list_cpu_cases() -> list[SpeedCase]:
+    """Return each precision with each scope of compilation.
+
+    Compiled blocks are also compared with a bare loop that is compiled as a whole, and bf16 with one under autocast.
+    """
+    cases = [_build_case(f"precision={p}", f"compile={c}") for p in PRECISIONS for c in COMPILES]
+    block_cases = [case for case in cases if "compile=block" in case.overrides]
+    bf16_cases = [
+        case for case in cases if "precision=bf16" in case.overrides and "compile=model" not in case.overrides
+    ]
+    whole_cases = [SpeedCase(f"{case.title}, bare: model", case.overrides, bare="model") for case in block_cases]
+    autocast_cases = [SpeedCase(f"{case.title}, bare: autocast", case.overrides, autocast=True) for case in bf16_cases]
+    return [*cases, *whole_cases, *autocast_cases]
+
+
+def list_gpu_cases() -> list[SpeedCase]:
+    """Return the 1B model in each precision and scope, one with experts, and the 8B model as it fits in 141 GB.
+
+    With weights and gradients in fp32 the 8B model fits only with activation checkpointing.
+    """
+    small = [
+        *(("precision=bf16", f"compile={scope}") for scope in ("off", "block", "model")),
+        ("precision=bf16", "compile=block", "training.loss_chunk=2048"),
+        *((f"precision={p}", "compile=block") for p in FLOAT8),
+    ]
+    frugal = ("optimizer.moments=bf16", "training.loss_chunk=2048")
+    large = [
+        *(("precision=bf16", f"compile={scope}", "memory=full") for scope in ("off", "block", "model")),
+        ("precision=bf16", "compile=block", "memory=selective"),
+        *((f"precision={p}", "compile=block", f"memory={m}") for m in ("selective", "full") for p in FLOAT8),
+        ("precision=bf16_pure", "compile=block", "memory=none"),
+    ]
+    cases = [_build_case("model=llama1b", *choices) for choices in small]
+    cases += [
+        _build_case(*EXPERTS, "precision=bf16", f"compile={scope}", hidden=UNBALANCED) for scope in ("off", "block")
+    ]
+    return [*cases, *(_build_case("model=llama8b", *choices, hidden=frugal) for choices in large)]
+
+
+def _build_case(*overrides: str, hidden: tuple[str, ...] = ()) -> SpeedCase:
+    """Return a case whose title names the choices except `hidden` ones."""
+    return SpeedCase(", ".join(map(_shorten_override, overrides)), (*overrides, *hidden))
+
+
+def _shorten_override(override: str) -> str:
+    """Return a choice for a title: the value alone for models and precisions."""
+    name, _, value = override.partition("=")
+    return value if name in ("model", "precision") else f"{name.rpartition('.')[2]} {value}"
