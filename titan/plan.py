@@ -41,7 +41,7 @@ from titan.sweep.margin import parse_margin
 
 if TYPE_CHECKING:
     from launchers.trials import Trial
-    from titan.estimate.traced.result import TracedStep
+    from titan.estimate.traced.replay import TracedStep
     from titan.run.run import Run
 
 FORMATS = (".html", ".json")
@@ -323,7 +323,7 @@ def _format_trials(planned: Sequence[tuple[Trial, estimate.Plan]], is_single: bo
 
 def _trace_step(run: Run, settings: PlanSettings) -> TracedStep:
     prepare_environment(os.environ)
-    from titan.training.trace.ranks import trace_run  # only now: no other plan needs torch
+    from titan.training.trace.rank import trace_run  # only now: no other plan needs torch
 
     speeds = estimate.derive_device_speeds(
         run, estimate.resolve_hardware(run.cluster, run.machine), run.machine, run.layout

@@ -26,12 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from titan.dataset.loader import Loader
-from titan.estimate.traced.events import ACTIONS, AFTER, BEFORE, NONE, Region
+from titan.estimate.traced.events import ACTIONS, AFTER, BEFORE, NONE, OUTSIDE, Region
 from titan.parallelism.mesh import World
 from titan.profile import summary, trace
 from titan.profile.breakdown import DATA_RANGE, compute_breakdowns
 from titan.run.run import Run
-from titan.training.trace.recorder import OUTSIDE
 from titan.training.trace.regions import follow_regions
 from titan.training.train_step import TrainStep
 

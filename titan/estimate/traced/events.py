@@ -17,8 +17,6 @@ PERSISTENT = ("weights", "optimizer")
 """Categories of what is in memory before a step."""
 BEFORE, AFTER, NONE = -1, 10**9, -2
 """Instead of a block's index: what comes before the first block or after the last one, and what belongs to none."""
-
-
 ACTIONS = {
     "F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights", "U": "optimizer step",
     "S": "exchanges between actions",
@@ -67,6 +65,10 @@ class Event(NamedTuple):
     stream: str = COMPUTE
     shape: tuple[int, ...] = ()
     recomputed: bool = False
+
+
+OUTSIDE = Region("S", 0, -1, NONE)
+"""What belongs to no action and no block."""
 
 
 def describe_region(region: Region) -> str:

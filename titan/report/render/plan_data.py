@@ -16,7 +16,7 @@ from titan.estimate.step_time import StepTime
 
 if TYPE_CHECKING:
     from titan.estimate.refine import Refinement
-    from titan.estimate.traced.result import TracedStep
+    from titan.estimate.traced.replay import TracedStep
     from titan.report.render.table_data import Mood
     from titan.run.run import Run
 

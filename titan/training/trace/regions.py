@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from titan.debug.module_hooks import CompiledHook
-from titan.estimate.traced.events import AFTER, BEFORE, NONE, Region
+from titan.estimate.traced.events import AFTER, BEFORE, NONE, OUTSIDE, Region
 from titan.parallelism import turns
 from titan.parallelism.pipeline import runtime
-from titan.training.trace.recorder import OUTSIDE
 from titan.training.train_step import GradAccumulation, ModelStage
 
 
