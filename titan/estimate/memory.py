@@ -19,7 +19,7 @@ processes, kernels and allocators need.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -191,7 +191,7 @@ class _RankMemory(RankSizes):
 
     # ---- phases of a step ----
 
-    def iterate_phases(self, states: set[State]) -> Iterator[Usage]:
+    def iterate_phases(self, states: Iterable[State]) -> Iterator[Usage]:
         """Yield the phases at which memory can peak.
 
         Args:
@@ -203,7 +203,7 @@ class _RankMemory(RankSizes):
 
     def iterate_action_phases(self, state: State) -> Iterator[Usage]:
         """Yield the phases of one action, in order; before a forward pass, without its activations."""
-        (saved,) = self._find_most_saved({state}).values()
+        (saved,) = self._find_most_saved([state]).values()
         stage = self.stages[state.stage]
         if state.kind == "F":
             yield self._estimate_forward_start(stage, state, saved - self._count_saved_bytes(stage))
@@ -258,7 +258,7 @@ class _RankMemory(RankSizes):
         routed = sum(self.get_block(layer).activations.routed for layer in following)
         return max(0.0, self._count_saved_by_blocks(following) - 2 * routed)
 
-    def _find_most_saved(self, states: set[State]) -> dict[tuple[int, str, bool, int | None], float]:
+    def _find_most_saved(self, states: Iterable[State]) -> dict[tuple[int, str, bool, int | None], float]:
         """Return the most bytes saved for backward by stage, kind of action, gradients, and stage that takes turns."""
         saved_by_stage = {index: self._count_saved_bytes(stage) for index, stage in self.stages.items()}
         awaiting_by_stage = {index: self._count_saved_for_weight_grads(stage) for index, stage in self.stages.items()}

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, find_group, sum_groups
 from titan.estimate.memory import Usage
 from titan.estimate.plan import OWN_RUNS, Plan
-from titan.estimate.step_time import StepTime
+from titan.estimate.step_time import COMMUNICATION, COMPUTATION, GROUPS, IDLE, StepTime, sum_groups
 
 SEPARATE = 4
 """Runs from which on computation and communication may have separate factors."""
@@ -79,7 +78,7 @@ class CorrectionFactors:
         if self == UNCHANGED:
             return step
         factors = {COMPUTATION: self.computation, IDLE: self.computation, COMMUNICATION: self.communication}
-        parts = {cause: factors[find_group(cause)] * seconds for cause, seconds in step.parts.items()}
+        parts = {cause: factors[GROUPS.get(cause, COMPUTATION)] * seconds for cause, seconds in step.parts.items()}
         ratio = sum(parts.values()) / step.seconds
         spans = tuple(replace(span, start=ratio * span.start, end=ratio * span.end) for span in step.spans)
         return replace(step, parts=parts, spans=spans)
