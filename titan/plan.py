@@ -28,7 +28,7 @@ from titan.estimate import fit, overhead, search
 from titan.estimate import plan as estimate
 from titan.estimate.layout_options import LayoutCandidate
 from titan.estimate.refine import UNCHANGED, CorrectionFactors, Refinement
-from titan.estimate.single_changes import find_best_changes
+from titan.estimate.search import find_best_changes
 from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_data import PlanOutcome
@@ -123,11 +123,6 @@ def _check_settings(settings: PlanSettings) -> None:
 
 
 def _check_files(settings: Settings) -> tuple[Path, ...]:
-    """Return the files to write.
-
-    Raises:
-        ConfigError: when one can't be written, before any work.
-    """
     files = check_output_files(settings.to, FORMATS)
     for file in files:
         if file.suffix == ".html" and importlib.util.find_spec("jinja2") is None:
@@ -185,7 +180,6 @@ def _search_layouts(run: Run, settings: PlanSettings, factors: CorrectionFactors
 
 
 def _find_changes(run: Run, factors: CorrectionFactors) -> tuple[search.PredictedLayout, ...]:
-    """Return the single changes that help most."""
     return find_best_changes(
         run,
         run.layout,
@@ -213,11 +207,7 @@ def _has_equal_step(run: Run, other_run: Run) -> bool:
 
 
 def _fit_runs(run: Run, source: str) -> Refinement:
-    """Return what the user's own runs ask for, and print it.
-
-    Raises:
-        ConfigError: when no run can be used.
-    """
+    """Return what the user's own runs ask for, and print it."""
     from titan.report import own_runs  # only now: a plan without it need not wait for numpy
 
     runs = own_runs.read(source, run)
@@ -251,11 +241,6 @@ def _plan_trials(trials: Sequence[Trial], settings: PlanSettings, files: Sequenc
 
 
 def _parse_effect(text: str) -> float:
-    """Return a share of compute.
-
-    Raises:
-        ConfigError: for another text.
-    """
     effect = parse_margin(text, "plan.effect").share
     if effect is None:
         raise ConfigError(f"plan.effect={text}: must be a share of compute, such as 2%.")
@@ -265,11 +250,7 @@ def _parse_effect(text: str) -> float:
 def _describe_power(
     trials: Sequence[Trial], plans: Sequence[estimate.Plan], effect: float, folder: str | None
 ) -> list[str]:
-    """Return how many seeds show the effect, for a sweep with several variants of one length.
-
-    Raises:
-        ConfigError: for a folder without runs.
-    """
+    """Return how many seeds show the effect, for a sweep with several variants of one length."""
     seeds = Counter(budget.label_variant(trial.varied) for trial in trials)
     tokens = {trial.run.training.total_tokens for trial in trials}
     variants = {identity.compute_variant_id(trial.run) for trial in trials}  # of those that learn the same there is one
@@ -347,7 +328,6 @@ def _render_sweep_page(labels: Sequence[str], plans: Sequence[estimate.Plan], pr
 
 
 def _is_accepted(run: Run, candidate: LayoutCandidate) -> bool:
-    """Return whether titan.train would start a layout."""
     try:
         _resolve_candidate(run, candidate)
     except ConfigError:
@@ -356,11 +336,7 @@ def _is_accepted(run: Run, candidate: LayoutCandidate) -> bool:
 
 
 def _resolve_candidate(run: Run, candidate: LayoutCandidate) -> Run:
-    """Return the run with a layout.
-
-    Raises:
-        ConfigError: when titan.train would not start it.
-    """
+    """Return the run with a layout."""
     parallelism = replace(candidate.recipe.parallelism, microbatches=candidate.microbatches)
     changed = replace(run, parallelism=parallelism, memory=candidate.recipe.memory, compile=candidate.recipe.compile)
     resolved = resolve(changed, run.machine, run.directory, remote=True, choices=run.choices, hydra=run.hydra)

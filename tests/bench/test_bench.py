@@ -18,7 +18,6 @@ from titan.bench import separate_runs, speed
 from titan.bench.speed import SideResult, SpeedCase, list_cpu_cases, list_gpu_cases
 from titan.cluster import devices
 from titan.run import checks, compile_scope
-from titan.run.run import Run
 from titan.training.trainer import Trainer
 
 SMALL = [
@@ -131,8 +130,8 @@ def test_unknown_case(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
     run = command.compose.compose_run([*chunk, *command.QUIET, *SMALL])
-    with speed.open_trainer(run) as (_, bare_loop):
-        bare = bare_loop(SpeedCase("", ()))
+    with speed.open_trainer(run) as trainer:
+        bare = speed.build_bare_loop(SpeedCase("", ()), trainer)
     assert bare.model.head.fused.keywords == {"chunk": 16}
     before = bare.model.head.weight.detach().clone()
     bare.train_steps(1)
@@ -155,12 +154,12 @@ def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(getattr(f, "__name__", "a block")) or f)
     overrides = ["precision=fp32", "compile=block", "compile.backend=eager", "training.steps=3", "dataset=synthetic"]
     run = command.compose.compose_run([*overrides, *command.QUIET, *SMALL])
-    with speed.open_trainer(run) as (_, bare_loop):
+    with speed.open_trainer(run) as trainer:
         compiled.clear()
-        bare_loop(SpeedCase("", ()))
+        speed.build_bare_loop(SpeedCase("", ()), trainer)
         assert len(compiled) == run.model.layers + 1 and "compute_loss" not in compiled
         compiled.clear()
-        bare_loop(SpeedCase("", (), bare="model"))
+        speed.build_bare_loop(SpeedCase("", (), bare="model"), trainer)
         assert compiled == ["compute_loss"]
     asked: list[tuple[str, list[str]]] = []
 
@@ -169,14 +168,13 @@ def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch
         return {"seconds": [len(asked)], "memory_gib": 10.0 - len(asked)}
 
     monkeypatch.setattr(speed, "_run_process", run_side)
-    measured = speed.measure_separately(run, SpeedCase("", ("compile=block",), bare="model"), [], 1, 1)
+    measured = speed.measure_separately(SpeedCase("", ("compile=block",), bare="model"), [], 1, 1)
     bare, titan = ("bare", ["compile=block", "compile=model"]), ("titan", ["compile=block"])
     assert asked == [bare, titan, titan, bare]  # a device that becomes slower slows both sides
     assert measured == {"bare": SideResult((1, 4), 9.0), "titan": SideResult((2, 3), 8.0)}
 
 
-def one_fails(run: Run, *rest: Any) -> dict[Any, SideResult]:
-    assert run.machine.device == "cuda"
+def one_fails(*given: Any) -> dict[Any, SideResult]:
     return {"bare": SideResult(failure="CUDA out of memory"), "titan": SideResult((0.16, 0.15, 0.17), 30.0)}
 
 

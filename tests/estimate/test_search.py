@@ -16,8 +16,7 @@ from titan.estimate.lower_bounds import LowerBounds
 from titan.estimate.pipeline_states import find_most_in_flight, find_schedule_states
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
 from titan.estimate.refine import UNCHANGED, CorrectionFactors
-from titan.estimate.search import PredictedLayout, search_layouts
-from titan.estimate.single_changes import find_best_changes, list_overrides
+from titan.estimate.search import PredictedLayout, find_best_changes, list_overrides, search_layouts
 from titan.estimate.step_time import estimate_step
 from titan.parallelism.schema import Layout
 from titan.run.run import Run

@@ -122,7 +122,10 @@ def _run_suite(settings: Settings, overrides: list[str]) -> int:
         return 0
     cases = _select_cases(settings.case, list_gpu_cases() if settings.suite == "gpu" else list_cpu_cases())
     if settings.operators:
-        return _profile_cases(cases, [*LONG, *base], settings.steps)
+        for case in cases:
+            table = speed.profile_case(case, [*LONG, *base], settings.steps)
+            print(f"\n{case.title}: {settings.steps} steps\n{table}", flush=True)
+        return 0
     _measure_cases(results, cases, base, run, settings)
     failed = sum(bool(row["failure"]) for row in results["speed"])
     skipped, total = len(cases) - len(results["speed"]), format_plural(len(cases), "case")
@@ -141,8 +144,11 @@ def _measure_cases(
         _write_json(settings.file, results)
     if settings.suite == "gpu":
         results["host_sync"] = _find_host_syncs(cases, [*LONG, *base])
-    elif results["speed"] and results["speed"][0]["title"] == cases[0].title:
-        _print_fastest(results["speed"])
+    elif results["speed"] and (first := results["speed"][0])["title"] == cases[0].title:
+        # all compute the same on a CPU
+        fastest = max(results["speed"], key=lambda row: row["titan"])
+        ratio = fastest["titan"] / first["bare"]
+        print(f"fastest titan ({fastest['title']}) / bare ({first['title']}): {ratio:.2f}")
     _write_json(settings.file, results)
     print()
     results["loading"] = _measure_loading(run, results["speed"])
@@ -152,7 +158,6 @@ def _measure_cases(
 
 
 def _write_json(file: Path | None, figures: Any) -> None:
-    """Write the figures found so far to the file of `to=`."""
     if file is not None:
         write_output_file(file, figures)
 
@@ -181,22 +186,14 @@ def _measure_speeds(
             yield case_speed
 
 
-def _print_fastest(speeds: Sequence[Mapping[str, Any]]) -> None:
-    """Print titan's fastest case, as all compute the same on a CPU, relative to the bare loop in the first case."""
-    fastest, first = max(speeds, key=lambda row: row["titan"]), speeds[0]
-    print(f"fastest titan ({fastest['title']}) / bare ({first['title']}): {fastest['titan'] / first['bare']:.2f}")
-
-
-def _profile_cases(cases: Sequence[SpeedCase], base: Sequence[str], steps: int) -> int:
-    for case in cases:
-        print(f"\n{case.title}: {steps} steps\n{speed.profile_case(case, base, steps)}", flush=True)
-    return 0
-
-
 def _find_host_syncs(cases: Sequence[SpeedCase], base: Sequence[str]) -> dict[str, Any]:
     """Search the steps of one case per model and kind for host synchronisations."""
     syncs = {}
-    for case in {(case.overrides[0], _classify_case(case)): case for case in reversed(cases)}.values():
+    kinds = {
+        (case.overrides[0], "compile=off" in case.overrides, "float8" in " ".join(case.overrides)): case
+        for case in reversed(cases)
+    }
+    for case in kinds.values():
         try:
             sync = speed.find_host_sync([*base, *case.overrides])
         except ConfigError as error:
@@ -204,11 +201,6 @@ def _find_host_syncs(cases: Sequence[SpeedCase], base: Sequence[str]) -> dict[st
         syncs[case.title] = asdict(sync)
         print(f"{case.title}: {sync.describe()}", flush=True)
     return syncs
-
-
-def _classify_case(case: SpeedCase) -> tuple[bool, bool]:
-    """Return whether a case compiles, and whether it has float8 matmuls."""
-    return "compile=off" not in case.overrides, any(o.startswith("precision=float8") for o in case.overrides)
 
 
 def _measure_modes(run: Run, settings: Settings, overrides: list[str]) -> int:
@@ -225,7 +217,6 @@ def _measure_modes(run: Run, settings: Settings, overrides: list[str]) -> int:
 
 
 def _run_acceptance(run: Run, settings: Settings, overrides: list[str], provenance: dict[str, Any]) -> int:
-    """Ask a device everything that a run relies on."""
     from titan.bench import acceptance
     from titan.bench.lab import Lab
 
@@ -276,14 +267,10 @@ def _measure_ceilings(run: Run) -> dict[str, float]:
 
 def _measure_loading(run: Run, speeds: list[dict[str, Any]]) -> dict[str, float]:
     """Measure tokens/s of the loader, relative to the fastest training above."""
-    from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
-    from titan.dataset.loader import BatchShape, Loader
-    from titan.parallelism.data_shard import DataShard
+    from titan.bench.bare_loop import open_loader, open_mixture
 
-    mix = build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
     steps = max(20, 2_000_000 // run.training.global_batch)
-    shape = BatchShape(run.microbatches, run.microbatch_rows, run.training.seq_len)
-    with Loader(mix, run.training, DataShard(0, 1), shape) as loader:
+    with open_loader(run, open_mixture(run)) as loader:
         next(loader)
         start = time.perf_counter()
         for _ in range(steps):
@@ -336,7 +323,6 @@ def _measure_memory(overrides: list[str], steps: int = 20) -> dict[str, float]:
 
 
 def _read_last_line(command: list[str]) -> str:
-    """Return the last line that a Python command prints."""
     completed = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=build_environment())
     if completed.returncode:
         raise ConfigError(f"{' '.join(command)}: ended with exit code {completed.returncode}; see its message above.")

@@ -362,9 +362,6 @@ def run_parts(lab: Lab, parts: Sequence[AcceptancePart], provenance: Mapping[str
 
     Args:
         provenance: the machine and the versions; a part is run again when they change.
-
-    Returns:
-        0 where all parts hold, else 1.
     """
     lab.folder.mkdir(parents=True, exist_ok=True)
     provenance = {**provenance, "settings": list(lab.overrides)}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from titan.compile.schema import Compile
+from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.loader import BatchShape, Loader
 from titan.dataset.mixture import RowMixture
 from titan.memory.checkpointing import checkpoint_blocks
@@ -32,7 +33,6 @@ class BareLoop:
         """Build the loop.
 
         Args:
-            run: the run; its layout must be one device.
             preloaded: number of global batches that are loaded in advance and repeated.
             autocast: compute in the run's precision through torch.autocast instead of the model's own casts.
         """
@@ -79,9 +79,19 @@ class BareLoop:
             self.step += 1
 
 
-def _preload(run: Run, mix: RowMixture, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
+def open_mixture(run: Run) -> RowMixture:
+    """Return the rows of a run."""
+    return build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
+
+
+def open_loader(run: Run, mix: RowMixture) -> Loader:
+    """Return the loader of a run on one device."""
     shape = BatchShape(run.microbatches, run.microbatch_rows, run.training.seq_len)
-    with Loader(mix, run.training, DataShard(0, 1), shape) as loader:
+    return Loader(mix, run.training, DataShard(0, 1), shape)
+
+
+def _preload(run: Run, mix: RowMixture, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
+    with open_loader(run, mix) as loader:
         batches = [torch.from_numpy(next(loader).fields[:2]).to(device).long() for _ in range(count)]
     return [(tokens, targets) for tokens, targets in batches]
 

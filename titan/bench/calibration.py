@@ -195,11 +195,7 @@ def _time_best(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def measure_links(ranks: int, device: str) -> dict[str, float]:
-    """Return latency and bandwidth of collectives between ranks of this machine.
-
-    Raises:
-        RunError: when a rank fails or does not answer.
-    """
+    """Return latency and bandwidth of collectives between ranks of this machine."""
     times = run_together(partial(measure_collectives, device), ranks, LINK_SECONDS)
     moved = LARGE * (ranks - 1) / ranks / 1e9
     rates = {name: moved / max(1e-9, times[f"{name} {LARGE}"] - times[f"{name} {SMALL}"]) for name in COLLECTIVES}
@@ -273,8 +269,6 @@ def measure_step_figures(figures: Mapping[str, float], cores: int, ranks: int) -
     """Return figures of steps on one device, by their names in `Hardware`.
 
     Args:
-        figures: of matmuls, attention and the memory.
-        cores: that this process may use.
         ranks: processes for the speed of a rank; 1: it is not measured.
     """
     runs = [_compose_run(shape, "single") for shape in SHAPES]
@@ -296,7 +290,6 @@ def measure_layout_figures(layout: str, figures: Mapping[str, float]) -> Prices:
     """Return the host time that the dimension of a layout adds to a block and to a step.
 
     Args:
-        layout: one of `DIMENSIONS`.
         figures: of one device, of the links, and of the dimensions before it.
     """
     runs = [_compose_run(SHAPES[i], layout) for i in LAYOUT_SHAPES]

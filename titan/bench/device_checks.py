@@ -68,7 +68,6 @@ def _make_inputs() -> list[Tensor]:
 
 
 def _run_attention(name: str, inputs: list[Tensor]) -> list[Tensor]:
-    """Return output and gradients of causal attention."""
     q, k, v, upstream = inputs
     out = _run_flex(q, k, v) if name == "flex" else _run_sdpa(name, q, k, v)
     return [out, *torch.autograd.grad(out, (q, k, v), upstream.detach())]

@@ -148,8 +148,6 @@ def measure_saving(run: Run, overrides: list[str], saves: int, folder: Path) -> 
     """Measure and print a table; return all figures, for JSON.
 
     Args:
-        run: for its model's size.
-        overrides: which compose it.
         saves: number of timed saves in each mode after the first.
         folder: on the disk to measure.
     """

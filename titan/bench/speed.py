@@ -18,7 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +29,6 @@ from titan.run import compose
 from titan.run.run import Run
 
 if TYPE_CHECKING:
-    from titan.bench.bare_loop import BareLoop
     from titan.training.trainer import Trainer
 
 Side = Literal["titan", "bare"]
@@ -101,19 +100,12 @@ class CaseSpeed:
 def measure_case(
     case: SpeedCase, overrides: Sequence[str], ceilings: Mapping[str, float], rounds: int, steps: int
 ) -> CaseSpeed:
-    """Measure the training speed of titan and of the bare loop in one case.
-
-    Args:
-        overrides: overrides common to all cases.
-        ceilings: measured speeds of the device.
-        steps: steps per round of each side.
-
-    Raises:
-        ConfigError: if the case can't be composed on this machine.
-    """
+    """Measure the training speed of titan and of the bare loop in one case."""
     run = compose.compose_run([*overrides, *case.overrides])
-    measure_sides = measure_separately if run.machine.device == "cuda" else measure_alternating
-    sides = measure_sides(run, case, overrides, rounds, steps)
+    if run.machine.device == "cuda":
+        sides = measure_separately(case, overrides, rounds, steps)
+    else:
+        sides = measure_alternating(run, case, rounds, steps)
     tokens = steps * run.training.global_batch
     rate = {side: tokens / statistics.median(r.seconds) if r.seconds else 0.0 for side, r in sides.items()}
     peak = run.cluster.peak_tflops or look_up_peak_tflops(run.machine.name, run.precision.compute)  # type: ignore[arg-type]
@@ -131,17 +123,15 @@ def measure_case(
     )
 
 
-def measure_alternating(
-    run: Run, case: SpeedCase, overrides: Sequence[str], rounds: int, steps: int
-) -> dict[Side, SideResult]:
-    """Measure both sides in this process in alternating rounds; arguments as for `measure_case`."""
+def measure_alternating(run: Run, case: SpeedCase, rounds: int, steps: int) -> dict[Side, SideResult]:
+    """Measure both sides in this process in alternating rounds."""
     import torch
 
     from titan.bench.bare_loop import time_work
 
     side_times: dict[Side, list[float]] = {"bare": [], "titan": []}
-    with open_trainer(run) as (trainer, bare_loop):
-        bare = bare_loop(case)
+    with open_trainer(run) as trainer:
+        bare = build_bare_loop(case, trainer)
         work: dict[Side, Callable[[int], None]] = {"bare": bare.train_steps, "titan": trainer.run_steps}
         for side in SIDES:
             work[side](WARM)
@@ -152,10 +142,17 @@ def measure_alternating(
     return {side: SideResult(tuple(times)) for side, times in side_times.items()}
 
 
-def measure_separately(
-    run: Run, case: SpeedCase, overrides: Sequence[str], rounds: int, steps: int
-) -> dict[Side, SideResult]:
-    """Measure each side in two separate processes of half the rounds; arguments as for `measure_case`."""
+def build_bare_loop(case: SpeedCase, trainer: Trainer) -> BareLoop:
+    """Return the bare loop of a case on the data of titan's trainer."""
+    from titan.bench.bare_loop import BareLoop
+
+    run = trainer.run
+    bare_run = replace(run, compile=replace(run.compile, scope=case.bare or run.compile.scope))
+    return BareLoop(bare_run, trainer.mix, trainer.world.device, autocast=case.autocast)
+
+
+def measure_separately(case: SpeedCase, overrides: Sequence[str], rounds: int, steps: int) -> dict[Side, SideResult]:
+    """Measure each side in two separate processes of half the rounds."""
     options = [f"rounds={-(-rounds // 2)}", f"steps={steps}", *(["autocast=true"] if case.autocast else [])]
     overrides, bare = [*overrides, *case.overrides], [f"compile={case.bare}"] if case.bare else []
     results: dict[Side, list[SideResult]] = {side: [] for side in SIDES}
@@ -190,11 +187,15 @@ def measure_side(side: Side, overrides: Sequence[str], rounds: int, steps: int, 
     run = compose.compose_run(overrides)
     import torch
 
-    from titan.bench.bare_loop import time_work
+    from titan.bench.bare_loop import BareLoop, open_mixture, time_work
     from titan.metrics.recorder import peak_memory_gib
 
     device = torch.device(run.machine.device)
-    with _open_side(side, run, device, autocast) as work:
+    with ExitStack() as stack:
+        if side == "titan":
+            work = stack.enter_context(open_trainer(run)).run_steps
+        else:
+            work = BareLoop(run, open_mixture(run), device, autocast=autocast).train_steps
         work(WARM)
         times = [time_work(lambda: work(steps), device) for _ in range(rounds)]
     print(json.dumps(asdict(SideResult(tuple(times), peak_memory_gib(device)))))
@@ -202,54 +203,28 @@ def measure_side(side: Side, overrides: Sequence[str], rounds: int, steps: int, 
 
 
 @contextmanager
-def _open_side(side: Side, run: Run, device: Any, autocast: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a function that trains a number of steps of one side."""
-    if side == "titan":
-        with open_trainer(run) as (trainer, _):
-            yield trainer.run_steps
-        return
-    from titan.bench.bare_loop import BareLoop
-    from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
-
-    mix = build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
-    yield BareLoop(run, mix, device, autocast=autocast).train_steps
-
-
-@contextmanager
-def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[SpeedCase], BareLoop]]]:
-    """Yield titan's trainer for one device, which records as usual, and a factory of bare loops on the same data."""
+def open_trainer(run: Run) -> Iterator[Trainer]:
+    """Yield titan's trainer for one device, which records as usual."""
     from titan.bench import trials
-    from titan.bench.bare_loop import BareLoop
     from titan.training import metrics_setup
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run, attempt = trial = trials.prepare_trial(replace(run, directory=folder))
-        world = trials.connect_rank(run, 0, 1, "")
-        trainer = trials.build_trainer(trial, world)
-
-        def build_bare_loop(case: SpeedCase) -> BareLoop:
-            scope = case.bare or run.compile.scope
-            bare_run = replace(run, compile=replace(run.compile, scope=scope))
-            return BareLoop(bare_run, trainer.mix, world.device, autocast=case.autocast)
-
+        trainer = trials.build_trainer(trial, trials.connect_rank(run, 0, 1, ""))
         with metrics_setup.build_recorder(run, attempt, print) as recorder, trainer.loader:
             trainer.reporter.recorder = recorder
-            yield trainer, build_bare_loop
+            yield trainer
 
 
 def profile_case(case: SpeedCase, overrides: Sequence[str], steps: int, rows: int = 25) -> str:
-    """Return torch.profiler's table of the operators with the largest self time on the device in a case's steps.
-
-    Raises:
-        ConfigError: if the case can't be composed on this machine.
-    """
+    """Return torch.profiler's table of the operators with the largest self time on the device in a case's steps."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     run = compose.compose_run([*overrides, *case.overrides])
     cuda = run.machine.device == "cuda"
-    with open_trainer(run) as (trainer, _):
+    with open_trainer(run) as trainer:
         trainer.run_steps(WARM)
         with profiler(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
             trainer.run_steps(steps)
@@ -273,11 +248,7 @@ class HostSync:
 
 
 def find_host_sync(overrides: Sequence[str]) -> HostSync:
-    """Search a recipe's steps for a host synchronisation, in a separate process so that its GPU memory is freed.
-
-    Raises:
-        ConfigError: if the recipe can't be composed on this machine.
-    """
+    """Search a recipe's steps for a host synchronisation, in a separate process so that its GPU memory is freed."""
     compose.compose_run(overrides)
     return HostSync(**_run_process("sync", [], overrides))
 
@@ -296,7 +267,7 @@ def locate_host_sync(run: Run, steps: int = 3) -> str:
     """
     import torch
 
-    with open_trainer(run) as (trainer, _):
+    with open_trainer(run) as trainer:
         trainer.run_steps(WARM)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -89,7 +89,6 @@ def build_trainer(trial: Trial, world: World) -> Trainer:
 
 
 def _time_layout(trials: Sequence[Trial], rank: int, ranks: int, init_method: str) -> dict[str, float]:
-    """Time runs as one of their ranks."""
     world = connect_rank(trials[0][0], rank, ranks, init_method)
     return {str(i): _time_steps(build_trainer(trial, world), world) for i, trial in enumerate(trials)}
 
@@ -136,7 +135,6 @@ def run_together(measure: Measurement, ranks: int, seconds: float, busy: int | N
     """Return what rank 0 measures with so many ranks on this machine.
 
     Args:
-        measure: runs in each rank.
         seconds: after which ranks that have not finished are ended.
         busy: how many of them compute at the same time; None: all.
 

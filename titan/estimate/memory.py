@@ -39,6 +39,7 @@ from titan.estimate.rank_sizes import (
 from titan.parallelism.pipeline.stage_plan import assign_layers
 
 if TYPE_CHECKING:
+    from titan.model.activations import BlockActivations
     from titan.parallelism.pipeline.schedules import Action
     from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
@@ -83,33 +84,28 @@ def estimate_peak(recipe: Recipe, layout: Layout, microbatches: int, device: str
     """Return the largest phase of the rank that needs most memory.
 
     Args:
-        microbatches: micro-batches of a rank in one step.
         device: "cuda" or "cpu"; their kernels save different tensors for backward.
     """
     return max(estimate_peaks(recipe, layout, microbatches, device), key=lambda usage: usage.bytes)
 
 
-def estimate_peaks(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> list[Usage]:
-    """Return the largest phase of each pipeline rank, in order; of one rank without a pipeline."""
-    return list(iterate_peaks(recipe, layout, microbatches, device))
-
-
-def iterate_peaks(
+def estimate_peaks(
     recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda", limit: float = math.inf
-) -> Iterator[Usage]:
-    """Yield the largest phase of each pipeline rank; see `estimate_peaks`.
+) -> list[Usage]:
+    """Return the largest phase of each pipeline rank, in order; of one rank without a pipeline.
 
-    A phase of more than `limit` bytes is yielded at once and is the last one: a larger one may follow.
+    A phase of more than `limit` bytes is the last one: a larger one may follow.
     """
+    peaks = []
     states = find_rank_states(recipe.parallelism, layout.pipeline, microbatches)
     for rank, stages in enumerate(_list_stages(recipe, layout)):
         largest = Usage("")
         for usage in _RankMemory(recipe, layout, microbatches, device, stages).iterate_phases(states[rank]):
             if usage.bytes > limit:
-                yield usage
-                return
+                return [*peaks, usage]
             largest = max(largest, usage, key=lambda usage: usage.bytes)
-        yield largest
+        peaks.append(largest)
+    return peaks
 
 
 def iterate_step_phases(
@@ -121,7 +117,8 @@ def iterate_step_phases(
     block. The largest phase is that of `estimate_peaks`.
     """
     stages = _list_stages(recipe, layout)[rank]
-    memory = _RankMemory(recipe, layout, microbatches, device, stages, each_block=layout.pipeline == 1)
+    memory = _RankMemory(recipe, layout, microbatches, device, stages)
+    memory.each_block = layout.pipeline == 1
     for action, state in list_action_states(recipe.parallelism, layout.pipeline, rank, microbatches):
         yield action, list(memory.iterate_action_phases(state))
     yield None, list(memory.iterate_end_phases())
@@ -129,17 +126,20 @@ def iterate_step_phases(
 
 def find_largest_block_activations(recipe: Recipe, layout: Layout, microbatches: int) -> float:
     """Return the most bytes that a block saves of one micro-batch."""
-    layers = range(recipe.model.layers)
-    rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: StageBlocks(layers, False, False)})
-    return max(rank.get_block(group.layer).activations.saved for group in group_blocks(recipe.model, layers))
+    return max(block.saved for block in _list_block_activations(recipe, layout, microbatches, "cpu"))
 
 
 def compute_received_share(recipe: Recipe, layout: Layout, microbatches: int) -> float:
     """Return the share of what a block saves that grows with the rows its rank's experts receive; of all, the most."""
+    blocks = _list_block_activations(recipe, layout, microbatches, "cuda")
+    return max(block.received / block.saved for block in blocks)
+
+
+def _list_block_activations(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> list[BlockActivations]:
+    """Return the activations of each kind of block."""
     layers = range(recipe.model.layers)
-    rank = _RankMemory(recipe, layout, microbatches, "cuda", {0: StageBlocks(layers, False, False)})
-    activations = [rank.get_block(group.layer).activations for group in group_blocks(recipe.model, layers)]
-    return max(block.received / block.saved for block in activations)
+    rank = _RankMemory(recipe, layout, microbatches, device, {0: StageBlocks(layers, False, False)})
+    return [rank.get_block(group.layer).activations for group in group_blocks(recipe.model, layers)]
 
 
 def count_saved_bytes(recipe: Recipe, layout: Layout, microbatches: int, device: str, layer: int) -> float:
@@ -164,7 +164,6 @@ def count_rank_state_bytes(recipe: Recipe, layout: Layout) -> float:
 
 
 def _list_stages(recipe: Recipe, layout: Layout) -> list[dict[int, StageBlocks]]:
-    """Return the stages of each pipeline rank by their index."""
     if layout.pipeline == 1:
         return [{0: StageBlocks(range(recipe.model.layers), True, True)}]
     layers = assign_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
@@ -177,26 +176,13 @@ def _list_stages(recipe: Recipe, layout: Layout) -> list[dict[int, StageBlocks]]
 class _RankMemory(RankSizes):
     """The memory of one rank during the phases of a step: the forward pass, the backward pass, the optimizer step."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        layout: Layout,
-        microbatches: int,
-        device: str,
-        stages: Mapping[int, StageBlocks],
-        each_block: bool = False,
-    ) -> None:
-        super().__init__(recipe, layout, microbatches, device, stages)
-        self.each_block = each_block
+    each_block = False
+    """Whether backward has the phases of every block, not only of those that may need most."""
 
     # ---- phases of a step ----
 
     def iterate_phases(self, states: Iterable[State]) -> Iterator[Usage]:
-        """Yield the phases at which memory can peak.
-
-        Args:
-            states: which stages run forward or backward with how many micro-batches in flight.
-        """
+        """Yield the phases at which memory can peak."""
         for (index, kind, has_grads, beside), saved in self._find_most_saved(states).items():
             yield from self._iterate_kind_phases(kind, self.stages[index], saved, has_grads, beside)
         yield from self.iterate_end_phases()
@@ -277,32 +263,29 @@ class _RankMemory(RankSizes):
         base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
         return base.add_parts(activations=batch, communication=self._count_message_bytes())
 
+    def _estimate_forward_base(self, saved: float, has_grads: bool) -> Usage:
+        """Return what is in memory in a forward pass but gathered weights, with so many bytes saved for backward."""
+        return self._estimate_base().add_parts(
+            activations=saved,
+            gradients=self._count_gradient_bytes(0.0, has_grads),
+            communication=self._count_unfreed_bytes(self.stages.values(), has_grads),
+        )
+
     def _estimate_forward_start(self, stage: StageBlocks, state: State, saved: float) -> Usage:
         """Return what is in memory when a forward pass starts; in the first one of a step no weights are gathered."""
         has_others = sum(count for _, count in state.in_flight) > 1
         unfinished = stage.layers if has_others else NO_LAYERS
         gathered = self._count_gathered_bytes(NO_LAYERS, unfinished) if has_others or state.has_grads else 0.0
-        return self._estimate_base().add_parts(
-            "start of forward",
-            activations=saved,
-            gradients=self._count_gradient_bytes(0.0, state.has_grads),
-            communication=self._count_unfreed_bytes(self.stages.values(), state.has_grads),
-            gathered=gathered,
-        )
+        return self._estimate_forward_base(saved, state.has_grads).add_parts("start of forward", gathered=gathered)
 
     def _estimate_blocks_end(self, stage: StageBlocks, saved: float, has_grads: bool) -> Usage:
         """Return what is in memory between the forward passes of the last block and of the head."""
-        return self._estimate_base().add_parts(
-            "forward of the blocks",
-            activations=saved - self.head.saved - self.head_cast,
-            gradients=self._count_gradient_bytes(0.0, has_grads),
-            communication=self._count_unfreed_bytes(self.stages.values(), has_grads),
-            gathered=self._count_gathered_bytes(stage.layers[-1:], stage.layers),
-        )
+        base = self._estimate_forward_base(saved - self.head.saved - self.head_cast, has_grads)
+        gathered = self._count_gathered_bytes(stage.layers[-1:], stage.layers)
+        return base.add_parts("forward of the blocks", gathered=gathered)
 
     def _iterate_forward(self, stage: StageBlocks, saved: float, has_grads: bool) -> Iterator[Usage]:
-        base = self._estimate_base().add_parts(activations=saved, gradients=self._count_gradient_bytes(0.0, has_grads))
-        base = base.add_parts(communication=self._count_unfreed_bytes(self.stages.values(), has_grads))
+        base = self._estimate_forward_base(saved, has_grads)
         if stage.last:
             yield base.add_parts(
                 "forward of the head",

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from titan.cluster.hardware import Hardware
 from titan.cluster.known_devices import look_up_peak_tflops
 from titan.console.notebook import Shown
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
 from titan.estimate import memory, operations, overhead
 from titan.estimate.constants import Constants, load_constants
-from titan.estimate.known_hardware import describe_unmeasured
 from titan.estimate.memory import Usage
 from titan.estimate.operations import Speeds
 from titan.estimate.rank_sizes import GIB
@@ -24,7 +24,6 @@ from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
-    from titan.cluster.hardware import Hardware
     from titan.cluster.schema import Cluster
     from titan.model.schema import Decoder
     from titan.run.schema import Recipe
@@ -175,10 +174,6 @@ def check_sharding(recipe: Recipe) -> None:
 def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) -> Plan:
     """Return the plan of a recipe.
 
-    Args:
-        microbatches: micro-batches of a rank in one step.
-        machine: the node that the run gets.
-
     Raises:
         ConfigError: when a figure of the hardware is missing, or the sharding is not estimated.
     """
@@ -258,9 +253,6 @@ def derive_device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, l
     """Return the speeds of a device.
 
     The ranks of a CPU share its cores, so each has its part of the measured speed.
-
-    Raises:
-        ConfigError: when a figure is missing.
     """
     per_node = count_ranks_per_node(recipe.cluster, machine, layout.devices)
     if layout.devices > 1:
@@ -319,3 +311,35 @@ def _compute_device_memory(recipe: Recipe, machine: Machine, layout: Layout) -> 
 def list_memory_parts(plan: Plan) -> Mapping[str, float]:
     """Return the bytes of the fullest rank by category, without those that are zero."""
     return {name: size / GIB for name, size in plan.fullest.parts.items() if size > 0}
+
+
+_H100 = Hardware(
+    bf16_tflops=989, fp8_tflops=1979, fp32_tflops=67, memory_gb_per_second=3350, units=132, watts=700,
+    reference_watts=700, link_gb_per_second=340, link_microseconds=12, network_gb_per_second=42.5,
+    network_microseconds=35,
+)  # fmt: skip
+PUBLISHED_HARDWARE = (_H100, replace(_H100, watts=500, memory_gb_per_second=2400))
+"""The hardware of the published runs of dense models: 80 GB, and 96 GB with less power."""
+_B200 = Hardware(
+    bf16_tflops=2250, fp8_tflops=4500, fp32_tflops=75, memory_gb_per_second=7700, units=148, watts=1000,
+    reference_watts=1000, link_gb_per_second=680, link_microseconds=12, network_gb_per_second=42.5,
+    network_microseconds=35,
+)  # fmt: skip
+EXPERTS_HARDWARE = (_H100, _B200)
+"""The hardware of the published runs of models with experts."""
+CALIBRATED_FIGURES = (
+    "attention_tflops", "attention_backward_tflops", "eager_factor", "loss_factor", "update_factor",
+    "step_microseconds",
+)  # fmt: skip
+"""Figures of a CPU that no data sheet has, and `titan.calibrate` measures."""
+
+
+def describe_unmeasured(hardware: Hardware, device: str, experts: bool = False) -> str:
+    """Return the end of the sentence on a plan's intervals where no runs were measured on such hardware; else empty."""
+    if device == "cpu":
+        is_calibrated = all(getattr(hardware, name) is not None for name in CALIBRATED_FIGURES)
+        return "" if is_calibrated else "; titan.calibrate has not measured this one, so errors may be larger"
+    if hardware in (EXPERTS_HARDWARE if experts else PUBLISHED_HARDWARE):
+        return ""
+    names = "H100 and B200" if experts else "H100"
+    return f"; they ran on {names}, not on hardware with these figures, so errors may be larger"

@@ -227,7 +227,6 @@ class RankSizes:
         return sum(self.sum_blocks(size_of, stage.layers) for stage in self.stages.values())
 
     def _count_elements(self) -> None:
-        """Count the weight elements of this rank before FSDP shards them."""
         model, tensor = self.recipe.model, self.layout.tensor
         first, last = (any(getattr(stage, end) for stage in self.stages.values()) for end in ("first", "last"))
         self.embedding_elements = model.split_embedding_parameters(tensor) if first else 0.0
@@ -439,7 +438,6 @@ class RankSizes:
         return at_once + unfinished_bytes / reshards + ends
 
     def _count_stage_gathered(self, stage: StageBlocks) -> float:
-        """Return the bytes of a stage's gathered weights."""
         ends = self.head_gathered * stage.last + self.embedding_gathered * stage.first
         return self.sum_blocks(lambda block: block.gathered, stage.layers) + ends
 

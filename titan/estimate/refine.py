@@ -154,7 +154,6 @@ def build_measured_run(planned: Plan, memory: float, seconds: float, measured_me
 
     Args:
         memory: the predicted memory that corresponds to the measured one.
-        seconds: measured, of a step.
         measured_memory: None: unknown.
     """
     sums = sum_groups(planned.step.parts)
@@ -165,11 +164,7 @@ def build_measured_run(planned: Plan, memory: float, seconds: float, measured_me
 
 
 def fit_factors(samples: Sequence[MeasuredRun]) -> Refinement:
-    """Return the factors that runs ask for, and their errors.
-
-    Args:
-        samples: at least one.
-    """
+    """Return the factors that runs ask for, and their errors."""
     fit_times = fit_separate_factors if _prefers_separate(samples) else fit_single_factor
     measured = [s for s in samples if s.measured_memory > 0]
     return Refinement(

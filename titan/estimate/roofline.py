@@ -75,10 +75,6 @@ def compute_roofline(recipe: Recipe, microbatches: int, rates: DeviceRates) -> R
     It counts the work of the step and no more: attention without the causally masked half, the recomputation that the
     memory axis asks for, and one pass over memory for each tensor that an operation, fused with its neighbours, reads
     or writes.
-
-    Args:
-        recipe: the resolved configuration, with a layout of one device.
-        microbatches: micro-batches in one step.
     """
     tokens = recipe.training.rows * recipe.model.count_row_tokens(recipe.training.seq_len)
     matmul, matmul_8bit = _count_matmul_flops(recipe)
@@ -116,7 +112,6 @@ def _count_matmul_flops(recipe: Recipe) -> tuple[float, float]:
 
 
 def _count_head_outputs(model: Decoder) -> float:
-    """Return the outputs of the head per token."""
     return sum(matmul.outputs * matmul.compute_token_share(1) for matmul in model.head_matmuls().values())
 
 
@@ -180,7 +175,6 @@ def count_elementwise_bytes(
 
     Args:
         element: bytes of an activation element.
-        part: "forward" or "backward".
         tensor: ranks that heads and the feed-forward width are split over.
         sequence: ranks that the residual stream is split over.
     """
@@ -197,8 +191,6 @@ def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0,
     and written three times in float32, and sorted.
 
     Args:
-        element: bytes of an activation element.
-        part: "forward" or "backward".
         expert: ranks that share the experts.
     """
     matmuls = model.expert_matmuls(layer)

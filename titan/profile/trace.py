@@ -161,7 +161,6 @@ def _list_blocks(trace: Trace, start: float, end: float) -> list[_LiveBlock]:
 
 
 def _find_peak_time(blocks: Sequence[_LiveBlock]) -> float:
-    """Return when the blocks need most memory."""
     changes = sorted(
         change for block in blocks for change in ((block.start, 1, block.size), (block.end, 0, -block.size))
     )

@@ -50,11 +50,7 @@ class OwnRuns:
     unused: tuple[tuple[str, str], ...]
 
     def fit_refinement(self) -> Refinement:
-        """Return what the runs ask for.
-
-        Raises:
-            ConfigError: when no run counts.
-        """
+        """Return what the runs ask for."""
         if self.samples:
             return refine.fit_factors(self.samples)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.unused[:3])
@@ -96,11 +92,6 @@ class _UnusableRunError(Exception):
 
 
 def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> MeasuredRun:
-    """Return a run's sample.
-
-    Raises:
-        _UnusableRunError: when it is of another kind, not finished, or can't be planned.
-    """
     _check_kind(raw, run)
     measured = measure_run(raw)
     if measured is None or measured.steps < LEAST_STEPS:

@@ -87,8 +87,6 @@ def _build_path(region: Region, stages: int) -> list[str]:
 
 
 def _wrap_in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with a range around it."""
-
     def run_in_range(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function(name):
             return function(*args, **kwargs)
@@ -133,7 +131,6 @@ class RunProfiler:
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def _find_owners(self) -> dict[str, dict[int, int]]:
-        """Return where weights, gradients and optimizer state lie."""
         return collect_owners(self.train_step.parameters(), self.train_step.optimizer)
 
     def take_request(self) -> bool:
@@ -190,13 +187,11 @@ class RunProfiler:
             torch.cuda.memory._record_memory_history(max_entries=10**6)
 
     def _choose_action(self, step: int) -> ProfilerAction:
-        """Return what the profiler does in a step."""
         if step <= self.last_step - self.recorded_steps:
             return ProfilerAction.WARMUP
         return ProfilerAction.RECORD if step < self.last_step else ProfilerAction.RECORD_AND_SAVE
 
     def _set_step_ranges(self) -> None:
-        """Give the coming step its ranges."""
         numbers = self.staging.list_stages(self.world.get_coordinate("pipeline"))
         stages = dict(zip(numbers, self.train_step.stages, strict=True))
         step_ranges = StepRanges(self.staging.count)
@@ -214,7 +209,6 @@ class RunProfiler:
         self.owners = self.owners or self._find_owners()
 
     def _end_profile(self) -> None:
-        """Write and summarise the trace."""
         profiler, self.profile = self.profile, None
         self.hooks.close()
         has_recorded = profiler.current_action != ProfilerAction.WARMUP

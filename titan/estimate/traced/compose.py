@@ -173,7 +173,6 @@ class _Composer:
             yield from ((instance, event) for event in events)
 
     def _place_event(self, event: Event, row: int, unit: int) -> Event:
-        """Return an event of the whole."""
         region = self._place_region(event.region, unit, row)
         key = event.key
         if event.kind in ("alloc", "record"):

@@ -158,7 +158,6 @@ class Allocator:
         return self._blocks[blocks.pop(index)[1]]
 
     def _grow_pool(self, size: int, pool: tuple[str, bool]) -> MemoryBlock:
-        """Return a block of new memory."""
         if self.expandable:
             return self._expand_segment(size, pool)
         length = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // PAGE) * PAGE
@@ -228,7 +227,6 @@ def simulate_step(events: Sequence[Event], steps: int = 2, expandable: bool = Tr
     Args:
         events: of the step, after those of what is in memory before it.
         steps: how often the step runs; after the second one the memory that is reserved rarely changes.
-        expandable: see `Allocator`.
     """
     allocator = Allocator(expandable)
     blocks: dict[int, MemoryBlock] = {}

@@ -60,7 +60,6 @@ def trace_rank(run: Run, rank: int, device: str, fuses_loss: bool = False) -> St
 
     Args:
         run: on any number of ranks; without compilation.
-        rank: among all.
         device: "cuda" for norms as GPUs' kernel computes them, all else being as on a CPU.
         fuses_loss: whether head and loss are as in a compiled graph.
 
@@ -157,13 +156,11 @@ def _record_initial_tensors(train_step: TrainStep, recorder: EventRecorder) -> N
 
 
 def _find_block(name: str) -> int:
-    """Return the block of a parameter by its name in the whole model."""
     first, _, rest = name.partition(".")
     return int(rest.partition(".")[0]) if first == "layers" else NONE
 
 
 def _map_blocks(train_step: TrainStep) -> dict[int, int]:
-    """Return the block of each module, by the module's id."""
     return {
         id(module): int(name)
         for stage in train_step.stages
@@ -283,7 +280,6 @@ def trace_run(run: Run, speeds: Speeds, *, full: bool = False) -> TracedStep:
     """Trace a step of the first rank of each pipeline rank.
 
     Args:
-        run: on any number of ranks.
         full: trace all blocks and micro-batches instead of composing them from a few.
     """
     start = time.perf_counter()
@@ -365,5 +361,4 @@ def _count_units(run: Run) -> int:
 
 
 def _find_period(run: Run) -> int:
-    """Return the number of blocks after which what a block does repeats."""
     return run.memory.every if run.memory.checkpointing == "every_n" else 1

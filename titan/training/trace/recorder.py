@@ -259,7 +259,6 @@ def unwrap_local(tensor: Tensor) -> Tensor:
 
 
 def _are_views(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    """Whether all outputs are views of inputs."""
     input_storages = {t.untyped_storage()._cdata for t in inputs}
     return bool(outputs) and all(t.untyped_storage()._cdata in input_storages for t in outputs)
 
@@ -500,8 +499,6 @@ def _patch_shapes() -> Iterator[Patch]:
 
 
 def _patch_collectives(recorder: EventRecorder) -> Iterator[Patch]:
-    """Yield recorded methods of process groups."""
-
     def wrap_collective(method: Any, kind: str) -> Any:
         def call_recorded(group: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.active:

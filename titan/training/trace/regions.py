@@ -36,7 +36,6 @@ class StageRegions:
         """Set hooks on a stage.
 
         Args:
-            listener: whose region is set.
             split_backward: whether the schedule separates backward for inputs and for weights.
         """
         self.listener, self.number, self.split_backward = listener, number, split_backward
@@ -47,7 +46,6 @@ class StageRegions:
             self._follow_blocks(stage)
 
     def _follow_blocks(self, stage: ModelStage) -> None:
-        """Set hooks on the blocks and the head."""
         first = int(next(iter(stage.model.layers)))
         for index, block in enumerate(stage.model.blocks(), first):
             self._wrap_module(block, self._build_enter_hook(index, first), self._build_leave_hook(index))
@@ -109,7 +107,6 @@ class StageRegions:
 
 
 def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call a hook when the gradient of a tensor has been computed."""
     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
