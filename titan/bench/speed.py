@@ -29,6 +29,7 @@ from titan.run import compose
 from titan.run.run import Run
 
 if TYPE_CHECKING:
+    from titan.bench.bare_loop import BareLoop
     from titan.training.trainer import Trainer
 
 Side = Literal["titan", "bare"]
