@@ -46,6 +46,30 @@ HEADER = (
     f"{'tokens/s':<34} {'bare':>10} {'titan':>10} {'ratio':>7} {'(lowest to highest)':<18} {'MFU':>7} {'roofline':>8}"
 )
 
+PRECISIONS, COMPILES = ("fp32", "bf16"), ("off", "block", "model")
+FLOAT8 = ("float8", "float8_rowwise")
+EXPERTS = ("model=qwen3_30b_a3b", "model.layers=8", "model.experts=32")
+"""2.0B parameters, of which 1.1B compute a token."""
+UNBALANCED = ("model.aux_loss=0",)
+"""The bare loop has no loss that balances experts."""
+
+
+@dataclass(frozen=True)
+class SpeedCase:
+    """One row of the table of speeds.
+
+    Attributes:
+        title: names the choices.
+        overrides: titan's overrides.
+        autocast: whether the bare loop uses torch.autocast.
+        bare: the bare loop's scope of compilation; empty: titan's.
+    """
+
+    title: str
+    overrides: tuple[str, ...]
+    autocast: bool = False
+    bare: Literal["", "off", "block", "model"] = ""
+
 
 @dataclass(frozen=True)
 class SideResult:
@@ -287,31 +311,6 @@ def build_environment() -> dict[str, str]:
     """Return this process's environment with its titan on PYTHONPATH."""
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-PRECISIONS, COMPILES = ("fp32", "bf16"), ("off", "block", "model")
-FLOAT8 = ("float8", "float8_rowwise")
-EXPERTS = ("model=qwen3_30b_a3b", "model.layers=8", "model.experts=32")
-"""2.0B parameters, of which 1.1B compute a token."""
-UNBALANCED = ("model.aux_loss=0",)
-"""The bare loop has no loss that balances experts."""
-
-
-@dataclass(frozen=True)
-class SpeedCase:
-    """One row of the table of speeds.
-
-    Attributes:
-        title: names the choices.
-        overrides: titan's overrides.
-        autocast: whether the bare loop uses torch.autocast.
-        bare: the bare loop's scope of compilation; empty: titan's.
-    """
-
-    title: str
-    overrides: tuple[str, ...]
-    autocast: bool = False
-    bare: Literal["", "off", "block", "model"] = ""
 
 
 def list_cpu_cases() -> list[SpeedCase]:

@@ -1,4 +1,5 @@
-"""Small runs whose steps are timed: for the calibration of a CPU, and for the check of its predictions."""
+"""Processes that measure together, and small runs whose steps they time: for the calibration of a CPU, and for the
+check of its predictions."""
 
 from __future__ import annotations
 
@@ -44,6 +45,11 @@ WARM, ROUNDS = 2, 9
 """Steps before those that count, and steps that count."""
 SECONDS = 200.0
 """Time that the ranks have for all runs."""
+
+COLLECTIVE_SECONDS = 60
+"""Timeout of a collective between the ranks."""
+Measurement = Callable[[int, int, str], "dict[str, float]"]
+"""Takes rank, number of ranks and the URL of their rendezvous; what rank 0 returns is the result. It can be pickled."""
 
 
 def measure_step_seconds(runs: Sequence[Run]) -> list[float]:
@@ -123,12 +129,6 @@ def _time_steps(trainer: Trainer, world: World) -> float:
             trainer.run_steps(1)
             times.append(time.perf_counter() - start)
     return statistics.quantiles(times, n=4)[0]
-
-
-COLLECTIVE_SECONDS = 60
-"""Timeout of a collective between the ranks."""
-Measurement = Callable[[int, int, str], "dict[str, float]"]
-"""Takes rank, number of ranks and the URL of their rendezvous; what rank 0 returns is the result. It can be pickled."""
 
 
 def run_together(measure: Measurement, ranks: int, seconds: float, busy: int | None = None) -> dict[str, float]:

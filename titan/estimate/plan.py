@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -188,12 +188,13 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
     dtype, cpu = recipe.precision.compute, machine.device == "cpu"
     experts = takes_longer(recipe, layout)
     own = list_own_modules(recipe.model)
+    memory_gib = recipe.cluster.memory_gib or machine.memory_gib
     planned = Plan(
         memory=tuple(usages),
         step=estimate_step(recipe, layout, microbatches, speeds),
         error=constants.cpu_error if cpu else constants.experts_error if experts else constants.error,
         memory_error=constants.cpu_memory_error if cpu else constants.memory_error,
-        memory_gib=_compute_device_memory(recipe, machine, layout),
+        memory_gib=memory_gib / layout.devices if memory_gib and cpu else memory_gib,
         peak_tflops=hardware.bf16_tflops if dtype == "bf16" else hardware.fp32_tflops,
         flops_per_token=recipe.model.flops_per_token(recipe.training.seq_len),
         steps=recipe.training.steps,
@@ -203,15 +204,13 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
         intervals=(MEASURED if cpu else describe_experts(constants) if experts else PUBLISHED)
         + describe_unmeasured(hardware, machine.device, experts),
     )
-    return replace(planned, error=0.0, memory_error=0.0, intervals=_describe_own(own)) if own else planned
-
-
-def _describe_own(classes: Sequence[str]) -> str:
-    """Return why a plan of modules of one's own has no intervals, and what traces them."""
-    return (
-        f"none, because {' and '.join(classes)} {'is' if len(classes) == 1 else 'are'} not titan's: memory and time "
-        "are those of titan's own attention and blocks; plan.trace=true traces the step"
+    if not own:
+        return planned
+    intervals = (
+        f"none, because {' and '.join(own)} {'is' if len(own) == 1 else 'are'} not titan's: memory and time are those "
+        "of titan's own attention and blocks; plan.trace=true traces the step"
     )
+    return replace(planned, error=0.0, memory_error=0.0, intervals=intervals)
 
 
 @lru_cache(64)
@@ -298,14 +297,6 @@ def choose_attention_kernel(recipe: Recipe, machine: Machine) -> str:
     if kernel != "auto":
         return kernel
     return "cudnn" if (machine.capability or 0) >= HOPPER else "flash"
-
-
-def _compute_device_memory(recipe: Recipe, machine: Machine, layout: Layout) -> float | None:
-    """Return the GiB of one device, or of a rank's part of a CPU's memory."""
-    memory_gib = recipe.cluster.memory_gib or machine.memory_gib
-    if memory_gib is None or machine.device != "cpu":
-        return memory_gib
-    return memory_gib / layout.devices
 
 
 def list_memory_parts(plan: Plan) -> Mapping[str, float]:

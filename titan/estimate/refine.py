@@ -24,8 +24,8 @@ LEFT_OUT = 3
 WIDEST = 10.0
 """The factors of computation and communication differ at most by this factor: without it a term that matters to no run
 would be lost or take any value."""
-ANGLES = 60
-"""Ratios of the factors that are tried before the best one is refined."""
+ANGLES, ROUNDS = 60, 6
+"""Ratios of the factors that are tried, and how often: each time between the neighbours of the best one."""
 BETTER = 0.9
 """Fraction of the squared errors of one factor that separate factors must stay below."""
 NOISE = 0.02
@@ -93,13 +93,9 @@ UNCHANGED = CorrectionFactors()
 
 @dataclass(frozen=True)
 class RelativeErrors:
-    """The relative errors of one figure over the runs.
+    """The relative errors of one figure over the runs: medians without and with the factors, and the 90th percentile.
 
-    Attributes:
-        before: the median without the factors.
-        after: the median with the factors.
-        ninety: the 90th percentile with the factors.
-        left_out: whether each run was predicted from the others, as from `LEFT_OUT` runs on.
+    `left_out` says whether each run was predicted from the others, as from `LEFT_OUT` runs on.
     """
 
     before: float
@@ -167,16 +163,16 @@ def fit_factors(samples: Sequence[MeasuredRun]) -> Refinement:
     """Return the factors that runs ask for, and their errors."""
     fit_times = fit_separate_factors if _prefers_separate(samples) else fit_single_factor
     measured = [s for s in samples if s.measured_memory > 0]
+
+    def fit_memory(rest: Sequence[MeasuredRun]) -> CorrectionFactors:
+        return CorrectionFactors(memory=fit_memory_factor(rest))
+
     return Refinement(
         factors=replace(fit_times(samples), memory=fit_memory_factor(measured)),
         runs=len(samples),
         devices=max(s.devices for s in samples),
-        time=_compute_errors(samples, lambda rest: fit_times(rest), compute_time_error),
-        memory=_compute_errors(
-            measured, lambda rest: CorrectionFactors(memory=fit_memory_factor(rest)), compute_memory_error
-        )
-        if measured
-        else None,
+        time=_compute_errors(samples, fit_times, compute_time_error),
+        memory=_compute_errors(measured, fit_memory, compute_memory_error) if measured else None,
     )
 
 
@@ -201,15 +197,15 @@ def fit_memory_factor(samples: Sequence[MeasuredRun]) -> float:
 def fit_separate_factors(samples: Sequence[MeasuredRun]) -> CorrectionFactors:
     """Return factors on computation and communication.
 
-    For a given ratio of the two their size follows; the ratio is searched for on a grid of angles, then between the
-    neighbours of the best one. Of ratios that are equally good the one closest to 1 is taken.
+    For a given ratio of the two their size follows; the ratio is searched for on a grid of angles, then on finer ones
+    between the neighbours of the best. Of ratios that are equally good the one closest to 1 is taken.
     """
-    least, most = math.atan(1 / WIDEST), math.atan(WIDEST)
-    angles = [least + (most - least) * i / ANGLES for i in range(ANGLES + 1)]
-    best = min(range(len(angles)), key=lambda i: (_fit_size(samples, angles[i])[1], abs(2 * i - ANGLES)))
-    angle = _search_golden_section(
-        lambda a: _fit_size(samples, a)[1], angles[max(0, best - 1)], angles[min(ANGLES, best + 1)], angles[best]
-    )
+    low, high, angle = math.atan(1 / WIDEST), math.atan(WIDEST), 0.0
+    for _ in range(ROUNDS):
+        angles = [low + (high - low) * i / ANGLES for i in range(ANGLES + 1)]
+        residuals = [_fit_size(samples, angle)[1] for angle in angles]
+        best = min(range(ANGLES + 1), key=lambda i: (residuals[i], abs(2 * i - ANGLES)))
+        low, high, angle = angles[max(0, best - 1)], angles[min(ANGLES, best + 1)], angles[best]
     size = _fit_size(samples, angle)[0]
     return CorrectionFactors(size * math.cos(angle), size * math.sin(angle))
 
@@ -220,15 +216,6 @@ def _fit_size(samples: Sequence[MeasuredRun], angle: float) -> tuple[float, floa
     logs = [math.log(s.seconds / (computation * s.computation + communication * s.communication)) for s in samples]
     middle = fmean(logs)
     return math.exp(middle), sum((log - middle) ** 2 for log in logs)
-
-
-def _search_golden_section(value: Callable[[float], float], low: float, high: float, best: float) -> float:
-    """Return where a function is least between two points, by golden sections; `best` where nothing is less."""
-    ratio = (math.sqrt(5) - 1) / 2
-    for _ in range(40):
-        lower, upper = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, upper) if value(lower) < value(upper) else (lower, high)
-    return min((best, (low + high) / 2), key=value)
 
 
 def compute_time_error(sample: MeasuredRun, factors: CorrectionFactors) -> float:

@@ -103,7 +103,7 @@ class Waits:
 
 
 def record_moment(on_gpu: bool) -> Any:
-    """Return the present moment, on a GPU an event on the current stream."""
+    """Return the present moment, on a GPU an event on the current stream: no wait for the device."""
     if not on_gpu:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,7 @@ CLASSES = ("model", "optimizer")
 
 @dataclass(frozen=True)
 class OwnRuns:
-    """Runs on the device and in the compute type of a plan.
-
-    Attributes:
-        source: the folder, as typed.
-        samples: of the runs that count.
-        unused: directory of each other run, with the reason.
-    """
+    """Runs on the device and in the compute type of a plan, in a folder as typed; each other run with the reason."""
 
     source: str
     samples: tuple[MeasuredRun, ...]
@@ -96,7 +89,9 @@ def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> MeasuredRun:
     measured = measure_run(raw)
     if measured is None or measured.steps < LEAST_STEPS:
         raise _UnusableRunError(f"has fewer than {LEAST_STEPS} timed steps")
-    machine = _build_machine(raw.device, run.machine)
+    names = {field.name for field in dataclasses.fields(Machine)}
+    described: dict[str, Any] = {name: value for name, value in raw.device.items() if name in names}
+    machine = replace(run.machine, **described)  # as env.json describes it
     try:
         recipe = rebuild_recipe(raw, hardware, run.cluster.peak_tflops)
         layout = Layout(**read_degrees(raw.last_document))
@@ -118,13 +113,6 @@ def _check_kind(raw: RawRun, run: Run) -> None:
     compute = raw.config.get("precision", {}).get("compute")
     if compute != run.precision.compute:
         raise _UnusableRunError(f"computed in {compute}, not {run.precision.compute}")
-
-
-def _build_machine(device: Mapping[str, Any], base_machine: Machine) -> Machine:
-    """Return the machine of a run, as env.json describes it."""
-    field_names = {field.name for field in dataclasses.fields(Machine)}
-    described: dict[str, Any] = {name: value for name, value in device.items() if name in field_names}
-    return replace(base_machine, **described)
 
 
 def rebuild_recipe(raw: RawRun, hardware: Hardware, peak_tflops: float | None = None) -> Recipe:

@@ -1,6 +1,6 @@
 """Profiles steps of a run as its profile axis says, and on demand; hooks and patches exist in recorded steps only.
 
-    begin(step) ── a profile starts ── warm-up ── recorded steps with ranges ── the trace is written and summarised
+    begin_step ── a profile starts ── warm-up ── recorded steps with ranges ── the trace is written and summarised
 
 The file `profile/now` in the run's directory asks for a profile: rank 0 looks for it once a second, and sends it to the
 other ranks in the vector that they sum in each step, so that all begin with the same step.
@@ -37,6 +37,9 @@ from titan.training.train_step import TrainStep
 log = logging.getLogger("titan")
 POLL_SECONDS = 1.0
 """Seconds between two looks for the file that asks for a profile."""
+
+Owners = Mapping[str, Mapping[int, int]]
+"""The bytes of each storage by its address, by category."""
 
 
 class StepRanges:
@@ -252,10 +255,6 @@ class RunProfiler:
         """End a profile whose steps are not all done; nothing is written where none was recorded."""
         if self.profile is not None:
             self._end_profile()
-
-
-Owners = Mapping[str, Mapping[int, int]]
-"""The bytes of each storage by its address, by category."""
 
 
 def collect_owners(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, dict[int, int]]:

@@ -193,12 +193,9 @@ def _list_eight_bit_sizes(recipe: Recipe, layout: Layout) -> list[set[int]]:
 
 @dataclass(frozen=True)
 class RankTime:
-    """The time of a rank's step, if it never waits for other stages of a pipeline.
+    """The seconds of a rank's step by cause, if it never waits for other stages of a pipeline, and of each action.
 
-    Attributes:
-        parts: seconds by cause.
-        actions: seconds of each action (stage, kind, micro-batch).
-        stages: of the rank.
+    An action is a stage, a kind and a micro-batch; `stages` are those of the rank.
     """
 
     parts: SecondsByCause

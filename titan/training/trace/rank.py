@@ -54,6 +54,11 @@ DEVICE = torch.device("cpu")
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that DDP sums at once (torch's default)."""
 
+TRACE_SECONDS = 7200.0
+"""How long the traces of a run may take."""
+FUSED_TERMS = (z_loss, label_smoothing)
+"""Values of loss terms that need statistics of logits only."""
+
 
 def trace_rank(run: Run, rank: int, device: str, fuses_loss: bool = False) -> StepTrace:
     """Trace the step of a rank after the first one, when the optimizer's state exists.
@@ -68,7 +73,10 @@ def trace_rank(run: Run, rank: int, device: str, fuses_loss: bool = False) -> St
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     world = dataclasses.replace(_build_world(run, rank), memory=lambda: fake)
-    recorder = EventRecorder(_map_streams(world), device)
+    groups = {name: world.get_group(name) for name in ("pipeline", "replicate", "shard", "tensor")}
+    groups["context"] = world.context
+    streams = {str(dist.get_process_group_ranks(group)): name for name, group in groups.items() if group is not None}
+    recorder = EventRecorder(streams, device)
     try:
         with ExitStack() as stack:
             if device == "cuda":
@@ -81,12 +89,16 @@ def trace_rank(run: Run, rank: int, device: str, fuses_loss: bool = False) -> St
             train_step = build_train_step(run, world)
             if fuses_loss:
                 fuse_losses(stage.model.head for stage in train_step.stages)
-            block_of.update(_map_blocks(train_step))
-            _record_step(run, train_step, recorder, fake, rank)
+            for stage in train_step.stages:
+                for name, block in stage.model.layers.items():
+                    block_of.update((id(module), int(name)) for module in block.modules())
+            _record_step(run, train_step, recorder, fake)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        *_, frame = [each for each in frames if f"{os.sep}torch{os.sep}" not in each.filename] or frames
         raise ConfigError(
-            f"plan.trace=true: {_find_location(error)} needs the value of a tensor ({error.func}), and tensors of a "
-            "trace have none; compute it on the device, or give plan.trace=false."
+            f"plan.trace=true: {frame.filename}:{frame.lineno} needs the value of a tensor ({error.func}), and tensors "
+            "of a trace have none; compute it on the device, or give plan.trace=false."
         ) from None
     finally:
         if dist.is_initialized():
@@ -95,19 +107,15 @@ def trace_rank(run: Run, rank: int, device: str, fuses_loss: bool = False) -> St
     return StepTrace(rank, recorder.list_events(), {number: run.staging.layers[number] for number in numbers})
 
 
-def _find_location(error: Exception) -> str:
-    """Return the file and line where code outside of torch raised an error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename] or frames
-    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
-
-
-def _record_step(run: Run, train_step: TrainStep, recorder: EventRecorder, fake: FakeTensorMode, rank: int) -> None:
+def _record_step(run: Run, train_step: TrainStep, recorder: EventRecorder, fake: FakeTensorMode) -> None:
     """Run the update once for the optimizer's state, then record a whole step."""
     numbers = run.staging.list_stages(train_step.world.get_coordinate("pipeline"))
     stages = dict(zip(numbers, train_step.stages, strict=True))
     with fake:
-        _create_states(train_step)
+        for parameter in train_step.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        train_step.optimizer.step()
+        train_step.optimizer.zero_grad(set_to_none=True)
         average = None if run.evaluation.ema is None else MovingAverage(train_step, run.evaluation.ema)
     with ExitStack() as stack:
         gc.collect()
@@ -138,13 +146,6 @@ def _record_step(run: Run, train_step: TrainStep, recorder: EventRecorder, fake:
         recorder.active = False
 
 
-def _create_states(train_step: TrainStep) -> None:
-    for parameter in train_step.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    train_step.optimizer.step()
-    train_step.optimizer.zero_grad(set_to_none=True)
-
-
 def _record_initial_tensors(train_step: TrainStep, recorder: EventRecorder) -> None:
     """Record weights and optimizer state as what is in memory before the step."""
     named_parameters = list(train_step.named_parameters())
@@ -158,15 +159,6 @@ def _record_initial_tensors(train_step: TrainStep, recorder: EventRecorder) -> N
 def _find_block(name: str) -> int:
     first, _, rest = name.partition(".")
     return int(rest.partition(".")[0]) if first == "layers" else NONE
-
-
-def _map_blocks(train_step: TrainStep) -> dict[int, int]:
-    return {
-        id(module): int(name)
-        for stage in train_step.stages
-        for name, block in stage.model.layers.items()
-        for module in block.modules()
-    }
 
 
 def _sum_replicas(train_step: TrainStep, recorder: EventRecorder) -> None:
@@ -197,13 +189,6 @@ def _sum_replicas(train_step: TrainStep, recorder: EventRecorder) -> None:
         parameter.register_post_accumulate_grad_hook(sum_bucket)  # type: ignore[no-untyped-call]
 
 
-def _map_streams(world: mesh.World) -> dict[str, str]:
-    """Return the stream of each dimension's group, by the list of its ranks as text."""
-    groups = {name: world.get_group(name) for name in ("pipeline", "replicate", "shard", "tensor")}
-    groups["context"] = world.context
-    return {str(dist.get_process_group_ranks(group)): name for name, group in groups.items() if group is not None}
-
-
 def _build_world(run: Run, rank: int) -> mesh.World:
     size = run.layout.devices
     rank_info = RankInfo(rank, size, rank % 8, "")
@@ -232,12 +217,11 @@ def _apply_fused_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: 
     return out
 
 
-FUSED_TERMS = (z_loss, label_smoothing)
-"""Values of loss terms that need statistics of logits only."""
-
-
 class _LogitLoss(torch.autograd.Function):
-    """Reads logits, and writes their gradient over them."""
+    """The loss as a compiler's graph computes it: it reads logits once, and writes their gradient over them.
+
+    Its operations on fake tensors have the same tensors and bytes (tests measure that); values do not matter.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, count: int) -> Tensor:
@@ -270,10 +254,6 @@ def _count_figures(head: Head) -> int:
 def _compute_loss(hidden: Tensor, weight: Tensor, targets: Tensor, product: Product, count: int) -> Tensor:
     figures: Tensor = _LogitLoss.apply(product(hidden, weight), count)  # type: ignore[no-untyped-call]
     return figures if count > 1 else figures[0].clone()  # FSDP warns of views
-
-
-TRACE_SECONDS = 7200.0
-"""How long the traces of a run may take."""
 
 
 def trace_run(run: Run, speeds: Speeds, *, full: bool = False) -> TracedStep:

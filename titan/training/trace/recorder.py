@@ -41,6 +41,17 @@ COPIED = ("all-gather", "reduce-scatter")
 WAIT = "_c10d_functional::wait_tensor"
 NO_KERNEL = ("prim", "profiler")
 """Libraries of operations that compute nothing."""
+GROUP_METHODS = {
+    "_allgather_base": "all-gather", "all_gather_single": "all-gather", "_reduce_scatter_base": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter", "allreduce": "all-reduce", "broadcast": "all-gather",
+    "alltoall_base": "all-to-all", "all_to_all_single": "all-to-all", "send": "send", "recv": "send",
+}  # fmt: skip
+"""The kinds of collectives, by the names of a process group's methods in any release of torch since 2.11."""
+_BATCH_P2P = torch_schedules._batch_p2p
+Patch = tuple[Any, str, Any]
+"""An object, the name of one of its attributes, and what replaces it while a step is recorded."""
+FSDP_STREAMS = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")
+"""The streams that FSDP creates, in this order."""
 
 
 class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -284,19 +295,6 @@ def _extract_shape(name: str, args: Any) -> tuple[int, ...]:
     return ()
 
 
-GROUP_METHODS = {
-    "_allgather_base": "all-gather", "all_gather_single": "all-gather", "_reduce_scatter_base": "reduce-scatter",
-    "reduce_scatter_single": "reduce-scatter", "allreduce": "all-reduce", "broadcast": "all-gather",
-    "alltoall_base": "all-to-all", "all_to_all_single": "all-to-all", "send": "send", "recv": "send",
-}  # fmt: skip
-"""The kinds of collectives, by the names of a process group's methods in any release of torch since 2.11."""
-_BATCH_P2P = torch_schedules._batch_p2p
-Patch = tuple[Any, str, Any]
-"""An object, the name of one of its attributes, and what replaces it while a step is recorded."""
-FSDP_STREAMS = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")
-"""The streams that FSDP creates, in this order."""
-
-
 class Marker:
     """Records when a stream reaches a point, as an event of a device."""
 
@@ -335,7 +333,7 @@ class _RecordedStream:
 
 
 class RecordedDevice:
-    """What FSDP takes from `torch.cuda`: streams and events, recorded."""
+    """What FSDP takes from `torch.cuda`: recorded streams and events; its own code then says what waits for what."""
 
     def __init__(self, recorder: EventRecorder) -> None:
         self.recorder, self.names = recorder, iter(FSDP_STREAMS)
