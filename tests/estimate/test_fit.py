@@ -156,10 +156,7 @@ PADDED = [
 
 @pytest.mark.parametrize(("rows", "smallest", "count"), PADDED)
 def test_more_microbatches_are_chosen_where_fewer_rows_are_padding(rows: int, smallest: int, count: int) -> None:
-    assert (
-        fit._choose_least_padded(rows, fit._select_smaller_microbatches(range(smallest, 2 * smallest + 1), rows))
-        == count
-    )
+    assert fit._choose_least_padded(rows, fit._list_counts(rows, smallest)) == count
 
 
 @given(st.integers(1, 10**15))

@@ -97,7 +97,13 @@ def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str 
     smallest = 2 + bisect_left(range(2, rows), True, key=lambda count: estimate_gib(count) <= gib)
     if estimate_gib(smallest) > gib:
         return min(1, rows, key=estimate_gib)
-    return _choose_least_padded(rows, _select_smaller_microbatches(range(smallest, 2 * smallest + 1), rows))
+    return _choose_least_padded(rows, _list_counts(rows, smallest))
+
+
+def _list_counts(rows: int, smallest: int) -> Iterator[int]:
+    """Yield the numbers of micro-batches up to twice the smallest whose micro-batches have fewer rows than before."""
+    sizes = range(-(-rows // smallest), 0, -1)
+    return takewhile(lambda count: count <= 2 * smallest, (max(smallest, -(-rows // size)) for size in sizes))
 
 
 def _choose_least_padded(rows: int, counts: Iterable[int]) -> int:
@@ -112,7 +118,7 @@ def _choose_least_padded(rows: int, counts: Iterable[int]) -> int:
     return chosen
 
 
-def _select_smaller_microbatches(counts: Iterable[int], rows: int) -> list[int]:
+def _select_smaller_microbatches(counts: list[int], rows: int) -> list[int]:
     """Return the numbers of micro-batches whose micro-batches have fewer rows than those of the number before."""
     selected: dict[int, int] = {}
     for count in counts:
