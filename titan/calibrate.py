@@ -168,18 +168,12 @@ class MeasuredParts:
 
     A calibration takes minutes, and a rank may fail in the last one. The same command then continues with the part that
     is missing.
-
-    Attributes:
-        file: keeps them.
-        parts: the figures by part, in the order of measuring.
     """
 
     def __init__(self, target: Path, subject: Mapping[str, Any]) -> None:
-        """Read what an earlier calibration has measured.
+        """Read what an earlier calibration of a subject has measured.
 
-        Args:
-            target: the file that the calibration writes at its end.
-            subject: what is measured, by what: parts of another machine or another version of torch are not used.
+        Parts of another machine or another version of torch, which the subject names, are not used.
         """
         self.file = target.with_name(f".{target.name}.part")
         self._keeps = not os.path.exists(target) or os.path.isfile(target)  # beside a device nothing is written

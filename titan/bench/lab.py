@@ -29,13 +29,7 @@ SECONDS = 300.0
 
 @dataclass
 class Findings:
-    """What a part has found.
-
-    Attributes:
-        figures: numbers and words for the report, by name.
-        problems: what is wrong, one sentence each.
-        skipped: why it can't run here; empty where it ran.
-    """
+    """What a part has found: figures for the report by name, problems, one sentence each, and why it can't run here."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -49,14 +43,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run of `titan.train` that has ended.
-
-    Attributes:
-        folder: the run's directory.
-        code: its exit code; -1 where it took too long.
-        output: what it printed.
-        steps: the lines of metrics.jsonl that have a loss.
-    """
+    """A run of `titan.train` that has ended: exit code (-1: it took too long), output, and metrics with a loss."""
 
     folder: Path
     code: int

@@ -56,13 +56,9 @@ UNBALANCED = ("model.aux_loss=0",)
 
 @dataclass(frozen=True)
 class SpeedCase:
-    """One row of the table of speeds.
+    """One row of the table of speeds: titan's overrides under a title that names the choices.
 
-    Attributes:
-        title: names the choices.
-        overrides: titan's overrides.
-        autocast: whether the bare loop uses torch.autocast.
-        bare: the bare loop's scope of compilation; empty: titan's.
+    The bare loop may run under torch.autocast, and with another scope of compilation than titan's.
     """
 
     title: str

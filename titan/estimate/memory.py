@@ -444,7 +444,7 @@ class _RankMemory(RankSizes):
             "reduce-scatter of the embedding's gradient",
             gradients=reduced_gradients
             + self._count_unreduced_bytes(elements)
-            + self._count_reduced_bytes(elements, has_grads),
+            + (self._count_reduce_buffer(elements) / self.shards if has_grads else 0.0),  # the output is added
             communication=self._count_exchange_bytes(elements, has_grads)
             + self._count_retained_bytes(stage.layers, 0.0, has_grads),
         )
@@ -454,7 +454,8 @@ class _RankMemory(RankSizes):
 
         Neither frees saved activations; blocks that "W" recomputes stay in memory until it ends.
         """
-        recomputed = self._list_recomputed_bytes(stage.layers)
+        layers = (layer for layer in stage.layers if self.every and (layer + 1) % self.every == 0)
+        recomputed = [self.get_block(layer).full_bytes for layer in layers]
         recomputed_bytes = sum(recomputed) if kind == "W" else max(recomputed, default=0.0)
         gathered = self._count_gathered_bytes(self._find_most_gathered(stage.layers, 2), stage.layers)
         base = self._estimate_base().add_parts(activations=saved + recomputed_bytes, gathered=gathered)

@@ -117,13 +117,9 @@ def group_blocks(model: Decoder, layers: range, every: int = 0) -> tuple[BlockGr
 
 
 class BlockElements(NamedTuple):
-    """Elements of a block's weights on a tensor-parallel rank.
+    """Elements of a block's weights on a tensor-parallel rank: in matrices, in norms (vectors), and of all experts.
 
-    Attributes:
-        matrices: in its matrices but those of experts.
-        unsplit: those of them that each rank has as a whole.
-        vectors: in its norms, which are whole.
-        experts: of all experts, which no tensor parallelism splits.
+    Norms are whole, and so are `unsplit` ones of the matrices; no tensor parallelism splits experts.
     """
 
     matrices: int
@@ -181,7 +177,8 @@ class RankSizes:
             reads_logits=any(term.needs_logits for term in recipe.training.terms.values()),
         )
         self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
-        self.sharding = _adjust_sharding(find_weight_sharding(recipe.parallelism, layout), self.fsdp)
+        sharding = find_weight_sharding(recipe.parallelism, layout)
+        self.sharding = sharding._replace(sharded=max(2, sharding.sharded) if self.fsdp else 1)
         self._size_blocks()
         self._count_elements()
         self.shards = self._compute_mean_shards()
@@ -352,21 +349,17 @@ class RankSizes:
 
     def _count_saved_by_blocks(self, layers: range) -> float:
         """Return the bytes that blocks save for backward under the activation checkpointing of the recipe."""
-        groups = group_blocks(self.recipe.model, layers, self.every)
-        return sum(self._count_saved_by_group(group, self.get_block(group.layer)) for group in groups)
-
-    def _count_saved_by_group(self, group: BlockGroup, block: BlockSizes) -> float:
-        memory, saved = self.recipe.memory, block.full_bytes
-        if self.every or memory.checkpointing in ("none", "gate"):
-            return (group.size - group.recomputed) * saved + group.recomputed * self.input
-        if memory.checkpointing == "selective":
-            return group.size * block.activations.selective
-        return group.size * (self.input + memory.budget * (saved - self.input))
-
-    def _list_recomputed_bytes(self, layers: range) -> list[float]:
-        """Return the bytes that each of these blocks has saved once it is recomputed, where it is as a whole."""
-        recomputed = [layer for layer in layers if self.every and (layer + 1) % self.every == 0]
-        return [self.get_block(layer).full_bytes for layer in recomputed]
+        memory, total = self.recipe.memory, 0.0
+        for group in group_blocks(self.recipe.model, layers, self.every):
+            block = self.get_block(group.layer)
+            saved = block.full_bytes
+            if self.every or memory.checkpointing in ("none", "gate"):
+                total += (group.size - group.recomputed) * saved + group.recomputed * self.input
+            elif memory.checkpointing == "selective":
+                total += group.size * block.activations.selective
+            else:
+                total += group.size * (self.input + memory.budget * (saved - self.input))
+        return total
 
     def _list_backward_moments(self, layers: range) -> list[tuple[float, float, float]]:
         """Return the moments of a block's backward pass, in order.
@@ -520,17 +513,12 @@ class RankSizes:
         """
         if self.layout.pipeline == 1 or not has_grads:
             return 0.0
-        return max(sum(map(self._count_reduce_buffer, self._list_last(stage))) for stage in stages)
-
-    def _list_last(self, stage: StageBlocks) -> list[float]:
-        """Return the elements of the modules whose gradients are reduced last, as many as may be in flight."""
-        blocks = (self.get_block(layer).elements for layer in stage.layers)
-        elements = [*([self.embedding_elements] if stage.first else []), *blocks]
-        return elements[: self.recipe.parallelism.reduce_buffers]
-
-    def _count_reduced_bytes(self, elements: float, has_grads: bool) -> float:
-        """Return the bytes of FSDP's reduce-scatter output beside the gradients to which it is added."""
-        return self._count_reduce_buffer(elements) / self.shards if has_grads else 0.0
+        most = self.recipe.parallelism.reduce_buffers  # of the modules that are reduced last
+        elements = (
+            [*([self.embedding_elements] * stage.first), *(self.get_block(layer).elements for layer in stage.layers)]
+            for stage in stages
+        )
+        return max(sum(map(self._count_reduce_buffer, each[:most])) for each in elements)
 
     def _size_expert_reduction(self, layer: int) -> tuple[float, float]:
         """Return the bytes of gradients, with the output, and of buffers while those of a block's experts are reduced.
@@ -546,11 +534,6 @@ class RankSizes:
     def _count_unreduced_bytes(self, elements: float) -> float:
         """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
         return self.recipe.precision.bytes * elements
-
-
-def _adjust_sharding(sharding: WeightSharding, fsdp: bool) -> WeightSharding:
-    """Return the sharding with at least two shards where FSDP gathers weights, and one where it does not."""
-    return sharding._replace(sharded=max(2, sharding.sharded) if fsdp else 1)
 
 
 @lru_cache(256)

@@ -36,15 +36,9 @@ SHARE = 0.9
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A measured run.
+    """A measured run: predicted seconds of computation and communication of a step, and measured ones.
 
-    Attributes:
-        computation: predicted seconds of computation of a step; pipeline idle is computation of other ranks.
-        communication: predicted seconds of communication of a step.
-        seconds: measured seconds of a step.
-        memory: predicted memory of rank 0.
-        measured_memory: measured memory of rank 0 in the same unit; 0: unknown.
-        devices: of the run.
+    Pipeline idle is computation of other ranks. Memory is that of rank 0 in one unit; 0 where it was not measured.
     """
 
     computation: float
@@ -106,14 +100,9 @@ class RelativeErrors:
 
 @dataclass(frozen=True)
 class Refinement:
-    """The outcome of a fit.
+    """The outcome of a fit: what predictions are multiplied by, how many runs were used, and most devices of one.
 
-    Attributes:
-        factors: what predictions are multiplied by.
-        runs: how many were used.
-        devices: most devices of a run.
-        time: the errors of step times.
-        memory: the errors of memory; None where no run measured it.
+    The errors of memory are None where no run measured it.
     """
 
     factors: CorrectionFactors

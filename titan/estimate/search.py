@@ -71,13 +71,9 @@ class PredictedLayout:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """The outcome of a search.
+    """The fastest layouts, the fastest first, and the front: the fastest ones that need less and less memory.
 
-    Attributes:
-        best: the fastest layouts, the fastest first.
-        front: the fastest layout, and the fastest ones that need less and less memory.
-        tried: candidates in all.
-        predicted: those whose step time was predicted.
+    Of the candidates that were tried, the step time of some was predicted.
     """
 
     best: tuple[PredictedLayout, ...]

@@ -54,13 +54,9 @@ GROUPS = {**dict.fromkeys(CAUSES[5:10], COMMUNICATION), "pipeline idle": IDLE}
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted time of a step.
+    """The predicted time of a step: seconds by cause of the rank that is busy longest, which add up to the step.
 
-    Attributes:
-        parts: seconds by cause of the rank that is busy longest; they add up to the step.
-        tokens: of the step.
-        devices: in all.
-        spans: when each pipeline rank executes each action; empty without a pipeline.
+    In a pipeline `spans` says when each rank executes each action.
     """
 
     parts: Mapping[str, float]

@@ -43,12 +43,7 @@ Owners = Mapping[str, Mapping[int, int]]
 
 
 class StepRanges:
-    """Nested ranges of torch's profiler that follow a step whenever its region is set (`titan.training.trace.regions`).
-
-    Attributes:
-        region: what the step does.
-        recomputing: whether a checkpointed block is computed again.
-    """
+    """Nested ranges of torch's profiler, which follow a step whenever its region is set (`training.trace.regions`)."""
 
     region = OUTSIDE
     recomputing = False

@@ -82,13 +82,7 @@ def describe_region(region: Region) -> str:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The traced step of a rank.
-
-    Attributes:
-        rank: its number.
-        events: of the step; before it, those of what is in memory already.
-        blocks: the blocks of each of its stages, first and end.
-    """
+    """The traced step of a rank: its events after those of what is in memory already, and each stage's blocks."""
 
     rank: int
     events: Sequence[Event]

@@ -97,29 +97,17 @@ class ReservedMemory:
 
 
 class Allocator:
-    """The state of CUDA's caching allocator.
+    """The state of CUDA's caching allocator, in bytes.
 
     As torch's documentation of memory management and its allocator describe it: sizes are rounded up to 512 bytes;
     requests up to 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones from
     segments of their own in multiples of 2 MiB. A request takes the smallest free block that is large enough, and
     leaves the rest as another block. Freed blocks are joined with free neighbours of the same segment and kept. Each
-    stream has its own blocks. With expandable segments all blocks of a stream and kind lie in one segment, which grows
-    by 2 or 20 MiB.
-
-    Attributes:
-        reserved: bytes of segments now.
-        allocated: bytes of blocks with tensors now.
-        segments: requests to the driver so far.
-        most_reserved: the largest `reserved` so far.
-        most_allocated: the largest `allocated` so far.
+    stream has its own blocks. With expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True, which titan sets)
+    all blocks of a stream and kind lie in one segment, which grows by 2 or 20 MiB.
     """
 
     def __init__(self, expandable: bool = True) -> None:
-        """Start without segments.
-
-        Args:
-            expandable: as PYTORCH_ALLOC_CONF=expandable_segments:True, which titan sets.
-        """
         self.expandable = expandable
         self.reserved = self.allocated = self.segments = 0
         self.most_reserved = self.most_allocated = 0

@@ -214,15 +214,9 @@ POINTS = 400
 
 @dataclass(frozen=True)
 class RankResult:
-    """The traced step of a rank.
+    """The traced step of a rank: the moment with most live tensors, their course, what CUDA's allocator reserves, time.
 
-    Attributes:
-        rank: its number.
-        events: how many were traced or composed.
-        live: the moment with most bytes of live tensors.
-        reserved: what CUDA's caching allocator reserves for them; None on a CPU.
-        course: live tensors over the step.
-        time: of its operations.
+    `events` is how many were traced or composed; on a CPU nothing is reserved.
     """
 
     rank: int
@@ -240,13 +234,7 @@ class RankResult:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The traced step of a run.
-
-    Attributes:
-        ranks: the first rank of each pipeline rank, in order.
-        step: time by cause.
-        seconds: that tracing took.
-    """
+    """The traced step of a run: of the first rank of each pipeline rank, its time by cause; and the seconds it took."""
 
     ranks: tuple[RankResult, ...]
     step: StepTime

@@ -18,12 +18,7 @@ from titan.training.train_step import GradAccumulation, ModelStage
 
 
 class RegionListener(Protocol):
-    """What learns where a step is.
-
-    Attributes:
-        region: what the step does.
-        recomputing: whether a checkpointed block is computed again.
-    """
+    """What learns where a step is, and whether a checkpointed block is computed again."""
 
     region: Region
     recomputing: bool
