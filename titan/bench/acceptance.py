@@ -27,12 +27,6 @@ from titan.run import prediction
 CLOSE = 1e-4
 """Largest relative difference of fp32 losses between devices and layouts."""
 HOOKS = "titan.bench.device_checks"
-LARGE = (
-    "model=llama1b", "dataset=synthetic", "training.seq_len=4096", "training.global_batch=16384", "training.steps=12",
-    "precision=bf16", "memory=selective", "compile=block", "checkpoint=off", "evaluation.tokens=0",
-    "metrics.plot=false", "metrics.sample_tokens=0",
-)  # fmt: skip
-"""A run that a GPU is busy with."""
 REQUIRED_KERNELS = {"cpu": ("math fp32", "math bf16"), "cuda": ("math fp32", "math bf16", "flash bf16", "flex bf16")}
 """Kernels that titan needs on a device; others may be refused for a type or a GPU."""
 EXPERTS = ("model=qwen3_moe_debug",)
@@ -68,7 +62,7 @@ def check_losses(lab: Lab, findings: Findings) -> None:
     cpu_run = lab.train("losses-cpu", *settings, *on_cpu)
     device_run = lab.train("losses-device", *settings, f"checkpoint.resume={cpu_run.folder}/checkpoints/step-{start}")
     _require_success(findings, cpu_run, device_run)
-    findings.figures["relative_difference"] = _compare_losses(findings, cpu_run.select_after(start), device_run)
+    _compare_losses(findings, "relative_difference", cpu_run.select_after(start), device_run)
 
 
 def check_attention(lab: Lab, findings: Findings) -> None:
@@ -92,9 +86,7 @@ def check_attention(lab: Lab, findings: Findings) -> None:
 def check_prediction(lab: Lab, findings: Findings) -> None:
     """Train the 1B model, and compare memory and step time with the run's own prediction."""
     cluster_settings = (f"cluster={lab.cluster}", "cluster.devices=1") if lab.cluster else ()
-    run = lab.train(
-        "predicted", *(LARGE if lab.device == "cuda" else ()), *cluster_settings, small=lab.device != "cuda"
-    )
+    run = lab.train("predicted", *cluster_settings, small=False)
     _require_success(findings, run)
     if run.code:
         return
@@ -167,21 +159,18 @@ def check_out_of_memory(lab: Lab, findings: Findings) -> None:
 
 def check_saves(lab: Lab, findings: Findings) -> None:
     """Save asynchronously in the middle, compare the steps meanwhile with those of a run without saves, and resume."""
-    is_large, middle = lab.device == "cuda", 6
-    settings = (*(LARGE if is_large else ()), "training.steps=12", "debug.deterministic=true")
-    baseline = lab.train("saves-off", *settings, small=not is_large)
-    saving_settings = (*settings, "checkpoint=async", f"checkpoint.every={middle}")
-    saving = lab.train("saves-async", *saving_settings, small=not is_large)
+    middle, settings = 6, ("training.steps=12", "debug.deterministic=true")
+    baseline = lab.train("saves-off", *settings, small=False)
+    saving = lab.train("saves-async", *settings, "checkpoint=async", f"checkpoint.every={middle}", small=False)
     source = f"checkpoint.resume={saving.folder}/checkpoints/step-{middle}"
-    resumed = lab.train("saves-resumed", *settings, source, small=not is_large)
+    resumed = lab.train("saves-resumed", *settings, source, small=False)
     _require_success(findings, baseline, saving, resumed)
-    findings.figures["loss differs by"] = _compare_losses(findings, baseline, saving, tolerance=0.0)
-    findings.figures["loss differs after a resume by"] = _compare_losses(
-        findings, baseline.select_after(middle), resumed, tolerance=0.0
-    )
+    _compare_losses(findings, "loss differs by", baseline, saving, tolerance=0.0)
+    after = baseline.select_after(middle)
+    _compare_losses(findings, "loss differs after a resume by", after, resumed, tolerance=0.0)
     times = [run.select_after(middle).compute_median_seconds() for run in (baseline, saving)]
     findings.figures |= {"step_seconds": times[0], "step_seconds beside a save": times[1]}
-    is_judged = is_large and times[0] >= SHORTEST_JUDGED_STEP
+    is_judged = lab.device == "cuda" and times[0] >= SHORTEST_JUDGED_STEP
     findings.require(
         not is_judged or times[1] <= MOST_SAVE_FACTOR * times[0],
         f"a step beside a save takes {times[1]:.2f} s, without one {times[0]:.2f} s",
@@ -200,7 +189,7 @@ def check_preemption(lab: Lab, findings: Findings) -> None:
     findings.figures["exit codes"] = [run.code for run in attempts]
     findings.require(attempts[0].code in (75, 130), f"SIGTERM ended the run with exit code {attempts[0].code}")
     _require_success(findings, uninterrupted, attempts[1])
-    findings.figures["loss differs by"] = _compare_losses(findings, uninterrupted, attempts[1], tolerance=0.0)
+    _compare_losses(findings, "loss differs by", uninterrupted, attempts[1], tolerance=0.0)
 
 
 def check_profiles(lab: Lab, findings: Findings) -> None:
@@ -242,7 +231,7 @@ def check_layouts(lab: Lab, findings: Findings) -> None:
             f"layouts-{layout}", *model, f"parallelism={layout}", "cluster.devices=2", "precision=fp32"
         )
         _require_success(findings, single_runs[model], layout_run)
-        findings.figures[layout] = _compare_losses(findings, single_runs[model], layout_run, name=layout)
+        _compare_losses(findings, layout, single_runs[model], layout_run, prefix=f"{layout}: ")
 
 
 def check_hang(lab: Lab, findings: Findings) -> None:
@@ -298,21 +287,19 @@ def _require_success(findings: Findings, *runs: TrainedRun) -> None:
 
 
 def _compare_losses(
-    findings: Findings, first: TrainedRun, second: TrainedRun, tolerance: float = CLOSE, name: str = ""
-) -> float | None:
-    """Return the largest relative difference of the losses of two runs; more than `tolerance` is a problem."""
-    pairs = list(zip(first.losses, second.losses, strict=False))
-    if not pairs or len(first.losses) != len(second.losses):
-        findings.require(
-            False, f"{second.folder.name} has {len(second.losses)} losses, {first.folder.name} {len(first.losses)}"
-        )
-        return None
-    differences = [abs(a - b) / abs(a) for a, b in pairs]
+    findings: Findings, figure: str, first: TrainedRun, second: TrainedRun, tolerance: float = CLOSE, prefix: str = ""
+) -> None:
+    """Add the largest relative difference of the losses of two runs; more than `tolerance` is a problem."""
+    losses, names = (first.losses, second.losses), (first.folder.name, second.folder.name)
+    findings.figures[figure] = None
+    if not all(losses) or len(losses[0]) != len(losses[1]):
+        findings.require(False, f"{names[1]} has {len(losses[1])} losses, {names[0]} {len(losses[0])}")
+        return
+    differences = [abs(a - b) / abs(a) for a, b in zip(*losses, strict=True)]
     difference = math.nan if any(map(math.isnan, differences)) else max(differences)
-    names = f"{second.folder.name} and {first.folder.name}"
-    prefix = f"{name}: " if name else ""
-    findings.require(difference <= tolerance, f"{prefix}the losses of {names} differ by {difference:.1e}")
-    return difference
+    findings.figures[figure] = difference
+    problem = f"{prefix}the losses of {names[1]} and {names[0]} differ by {difference:.1e}"
+    findings.require(difference <= tolerance, problem)
 
 
 PARTS = (

@@ -23,6 +23,12 @@ SMALL = (
     "metrics.sample_tokens=0",
 )  # fmt: skip
 """A run of seconds."""
+LARGE = (
+    "model=llama1b", "dataset=synthetic", "training.seq_len=4096", "training.global_batch=16384", "training.steps=12",
+    "precision=bf16", "memory=selective", "compile=block", "checkpoint=off", "evaluation.tokens=0",
+    "metrics.plot=false", "metrics.sample_tokens=0",
+)  # fmt: skip
+"""A run that a GPU is busy with."""
 SECONDS = 300.0
 """The most time of a command."""
 
@@ -99,10 +105,11 @@ class Lab:
         Args:
             name: the folder's name, which begins with that of the part.
             stop_after: send SIGTERM after so many steps; None: never.
-            small: whether it is a run of seconds, see `SMALL`.
+            small: whether it is a run of seconds on a GPU too, see `SMALL`.
         """
         run = self.folder / "runs" / name
-        base = (*(SMALL if small else ()), f"cluster.device={self.device}", f"hydra.run.dir={run}")
+        size = SMALL if small or self.device == "cpu" else LARGE
+        base = (*size, f"cluster.device={self.device}", f"hydra.run.dir={run}")
         command = ["-m", "titan.train", *base, *settings, *self.overrides]
 
         def should_stop() -> bool:
