@@ -258,7 +258,7 @@ class _RankMemory(RankSizes):
 
     def _estimate_base(self) -> Usage:
         """Return what is in memory in every phase: weights, optimizer state, the batch, pipeline buffers."""
-        fields = (3 if self.recipe.dataset.mask_documents else 2) + self.recipe.model.uses_keys
+        fields = (3 if self.recipe.dataset.mask_documents else 2) + self.model.uses_keys
         batch = INDEX_BYTES * fields * count_rank_rows(self.recipe, self.layout) * self.recipe.training.seq_len
         base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
         return base.add_parts(activations=batch, communication=self._count_message_bytes())
@@ -369,8 +369,7 @@ class _RankMemory(RankSizes):
                 yield during.add_parts(
                     activations=other_saved + activations,
                     gradients=gradients + self._count_unreduced_bytes(unreduced),
-                    gathered=-min(ungathered, gathered)
-                    * (self.recipe.parallelism.resolve_reshard(self.layout) is True),
+                    gathered=-min(ungathered, gathered) * (self.parallelism.resolve_reshard(self.layout) is True),
                 )
             if block.experts_gathered:  # reduced while the rest of the block is still to come
                 recomputed_bytes = (
@@ -423,7 +422,7 @@ class _RankMemory(RankSizes):
         Where all are of one kind these are the first two and the last two: those between them need no more.
         """
         count = len(layers)
-        kinds = [self.recipe.model.kind(layer) for layer in layers[::-1]] if len(self._blocks) > 1 else [""] * count
+        kinds = [self.model.kind(layer) for layer in layers[::-1]] if len(self._blocks) > 1 else [""] * count
         ends = {0, 1, count - 2, count - 1} & set(range(count))
         return sorted(ends | {i for i in range(1, count - 1) if not kinds[i - 1] == kinds[i] == kinds[i + 1]})
 
@@ -433,7 +432,7 @@ class _RankMemory(RankSizes):
         reduced_gradients = self._count_gradient_bytes(self.elements - elements, has_grads)
         blocks_done = self.input - self._count_saved_by_blocks(stage.layers)
         base = base.add_parts(activations=blocks_done, gathered=self._count_gathered_bytes(NO_LAYERS, NO_LAYERS))
-        rounded = self._count_unreduced_bytes(elements) if self.recipe.precision.bytes == 2 else 0.0
+        rounded = self._count_unreduced_bytes(elements) if self.precision.bytes == 2 else 0.0
         yield base.add_parts(
             "gradient of the embedding",
             gradients=reduced_gradients + EMBEDDING_GRAD_BYTES * elements + rounded,
@@ -464,7 +463,7 @@ class _RankMemory(RankSizes):
         if stage.last:
             logits = self.head.backward - self.head.saved
             yield base.add_parts("backward of the head", logits=logits, gradients=gradients)
-        for group in group_blocks(self.recipe.model, stage.layers):
+        for group in group_blocks(self.model, stage.layers):
             block = self.get_block(group.layer)
             unreduced = self._count_unreduced_bytes(block.elements)
             yield base.add_parts("backward", activations=block.activations.backward, gradients=gradients + unreduced)
@@ -485,20 +484,17 @@ class _RankMemory(RankSizes):
         ends = [self.embedding_elements] if stage.first else [], [self.head_elements] if stage.last else []
         elements = [*ends[0], *(self.get_block(layer).elements for layer in stage.layers), *ends[1]]
         elements = elements if self.layout.pipeline > 1 else elements[::-1]
-        retained, gathered = (
-            self.recipe.parallelism.reduce_buffers - 1,
-            self._count_gathered_bytes(NO_LAYERS, NO_LAYERS),
-        )
+        retained, gathered = (self.parallelism.reduce_buffers - 1, self._count_gathered_bytes(NO_LAYERS, NO_LAYERS))
         for i, size in enumerate(elements):
             done = sum(elements[:i])
             yield (
-                self.recipe.precision.accumulate_bytes * (self.elements - done) + REDUCE_BYTES * done / self.shards,
+                self.precision.accumulate_bytes * (self.elements - done) + REDUCE_BYTES * done / self.shards,
                 REDUCE_BYTES * (self.exchange_copies * size + sum(elements[max(0, i - retained) : i])),
-                max(0.0, gathered - self.recipe.precision.bytes * (done + size)),
+                max(0.0, gathered - self.precision.bytes * (done + size)),
             )
 
     def _estimate_optimizer_step(self) -> Usage:
-        matrix = find_largest_matrix(self.recipe.model)
+        matrix = find_largest_matrix(self.model)
         working = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.shards), self.device)
         gradients = self._count_gradient_bytes(self.elements, True)
         return self._estimate_base().add_parts("optimizer step", gradients=gradients, optimizer=working)
