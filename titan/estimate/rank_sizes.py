@@ -176,7 +176,8 @@ class RankSizes:
         sharding = find_weight_sharding(recipe.parallelism, layout)
         self.sharding = sharding._replace(sharded=max(2, sharding.sharded) if self.fsdp else 1)
         self.every = {"full": 1, "every_n": recipe.memory.every}.get(recipe.memory.checkpointing, 0)
-        self._blocks = {kind: self._compute_block_sizes(layers[0]) for kind, layers in model.kinds().items()}
+        groups = group_blocks(model, range(model.layers))
+        self._blocks = {model.kind(group.layer): self._compute_block_sizes(group.layer) for group in groups}
         self.input = self.get_block(0).activations.input
         self._count_elements()
         self.shards = self._compute_mean_shards()
