@@ -105,40 +105,42 @@ def time_work(work: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 10) -> float:
+def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """Return the best speed of a square matmul of that size in TFLOP/s."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = a @ b
-    best = min(time_work(lambda: _repeat(lambda: torch.mm(a, b, out=out), 3), device) for _ in range(repeats))
-    return 3 * 2 * size**3 / best / 1e12
+    return 2 * size**3 / _time_best(lambda: torch.mm(a, b, out=out), device) / 1e12
 
 
-def measure_float8_tflops(device: torch.device, size: int, repeats: int = 10) -> float:
+def measure_float8_tflops(device: torch.device, size: int) -> float:
     """Return the best speed of a square float8 matmul with per-tensor scaling in TFLOP/s; CUDA only."""
     a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     unit_scale = torch.ones((), device=device)
 
-    def matmul() -> None:
-        torch._scaled_mm(
+    def matmul() -> Tensor:
+        return torch._scaled_mm(
             a, b.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
     matmul()
-    best = min(time_work(lambda: _repeat(matmul, 3), device) for _ in range(repeats))
-    return 3 * 2 * size**3 / best / 1e12
+    return 2 * size**3 / _time_best(matmul, device) / 1e12
 
 
-def measure_copy_speed(device: torch.device, mebibytes: int, repeats: int = 10) -> float:
+def measure_copy_speed(device: torch.device, mebibytes: int) -> float:
     """Return the best speed of a copy within the device's memory in GB/s, bytes read plus written."""
     source = torch.zeros(mebibytes * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best = min(time_work(lambda: _repeat(lambda: target.copy_(source), 3), device) for _ in range(repeats))
-    return 3 * 2 * source.numel() / best / 1e9
+    return 2 * source.numel() / _time_best(lambda: target.copy_(source), device) / 1e9
 
 
-def _repeat(work: Callable[[], Any], times: int) -> None:
-    for _ in range(times):
-        work()
+def _time_best(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the least seconds of `work`, done three times in a row."""
+
+    def repeat() -> None:
+        for _ in range(3):
+            work()
+
+    return min(time_work(repeat, device) for _ in range(10)) / 3
 
 
 def _synchronize(device: torch.device) -> None:

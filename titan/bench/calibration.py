@@ -133,17 +133,12 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> dict[str, flo
             compute_spread(direction, candidate, find_short_rows(direction, candidate)) for direction in (0, 1)
         ),
     )
-    forward_rate, backward_rate = (
-        statistics.geometric_mean(compute_rates(direction, power, find_short_rows(direction, power)))
-        for direction in (0, 1)
-    )
+    short = [find_short_rows(direction, power) for direction in (0, 1)]
+    rates = [statistics.geometric_mean(compute_rates(direction, power, short[direction])) for direction in (0, 1)]
     return {
-        "attention_tflops": forward_rate / 1e12,
-        "attention_backward_tflops": backward_rate / 1e12,
-        "attention_short_rows": find_short_rows(0, power),
-        "attention_backward_short_rows": find_short_rows(1, power),
-        "attention_head_power": power,
-    }
+        "attention_tflops": rates[0] / 1e12, "attention_backward_tflops": rates[1] / 1e12,
+        "attention_short_rows": short[0], "attention_backward_short_rows": short[1], "attention_head_power": power,
+    }  # fmt: skip
 
 
 def _time_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
