@@ -92,7 +92,8 @@ def check_prediction(lab: Lab, findings: Findings) -> None:
         return
     step_seconds = run.compute_median_seconds(skipped=3)
     findings.figures |= {"step_seconds": step_seconds, "memory_gib": run.memory_gib}
-    run_prediction = _read_prediction(run.folder)
+    documents = [document for document in yaml.safe_load_all((run.folder / "run.yaml").read_text()) if document]
+    run_prediction = next(filter(None, map(prediction.parse_document, reversed(documents))), None)
     if run_prediction is None:
         findings.figures["prediction"] = "none: the hardware is not described"
         findings.require(lab.device != "cuda", "no cluster describes this GPU for a prediction; run titan.calibrate")
@@ -102,11 +103,6 @@ def check_prediction(lab: Lab, findings: Findings) -> None:
     error, factor = abs(memory / run.memory_gib - 1), max(seconds / step_seconds, step_seconds / seconds)
     findings.require(error <= MOST_MEMORY_ERROR, f"{memory:.1f} GiB are predicted, {run.memory_gib:.1f} GiB measured")
     findings.require(factor <= MOST_TIME_FACTOR, f"{seconds:.2f} s per step are predicted, {step_seconds:.2f} measured")
-
-
-def _read_prediction(folder: Path) -> prediction.Prediction | None:
-    documents = [document for document in yaml.safe_load_all((folder / "run.yaml").read_text()) if document]
-    return next(filter(None, map(prediction.parse_document, reversed(documents))), None)
 
 
 def check_experts(lab: Lab, findings: Findings) -> None:

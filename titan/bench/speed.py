@@ -179,12 +179,11 @@ def measure_separately(case: SpeedCase, overrides: Sequence[str], rounds: int, s
     results: dict[Side, list[SideResult]] = {side: [] for side in SIDES}
     for side in (*SIDES, *reversed(SIDES)):
         results[side].append(SideResult(**_run_process(side, options, [*overrides, *(bare if side == "bare" else [])])))
-    return {side: _join_results(*halves) for side, halves in results.items()}
-
-
-def _join_results(first: SideResult, second: SideResult) -> SideResult:
-    memory_gib = max(filter(None, (first.memory_gib, second.memory_gib)), default=None)
-    return SideResult((*first.seconds, *second.seconds), memory_gib, first.failure or second.failure)
+    joined: dict[Side, SideResult] = {}
+    for side, (first, second) in results.items():
+        memory_gib = max(filter(None, (first.memory_gib, second.memory_gib)), default=None)
+        joined[side] = SideResult((*first.seconds, *second.seconds), memory_gib, first.failure or second.failure)
+    return joined
 
 
 def _run_process(task: str, options: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:

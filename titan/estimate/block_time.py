@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titan.estimate import operations
 from titan.estimate.operations import Speeds, estimate_collective
-from titan.estimate.rank_sizes import BlockElements, count_block_elements, count_rank_rows, find_weight_sharding
+from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, find_weight_sharding
 from titan.estimate.regather import regathers_input
 from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes, count_row_bytes
 from titan.parallelism.schema import count_token_copies
@@ -405,12 +405,9 @@ class BlockTime:
         if not rank.regathers or rank.speeds.synchronous or rank.quantized:
             gathers_again = rank.regathers or (parallelism.async_tensor and parallelism.sequence_parallel)
             return (3 if gathers_again else 2) * regions * exchange
-        hidden = (self._estimate_first_layers(part) for part in ("input", "weight"))
+        first_layers = [(name, layer) for name, layer in self.layers.items() if not layer.rowwise]
+        hidden = (sum(self._estimate_matmul(*each, part) for each in first_layers) for part in ("input", "weight"))
         return regions * exchange + sum(max(0.0, regions * exchange - seconds) for seconds in hidden)
-
-    def _estimate_first_layers(self, part: str) -> float:
-        """Return the time of the gradients of inputs or weights of the layers that a region begins with."""
-        return sum(self._estimate_matmul(name, layer, part) for name, layer in self.layers.items() if not layer.rowwise)
 
     def _estimate_context_exchange(self, part: str) -> float:
         """Return the exposed time of keys and values between context ranks, in one block."""
@@ -433,10 +430,6 @@ class BlockTime:
     # ---- weights and gradients ----
 
     @cached_property
-    def _elements(self) -> BlockElements:
-        return count_block_elements(self.rank.model, self.layer, self.rank.layout.tensor)
-
-    @cached_property
     def gather_seconds(self) -> float:
         """The time to all-gather its weights."""
         rank, names = self.rank, {f"layers.{self.layer}.{name}": matmul for name, matmul in self.stored.items()}
@@ -448,12 +441,13 @@ class BlockTime:
     @cached_property
     def reduce_seconds(self) -> float:
         """The time to reduce its gradients, those of whole matrices over tensor ranks too."""
-        rank, elements = self.rank, self._elements
-        experts = 4 * (self._expert_parameters / rank.layout.expert)
+        rank, layout = self.rank, self.rank.layout
+        elements = count_block_elements(rank.model, self.layer, layout.tensor)
+        experts = 4 * (self._expert_parameters / layout.expert)
         dense = 4 * (elements.matrices + elements.vectors)
         seconds = self._estimate_collective(rank.estimate_reduce, dense, experts)
-        unsplit = 4 * elements.unsplit + experts * (rank.layout.expert == 1)
-        size = unsplit / (rank.layout.sharded if rank.fsdp else 1)
+        unsplit = 4 * elements.unsplit + experts * (layout.expert == 1)
+        size = unsplit / (layout.sharded if rank.fsdp else 1)
         return seconds + (estimate_collective("all-reduce", size, rank.tensor, 1, rank.speeds) if unsplit else 0.0)
 
     def _estimate_collective(self, estimate: Callable[..., float], dense: float, experts: float) -> float:

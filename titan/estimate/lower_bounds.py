@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titan.estimate import memory
-from titan.estimate.layout_options import CheckpointingMode, LayoutCandidate, LayoutOption
+from titan.estimate.layout_options import LayoutCandidate, LayoutOption
 from titan.estimate.pipeline_states import ALL_FORWARD, find_most_in_flight
 from titan.estimate.rank_sizes import GIB, group_blocks
 from titan.estimate.step_time import StepModel
@@ -17,7 +17,6 @@ from titan.parallelism.pipeline.stage_plan import assign_layers
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
-    from titan.estimate.block_time import BlockTime
     from titan.estimate.operations import Speeds
     from titan.model.schema import Decoder
     from titan.run.schema import Recipe
@@ -146,7 +145,11 @@ class LowerBounds:
         def compute() -> dict[str, tuple[float, float, float]]:
             step = self._build_step_model(option)
             blocks = {kind: step.get_block(layers[0]) for kind, layers in self.recipe.model.kinds().items()}
-            return {kind: _read_pass_times(block, option.mode) for kind, block in blocks.items()}
+            recomputes = option.mode not in ("none", "every_n")  # of every block
+            return {
+                kind: (*block.compute_least_seconds(), block.recomputation.seconds if recomputes else 0.0)
+                for kind, block in blocks.items()
+            }
 
         return self._recall("passes", self._build_key(option), compute)
 
@@ -222,12 +225,6 @@ def _count_blocks(model: Decoder, stages: Sequence[range]) -> BlockCounts:
 
 def _sum_blocks(values: Mapping[str, float], counts: BlockCounts) -> float:
     return sum(count * values[kind] for kind, count in counts)
-
-
-def _read_pass_times(block: BlockTime, mode: CheckpointingMode) -> tuple[float, float, float]:
-    """Return the times of a block's forward and backward pass, and of what is recomputed of every block."""
-    recomputation = block.recomputation.seconds if mode not in ("none", "every_n") else 0.0
-    return *block.compute_least_seconds(), recomputation
 
 
 def _unpack_candidate(candidate: LayoutCandidate) -> tuple[Recipe, Layout, int]:

@@ -415,7 +415,10 @@ class RankSizes:
             return sum(sorted(map(self._count_stage_gathered, self.stages.values()))[-MOST_GATHERED:])
         at_once = self.sum_blocks(lambda block: block.gathered, used)
         if reshards is True:
-            return at_once + ends + self._count_misgathered_bytes(unfinished)
+            # in a pipeline FSDP takes the module that ran before for the next one of backward: with several
+            # micro-batches in flight, ahead of a micro-batch's first block, the last block of the one before
+            is_misled = self.layout.pipeline > 1 and len(unfinished) > 0
+            return at_once + ends + (self.get_block(unfinished[-1]).gathered if is_misled else 0.0)
         unfinished_bytes = self.sum_blocks(lambda block: block.gathered, unfinished)
         if reshards is False:
             return max(at_once, unfinished_bytes) + ends + self.embedding_gathered
@@ -424,14 +427,6 @@ class RankSizes:
     def _count_stage_gathered(self, stage: StageBlocks) -> float:
         ends = self.head_gathered * stage.last + self.embedding_gathered * stage.first
         return self.sum_blocks(lambda block: block.gathered, stage.layers) + ends
-
-    def _count_misgathered_bytes(self, layers: range) -> float:
-        """Return the bytes of the block that FSDP gathers ahead of a micro-batch's first block in a pipeline.
-
-        It takes the module that ran before for the next one of backward: with several micro-batches in flight, the last
-        block of the one before.
-        """
-        return self.get_block(layers[-1]).gathered if self.layout.pipeline > 1 and len(layers) else 0.0
 
     def _find_most_gathered(self, layers: range, blocks: int) -> range:
         """Return the neighbouring blocks, so many of them, whose gathered weights are largest."""

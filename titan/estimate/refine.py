@@ -150,7 +150,10 @@ def build_measured_run(planned: Plan, memory: float, seconds: float, measured_me
 
 def fit_factors(samples: Sequence[MeasuredRun]) -> Refinement:
     """Return the factors that runs ask for, and their errors."""
-    fit_times = fit_separate_factors if _prefers_separate(samples) else fit_single_factor
+    is_clearly_better = len(samples) >= SEPARATE and _sum_squares(samples, fit_separate_factors) < (
+        BETTER * _sum_squares(samples, fit_single_factor)
+    )
+    fit_times = fit_separate_factors if is_clearly_better else fit_single_factor
     measured = [s for s in samples if s.measured_memory > 0]
 
     def fit_memory(rest: Sequence[MeasuredRun]) -> CorrectionFactors:
@@ -162,13 +165,6 @@ def fit_factors(samples: Sequence[MeasuredRun]) -> Refinement:
         devices=max(s.devices for s in samples),
         time=_compute_errors(samples, fit_times, compute_time_error),
         memory=_compute_errors(measured, fit_memory, compute_memory_error) if measured else None,
-    )
-
-
-def _prefers_separate(samples: Sequence[MeasuredRun]) -> bool:
-    """Return whether separate factors predict runs that are left out clearly better than one."""
-    return len(samples) >= SEPARATE and _sum_squares(samples, fit_separate_factors) < BETTER * _sum_squares(
-        samples, fit_single_factor
     )
 
 

@@ -138,7 +138,10 @@ def format_table(summary: Summary) -> list[str]:
     plan = _sum_predictions(summary)
     head = f"profile of {steps}, rank {summary.rank}: {format_rounded(summary.seconds)} s per step"
     columns = f"  {'':<24} {'seconds':>9} {'share':>7}" + (f" {'predicted':>10}" if plan else "")
-    rows = [_format_row(name, seconds, summary.seconds, plan) for name, seconds in _iterate_rows(summary)]
+    rows = []
+    for name, seconds in _iterate_rows(summary):
+        predicted = f" {format_rounded(plan[name]) + ' s':>10}" if name in plan else ""
+        rows.append(f"  {name:<24} {format_rounded(seconds):>9} {seconds / summary.seconds:>7.1%}{predicted}")
     hidden = [f"{kind} {format_rounded(seconds)} s" for kind, seconds in summary.hidden.items()]
     hidden_lines = [f"  hidden beside computation: {', '.join(hidden)}"] * bool(hidden)
     memory = [f"  {name:<24} {size / 2**20:>9,.1f} MiB" for name, size in summary.memory.items()]
@@ -157,11 +160,6 @@ def _iterate_rows(summary: Summary) -> Iterator[tuple[str, float]]:
         yield "communication", sum(seconds for _, seconds in exposed)
         yield from ((f"  {kind}, exposed", seconds) for kind, seconds in exposed)
     yield from ((kind, parts[kind]) for kind in (kinds.DATA, kinds.HOST, kinds.IDLE) if kind in parts)
-
-
-def _format_row(name: str, seconds: float, step: float, plan: Mapping[str, float]) -> str:
-    predicted = f" {format_rounded(plan[name]) + ' s':>10}" if name in plan else ""
-    return f"  {name:<24} {format_rounded(seconds):>9} {seconds / step:>7.1%}{predicted}"
 
 
 def _sum_predictions(summary: Summary) -> dict[str, float]:

@@ -16,7 +16,7 @@ from titan.errors import ConfigError
 from titan.estimate import refine
 from titan.estimate.plan import build_plan, resolve_hardware
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.refine import MeasuredRun, Refinement, RelativeErrors
+from titan.estimate.refine import MeasuredRun, Refinement
 from titan.parallelism.schema import Layout
 from titan.report.align import find_shared_runs
 from titan.report.collect import RawRun, collect_runs
@@ -142,10 +142,7 @@ def format_fit(runs: OwnRuns, refinement: Refinement) -> str:
     ]
     parts = [("step time", refinement.time), *([("memory", refinement.memory)] if refinement.memory else [])]
     method = ", each run left out" if refinement.time.left_out else ""
-    lines.append("  error      " + "; ".join(_format_errors(name, errors) for name, errors in parts) + f"{method}")
+    errors = (f"{name} {each.before:.1%} before, {each.after:.1%} after (median)" for name, each in parts)
+    lines.append(f"  error      {'; '.join(errors)}{method}")
     lines += [f"  not used   {name}: {reason}" for name, reason in runs.unused]
     return "\n".join(lines) + "\n"
-
-
-def _format_errors(name: str, errors: RelativeErrors) -> str:
-    return f"{name} {errors.before:.1%} before, {errors.after:.1%} after (median)"

@@ -167,7 +167,8 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        view = not func._schema.is_mutable and (not outputs or _are_views(inputs, outputs))
+        storages = {t.untyped_storage()._cdata for t in inputs}
+        view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in storages for t in outputs)
         if self.owner == NONE and self.region.block == NONE and not view:
             self._record_by_block(name, args, inputs, outputs)
             return out
@@ -208,22 +209,21 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names = [arg for arg in args if isinstance(arg, str)]
             group = _resolve(names[-1])
             end_key = self.record_collective(COLLECTIVES[short], group, [*inputs, *outputs])
-            self._note_arrivals(outputs, end_key)
+            for tensor in outputs:  # the first operation on them waits for the collective
+                entry = self.sizes.get(tensor.untyped_storage()._cdata)
+                if entry is not None and end_key >= 0:
+                    self.arrivals[entry[0]] = end_key
             return
-        self._await_inputs(inputs)
+        for tensor in inputs:  # this stream waits for the collectives that produce them
+            entry = self.sizes.get(tensor.untyped_storage()._cdata)
+            marker = self.arrivals.pop(entry[0], None) if entry else None
+            if marker is not None:
+                self.add_event("wait", key=marker)
         if library in NO_KERNEL or short == "wait_tensor":
             return
         moved_bytes = sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
         moved_bytes *= 2 if short.endswith("_") and not outputs else 1  # read and written in place
         self.add_event("op", name=short, size=moved_bytes, shape=_extract_shape(name, args))
-
-    def _await_inputs(self, inputs: list[Tensor]) -> None:
-        """Let this stream wait for the collectives that produce its inputs."""
-        for tensor in inputs:
-            entry = self.sizes.get(tensor.untyped_storage()._cdata)
-            marker = self.arrivals.pop(entry[0], None) if entry else None
-            if marker is not None:
-                self.add_event("wait", key=marker)
 
     def record_collective(self, kind: str, group: Any, tensors: list[Tensor]) -> int:
         """Record a collective, on FSDP's streams where it runs there, otherwise on one of its group.
@@ -234,8 +234,11 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = dist.get_process_group_ranks(group)
         size = max((t.numel() * t.element_size() for t in tensors), default=0)
         shape = (len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
-        if self.has_copies and kind in COPIED:
-            self._record_copy(size)
+        if self.has_copies and kind in COPIED:  # free again when the collective has ended
+            key = self.next_key()
+            self.categories[key] = "communication"
+            self.add_event("alloc", key=key, size=size)
+            self.add_event("free", key=key)
         if self.stream != COMPUTE:
             self.add_event("collective", name=kind, size=size, shape=shape)
             return -1
@@ -249,29 +252,10 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.add_event("record", key=end_key, stream=stream)
         return end_key
 
-    def _record_copy(self, size: int) -> None:
-        """Record the memory of gloo's copy, which is free again when the collective has ended."""
-        key = self.next_key()
-        self.categories[key] = "communication"
-        self.add_event("alloc", key=key, size=size)
-        self.add_event("free", key=key)
-
-    def _note_arrivals(self, outputs: list[Tensor], marker: int) -> None:
-        """Let the first operation on the results of a collective wait for it."""
-        for tensor in outputs:
-            entry = self.sizes.get(tensor.untyped_storage()._cdata)
-            if entry is not None and marker >= 0:
-                self.arrivals[entry[0]] = marker
-
 
 def unwrap_local(tensor: Tensor) -> Tensor:
     """Return a tensor's shard on this rank; a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _are_views(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    input_storages = {t.untyped_storage()._cdata for t in inputs}
-    return bool(outputs) and all(t.untyped_storage()._cdata in input_storages for t in outputs)
 
 
 def _extract_shape(name: str, args: Any) -> tuple[int, ...]:
