@@ -181,7 +181,7 @@ FAULTS = (
         "titan/profile/trace.py",
         "return ACTIVATIONS if block.end > forward_range.end else TEMPORARY",
         "return ACTIVATIONS if block.end < forward_range.end else TEMPORARY",
-        "profile/test_memory.py",
+        "profile/test_breakdown.py::test_the_peak_by_category",
     ),
     define_fault(
         "rank times: what an evaluation waited counts as the next step's",
