@@ -37,6 +37,8 @@ SMALLEST = "model=debug"
 """The choice of the smallest model."""
 MAX_POWER = 16
 """The suggested layout has at most 2**16 devices."""
+MOST_MICROBATCHES = 128
+"""The most gradients that are added up in bf16: from 256 on, equal ones would be lost (docs/precision.md)."""
 
 
 def estimate_memory(
@@ -351,10 +353,6 @@ def _suggest_override(recipe: Recipe, layout: Layout, available_gib: float, devi
 
 def _format_gib(value: float) -> str:
     return f"{value / 1024:.1f} TiB" if value >= 1024 else f"{value:.1f} GiB" if value < 100 else f"{value:.0f} GiB"
-
-
-MOST_MICROBATCHES = 128
-"""The most gradients that are added up in bf16: from 256 on, equal ones would be lost (docs/precision.md)."""
 
 
 def iterate_obstacles(recipe: Recipe, layout: Layout, microbatches: int) -> Iterator[str]:
