@@ -213,7 +213,7 @@ def measure_side(side: Side, overrides: Sequence[str], rounds: int, steps: int, 
     device = torch.device(run.machine.device)
     with ExitStack() as stack:
         if side == "titan":
-            work = stack.enter_context(open_trainer(run)).run_steps
+            work: Callable[[int], None] = stack.enter_context(open_trainer(run)).run_steps
         else:
             work = BareLoop(run, open_mixture(run), device, autocast=autocast).train_steps
         work(WARM)

@@ -96,7 +96,7 @@ def estimate_peaks(
 
     A phase of more than `limit` bytes is the last one: a larger one may follow.
     """
-    peaks = []
+    peaks: list[Usage] = []
     states = find_rank_states(recipe.parallelism, layout.pipeline, microbatches)
     for rank, stages in enumerate(_list_stages(recipe, layout)):
         largest = Usage("")
