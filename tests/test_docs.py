@@ -38,7 +38,7 @@ from titan import (
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers import train
 from titan.model.schema import Llama
-from titan.profile import command as profile
+from titan.profile import __main__ as profile
 from titan.run import compose
 from titan.run.run import Run
 from titan.sweep import ledger

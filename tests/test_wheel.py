@@ -48,7 +48,7 @@ def test_console_script_is_declared(site: Path) -> None:
     (entry_points,) = site.glob("titan-*.dist-info/entry_points.txt")
     for command in ("train", "prepare", "data", "generate", "status", "convert", "compare", "replay"):
         assert f"titan-{command} = titan.{command}:cli" in entry_points.read_text()
-    assert "titan-profile = titan.profile.command:cli" in entry_points.read_text()
+    assert "titan-profile = titan.profile.__main__:cli" in entry_points.read_text()
 
 
 @pytest.mark.full

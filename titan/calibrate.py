@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import titan
-from titan.bench.measured_parts import Figures, MeasuredParts
 from titan.cluster import devices
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.settings import MISSING, setting
 from titan.console import output
 from titan.errors import ConfigError
+from titan.files import untrusted
+from titan.files.atomic import write_json
 from titan.files.output_files import check_output_file, write_output_file
 
 CPU_RANKS = 2
@@ -25,6 +28,8 @@ CPU_RANKS = 2
 BUSY_LOAD = 0.25
 """Load average above which measurements of a CPU are disturbed."""
 NO_LINK = "a layout of several devices needs link_gb_per_second and link_microseconds as well."
+
+Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,7 @@ def count_busy_cores() -> float:
 
 
 def choose_ranks(ranks_setting: int | str, machine: devices.Machine) -> int:
-    """Return the number of ranks that measure communication.
-
-    Raises:
-        ConfigError: for more ranks than GPUs.
-    """
+    """Return the number of ranks that measure communication."""
     if ranks_setting == "auto":
         return CPU_RANKS if machine.device == "cpu" else machine.count
     if machine.device == "cuda" and int(ranks_setting) > machine.count:
@@ -130,7 +131,7 @@ def _list_parts(machine: devices.Machine, ranks: int) -> dict[str, Callable[[Fig
     """Return the parts of the measurement in their order; each takes the figures of those before it."""
     import torch
 
-    from titan.bench import calibration, step_figures
+    from titan.bench import calibration
 
     device, single_ranks = torch.device(machine.device), min(ranks, machine.cores)
     parts: dict[str, Callable[[Figures], Figures]] = {
@@ -139,14 +140,14 @@ def _list_parts(machine: devices.Machine, ranks: int) -> dict[str, Callable[[Fig
     if ranks > 1:
         parts["communication"] = lambda _: calibration.measure_links(ranks, machine.device)
     if machine.device == "cpu":
-        parts["steps on one device"] = lambda figures: step_figures.measure_step_figures(
+        parts["steps on one device"] = lambda figures: calibration.measure_step_figures(
             figures, machine.cores, single_ranks
         )
     if machine.device == "cpu" and ranks > 1:
-        parts["memory of a process"] = lambda _: step_figures.measure_process_memory()
+        parts["memory of a process"] = lambda _: calibration.measure_process_memory()
         parts |= {
-            f"steps with {layout}": partial(step_figures.measure_layout_figures, layout)
-            for layout in step_figures.DIMENSIONS
+            f"steps with {layout}": partial(calibration.measure_layout_figures, layout)
+            for layout in calibration.DIMENSIONS
         }
     return parts
 
@@ -160,6 +161,47 @@ def format_cluster(machine: devices.Machine, figures: Mapping[str, float], ranks
         lines += [f"devices_per_node: {machine.count}", f"device_name: {machine.name}"]
     lines += ["hardware:", *(f"  {name}: {value:.4g}" for name, value in figures.items())]
     return "\n".join(lines) + "\n"
+
+
+class MeasuredParts:
+    """The figures of each measured part by its name, in a file beside the target until the calibration is complete.
+
+    A calibration takes minutes, and a rank may fail in the last one. The same command then continues with the part that
+    is missing.
+    """
+
+    def __init__(self, target: Path, subject: Mapping[str, Any]) -> None:
+        """Read what an earlier calibration of a subject has measured.
+
+        Parts of another machine or another version of torch, which the subject names, are not used.
+        """
+        self.file = target.with_name(f".{target.name}.part")
+        self._keeps = not os.path.exists(target) or os.path.isfile(target)  # beside a device nothing is written
+        self._subject = dict(subject)
+        self.parts = self._read_parts()
+
+    def add(self, name: str, figures: Figures) -> None:
+        """Keep the figures of a part; a file that can't be written is no reason to stop measuring."""
+        self.parts[name] = figures
+        if not self._keeps:
+            return
+        with contextlib.suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.file, {"subject": self._subject, "parts": self.parts})
+
+    def remove(self) -> None:
+        """Remove the file: the calibration is complete."""
+        with contextlib.suppress(OSError):
+            self.file.unlink(missing_ok=True)
+
+    def _read_parts(self) -> dict[str, Figures]:
+        """Return the parts of the file; empty where there is none, or it is of something else."""
+        try:
+            content = untrusted.parse_object(untrusted.read_regular_file(self.file).decode())
+            untrusted.check_type(content.get("parts"), dict[str, dict[str, float]], "parts")
+        except (OSError, ValueError):
+            return {}
+        return dict(content["parts"]) if content.get("subject") == self._subject else {}
 
 
 def cli() -> None:

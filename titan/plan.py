@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,6 @@ from titan.estimate import fit, overhead, search
 from titan.estimate import plan as estimate
 from titan.estimate.layout_options import LayoutCandidate
 from titan.estimate.refine import UNCHANGED, CorrectionFactors, Refinement
-from titan.estimate.single_changes import find_best_changes
 from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_data import PlanOutcome
@@ -41,7 +42,7 @@ from titan.sweep.margin import parse_margin
 
 if TYPE_CHECKING:
     from launchers.trials import Trial
-    from titan.estimate.traced.result import TracedStep
+    from titan.estimate.traced.replay import TracedStep
     from titan.run.run import Run
 
 FORMATS = (".html", ".json")
@@ -123,11 +124,6 @@ def _check_settings(settings: PlanSettings) -> None:
 
 
 def _check_files(settings: Settings) -> tuple[Path, ...]:
-    """Return the files to write.
-
-    Raises:
-        ConfigError: when one can't be written, before any work.
-    """
     files = check_output_files(settings.to, FORMATS)
     for file in files:
         if file.suffix == ".html" and importlib.util.find_spec("jinja2") is None:
@@ -148,12 +144,19 @@ def _plan_run(
         choices = {axis: choice for axis, choice in run.choices.items() if axis != "parallelism"}  # it was searched
         planned_run = replace(planned_run, choices=choices)
         warn_of_small_work(planned_run, planned=True)
-    planned = estimate.build_plan(planned_run, planned_run.layout, planned_run.microbatches, planned_run.machine)
+    planned = _build_plan(planned_run)
     traced = _trace_step(planned_run, settings) if settings.trace else None
     outcome = PlanOutcome(
         planned_run,
         refinement.refine_plan(planned) if refinement else planned,
-        _find_changes(planned_run, factors),
+        search.find_best_changes(
+            planned_run,
+            planned_run.layout,
+            planned_run.microbatches,
+            planned_run.machine,
+            accepts=partial(_is_accepted, planned_run),
+            factors=factors,
+        ),
         search_result,
         overrides,
         traced,
@@ -169,31 +172,18 @@ def _plan_run(
     return 0
 
 
+def _build_plan(run: Run) -> estimate.Plan:
+    return estimate.build_plan(run, run.layout, run.microbatches, run.machine)
+
+
 def _search_layouts(run: Run, settings: PlanSettings, factors: CorrectionFactors) -> search.SearchOutcome:
     """Return the fastest layouts that have the settings which are typed, with progress on a terminal."""
     with progress_line() as show:
         return search.search_layouts(
-            run,
-            run.layout.devices,
-            run.machine,
-            keep=settings.keep,
-            accepts=lambda candidate: _is_accepted(run, candidate),
-            factors=factors,
-            typed=list_typed_settings(run, run.overrides),
+            run, run.layout.devices, run.machine, keep=settings.keep, accepts=partial(_is_accepted, run),
+            factors=factors, typed=list_typed_settings(run, run.overrides),
             show=show if sys.stderr.isatty() else lambda line: None,
-        )
-
-
-def _find_changes(run: Run, factors: CorrectionFactors) -> tuple[search.PredictedLayout, ...]:
-    """Return the single changes that help most."""
-    return find_best_changes(
-        run,
-        run.layout,
-        run.microbatches,
-        run.machine,
-        accepts=lambda candidate: _is_accepted(run, candidate),
-        factors=factors,
-    )
+        )  # fmt: skip
 
 
 def _trace_results(
@@ -201,23 +191,13 @@ def _trace_results(
 ) -> tuple[TracedStep, ...]:
     """Return a traced step of each of the fastest results of a search; that of the plan is `traced`."""
     fastest = [_resolve_candidate(planned_run, result.candidate) for result in search_result.best[:TRACED_RESULTS]]
-    return tuple(traced if _has_equal_step(run, planned_run) else _trace_step(run, settings) for run in fastest)
-
-
-def _has_equal_step(run: Run, other_run: Run) -> bool:
-    """Return whether two runs of one command line have the same layout with the same settings."""
-    return all(
-        getattr(run, name) == getattr(other_run, name)
-        for name in ("layout", "microbatches", "parallelism", "memory", "compile")
-    )
+    read_step = attrgetter("layout", "microbatches", "parallelism", "memory", "compile")
+    is_traced = [read_step(run) == read_step(planned_run) for run in fastest]
+    return tuple(traced if known else _trace_step(run, settings) for run, known in zip(fastest, is_traced, strict=True))
 
 
 def _fit_runs(run: Run, source: str) -> Refinement:
-    """Return what the user's own runs ask for, and print it.
-
-    Raises:
-        ConfigError: when no run can be used.
-    """
+    """Return what the user's own runs ask for, and print it."""
     from titan.report import own_runs  # only now: a plan without it need not wait for numpy
 
     runs = own_runs.read(source, run)
@@ -232,8 +212,10 @@ def _plan_trials(trials: Sequence[Trial], settings: PlanSettings, files: Sequenc
         raise ConfigError(f"plan.{'search' if settings.search else 'trace'}=true: takes one run; leave out -m.")
     for trial in trials:
         warn_of_small_work(trial.run, planned=True)
-    effect = _parse_effect(settings.effect)
-    plans = [estimate.build_plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
+    effect = parse_margin(settings.effect, "plan.effect").share
+    if effect is None:
+        raise ConfigError(f"plan.effect={settings.effect}: must be a share of compute, such as 2%.")
+    plans = [_build_plan(trial.run) for trial in trials]
     if settings.fit is not None:
         plans = _refine_plans(trials, plans, settings.fit)
     labels = [t.label for t in trials]
@@ -250,26 +232,10 @@ def _plan_trials(trials: Sequence[Trial], settings: PlanSettings, files: Sequenc
     return [0] * len(trials)
 
 
-def _parse_effect(text: str) -> float:
-    """Return a share of compute.
-
-    Raises:
-        ConfigError: for another text.
-    """
-    effect = parse_margin(text, "plan.effect").share
-    if effect is None:
-        raise ConfigError(f"plan.effect={text}: must be a share of compute, such as 2%.")
-    return effect
-
-
 def _describe_power(
     trials: Sequence[Trial], plans: Sequence[estimate.Plan], effect: float, folder: str | None
 ) -> list[str]:
-    """Return how many seeds show the effect, for a sweep with several variants of one length.
-
-    Raises:
-        ConfigError: for a folder without runs.
-    """
+    """Return how many seeds show the effect, for a sweep with several variants of one length."""
     seeds = Counter(budget.label_variant(trial.varied) for trial in trials)
     tokens = {trial.run.training.total_tokens for trial in trials}
     variants = {identity.compute_variant_id(trial.run) for trial in trials}  # of those that learn the same there is one
@@ -283,17 +249,15 @@ def _describe_power(
 
 
 def _refine_plans(trials: Sequence[Trial], plans: Sequence[estimate.Plan], source: str) -> list[estimate.Plan]:
-    """Return the plans of trials, refined by the user's own runs of the same kind."""
+    """Return the plans of trials, refined by the user's own runs of the same device, compute type and hardware."""
     fits: dict[tuple[str, ...], Refinement] = {}
-    for trial in trials:
-        if _build_fit_key(trial.run) not in fits:
-            fits[_build_fit_key(trial.run)] = _fit_runs(trial.run, source)
-    return [fits[_build_fit_key(trial.run)].refine_plan(planned) for trial, planned in zip(trials, plans, strict=True)]
-
-
-def _build_fit_key(run: Run) -> tuple[str, ...]:
-    """Return what decides which runs refine a prediction, and their own: device, compute type and its hardware."""
-    return run.machine.name, run.precision.compute, repr(run.cluster.hardware)
+    refined = []
+    for run, planned in zip((trial.run for trial in trials), plans, strict=True):
+        key = run.machine.name, run.precision.compute, repr(run.cluster.hardware)
+        if key not in fits:
+            fits[key] = _fit_runs(run, source)
+        refined.append(fits[key].refine_plan(planned))
+    return refined
 
 
 def describe_trials(trials: Sequence[Trial]) -> TrialPlans:
@@ -303,27 +267,22 @@ def describe_trials(trials: Sequence[Trial]) -> TrialPlans:
     missing = dict[str, None]()
     for trial in trials:
         try:
-            run = trial.run
-            planned.append((trial, estimate.build_plan(run, run.layout, run.microbatches, run.machine)))
+            planned.append((trial, _build_plan(trial.run)))
             device_hours.append(planned[-1][1].device_hours.value)
         except ConfigError as error:
             missing[f"no plan: {error}"] = None
             device_hours.append(None)
-    text = "\n".join([_format_trials(planned, is_single=len(trials) == 1), *missing]).strip() + "\n"
-    return TrialPlans(text, tuple(device_hours))
-
-
-def _format_trials(planned: Sequence[tuple[Trial, estimate.Plan]], is_single: bool) -> str:
-    if not planned:
-        return ""
-    if is_single:
-        return plan_text.format_plan(PlanOutcome(planned[0][0].run, planned[0][1]))
-    return plan_text.format_grid([trial.label for trial, _ in planned], [plan for _, plan in planned])
+    text = ""
+    if planned and len(trials) == 1:
+        text = plan_text.format_plan(PlanOutcome(planned[0][0].run, planned[0][1]))
+    elif planned:
+        text = plan_text.format_grid([trial.label for trial, _ in planned], [plan for _, plan in planned])
+    return TrialPlans("\n".join([text, *missing]).strip() + "\n", tuple(device_hours))
 
 
 def _trace_step(run: Run, settings: PlanSettings) -> TracedStep:
     prepare_environment(os.environ)
-    from titan.training.trace.ranks import trace_run  # only now: no other plan needs torch
+    from titan.training.trace.rank import trace_run  # only now: no other plan needs torch
 
     speeds = estimate.derive_device_speeds(
         run, estimate.resolve_hardware(run.cluster, run.machine), run.machine, run.layout
@@ -334,8 +293,8 @@ def _trace_step(run: Run, settings: PlanSettings) -> TracedStep:
 def _render_page(outcome: PlanOutcome, provenance: str) -> str:
     from titan.report.render.plan_html import render_page
 
-    run = outcome.run
-    rank = max(range(len(outcome.plan.memory)), key=lambda rank: outcome.plan.memory[rank].bytes)
+    run, usages = outcome.run, outcome.plan.memory
+    rank = max(range(len(usages)), key=lambda rank: usages[rank].bytes)
     steps = overhead.list_step_phases(run, run.layout, run.microbatches, rank, run.machine.device)
     return render_page(outcome, rank, steps, provenance)
 
@@ -347,7 +306,6 @@ def _render_sweep_page(labels: Sequence[str], plans: Sequence[estimate.Plan], pr
 
 
 def _is_accepted(run: Run, candidate: LayoutCandidate) -> bool:
-    """Return whether titan.train would start a layout."""
     try:
         _resolve_candidate(run, candidate)
     except ConfigError:
@@ -356,11 +314,7 @@ def _is_accepted(run: Run, candidate: LayoutCandidate) -> bool:
 
 
 def _resolve_candidate(run: Run, candidate: LayoutCandidate) -> Run:
-    """Return the run with a layout.
-
-    Raises:
-        ConfigError: when titan.train would not start it.
-    """
+    """Return the run with a layout."""
     parallelism = replace(candidate.recipe.parallelism, microbatches=candidate.microbatches)
     changed = replace(run, parallelism=parallelism, memory=candidate.recipe.memory, compile=candidate.recipe.compile)
     resolved = resolve(changed, run.machine, run.directory, remote=True, choices=run.choices, hydra=run.hydra)

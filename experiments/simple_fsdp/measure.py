@@ -63,7 +63,7 @@ def summarise_trace(trace: StepTrace) -> Exchanged:
 
 def trace_step(overrides: Sequence[str]) -> Exchanged:
     """Return what the first rank of a run exchanges in a step; once per process."""
-    from titan.training.trace.ranks import build_rank_trace
+    from titan.training.trace.rank import build_rank_trace
 
     return summarise_trace(build_rank_trace(api.compose(*overrides), 0, full=True))
 

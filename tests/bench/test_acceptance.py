@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.bench import command
-from titan.bench.acceptance import kernels, parts, report
-from titan.bench.acceptance.lab import Findings, Lab, TrainedRun
-from titan.bench.acceptance.parts import PARTS, AcceptancePart
-from titan.bench.command import main
+from titan.bench import __main__ as command
+from titan.bench import acceptance, device_checks
+from titan.bench.__main__ import main
+from titan.bench.acceptance import PARTS, AcceptancePart
+from titan.bench.lab import Findings, Lab, TrainedRun
 from titan.errors import ConfigError
 
 STEPS = [{"step": n, "loss": 8.0 - n / 10, "step_seconds": 0.5, "memory_gib": 2.0} for n in range(1, 13)]
@@ -33,7 +33,7 @@ class Told(Lab):
 
     def train(self, name: str, *settings: str, **more: Any) -> TrainedRun:
         how = {"code": 0, "output": "", "steps": STEPS, **self.runs.get(name, {})}  # type: ignore[attr-defined]
-        return TrainedRun(self.folder / "runs" / name, how["code"], how["output"], how["steps"], 1.0)
+        return TrainedRun(self.folder / "runs" / name, how["code"], how["output"], how["steps"])
 
 
 class Failing(Lab):
@@ -87,8 +87,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_a_problem(name: str, tmp_path: Path) -> None:
     part, runs, problem = WRONG[name]
-    (question,) = parts.select_parts(part)
-    assert any(problem in found for found in question.check(Told(tmp_path, runs)).problems)
+    (question,) = acceptance.select_parts(part)
+    assert any(problem in found for found in question.ask(Told(tmp_path, runs)).problems)
 
 
 @pytest.mark.parametrize(
@@ -101,18 +101,18 @@ def test_what_is_wrong_is_a_problem(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_kernels(result: Mapping[str, Any], problems: int, tmp_path: Path) -> None:
-    assert len(parts.check_attention(Kernels(tmp_path, result)).problems) == problems
+    assert len(acceptance.select_parts("attention")[0].ask(Kernels(tmp_path, result)).problems) == problems
 
 
 def test_a_gradient_of_nan_is_an_error_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = kernels._run_attention
+    results = device_checks._run_attention
 
     def with_nan(name: str, inputs: list[Tensor]) -> list[Tensor]:
         out, *gradients = results("math", inputs)
         return [out, *(gradients if name == "math" else [gradient * math.nan for gradient in gradients])]
 
-    monkeypatch.setattr(kernels, "_run_attention", with_nan)
-    assert math.isnan(kernels._compare_kernel("flash", torch.float32, torch.device("cpu"))["error"])
+    monkeypatch.setattr(device_checks, "_run_attention", with_nan)
+    assert math.isnan(device_checks._compare_kernel("flash", torch.float32, torch.device("cpu"))["error"])
 
 
 def test_what_holds_has_no_problem(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_what_holds_has_no_problem(tmp_path: Path) -> None:
     (tmp_path / "runs/hang/debug/flight_recorder").mkdir(parents=True)
     (tmp_path / "runs/hang/debug/flight_recorder/rank_0").touch()
     for name in ("losses", "not-finite", "layouts", "hang", "saves", "experts"):
-        (part,) = parts.select_parts(name)
-        assert part.check(Told(tmp_path, runs)).problems == []
+        (part,) = acceptance.select_parts(name)
+        assert part.ask(Told(tmp_path, runs)).problems == []
     assert (tmp_path / "flight_recorder" / "rank_0").exists()
 
 
@@ -137,13 +137,13 @@ def test_the_cluster_that_describes_a_gpu(device: str, cluster: str | None) -> N
 
 @pytest.mark.parametrize("part", PARTS, ids=[part.name for part in PARTS])
 def test_runs_that_fail_at_once_are_problems(part: AcceptancePart, tmp_path: Path) -> None:
-    found = part.check(Failing(tmp_path, "cuda", 2, (), "h100"))
+    found = part.ask(Failing(tmp_path, "cuda", 2, (), "h100"))
     assert any("exit code 2" in problem or "not 1" in problem for problem in found.problems)
 
 
 def test_two_devices_are_needed_for_some(tmp_path: Path) -> None:
     lab = Lab(tmp_path, "cuda", 1)
-    assert [part.name for part in PARTS if part.name in ("layouts", "hang") and part.check(lab).skipped] == [
+    assert [part.name for part in PARTS if part.name in ("layouts", "hang") and part.ask(lab).skipped] == [
         "layouts",
         "hang",
     ]
@@ -154,33 +154,34 @@ def test_it_goes_on_where_it_was_and_repeats_what_failed(tmp_path: Path, capsys:
     wrong = {"second": ["it is wrong"]}
 
     def part(name: str) -> AcceptancePart:
-        def answer(lab: Lab) -> Findings:
+        def answer(lab: Lab, findings: Findings) -> None:
             ran.append(name)
             if name == "third":
                 raise OSError("no space")
-            return Findings({"loss": 1.25}, wrong.get(name, []))
+            findings.figures["loss"] = 1.25
+            findings.problems += wrong.get(name, [])
 
-        return AcceptancePart(name, f"does the {name} hold", answer, 1)
+        return AcceptancePart(name, f"does the {name} hold", answer)
 
     lab, some = Lab(tmp_path, "cuda", 1), [part(name) for name in ("first", "second", "third")]
-    assert report.run_parts(lab, some, {"device": "H"}) == 1
+    assert acceptance.run_parts(lab, some, {"device": "H"}) == 1
     text = (tmp_path / "report.md").read_text()
     assert "- second: it is wrong" in text and "- third: OSError: no space" in text and "| loss | 1.25 |" in text
     wrong.clear()
-    assert report.run_parts(lab, some[:2], {"device": "H"}) == 0
+    assert acceptance.run_parts(lab, some[:2], {"device": "H"}) == 0
     assert ran == ["first", "second", "third", "second"] and "All parts hold." in (tmp_path / "report.md").read_text()
     (tmp_path / "runs" / "first-run").mkdir(parents=True)
-    report.run_parts(lab, some[:1], {"device": "another"})
+    acceptance.run_parts(lab, some[:1], {"device": "another"})
     assert ran[-1] == "first" and not (tmp_path / "runs" / "first-run").exists(), "or the old run would be judged"
     about = json.loads((tmp_path / "report.json").read_text())["about"]
     assert about == {"device": "another", "settings": []}
-    report.run_parts(replace(lab, overrides=("precision=bf16",)), some[:1], {"device": "another"})
+    acceptance.run_parts(replace(lab, overrides=("precision=bf16",)), some[:1], {"device": "another"})
     assert len(ran) == 6, "with other settings it is another question"
 
 
 def test_an_unknown_part_is_an_error() -> None:
     with pytest.raises(ConfigError, match="give a part of one of: losses, attention"):
-        parts.select_parts("speed of light")
+        acceptance.select_parts("speed of light")
 
 
 @pytest.mark.full

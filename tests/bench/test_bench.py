@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.composing import compose_test_run
 from tests.support.machines import make_detector
+from tests.support.runs import train_run
 from tests.support.tiers import select_cases
-from titan.bench import activation_modes, command, speed
-from titan.bench.speed import SideResult
-from titan.bench.suites import SpeedCase, list_cpu_cases, list_gpu_cases
+from titan.bench import __main__ as command
+from titan.bench import separate_runs, speed
+from titan.bench.separate_runs import EVERY, summarise_run, write_plain_file
+from titan.bench.speed import SideResult, SpeedCase, list_cpu_cases, list_gpu_cases
 from titan.cluster import devices
 from titan.run import checks, compile_scope
-from titan.run.run import Run
 from titan.training.trainer import Trainer
 
 SMALL = [
@@ -131,8 +133,8 @@ def test_unknown_case(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
     run = command.compose.compose_run([*chunk, *command.QUIET, *SMALL])
-    with speed.open_trainer(run) as (_, bare_loop):
-        bare = bare_loop(SpeedCase("", ()))
+    with speed.open_trainer(run) as trainer:
+        bare = speed.build_bare_loop(SpeedCase("", ()), trainer)
     assert bare.model.head.fused.keywords == {"chunk": 16}
     before = bare.model.head.weight.detach().clone()
     bare.train_steps(1)
@@ -155,12 +157,12 @@ def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(getattr(f, "__name__", "a block")) or f)
     overrides = ["precision=fp32", "compile=block", "compile.backend=eager", "training.steps=3", "dataset=synthetic"]
     run = command.compose.compose_run([*overrides, *command.QUIET, *SMALL])
-    with speed.open_trainer(run) as (_, bare_loop):
+    with speed.open_trainer(run) as trainer:
         compiled.clear()
-        bare_loop(SpeedCase("", ()))
+        speed.build_bare_loop(SpeedCase("", ()), trainer)
         assert len(compiled) == run.model.layers + 1 and "compute_loss" not in compiled
         compiled.clear()
-        bare_loop(SpeedCase("", (), bare="model"))
+        speed.build_bare_loop(SpeedCase("", (), bare="model"), trainer)
         assert compiled == ["compute_loss"]
     asked: list[tuple[str, list[str]]] = []
 
@@ -169,14 +171,13 @@ def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch
         return {"seconds": [len(asked)], "memory_gib": 10.0 - len(asked)}
 
     monkeypatch.setattr(speed, "_run_process", run_side)
-    measured = speed.measure_separately(run, SpeedCase("", ("compile=block",), bare="model"), [], 1, 1)
+    measured = speed.measure_separately(SpeedCase("", ("compile=block",), bare="model"), [], 1, 1)
     bare, titan = ("bare", ["compile=block", "compile=model"]), ("titan", ["compile=block"])
     assert asked == [bare, titan, titan, bare]  # a device that becomes slower slows both sides
     assert measured == {"bare": SideResult((1, 4), 9.0), "titan": SideResult((2, 3), 8.0)}
 
 
-def one_fails(run: Run, *rest: Any) -> dict[Any, SideResult]:
-    assert run.machine.device == "cuda"
+def one_fails(*given: Any) -> dict[Any, SideResult]:
     return {"bare": SideResult(failure="CUDA out of memory"), "titan": SideResult((0.16, 0.15, 0.17), 30.0)}
 
 
@@ -264,7 +265,53 @@ def test_a_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.full
 def test_modes() -> None:
     run = command.compose.compose_run(["cluster.device=cpu"])
-    titles = [mode.title for mode in activation_modes.list_modes(run)]
+    titles = [mode.title for mode in separate_runs.list_modes(run)]
     assert len(titles) == len(set(titles)) == 6 * (6 * 3 - 1)
     assert "3d: selective, block" in titles
     assert "fsdp: budget, off" not in titles
+
+
+@pytest.mark.full
+def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With runs forked from here: their start would take most of the time."""
+    monkeypatch.setattr(separate_runs, "run_training", lambda overrides: train_run(compose_test_run(overrides))[0].code)
+    out = tmp_path / "figures.json"
+    assert (
+        command.main(["suite=checkpoint", "rounds=1", f"to={out}", *SMALL, "model.layers=2", "dataset.vocab=256"]) == 0
+    )
+    found = json.loads(out.read_text())
+    off, sync, beside = found["saving"]
+    assert [row["mode"] for row in found["saving"]] == ["off", "sync", "async"]
+    assert off["stall"] is None and off["step"] > 0
+    assert sync["stall"] > 0 and beside["save"] > 0
+    assert sync["gib"] == pytest.approx(beside["gib"], rel=0.01)
+    assert len(found["plain_gib_per_second"]) == 3 and found["fingerprint_seconds"] > 0
+    assert "one plain file of the same size" in capsys.readouterr().out
+
+
+def test_metrics_are_summarised() -> None:
+    lines = [
+        {"step": s, "step_seconds": 5.0 if s % EVERY == 1 else 2.0, "memory_gib": 1 + s / 100} for s in range(1, 16)
+    ]
+    saves = [(6, 3.0, 9.0), (12, 1.0, 4.0), (15, 8.0, 8.0)]
+    lines += [
+        {
+            "step": s,
+            "checkpoint_step": s,
+            "checkpoint_stall_seconds": w,
+            "checkpoint_seconds": t,
+            "checkpoint_gib": 1.0,
+            "checkpoint_compare_seconds": w / 2,
+        }
+        for s, w, t in saves
+    ]
+    found = summarise_run("async", lines, 15)
+    assert (found.step, found.beside, found.first, found.stall, found.save) == (2.0, 5.0, 3.0, 1.0, 4.0)
+    assert found.compare == 0.5
+    assert found.memory == pytest.approx(1.15)
+    assert "50.0%" in found.row()
+
+
+def test_the_plain_file_is_removed(tmp_path: Path) -> None:
+    assert write_plain_file(tmp_path / "file", 40 * 2**20 + 1) > 0
+    assert not list(tmp_path.iterdir())

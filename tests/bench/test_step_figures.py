@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.tiers import select_cases
-from titan.bench import step_figures
-from titan.bench.step_figures import SHAPES, TimedRun, _compose_run, _predict_seconds
+from titan.bench import calibration as step_figures
+from titan.bench.calibration import SHAPES, TimedRun, _compose_run, _predict_seconds
 from titan.estimate.fit import estimate_memory
 from titan.estimate.overhead import PROCESS_GIB
 from titan.run.run import Run

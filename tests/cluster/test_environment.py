@@ -13,7 +13,7 @@ from launchers import supervisor
 from launchers.slurm import job
 from titan import generate
 from titan import train as training
-from titan.bench import command
+from titan.bench import __main__ as command
 from titan.cluster.environment import ALLOCATOR, prepare_environment
 from titan.cluster.rank_info import RankInfo
 

@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from titan import calibrate, plan
-from titan.bench import calibration, ranks, trials
-from titan.bench.measured_parts import MeasuredParts
+from titan.bench import calibration, trials
+from titan.calibrate import MeasuredParts
 from titan.cluster.devices import Machine
 from titan.errors import ConfigError, RunError
 from titan.estimate.operations import compute_slowdown
@@ -151,7 +151,7 @@ def fails(rank: int, ranks: int, meeting: str) -> dict[str, float]:
 )
 def test_ranks_that_fail_are_ended(seconds: float, message: str) -> None:
     with pytest.raises(RunError, match=message):
-        ranks.run_together(fails, 2, seconds)
+        trials.run_together(fails, 2, seconds)
     command = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     assert not [line for line in command if "spawn_main" in line]
 

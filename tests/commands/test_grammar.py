@@ -31,11 +31,11 @@ from titan import (
     status,
     train,
 )
-from titan.bench import command as bench
+from titan.bench import __main__ as bench
 from titan.config.command import Command
 from titan.console import requirements
 from titan.dataset.tokenizers import train as tokenizer
-from titan.profile import command as profile
+from titan.profile import __main__ as profile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -275,7 +275,7 @@ def test_a_missing_file_of_a_cluster_is_named(capsys: pytest.CaptureFixture[str]
 
 def test_all_commands_are_here() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    modules = {target.partition(":")[0].removesuffix(".command") for target in scripts.values()}
+    modules = {target.partition(":")[0].removesuffix(".__main__") for target in scripts.values()}
     assert modules <= {case.name for case in CASES}
     declared = [
         module for module in list(sys.modules.values()) if isinstance(getattr(module, "COMMAND", None), Command)
@@ -310,7 +310,7 @@ def test_the_way_out_without_packages(files: list[str], prefix: str, advice: str
     assert advice in sentence and sentence.startswith(f"{sys.executable} has no hydra, yaml; ")
 
 
-@pytest.mark.parametrize("file", ["train.py", "profile/command.py", "bench/__main__.py"])
+@pytest.mark.parametrize("file", ["train.py", "profile/__main__.py", "bench/__main__.py"])
 def test_a_module_of_titan_that_is_started_as_a_script_is_named(file: str) -> None:
     script = requirements.find_script(SimpleNamespace(__file__=str(ROOT / "titan" / file), __spec__=None))
     assert script == ROOT / "titan" / file

@@ -20,8 +20,7 @@ from titan.estimate.block_time import SecondsByCause
 from titan.estimate.step_time import StepTime
 from titan.estimate.traced.events import Region
 from titan.estimate.traced.memory import LiveMemory
-from titan.estimate.traced.replay import RankTime
-from titan.estimate.traced.result import RankResult, TracedStep
+from titan.estimate.traced.replay import RankResult, RankTime, TracedStep
 from titan.run.run import Run
 
 RUN = ["model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=fsdp", "cluster=h100", "compile=block"]

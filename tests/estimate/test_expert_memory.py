@@ -14,7 +14,7 @@ from tests.support.two_kinds import with_two_kinds
 from titan.estimate import memory
 from titan.estimate.traced.memory import find_peak
 from titan.run.run import Run
-from titan.training.trace.ranks import build_rank_trace
+from titan.training.trace.rank import build_rank_trace
 
 SHAPES = {
     "tokens": "model.vocab=512 training.seq_len=512 training.global_batch=8192",

@@ -18,7 +18,7 @@ from titan.model.activations import RankBatch, count_head_bytes
 from titan.model.layers import IGNORED, Head
 from titan.model.loss_terms import Term, set_head_loss, z_loss
 from titan.run.run import Run
-from titan.training.trace.ranks import build_rank_trace
+from titan.training.trace.rank import build_rank_trace
 
 TOKENS, WIDTH, VOCAB = 2048, 32, 8192
 Z_LOSS = (Term("z_loss", 1e-4, z_loss),)

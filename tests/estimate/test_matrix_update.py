@@ -12,8 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.estimate.test_step_time import composed_run, speeds
-from titan.estimate import matrix_update, memory
-from titan.estimate.matrix_update import MatrixShape
+from titan.estimate import memory, step_time
 from titan.estimate.operations import estimate_matmul
 from titan.estimate.step_time import StepModel
 from titan.optimizer.muon import orthogonalise_matrix
@@ -27,7 +26,7 @@ def step_model(run: Run) -> StepModel:
 
 def added_seconds(layout: str, *more: str) -> float:
     """What Muon's update takes longer than the same update without work on whole matrices."""
-    return matrix_update.estimate_matrix_update(step_model(composed_run(layout, "optimizer=muon", *more)))
+    return step_time.estimate_matrix_update(step_model(composed_run(layout, "optimizer=muon", *more)))
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (4, 12), (12, 4)], ids=str)
@@ -48,17 +47,17 @@ def test_one_device_computes_every_matrix_and_exchanges_none() -> None:
         for product in run.optimizer.list_matrix_products(matmul.outputs, matmul.inputs)
     ]
     expected = run.model.layers * sum(estimate_matmul(*product, speeds()) for product in products)
-    assert matrix_update.estimate_matrix_update(step_model(run)) == pytest.approx(expected)
+    assert step_time.estimate_matrix_update(step_model(run)) == pytest.approx(expected)
     assert step_model(composed_run("fsdp")).estimate_update() < added_seconds("fsdp")
 
 
 @pytest.mark.full
 def test_owners_compute_the_largest_matrices_first_in_rounds() -> None:
     run = composed_run("fsdp", "optimizer=muon")
-    model, small, large = step_model(run), MatrixShape(512, 512), MatrixShape(2048, 2048)
-    seconds = {shape: matrix_update._estimate_products(model, shape) for shape in (small, large)}
+    model, small, large = step_model(run), (512, 512), (2048, 2048)
+    seconds = {shape: step_time._estimate_products(model, shape) for shape in (small, large)}
     for owners, rounds in {1: (5, 3), 2: (2, 2), 3: (2, 1), 8: (0, 1)}.items():
-        counted = matrix_update._estimate_largest_updates(model, Counter({small: 5, large: 3}), owners)
+        counted = step_time._estimate_largest_updates(model, Counter({small: 5, large: 3}), owners)
         assert counted == pytest.approx(rounds[0] * seconds[small] + rounds[1] * seconds[large]), owners
 
 

@@ -340,6 +340,7 @@ def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str,
         found = find_rank_states(parallelism, ranks, microbatches)
     assert found == find_schedule_states(schedule, ranks, each, microbatches)
     assert find.call_args.args[3] < microbatches
+    assert {states[0].kind for states in found} == {"F"}, "equally full phases are named in the order of the step"
 
 
 @pytest.mark.full

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.support.composing import compose_test_run
 from titan.estimate import plan as planning
 from titan.estimate import refine
-from titan.estimate.causes import COMMUNICATION, IDLE, sum_groups
 from titan.estimate.refine import CorrectionFactors, MeasuredRun, Refinement
+from titan.estimate.step_time import COMMUNICATION, IDLE, sum_groups
 
 FACTOR, SECONDS = st.floats(0.4, 2.5), st.floats(0.01, 100.0)
 NOISE = st.floats(-0.5, 0.5)

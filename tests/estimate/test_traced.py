@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.estimate.traced import allocator, compose, memory
-from titan.estimate.traced.allocator import MIB, Allocator
+from titan.estimate.traced import compose, memory
 from titan.estimate.traced.events import AFTER, BEFORE, NONE, Event, Kind, Region, StepTrace
+from titan.estimate.traced.memory import MIB, Allocator
 from titan.estimate.traced.replay import Pricing, Replay
 
 HERE = Region("F", 0, 0, 0)
@@ -100,7 +100,7 @@ def test_blocks_never_overlap_and_sizes_add_up(actions: list[tuple[bool, int, in
 
 def test_a_step_is_repeated_with_what_was_in_memory_before() -> None:
     events = [alloc(1, 30 * MIB, "weights"), alloc(2, 30 * MIB), free(2)]
-    found = allocator.simulate_step(events, steps=3)
+    found = memory.simulate_step(events, steps=3)
     assert (found.allocated, found.reserved) == (60 * MIB, 60 * MIB)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.measure import experts, features
-from titan.bench.command import LONG
+from titan.bench.__main__ import LONG
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting

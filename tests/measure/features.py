@@ -82,8 +82,7 @@ def suite(text: str, base: Sequence[str], rounds: int, steps: int) -> Iterator[O
 
 def measure_overhead(title: str, sides: Sequence[Run], rounds: int, steps: int) -> Overhead:
     """Return the cost of the second run's settings, relative to the first run."""
-    from titan.bench.ranks import run_together
-    from titan.bench.trials import prepare_trial
+    from titan.bench.trials import prepare_trial, run_together
 
     with tempfile.TemporaryDirectory(prefix="titan-features-") as folder:
         trials = [prepare_trial(replace(run, directory=f"{folder}/{name}")) for name, run in enumerate(sides)]

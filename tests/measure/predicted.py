@@ -215,8 +215,7 @@ def predict_run(run: Run) -> Figures:
 
 def measure_run(run: Run, steps: int) -> tuple[Figures, tuple[float, ...]]:
     """Train a run for some steps in new processes; return what it took, and the seconds of the steps that count."""
-    from titan.bench.ranks import run_together
-    from titan.bench.trials import prepare_trial
+    from titan.bench.trials import prepare_trial, run_together
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run = replace(run, directory=folder)

@@ -17,7 +17,7 @@ from titan.model.experts import MixtureOfExperts, MoeBlock
 from titan.model.halves import compute_in_halves
 from titan.model.schema_moe import Qwen3Moe
 from titan.run.run import Run
-from titan.training.trace.ranks import build_rank_trace
+from titan.training.trace.rank import build_rank_trace
 
 SIZES = {"model.dim": 128, "model.expert_ffn": 192, "model.shared_experts": 1, "model.layers": 2,
          "model.first_dense": 0}  # fmt: skip

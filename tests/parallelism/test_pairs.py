@@ -24,7 +24,7 @@ from titan.parallelism.pipeline.stage_plan import list_overlaps
 from titan.profile import trace
 from titan.profile.waits import BACKWARD, Waits
 from titan.run.run import Run
-from titan.training.trace.ranks import build_rank_trace
+from titan.training.trace.rank import build_rank_trace
 
 LAYOUT = (
     "parallelism=pp", "parallelism.shard=2", "parallelism.expert=2", "parallelism.schedule=DualPipeV",

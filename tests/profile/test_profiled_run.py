@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.runs import compose_tiny_run, read_learned_values, train_run
 from tests.support.tiers import full
-from titan.profile import command, summary
+from titan.profile import __main__ as command
+from titan.profile import summary
 from titan.profile.trace import read
 from titan.training import profiling
 from titan.training.trainer import Trainer

@@ -58,11 +58,11 @@ DEVICES = (
     ),
     _define_device_fault(
         "single", "_cuda_attachOutOfMemoryObserver", "a name that torch does not have",
-        "titan/profile/tensors.py", "_cuda_attach_out_of_memory_observer(", "_cuda_attachOutOfMemoryObserver(",
+        "titan/training/profiling.py", "_cuda_attach_out_of_memory_observer(", "_cuda_attachOutOfMemoryObserver(",
     ),
     _define_device_fault(
         "single", "enable_timing=True", "an event that measures no time",
-        "titan/profile/clock.py", "torch.cuda.Event(enable_timing=True)", "torch.cuda.Event()",
+        "titan/profile/waits.py", "torch.cuda.Event(enable_timing=True)", "torch.cuda.Event()",
     ),
 )  # fmt: skip
 WAITS = (

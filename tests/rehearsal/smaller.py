@@ -8,12 +8,12 @@ import sys
 
 SIZES = {
     "titan.bench.calibration": {
-        "SHAPES": ((64, 64, 64), (64, 128, 64)),
+        "MATMUL_SHAPES": ((64, 64, 64), (64, 128, 64)),
         "ATTENTION": ((1, 2, 64, 16),),
         "UNCOMPILED": (64, 64, 128),
         "COPIED_MIB": 1,
     },
-    "titan.bench.command": {"CEILINGS": (64, 1)},
+    "titan.bench.speed": {"CEILINGS": (64, 1)},
 }
 """The sizes for CUDA in place of a GPU's, by module and name."""
 

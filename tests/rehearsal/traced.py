@@ -42,7 +42,7 @@ def measure_trace(overrides: Sequence[str]) -> dict[str, float]:
     from titan.estimate.operations import derive_speeds
     from titan.estimate.plan import resolve_hardware
     from titan.estimate.rank_sizes import GIB
-    from titan.training.trace.ranks import trace_run
+    from titan.training.trace.rank import trace_run
 
     run = _compose_run(tuple(overrides))
     fullest = trace_run(

@@ -18,7 +18,7 @@ from tests.support.runs import train_run as train_ranks
 from titan import plan
 from titan.errors import ConfigError
 from titan.estimate import plan as planning
-from titan.estimate.causes import COMMUNICATION, sum_groups
+from titan.estimate.step_time import COMMUNICATION, sum_groups
 from titan.report import own_runs
 from titan.report.collect import collect_runs
 from titan.run.run import Run

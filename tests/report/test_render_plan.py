@@ -16,7 +16,7 @@ from tests.support.tiers import select_cases
 from titan.console.numbers import format_rounded
 from titan.estimate import overhead, search
 from titan.estimate.plan import Plan, build_plan, list_memory_parts
-from titan.estimate.single_changes import find_best_changes
+from titan.estimate.search import find_best_changes
 from titan.estimate.step_time import CAUSES
 from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
 from titan.report.render.plan_data import PlanOutcome, list_figures

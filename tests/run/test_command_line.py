@@ -20,7 +20,7 @@ from tests.support.machines import make_detector
 from tests.support.runs import TINY, begin_run
 from tests.support.tiers import full
 from titan import compare, convert, data, generate, prepare, status, train
-from titan.bench import command as bench
+from titan.bench import __main__ as bench
 from titan.cluster import devices
 from titan.cluster.schema import Cluster
 from titan.config import launcher_hints

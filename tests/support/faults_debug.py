@@ -165,23 +165,23 @@ FAULTS = (
     define_fault(
         "profile: hidden communication is exposed",
         "titan/profile/breakdown.py",
-        "parts[kind], remaining = _subtract_part(remaining, exchanges)",
-        "parts[kind] = sum_lengths(exchanges) / 1e6",
+        "parts[kind] = sum_lengths(intersect_intervals(remaining, times)) / 1e6",
+        "parts[kind] = sum_lengths(times) / 1e6",
         "profile/test_breakdown.py::test_a_step_on_a_cpu",
     ),
     define_fault(
         "profile: recomputation counts as matmuls",
         "titan/profile/breakdown.py",
-        "yield kinds.RECOMPUTATION if is_recomputed else kind, event.start, event.end",
+        "yield RECOMPUTATION if is_recomputed else kind, event.start, event.end",
         "yield kind, event.start, event.end",
         "profile/test_breakdown.py::test_a_step_on_a_gpu",
     ),
     define_fault(
         "profile: what a forward pass releases is kept",
-        "titan/profile/memory.py",
+        "titan/profile/trace.py",
         "return ACTIVATIONS if block.end > forward_range.end else TEMPORARY",
         "return ACTIVATIONS if block.end < forward_range.end else TEMPORARY",
-        "profile/test_memory.py",
+        "profile/test_breakdown.py::test_the_peak_by_category",
     ),
     define_fault(
         "rank times: what an evaluation waited counts as the next step's",
@@ -192,7 +192,7 @@ FAULTS = (
     ),
     define_fault(
         "acceptance: runs of other code are judged",
-        "titan/bench/acceptance/report.py",
+        "titan/bench/acceptance.py",
         "    lab.remove_runs(part.name)\n",
         "",
         "bench/test_acceptance.py::test_it_goes_on_where_it_was_and_repeats_what_failed",

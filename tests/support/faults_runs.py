@@ -315,7 +315,7 @@ ESTIMATES = (
     ),
     define_fault(
         "trace: free neighbours are not joined",
-        "titan/estimate/traced/allocator.py",
+        "titan/estimate/traced/memory.py",
         "if neighbour is not None and neighbour.free:",
         "if neighbour is None:",
         "estimate/test_traced.py::test_free_neighbours_are_joined",

@@ -15,10 +15,9 @@ from tests.support.tiers import select_cases
 from titan.errors import ConfigError
 from titan.estimate.operations import Speeds
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
-from titan.estimate.traced import result
-from titan.estimate.traced.result import RankResult
+from titan.estimate.traced.replay import RankResult, build_rank_result
 from titan.run.run import Run
-from titan.training.trace.ranks import build_rank_trace, trace_run
+from titan.training.trace.rank import build_rank_trace, trace_run
 
 MODEL = [
     "model=debug", "model.dim=512", "model.heads=8", "model.ffn=1536", "model.vocab=512", "training.seq_len=512",
@@ -57,7 +56,7 @@ def results(one: Run, rank: int, *whole: bool) -> list[RankResult]:
 
 
 def _result(_: int, __: int, one: Run, rank: int, whole: bool) -> RankResult:
-    return result.build_rank_result(one, one.layout, speeds(one), build_rank_trace(one, rank, full=whole), "cuda")
+    return build_rank_result(one, one.layout, speeds(one), build_rank_trace(one, rank, full=whole), "cuda")
 
 
 @pytest.mark.parametrize("layout", select_cases(LAYOUTS, ("fsdp",), one_in=4))

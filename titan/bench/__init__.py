@@ -1,5 +1,2 @@
-"""Benchmarks, one module per suite or part of one.
-
-command (the command line), suites (the cases), speed (training speed against bare_loop), activation_modes,
-checkpoint (saving), preparing and loading (data), generation, features and experts (ratios of two sides in turn).
-"""
+"""Benchmarks: speed (titan against bare_loop), separate_runs (activation checkpointing, saving), acceptance of a device
+(lab, device_checks), and the measurements of titan.calibrate (calibration, trials)."""

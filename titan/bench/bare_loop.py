@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from titan.compile.schema import Compile
+from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.loader import BatchShape, Loader
 from titan.dataset.mixture import RowMixture
 from titan.memory.checkpointing import checkpoint_blocks
@@ -32,7 +33,6 @@ class BareLoop:
         """Build the loop.
 
         Args:
-            run: the run; its layout must be one device.
             preloaded: number of global batches that are loaded in advance and repeated.
             autocast: compute in the run's precision through torch.autocast instead of the model's own casts.
         """
@@ -79,9 +79,19 @@ class BareLoop:
             self.step += 1
 
 
-def _preload(run: Run, mix: RowMixture, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
+def open_mixture(run: Run) -> RowMixture:
+    """Return the rows of a run."""
+    return build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
+
+
+def open_loader(run: Run, mix: RowMixture) -> Loader:
+    """Return the loader of a run on one device."""
     shape = BatchShape(run.microbatches, run.microbatch_rows, run.training.seq_len)
-    with Loader(mix, run.training, DataShard(0, 1), shape) as loader:
+    return Loader(mix, run.training, DataShard(0, 1), shape)
+
+
+def _preload(run: Run, mix: RowMixture, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
+    with open_loader(run, mix) as loader:
         batches = [torch.from_numpy(next(loader).fields[:2]).to(device).long() for _ in range(count)]
     return [(tokens, targets) for tokens, targets in batches]
 
@@ -95,40 +105,42 @@ def time_work(work: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 10) -> float:
+def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """Return the best speed of a square matmul of that size in TFLOP/s."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = a @ b
-    best = min(time_work(lambda: _repeat(lambda: torch.mm(a, b, out=out), 3), device) for _ in range(repeats))
-    return 3 * 2 * size**3 / best / 1e12
+    return 2 * size**3 / _time_best(lambda: torch.mm(a, b, out=out), device) / 1e12
 
 
-def measure_float8_tflops(device: torch.device, size: int, repeats: int = 10) -> float:
+def measure_float8_tflops(device: torch.device, size: int) -> float:
     """Return the best speed of a square float8 matmul with per-tensor scaling in TFLOP/s; CUDA only."""
     a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     unit_scale = torch.ones((), device=device)
 
-    def matmul() -> None:
-        torch._scaled_mm(
+    def matmul() -> Tensor:
+        return torch._scaled_mm(
             a, b.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
     matmul()
-    best = min(time_work(lambda: _repeat(matmul, 3), device) for _ in range(repeats))
-    return 3 * 2 * size**3 / best / 1e12
+    return 2 * size**3 / _time_best(matmul, device) / 1e12
 
 
-def measure_copy_speed(device: torch.device, mebibytes: int, repeats: int = 10) -> float:
+def measure_copy_speed(device: torch.device, mebibytes: int) -> float:
     """Return the best speed of a copy within the device's memory in GB/s, bytes read plus written."""
     source = torch.zeros(mebibytes * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best = min(time_work(lambda: _repeat(lambda: target.copy_(source), 3), device) for _ in range(repeats))
-    return 3 * 2 * source.numel() / best / 1e9
+    return 2 * source.numel() / _time_best(lambda: target.copy_(source), device) / 1e9
 
 
-def _repeat(work: Callable[[], Any], times: int) -> None:
-    for _ in range(times):
-        work()
+def _time_best(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the least seconds of `work`, done three times in a row."""
+
+    def repeat() -> None:
+        for _ in range(3):
+            work()
+
+    return min(time_work(repeat, device) for _ in range(10)) / 3
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,24 +1,40 @@
-"""Measure the figures of this machine that the cost model needs: see `titan.cluster.hardware`."""
+"""Measure the figures of this machine that the cost model needs: see `titan.cluster.hardware`.
+
+On a CPU that includes what steps of small models cost beside matmuls and attention:
+
+    models on one device        launches, elementwise work, loss, update, and the rest of a step
+    the same, a core each       what a rank computes when all cores are busy, relative to its equal part
+    models in a layout          the host time that a dimension adds to a block and to a step
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.bench import trials
 from titan.bench.bare_loop import measure_copy_speed, time_work
-from titan.bench.ranks import join_process_group, run_together
-from titan.estimate.operations import HEAD_POWER, SHORT_ROWS, compute_slowdown
+from titan.bench.trials import join_process_group, run_together
+from titan.cluster.hardware import Hardware
+from titan.estimate.block_time import LAUNCHES
+from titan.estimate.operations import HEAD_POWER, SHORT_ROWS, Speeds, compute_slowdown
+from titan.estimate.plan import derive_device_speeds
+from titan.estimate.step_time import StepModel, estimate_step
+from titan.run.compose import compose_run
+from titan.run.run import Run
 
-SHAPES = {
+MATMUL_SHAPES = {
     "cpu": (
         (1024, 256, 256), (1024, 640, 256), (1024, 256, 640), (1024, 1024, 1024), (256, 640, 1024), (1024, 4096, 256),
     ),
@@ -74,7 +90,7 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, prologue: float | N
     Args:
         prologue: the start-up if it is known.
     """
-    shapes = SHAPES[device.type]
+    shapes = MATMUL_SHAPES[device.type]
     times = [_time_best(_build_matmul(*shape, device, dtype), device) for shape in shapes]
 
     def compute_rates(start: float) -> list[float]:
@@ -117,17 +133,12 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> dict[str, flo
             compute_spread(direction, candidate, find_short_rows(direction, candidate)) for direction in (0, 1)
         ),
     )
-    forward_rate, backward_rate = (
-        statistics.geometric_mean(compute_rates(direction, power, find_short_rows(direction, power)))
-        for direction in (0, 1)
-    )
+    short = [find_short_rows(direction, power) for direction in (0, 1)]
+    rates = [statistics.geometric_mean(compute_rates(direction, power, short[direction])) for direction in (0, 1)]
     return {
-        "attention_tflops": forward_rate / 1e12,
-        "attention_backward_tflops": backward_rate / 1e12,
-        "attention_short_rows": find_short_rows(0, power),
-        "attention_backward_short_rows": find_short_rows(1, power),
-        "attention_head_power": power,
-    }
+        "attention_tflops": rates[0] / 1e12, "attention_backward_tflops": rates[1] / 1e12,
+        "attention_short_rows": short[0], "attention_backward_short_rows": short[1], "attention_head_power": power,
+    }  # fmt: skip
 
 
 def _time_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
@@ -179,11 +190,7 @@ def _time_best(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def measure_links(ranks: int, device: str) -> dict[str, float]:
-    """Return latency and bandwidth of collectives between ranks of this machine.
-
-    Raises:
-        RunError: when a rank fails or does not answer.
-    """
+    """Return latency and bandwidth of collectives between ranks of this machine."""
     times = run_together(partial(measure_collectives, device), ranks, LINK_SECONDS)
     moved = LARGE * (ranks - 1) / ranks / 1e9
     rates = {name: moved / max(1e-9, times[f"{name} {LARGE}"] - times[f"{name} {SMALL}"]) for name in COLLECTIVES}
@@ -213,3 +220,170 @@ def _time_median(work: Callable[[], Any], device: torch.device) -> float:
         dist.barrier()
         times.append(time_work(work, device))
     return statistics.median(times[1:])
+
+
+# ---- steps of small models on a CPU ----
+#
+# The time of a step is a sum of causes, each a known quantity (`titan.estimate.step_time`) times an unknown price. The
+# prices are fitted to the measured times by least squares of relative errors; none is negative.
+
+BASE = (
+    "model=debug", "dataset=synthetic", "checkpoint=off", "compile=off", "cluster=cpu", "memory=none",
+    "training.steps=1000000", "metrics.plot=false", "metrics.sample_tokens=0", "evaluation.tokens=0",
+    "model.kv_heads=2",
+)  # fmt: skip
+SHAPES = (  # dim, layers, heads, ffn, vocab, length, tokens
+    (128, 2, 2, 512, 2048, 256, 1024),
+    (128, 8, 2, 512, 2048, 256, 1024),
+    (320, 2, 4, 768, 8192, 256, 2048),
+    (320, 8, 4, 768, 2048, 512, 2048),
+    (256, 4, 4, 1024, 8192, 128, 2048),
+    (64, 8, 2, 128, 256, 64, 128),
+    (320, 8, 4, 768, 8192, 128, 256),
+    (128, 2, 2, 256, 8192, 256, 4096),
+    (384, 2, 4, 1024, 512, 256, 4096),
+)
+"""Models and batches that are measured on one device."""
+TINY = (32, 1, 2, 64, 256, 64, 256)
+"""A model whose tensors take no memory to speak of."""
+LAYOUT_SHAPES = (0, 1, 3)
+"""Those that are measured in each layout."""
+DIMENSIONS = {"ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
+"""Layouts of two ranks, and the dimension whose host time they show; context parallelism shards weights too."""
+Prices = dict[str, float]
+
+
+class TimedRun(NamedTuple):
+    """A run and the measured time of its step."""
+
+    run: Run
+    seconds: float
+
+
+def measure_step_figures(figures: Mapping[str, float], cores: int, ranks: int) -> Prices:
+    """Return figures of steps on one device, by their names in `Hardware`.
+
+    Args:
+        ranks: processes for the speed of a rank; 1: it is not measured.
+    """
+    runs = [_compose_run(shape, "single") for shape in SHAPES]
+    prices: Prices = {**figures, "cores": cores}
+    prices |= fit_single_prices(list(map(TimedRun, runs, trials.measure_step_seconds(runs))), prices)
+    if ranks > 1:
+        layout_runs = [runs[i] for i in LAYOUT_SHAPES]
+        crowded = list(map(TimedRun, layout_runs, trials.measure_crowded_steps(layout_runs, ranks)))
+        prices["rank_speed"] = fit_rank_speed(crowded, prices, ranks)
+    return prices
+
+
+def measure_process_memory() -> Prices:
+    """Return the memory of a rank's process."""
+    return {"process_gib": trials.measure_process_gib(_compose_run(TINY, "fsdp"))}
+
+
+def measure_layout_figures(layout: str, figures: Mapping[str, float]) -> Prices:
+    """Return the host time that the dimension of a layout adds to a block and to a step.
+
+    Args:
+        figures: of one device, of the links, and of the dimensions before it.
+    """
+    runs = [_compose_run(SHAPES[i], layout) for i in LAYOUT_SHAPES]
+    return fit_dimension_prices(
+        list(map(TimedRun, runs, trials.measure_step_seconds(runs))), figures, DIMENSIONS[layout]
+    )
+
+
+def _compose_run(shape: tuple[int, ...], layout: str) -> Run:
+    names = ("model.dim", "model.layers", "model.heads", "model.ffn", "model.vocab")
+    sizes = [f"{name}={value}" for name, value in zip(names, shape, strict=False)]
+    rows = [f"training.seq_len={shape[-2]}", f"training.global_batch={shape[-1]}"]
+    return compose_run([*BASE, *sizes, *rows, f"parallelism={layout}"], remote=True)
+
+
+def fit_single_prices(timed: Sequence[TimedRun], figures: Mapping[str, float]) -> Prices:
+    """Return what explains the time of steps on one device beside matmuls and attention."""
+    unit = dict.fromkeys(("eager_factor", "loss_factor", "update_factor"), 1.0)
+    causes, residuals = [], []
+    for run, seconds in timed:
+        model = StepModel(run, run.layout, run.microbatches, _derive_speeds(run, {**figures, **unit}))
+        causes.append(_compute_single_causes(model))
+        residuals.append(seconds - _compute_known_seconds(model))
+    prices = solve_least_squares(causes, residuals, [each.seconds for each in timed])
+    minimums = {"eager_factor": 1.0, "loss_factor": 0.1, "update_factor": 0.1, "launch_microseconds": 0.1}
+    return {name: max(minimums.get(name, 0.0), price) for name, price in zip(causes[0], prices, strict=True)}
+
+
+def _compute_single_causes(model: StepModel) -> Prices:
+    """Return the seconds that each price's unit costs in a step on one device."""
+    block, blocks = model.get_block(0), model.model.layers * model.microbatches
+    return {
+        "launch_microseconds": 1e-6 * 3 * LAUNCHES[model.compiled] * blocks,
+        "step_microseconds": 1e-6,
+        "eager_factor": blocks * sum(each.work["memory-bound"] for each in (block.forward, block.backward)),
+        "loss_factor": model.microbatches * sum(model.estimate_head(kind)["memory-bound"] for kind in "FB"),
+        "update_factor": model.estimate_update(),
+    }
+
+
+def _compute_known_seconds(model: StepModel) -> float:
+    """Return the seconds of matmuls and attention in a step."""
+    block = model.get_block(0)
+    seconds = sum(each.work[name] for each in (block.forward, block.backward) for name in ("matmuls", "attention"))
+    head = sum(model.estimate_head(kind)["matmuls"] for kind in "FB")
+    return model.microbatches * (model.model.layers * seconds + head)
+
+
+def fit_rank_speed(timed: Sequence[TimedRun], figures: Mapping[str, float], ranks: int) -> float:
+    """Return the speed of one of several processes on a CPU, relative to its equal part of the whole."""
+    ratios = []
+    for run, seconds in timed:
+        parts = _predict_parts(run, figures)
+        host = parts.get("host", 0.0)
+        ratios.append(ranks * (sum(parts.values()) - host) / max(1e-9, seconds - host))
+    return float(np.median(ratios))
+
+
+def fit_dimension_prices(timed: Sequence[TimedRun], figures: Mapping[str, float], dimension: str) -> Prices:
+    """Return the host time that a dimension of the layout adds to a block or action, and to a step."""
+    unit = "action" if dimension == "pipeline" else "block"
+    names = [f"{dimension}_{each}_microseconds" for each in (unit, "step")]
+    causes, residuals = [], []
+    for run, seconds in timed:
+        base = _predict_seconds(run, figures)
+        causes.append({name: 1e-6 * (_predict_seconds(run, {**figures, name: 1e6}) - base) for name in names})
+        residuals.append(seconds - base)
+    return dict(zip(names, solve_least_squares(causes, residuals, [each.seconds for each in timed]), strict=True))
+
+
+def solve_least_squares(causes: Sequence[Prices], seconds: Sequence[float], scale: Sequence[float]) -> list[float]:
+    """Return the prices, none negative, with the least squares of errors relative to `scale`.
+
+    Prices that would be negative are set to zero, the most negative one first, and the others fitted again.
+    """
+    matrix: NDArray[np.float64] = np.array([list(cause.values()) for cause in causes]) / np.array(scale)[:, None]
+    target = np.array(seconds) / np.array(scale)
+    active = list(range(matrix.shape[1]))
+    prices = np.zeros(matrix.shape[1])
+    while active:
+        columns = matrix[:, active]
+        size = np.linalg.norm(columns, axis=0)
+        size[size == 0] = 1.0
+        solution = np.linalg.lstsq(columns / size, target, rcond=None)[0]
+        if solution.min() >= 0:
+            prices[active] = solution / size
+            break
+        active.pop(int(solution.argmin()))
+    return [float(price) for price in prices]
+
+
+def _derive_speeds(run: Run, figures: Mapping[str, float]) -> Speeds:
+    fields: Any = figures
+    return derive_device_speeds(run, Hardware(**fields), run.machine, run.layout)
+
+
+def _predict_parts(run: Run, figures: Mapping[str, float]) -> Mapping[str, float]:
+    return estimate_step(run, run.layout, run.microbatches, _derive_speeds(run, figures)).parts
+
+
+def _predict_seconds(run: Run, figures: Mapping[str, float]) -> float:
+    return sum(_predict_parts(run, figures).values())

@@ -18,19 +18,15 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan.bench.suites import SpeedCase
 from titan.cluster.known_devices import look_up_peak_tflops
-from titan.errors import ConfigError
 from titan.estimate.roofline import Roofline, compute_roofline, select_rates
-from titan.run import attempts, compose
-from titan.run.prepared_data import prepare_data
+from titan.run import compose
 from titan.run.run import Run
-from titan.training.signals import StopSignals
 
 if TYPE_CHECKING:
     from titan.bench.bare_loop import BareLoop
@@ -40,6 +36,8 @@ Side = Literal["titan", "bare"]
 SIDES: tuple[Side, ...] = ("bare", "titan")
 WARM = 3
 """Warm-up steps before a measurement: allocations, compilation."""
+CEILINGS = {"cpu": (1024, 64), "cuda": (8192, 1024)}
+"""The size of a square matmul, and the MiB of a copy, that show what a device can do."""
 SYNCHRONIZING = "called a synchronizing CUDA operation"
 """How torch's error message begins when an operation synchronises under `set_sync_debug_mode("error")`."""
 ERROR = re.compile(r"(\[rank\d+\]: )?(titan: |[\w.]*(Error|Exception|Exit|Interrupt)\b|[\w.]+\.exc\.\w+)")
@@ -47,6 +45,26 @@ ERROR = re.compile(r"(\[rank\d+\]: )?(titan: |[\w.]*(Error|Exception|Exit|Interr
 HEADER = (
     f"{'tokens/s':<34} {'bare':>10} {'titan':>10} {'ratio':>7} {'(lowest to highest)':<18} {'MFU':>7} {'roofline':>8}"
 )
+
+PRECISIONS, COMPILES = ("fp32", "bf16"), ("off", "block", "model")
+FLOAT8 = ("float8", "float8_rowwise")
+EXPERTS = ("model=qwen3_30b_a3b", "model.layers=8", "model.experts=32")
+"""2.0B parameters, of which 1.1B compute a token."""
+UNBALANCED = ("model.aux_loss=0",)
+"""The bare loop has no loss that balances experts."""
+
+
+@dataclass(frozen=True)
+class SpeedCase:
+    """One row of the table of speeds: titan's overrides under a title that names the choices.
+
+    The bare loop may run under torch.autocast, and with another scope of compilation than titan's.
+    """
+
+    title: str
+    overrides: tuple[str, ...]
+    autocast: bool = False
+    bare: Literal["", "off", "block", "model"] = ""
 
 
 @dataclass(frozen=True)
@@ -103,19 +121,12 @@ class CaseSpeed:
 def measure_case(
     case: SpeedCase, overrides: Sequence[str], ceilings: Mapping[str, float], rounds: int, steps: int
 ) -> CaseSpeed:
-    """Measure the training speed of titan and of the bare loop in one case.
-
-    Args:
-        overrides: overrides common to all cases.
-        ceilings: measured speeds of the device.
-        steps: steps per round of each side.
-
-    Raises:
-        ConfigError: if the case can't be composed on this machine.
-    """
+    """Measure the training speed of titan and of the bare loop in one case."""
     run = compose.compose_run([*overrides, *case.overrides])
-    measure_sides = measure_separately if run.machine.device == "cuda" else measure_alternating
-    sides = measure_sides(run, case, overrides, rounds, steps)
+    if run.machine.device == "cuda":
+        sides = measure_separately(case, overrides, rounds, steps)
+    else:
+        sides = measure_alternating(run, case, rounds, steps)
     tokens = steps * run.training.global_batch
     rate = {side: tokens / statistics.median(r.seconds) if r.seconds else 0.0 for side, r in sides.items()}
     peak = run.cluster.peak_tflops or look_up_peak_tflops(run.machine.name, run.precision.compute)  # type: ignore[arg-type]
@@ -133,17 +144,15 @@ def measure_case(
     )
 
 
-def measure_alternating(
-    run: Run, case: SpeedCase, overrides: Sequence[str], rounds: int, steps: int
-) -> dict[Side, SideResult]:
-    """Measure both sides in this process in alternating rounds; arguments as for `measure_case`."""
+def measure_alternating(run: Run, case: SpeedCase, rounds: int, steps: int) -> dict[Side, SideResult]:
+    """Measure both sides in this process in alternating rounds."""
     import torch
 
     from titan.bench.bare_loop import time_work
 
     side_times: dict[Side, list[float]] = {"bare": [], "titan": []}
-    with open_trainer(run) as (trainer, bare_loop):
-        bare = bare_loop(case)
+    with open_trainer(run) as trainer:
+        bare = build_bare_loop(case, trainer)
         work: dict[Side, Callable[[int], None]] = {"bare": bare.train_steps, "titan": trainer.run_steps}
         for side in SIDES:
             work[side](WARM)
@@ -154,21 +163,27 @@ def measure_alternating(
     return {side: SideResult(tuple(times)) for side, times in side_times.items()}
 
 
-def measure_separately(
-    run: Run, case: SpeedCase, overrides: Sequence[str], rounds: int, steps: int
-) -> dict[Side, SideResult]:
-    """Measure each side in two separate processes of half the rounds; arguments as for `measure_case`."""
+def build_bare_loop(case: SpeedCase, trainer: Trainer) -> BareLoop:
+    """Return the bare loop of a case on the data of titan's trainer."""
+    from titan.bench.bare_loop import BareLoop
+
+    run = trainer.run
+    bare_run = replace(run, compile=replace(run.compile, scope=case.bare or run.compile.scope))
+    return BareLoop(bare_run, trainer.mix, trainer.world.device, autocast=case.autocast)
+
+
+def measure_separately(case: SpeedCase, overrides: Sequence[str], rounds: int, steps: int) -> dict[Side, SideResult]:
+    """Measure each side in two separate processes of half the rounds."""
     options = [f"rounds={-(-rounds // 2)}", f"steps={steps}", *(["autocast=true"] if case.autocast else [])]
     overrides, bare = [*overrides, *case.overrides], [f"compile={case.bare}"] if case.bare else []
     results: dict[Side, list[SideResult]] = {side: [] for side in SIDES}
     for side in (*SIDES, *reversed(SIDES)):
         results[side].append(SideResult(**_run_process(side, options, [*overrides, *(bare if side == "bare" else [])])))
-    return {side: _join_results(*halves) for side, halves in results.items()}
-
-
-def _join_results(first: SideResult, second: SideResult) -> SideResult:
-    memory_gib = max(filter(None, (first.memory_gib, second.memory_gib)), default=None)
-    return SideResult((*first.seconds, *second.seconds), memory_gib, first.failure or second.failure)
+    joined: dict[Side, SideResult] = {}
+    for side, (first, second) in results.items():
+        memory_gib = max(filter(None, (first.memory_gib, second.memory_gib)), default=None)
+        joined[side] = SideResult((*first.seconds, *second.seconds), memory_gib, first.failure or second.failure)
+    return joined
 
 
 def _run_process(task: str, options: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
@@ -192,11 +207,15 @@ def measure_side(side: Side, overrides: Sequence[str], rounds: int, steps: int, 
     run = compose.compose_run(overrides)
     import torch
 
-    from titan.bench.bare_loop import time_work
+    from titan.bench.bare_loop import BareLoop, open_mixture, time_work
     from titan.metrics.recorder import peak_memory_gib
 
     device = torch.device(run.machine.device)
-    with _open_side(side, run, device, autocast) as work:
+    with ExitStack() as stack:
+        if side == "titan":
+            work: Callable[[int], None] = stack.enter_context(open_trainer(run)).run_steps
+        else:
+            work = BareLoop(run, open_mixture(run), device, autocast=autocast).train_steps
         work(WARM)
         times = [time_work(lambda: work(steps), device) for _ in range(rounds)]
     print(json.dumps(asdict(SideResult(tuple(times), peak_memory_gib(device)))))
@@ -204,62 +223,28 @@ def measure_side(side: Side, overrides: Sequence[str], rounds: int, steps: int, 
 
 
 @contextmanager
-def _open_side(side: Side, run: Run, device: Any, autocast: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a function that trains a number of steps of one side."""
-    if side == "titan":
-        with open_trainer(run) as (trainer, _):
-            yield trainer.run_steps
-        return
-    from titan.bench.bare_loop import BareLoop
-    from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
-
-    mix = build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
-    yield BareLoop(run, mix, device, autocast=autocast).train_steps
-
-
-@contextmanager
-def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[SpeedCase], BareLoop]]]:
-    """Yield titan's trainer for one device, which records as usual, and a factory of bare loops on the same data."""
-    from titan.bench.bare_loop import BareLoop
-    from titan.cluster.rank_info import RankInfo
-    from titan.parallelism import mesh
+def open_trainer(run: Run) -> Iterator[Trainer]:
+    """Yield titan's trainer for one device, which records as usual."""
+    from titan.bench import trials
     from titan.training import metrics_setup
-    from titan.training.build import build_train_step
-    from titan.training.trainer import Trainer
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
-        run = replace(run, directory=folder)
-        attempt = attempts.begin_attempt(run, prepare_data(run))
-        if isinstance(attempt, attempts.FinishedRun):
-            raise ConfigError(f"{folder} contains a finished run; empty it.")
-        world = mesh.connect_world(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
-        trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
+        run, attempt = trial = trials.prepare_trial(replace(run, directory=folder))
+        trainer = trials.build_trainer(trial, trials.connect_rank(run, 0, 1, ""))
         with metrics_setup.build_recorder(run, attempt, print) as recorder, trainer.loader:
             trainer.reporter.recorder = recorder
-            yield (
-                trainer,
-                lambda case: BareLoop(_set_bare_scope(run, case), trainer.mix, world.device, autocast=case.autocast),
-            )
-
-
-def _set_bare_scope(run: Run, case: SpeedCase) -> Run:
-    """Return the run with the bare loop's scope of compilation."""
-    return replace(run, compile=replace(run.compile, scope=case.bare)) if case.bare else run
+            yield trainer
 
 
 def profile_case(case: SpeedCase, overrides: Sequence[str], steps: int, rows: int = 25) -> str:
-    """Return torch.profiler's table of the operators with the largest self time on the device in a case's steps.
-
-    Raises:
-        ConfigError: if the case can't be composed on this machine.
-    """
+    """Return torch.profiler's table of the operators with the largest self time on the device in a case's steps."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     run = compose.compose_run([*overrides, *case.overrides])
     cuda = run.machine.device == "cuda"
-    with open_trainer(run) as (trainer, _):
+    with open_trainer(run) as trainer:
         trainer.run_steps(WARM)
         with profiler(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
             trainer.run_steps(steps)
@@ -283,11 +268,7 @@ class HostSync:
 
 
 def find_host_sync(overrides: Sequence[str]) -> HostSync:
-    """Search a recipe's steps for a host synchronisation, in a separate process so that its GPU memory is freed.
-
-    Raises:
-        ConfigError: if the recipe can't be composed on this machine.
-    """
+    """Search a recipe's steps for a host synchronisation, in a separate process so that its GPU memory is freed."""
     compose.compose_run(overrides)
     return HostSync(**_run_process("sync", [], overrides))
 
@@ -306,7 +287,7 @@ def locate_host_sync(run: Run, steps: int = 3) -> str:
     """
     import torch
 
-    with open_trainer(run) as (trainer, _):
+    with open_trainer(run) as trainer:
         trainer.run_steps(WARM)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -325,3 +306,53 @@ def build_environment() -> dict[str, str]:
     """Return this process's environment with its titan on PYTHONPATH."""
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def list_cpu_cases() -> list[SpeedCase]:
+    """Return each precision with each scope of compilation.
+
+    Compiled blocks are also compared with a bare loop that is compiled as a whole, and bf16 with one under autocast.
+    """
+    cases = [_build_case(f"precision={p}", f"compile={c}") for p in PRECISIONS for c in COMPILES]
+    block_cases = [case for case in cases if "compile=block" in case.overrides]
+    bf16_cases = [
+        case for case in cases if "precision=bf16" in case.overrides and "compile=model" not in case.overrides
+    ]
+    whole_cases = [SpeedCase(f"{case.title}, bare: model", case.overrides, bare="model") for case in block_cases]
+    autocast_cases = [SpeedCase(f"{case.title}, bare: autocast", case.overrides, autocast=True) for case in bf16_cases]
+    return [*cases, *whole_cases, *autocast_cases]
+
+
+def list_gpu_cases() -> list[SpeedCase]:
+    """Return the 1B model in each precision and scope, one with experts, and the 8B model as it fits in 141 GB.
+
+    With weights and gradients in fp32 the 8B model fits only with activation checkpointing.
+    """
+    small = [
+        *(("precision=bf16", f"compile={scope}") for scope in ("off", "block", "model")),
+        ("precision=bf16", "compile=block", "training.loss_chunk=2048"),
+        *((f"precision={p}", "compile=block") for p in FLOAT8),
+    ]
+    frugal = ("optimizer.moments=bf16", "training.loss_chunk=2048")
+    large = [
+        *(("precision=bf16", f"compile={scope}", "memory=full") for scope in ("off", "block", "model")),
+        ("precision=bf16", "compile=block", "memory=selective"),
+        *((f"precision={p}", "compile=block", f"memory={m}") for m in ("selective", "full") for p in FLOAT8),
+        ("precision=bf16_pure", "compile=block", "memory=none"),
+    ]
+    cases = [_build_case("model=llama1b", *choices) for choices in small]
+    cases += [
+        _build_case(*EXPERTS, "precision=bf16", f"compile={scope}", hidden=UNBALANCED) for scope in ("off", "block")
+    ]
+    return [*cases, *(_build_case("model=llama8b", *choices, hidden=frugal) for choices in large)]
+
+
+def _build_case(*overrides: str, hidden: tuple[str, ...] = ()) -> SpeedCase:
+    """Return a case whose title names the choices except `hidden` ones."""
+    return SpeedCase(", ".join(map(_shorten_override, overrides)), (*overrides, *hidden))
+
+
+def _shorten_override(override: str) -> str:
+    """Return a choice for a title: the value alone for models and precisions."""
+    name, _, value = override.partition("=")
+    return value if name in ("model", "precision") else f"{name.rpartition('.')[2]} {value}"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan.profile import kinds
+from titan.profile.breakdown import name_collective
 
 MAX_PENDING = 8
 """Collectives that have not ended: the oldest of them, since a GPU has hundreds waiting."""
@@ -183,7 +183,7 @@ def _build_operation(entry: Mapping[str, Any], familiar: bool, has_timing: bool)
 def describe_kind(name: str) -> str:
     """Return a collective in words: "all-gather" for "nccl:_all_gather_base"."""
     plain = name.partition(":")[2] or name
-    return kinds.name_collective(plain) or plain
+    return name_collective(plain) or plain
 
 
 def _find_user_line(frames: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,14 +43,8 @@ class SecondsByCause(dict[str, float]):
         return 0.0
 
 
-@dataclass(frozen=True)
-class BlockPass:
-    """The time of one block, forward or backward, without collectives on its weights.
-
-    Attributes:
-        work: seconds by cause, one after the other.
-        launches: kernel launches.
-    """
+class BlockPass(NamedTuple):
+    """The seconds of one block by cause, forward or backward, without collectives on its weights; kernel launches."""
 
     work: SecondsByCause
     launches: float
@@ -160,11 +153,7 @@ class BlockTime:
     """The time of one kind of block on a rank."""
 
     def __init__(self, rank: RankWork, layer: int) -> None:
-        """Time a block.
-
-        Args:
-            layer: one of the blocks of its kind.
-        """
+        """Time a block, one of its kind."""
         self.rank, self.layer = rank, layer
         self.stored = rank.model.block_matmuls(layer)
         self.layers = _merge_layers(self.stored) if rank.merged else self.stored
@@ -173,31 +162,27 @@ class BlockTime:
     @cached_property
     def forward(self) -> BlockPass:
         """The forward pass of a block."""
-        work = SecondsByCause()
-        work["matmuls"] = sum(self._estimate_matmul(name, layer, "forward") for name, layer in self.layers.items())
-        work["attention"] = self._attention_seconds[0]
-        work["experts"] = self._estimate_experts("forward")
-        work["memory-bound"] = self._estimate_elementwise("forward")
-        work["tensor parallelism"] = self._exchange_count * self.rank.estimate_tensor_exchange()
-        work["context parallelism"] = self._estimate_context_exchange("forward")
-        work["expert parallelism"] = self._estimate_exposed_exchanges("forward")
-        work["host"] = self._estimate_host(1)
-        return BlockPass(work, self._launch_count)
+        exchanges = self._exchange_count * self.rank.estimate_tensor_exchange()
+        return self._estimate_pass("forward", ("forward",), exchanges)
 
     @cached_property
     def backward(self) -> BlockPass:
-        """The backward pass of a block, with what is recomputed."""
+        """The backward pass of a block, without what is recomputed."""
+        return self._estimate_pass("backward", ("input", "weight"), self._estimate_backward_exchanges())
+
+    def _estimate_pass(self, direction: str, parts: tuple[str, ...], exchanges: float) -> BlockPass:
+        """Return the time of a pass: its matmuls are forward, or the gradients of inputs and of weights."""
         work = SecondsByCause()
-        for part in ("input", "weight"):
+        for part in parts:
             work["matmuls"] += sum(self._estimate_matmul(name, layer, part) for name, layer in self.layers.items())
-        work["attention"] = self._attention_seconds[1]
-        work["experts"] = self._estimate_experts("input") + self._estimate_experts("weight")
-        work["memory-bound"] = self._estimate_elementwise("backward")
-        work["tensor parallelism"] = self._estimate_backward_exchanges()
-        work["context parallelism"] = self._estimate_context_exchange("backward")
-        work["expert parallelism"] = self._estimate_exposed_exchanges("input", "weight")
-        work["host"] = self._estimate_host(2)
-        return BlockPass(work, 2 * self._launch_count)
+        work["attention"] = self._attention_seconds[direction == "backward"]
+        work["experts"] = sum(self._estimate_experts(part) for part in parts)
+        work["memory-bound"] = self._estimate_elementwise(direction)
+        work["tensor parallelism"] = exchanges
+        work["context parallelism"] = self._estimate_context_exchange(direction)
+        work["expert parallelism"] = self._estimate_exposed_exchanges(*parts)
+        work["host"] = self._estimate_host(len(parts))
+        return BlockPass(work, len(parts) * self._launch_count)
 
     def compute_least_seconds(self) -> tuple[float, float]:
         """Return the least time of both passes: pairs may compute beside all exchanges of rows."""
@@ -219,15 +204,13 @@ class BlockTime:
         if memory.checkpointing == "gate":
             work["memory-bound"] = self._estimate_gates()
             return BlockPass(work, 2)
+        if memory.checkpointing == "budget":
+            for cause in ("matmuls", "experts", "memory-bound"):
+                work[cause] = (1 - memory.budget) * self.forward.work[cause]
+            return BlockPass(work, 0)
         names = [name for name in self.layers if not name.endswith(".w2")]
         is_full = memory.checkpointing in ("full", "every_n")
         recomputed_names = names if is_full else names[1::2]
-        if memory.checkpointing == "budget":
-            fraction = 1 - memory.budget
-            work["matmuls"] = fraction * self.forward.work["matmuls"]
-            work["experts"] = fraction * self.forward.work["experts"]
-            work["memory-bound"] = fraction * self.forward.work["memory-bound"]
-            return BlockPass(work, 0)
         work["matmuls"] = sum(self._estimate_matmul(name, self.layers[name], "forward") for name in recomputed_names)
         work["memory-bound"] = self.forward.work["memory-bound"]
         work["experts"] = self._estimate_experts("forward") * (1 if is_full else 2 / 3)  # one of w1 and w3 is saved
@@ -301,24 +284,20 @@ class BlockTime:
         return self.rank.recipe.parallelism.dispatcher == "deepep"
 
     @cached_property
-    def _experts_per_token(self) -> float:
-        """Experts of a token."""
-        return self._expert_count * self.rank.model.active_expert_parameters(self.layer) / self._expert_parameters
-
-    @cached_property
     def _expert_parameters(self) -> int:
         return self.rank.model.expert_parameters(self.layer)
 
     @cached_property
     def _expert_count(self) -> float:
-        """Experts of the block."""
-        return (
-            self._expert_parameters / sum(m.inputs * m.outputs for m in self.experts.values()) if self.experts else 0.0
-        )
+        size = sum(m.inputs * m.outputs for m in self.experts.values())
+        return self._expert_parameters / size if self.experts else 0.0
+
+    @cached_property
+    def _experts_per_token(self) -> float:
+        return self._expert_count * self.rank.model.active_expert_parameters(self.layer) / self._expert_parameters
 
     @property
     def _local_experts(self) -> float:
-        """Experts that the rank computes."""
         return self._expert_count / self.rank.layout.expert
 
     @property
@@ -426,12 +405,9 @@ class BlockTime:
         if not rank.regathers or rank.speeds.synchronous or rank.quantized:
             gathers_again = rank.regathers or (parallelism.async_tensor and parallelism.sequence_parallel)
             return (3 if gathers_again else 2) * regions * exchange
-        hidden = (self._estimate_first_layers(part) for part in ("input", "weight"))
+        first_layers = [(name, layer) for name, layer in self.layers.items() if not layer.rowwise]
+        hidden = (sum(self._estimate_matmul(*each, part) for each in first_layers) for part in ("input", "weight"))
         return regions * exchange + sum(max(0.0, regions * exchange - seconds) for seconds in hidden)
-
-    def _estimate_first_layers(self, part: str) -> float:
-        """Return the time of the gradients of inputs or weights of the layers that a region begins with."""
-        return sum(self._estimate_matmul(name, layer, part) for name, layer in self.layers.items() if not layer.rowwise)
 
     def _estimate_context_exchange(self, part: str) -> float:
         """Return the exposed time of keys and values between context ranks, in one block."""
@@ -454,53 +430,30 @@ class BlockTime:
     # ---- weights and gradients ----
 
     @cached_property
-    def weight_bytes(self) -> WeightBytes:
-        """Bytes of its weights as gathered, and of its gradients as reduced, on one tensor rank."""
-        model, precision, layout = self.rank.model, self.rank.precision, self.rank.layout
-        sharding = find_weight_sharding(self.rank.recipe.parallelism, layout)
-        used = precision.count_used_bytes(
-            {f"layers.{self.layer}.{name}": matmul for name, matmul in self.stored.items()}, sharding
-        )
-        experts = self._expert_parameters / layout.expert
-        dense = count_block_elements(model, self.layer, layout.tensor)
-        return WeightBytes(
-            used, 4 * (dense.matrices + dense.vectors), precision.bytes * experts, 4 * experts, 4 * dense.unsplit
-        )
-
-    @cached_property
     def gather_seconds(self) -> float:
         """The time to all-gather its weights."""
-        return self._estimate_collective(
-            self.rank.estimate_gather, self.weight_bytes.gathered, self.weight_bytes.experts_gathered
-        )
+        rank, names = self.rank, {f"layers.{self.layer}.{name}": matmul for name, matmul in self.stored.items()}
+        sharding = find_weight_sharding(rank.recipe.parallelism, rank.layout)
+        used = rank.precision.count_used_bytes(names, sharding)
+        experts = rank.precision.bytes * (self._expert_parameters / rank.layout.expert)
+        return self._estimate_collective(rank.estimate_gather, used, experts)
 
     @cached_property
     def reduce_seconds(self) -> float:
         """The time to reduce its gradients, those of whole matrices over tensor ranks too."""
-        seconds = self._estimate_collective(
-            self.rank.estimate_reduce, self.weight_bytes.reduced, self.weight_bytes.experts_reduced
-        )
-        unsplit_bytes = self.weight_bytes.unsplit + self.weight_bytes.experts_reduced * (self.rank.layout.expert == 1)
-        size = unsplit_bytes / (self.rank.layout.sharded if self.rank.fsdp else 1)
-        return seconds + (
-            estimate_collective("all-reduce", size, self.rank.tensor, 1, self.rank.speeds) if unsplit_bytes else 0.0
-        )
+        rank, layout = self.rank, self.rank.layout
+        elements = count_block_elements(rank.model, self.layer, layout.tensor)
+        experts = 4 * (self._expert_parameters / layout.expert)
+        dense = 4 * (elements.matrices + elements.vectors)
+        seconds = self._estimate_collective(rank.estimate_reduce, dense, experts)
+        unsplit = 4 * elements.unsplit + experts * (layout.expert == 1)
+        size = unsplit / (layout.sharded if rank.fsdp else 1)
+        return seconds + (estimate_collective("all-reduce", size, rank.tensor, 1, rank.speeds) if unsplit else 0.0)
 
     def _estimate_collective(self, estimate: Callable[..., float], dense: float, experts: float) -> float:
         if not self.experts or self.rank.layout.expert == 1:
             return estimate(dense + experts)
         return estimate(dense) + estimate(experts, experts=True)
-
-
-class WeightBytes(NamedTuple):
-    """Bytes of a block's weights as gathered and of its gradients as reduced, the same of its experts, and of the
-    gradients of other matrices that each tensor rank has as a whole."""
-
-    gathered: float
-    reduced: float
-    experts_gathered: float
-    experts_reduced: float
-    unsplit: float
 
 
 @lru_cache(256)

@@ -6,14 +6,14 @@ Computed from the schemas alone, without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
-from titan.estimate.accumulation import iterate_obstacles
 from titan.estimate.memory import Usage
 from titan.estimate.rank_sizes import count_rank_rows
 from titan.parallelism.pipeline.stage_plan import find_default_stages, list_microbatch_counts, plan_stages
@@ -37,6 +37,8 @@ SMALLEST = "model=debug"
 """The choice of the smallest model."""
 MAX_POWER = 16
 """The suggested layout has at most 2**16 devices."""
+MOST_MICROBATCHES = 128
+"""The most gradients that are added up in bf16: from 256 on, equal ones would be lost (docs/precision.md)."""
 
 
 def estimate_memory(
@@ -47,7 +49,6 @@ def estimate_memory(
     Args:
         microbatches: micro-batches of a rank in one step; rounded up to the next number that the pipeline schedule
             supports.
-        device: "cuda" or "cpu".
         fragments: see `titan.estimate.overhead.add_overhead`; by default the least.
     """
     peak = memory.estimate_peak(recipe, layout, microbatches, device)
@@ -95,7 +96,7 @@ def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str 
         return _choose_least_padded(rows, chain([first], takewhile(lambda n: n <= most, fitting)))
     if estimate_gib(1) <= gib or rows == 1:
         return 1
-    smallest = _bisect_smallest(2, rows, lambda count: estimate_gib(count) <= gib)
+    smallest = 2 + bisect_left(range(2, rows), True, key=lambda count: estimate_gib(count) <= gib)
     if estimate_gib(smallest) > gib:
         return min(1, rows, key=estimate_gib)
     return _choose_least_padded(rows, _list_counts(rows, smallest))
@@ -103,11 +104,8 @@ def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str 
 
 def _list_counts(rows: int, smallest: int) -> Iterator[int]:
     """Yield the numbers of micro-batches up to twice the smallest whose micro-batches have fewer rows than before."""
-    for size in range(-(-rows // smallest), 0, -1):
-        count = max(smallest, -(-rows // size))
-        if count > 2 * smallest:
-            return
-        yield count
+    sizes = range(-(-rows // smallest), 0, -1)
+    return takewhile(lambda count: count <= 2 * smallest, (max(smallest, -(-rows // size)) for size in sizes))
 
 
 def _choose_least_padded(rows: int, counts: Iterable[int]) -> int:
@@ -124,19 +122,10 @@ def _choose_least_padded(rows: int, counts: Iterable[int]) -> int:
 
 def _select_smaller_microbatches(counts: list[int], rows: int) -> list[int]:
     """Return the numbers of micro-batches whose micro-batches have fewer rows than those of the number before."""
-    selected = counts[:1]
-    for count in counts[1:]:
-        if -(-rows // count) < -(-rows // selected[-1]):
-            selected.append(count)
-    return selected
-
-
-def _bisect_smallest(first: int, last: int, fits: Callable[[int], bool]) -> int:
-    """Return the smallest number in [first, last] that fits, given that all larger ones fit too; else `last`."""
-    while first < last:
-        middle = (first + last) // 2
-        first, last = (first, middle) if fits(middle) else (middle + 1, last)
-    return first
+    selected: dict[int, int] = {}
+    for count in counts:
+        selected.setdefault(-(-rows // count), count)
+    return list(selected.values())
 
 
 def _compute_required_gib(recipe: Recipe, layout: Layout, gib: float, device: str) -> float:
@@ -156,7 +145,7 @@ def find_smallest_layout(recipe: Recipe) -> tuple[Layout, float] | None:
     None if there is no such layout, in particular if all degrees are given and do not fit. A batch with fewer rows than
     devices is extended to one row per device.
     """
-    memory_gib, per_node = REFERENCE_NODE
+    (memory_gib, per_node), training = REFERENCE_NODE, recipe.training
     for power in range(MAX_POWER + 1):
         shallowest = min(power, 1) if recipe.parallelism.pipeline == "auto" else 0
         for depth in (2**p for p in range(shallowest, power + 1)):
@@ -165,19 +154,14 @@ def find_smallest_layout(recipe: Recipe) -> tuple[Layout, float] | None:
             layout = _build_layout(recipe, 2**power, per_node, depth)
             if layout is None:
                 continue
-            gib = _compute_required_gib(_extend_batch(recipe, 2**power), layout, memory_gib * USABLE, "cuda")
+            tokens = max(training.rows, 2**power) * training.seq_len
+            extended = replace(recipe, training=replace(training, global_batch=tokens))
+            gib = _compute_required_gib(extended, layout, memory_gib * USABLE, "cuda")
             if gib <= memory_gib * USABLE:
                 return layout, gib
             if layout.devices != 2**power:
                 return None
     return None
-
-
-def _extend_batch(recipe: Recipe, devices: int) -> Recipe:
-    """Return the recipe with a global batch of at least one row per device."""
-    training = recipe.training
-    rows = max(training.rows, devices) * training.seq_len
-    return replace(recipe, training=replace(training, global_batch=rows))
 
 
 def choose_schedule(recipe: Recipe, layout: Layout) -> Recipe:
@@ -189,11 +173,7 @@ def choose_schedule(recipe: Recipe, layout: Layout) -> Recipe:
 
 
 def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int) -> Layout:
-    """Return the layout on `devices` devices; a pipeline degree of "auto" is the smallest that fits, at least 2.
-
-    Raises:
-        ConfigError: if the degrees do not multiply to `devices`.
-    """
+    """Return the layout on `devices` devices; a pipeline degree of "auto" is the smallest that fits, at least 2."""
     candidates, deepest = [], recipe.model.layers // find_default_stages(recipe.parallelism)
     for depth in (2**p for p in range(1, max(2, deepest.bit_length()))):
         replicas = max(2, devices // devices_per_node)
@@ -244,11 +224,7 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int, p
     """Raise ConfigError when the memory estimate exceeds what each rank may use.
 
     Args:
-        count: micro-batches of a rank in one step.
         planned: whether the machine is a node that the cluster axis describes, not this one.
-
-    Raises:
-        ConfigError: with the estimate, the memory of the machine and the setting to change.
     """
     if machine.device == "cpu":  # offloading to the host saves nothing where the host's memory is all there is
         recipe = replace(recipe, memory=replace(recipe.memory, offload=False))
@@ -257,7 +233,12 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int, p
     if required_gib <= available_gib:
         return
     if machine.device == "cpu" and layout.devices > 1 and available_gib < overhead.PROCESS_GIB:
-        raise ConfigError(_explain_process_memory(recipe, layout, machine))
+        max_ranks = max(1, int((machine.memory_gib or 0) * USABLE / overhead.PROCESS_GIB) - 1)
+        raise ConfigError(
+            f"{recipe.describe()}: each of {layout.devices} ranks ({layout}) needs about {overhead.PROCESS_GIB} GiB "
+            f"for its process alone, but {_describe_machine(machine, Layout(), 0)}; reduce the degrees to at most "
+            f"{max_ranks} ranks."
+        )
     ranks = "" if layout.devices == 1 else f" per rank on {layout.devices} ranks ({layout})"
     if planned and machine.device == "cuda":
         available_memory = _describe_cluster(recipe, machine)
@@ -273,16 +254,6 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int, p
     )
 
 
-def _explain_process_memory(recipe: Recipe, layout: Layout, machine: Machine) -> str:
-    """Return the error message for ranks whose processes alone exceed the host's memory."""
-    max_ranks = max(1, int((machine.memory_gib or 0) * USABLE / overhead.PROCESS_GIB) - 1)
-    return (
-        f"{recipe.describe()}: each of {layout.devices} ranks ({layout}) needs about {overhead.PROCESS_GIB} GiB for "
-        f"its process alone, but {_describe_machine(machine, Layout(), 0)}; reduce the degrees to at most {max_ranks} "
-        "ranks."
-    )
-
-
 def _build_layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> Layout | None:
     try:
         return resolve_layout(recipe.parallelism, devices, find_largest_degrees(recipe, min(per_node, devices), depth))
@@ -291,7 +262,6 @@ def _build_layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> La
 
 
 def _describe_requirement(recipe: Recipe) -> str:
-    """Return a sentence that names hardware on which the recipe fits."""
     memory_gib, _ = REFERENCE_NODE
     for change, variant in (("It needs", recipe), ("With memory=full it needs", _set_full_checkpointing(recipe))):
         if smallest := find_smallest_layout(variant):
@@ -307,7 +277,6 @@ def _describe_requirement(recipe: Recipe) -> str:
 
 
 def _describe_machine(machine: Machine, layout: Layout, available_gib: float) -> str:
-    """Return a clause with the memory of this machine."""
     memory_gib = "unknown memory" if machine.memory_gib is None else _format_gib(machine.memory_gib)
     if machine.device == "cpu":
         per_rank = "" if layout.devices == 1 else f", {_format_gib(max(0.0, available_gib))} per rank"
@@ -367,22 +336,16 @@ def _accumulate_in_bf16(recipe: Recipe) -> Recipe:
     return replace(recipe, precision=replace(recipe.precision, accumulate="bf16"))
 
 
-def _fits_in_bf16(recipe: Recipe, layout: Layout, available_gib: float, device: str) -> bool:
-    """Return whether a run fits with gradients accumulated in bf16."""
-    rounded, setting = _accumulate_in_bf16(recipe), recipe.parallelism.microbatches
-    count = choose_microbatches(rounded, layout, available_gib, device) if setting == "auto" else int(setting)
-    if any(iterate_obstacles(rounded, layout, count)):
-        return False
-    return _compute_required_gib(rounded, layout, available_gib, device) <= available_gib
-
-
 def _suggest_override(recipe: Recipe, layout: Layout, available_gib: float, device: str) -> str:
-    """Return the override that most likely makes the run fit."""
     if recipe.parallelism.microbatches != "auto":
         return "parallelism.microbatches=auto"
-    if _compute_required_gib(_set_full_checkpointing(recipe), layout, available_gib, device) <= available_gib:
+    full = _set_full_checkpointing(recipe)
+    if _compute_required_gib(full, layout, available_gib, device) <= available_gib:
         return "memory=full"
-    if _fits_in_bf16(_set_full_checkpointing(recipe), layout, available_gib, device):
+    rounded = _accumulate_in_bf16(full)
+    count = choose_microbatches(rounded, layout, available_gib, device)
+    is_possible = not any(iterate_obstacles(rounded, layout, count))
+    if is_possible and _compute_required_gib(rounded, layout, available_gib, device) <= available_gib:
         return "memory=full with precision.accumulate=bf16, which rounds sums of gradients"
     is_debug = getattr(recipe, "choices", {}).get("model") == "debug"
     return "a smaller training.seq_len" if is_debug else SMALLEST
@@ -390,3 +353,25 @@ def _suggest_override(recipe: Recipe, layout: Layout, available_gib: float, devi
 
 def _format_gib(value: float) -> str:
     return f"{value / 1024:.1f} TiB" if value >= 1024 else f"{value:.1f} GiB" if value < 100 else f"{value:.0f} GiB"
+
+
+def iterate_obstacles(recipe: Recipe, layout: Layout, microbatches: int) -> Iterator[str]:
+    """Yield why gradients can't be accumulated in bf16, each with what to change.
+
+    Args:
+        microbatches: of a rank in the step with most of them.
+    """
+    if recipe.precision.compute != "bf16":
+        yield f"gradients are computed in precision.compute={recipe.precision.compute}; give precision=bf16"
+    accumulates_replicas = layout.pipeline > 1 and layout.replicate > 1
+    if layout.only_replicated or (layout.sharded == 1 and not accumulates_replicas):
+        yield "the optimizer needs whole fp32 gradients where no weights are sharded; give parallelism=fsdp"
+    if not recipe.parallelism.accumulates_whole(layout):
+        yield "shards of gradients are accumulated, in fp32; give parallelism.accumulate=whole"
+    if microbatches == 1:
+        yield "a step has one micro-batch, so nothing is accumulated; give parallelism.microbatches=2 or more"
+    if microbatches > MOST_MICROBATCHES:
+        yield (
+            f"a sum of {microbatches} micro-batches may lose gradients to rounding; give parallelism.microbatches="
+            f"{MOST_MICROBATCHES} or fewer"
+        )

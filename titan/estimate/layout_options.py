@@ -35,13 +35,7 @@ MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout with its schedule, micro-batches and memory mode.
-
-    Attributes:
-        recipe: with this layout in its parallelism and memory axes.
-        layout: all degrees.
-        microbatches: of a rank in one step.
-    """
+    """A recipe with a layout in its parallelism and memory axes, and the micro-batches of a rank in one step."""
 
     recipe: Recipe
     layout: Layout
@@ -49,15 +43,9 @@ class LayoutCandidate:
 
 
 class LayoutOption(NamedTuple):
-    """A layout with its schedule, micro-batches and memory mode, without a recipe.
+    """A layout with its schedule, micro-batches and activation checkpointing, without a recipe.
 
-    Attributes:
-        layout: all degrees.
-        schedule: of the pipeline; as in the recipe without one.
-        stages: in all; "auto" without a pipeline.
-        reshard: see `Parallelism.reshard`.
-        microbatches: of a rank in one step.
-        mode: activation checkpointing.
+    Without a pipeline the schedule is that of the recipe, and the stages, which are those in all, are "auto".
     """
 
     layout: Layout
@@ -169,14 +157,12 @@ def iterate_schedules(
 
 
 def _list_resharding(layout: Layout, typed: TypedSettings) -> tuple[int | str, ...]:
-    """Return the values of `reshard` to try without a pipeline."""
     if "reshard" in typed:
         return (typed["reshard"],)
     return ("always", "never") if layout.sharded > 1 and not layout.only_replicated else ("auto",)
 
 
 def _list_stages_per_rank(schedule: PipelineSchedule, ranks: int, typed: TypedSettings) -> Sequence[int]:
-    """Return the numbers of stages on each rank to try."""
     stages = typed.get("stages", len(typed["starts"]) + 1 if "starts" in typed else None)
     if stages is not None:
         return [int(stages) // ranks] if int(stages) % ranks == 0 else []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from titan.estimate import memory
-from titan.estimate.layout_options import CheckpointingMode, LayoutCandidate, LayoutOption
+from titan.estimate.layout_options import LayoutCandidate, LayoutOption
 from titan.estimate.pipeline_states import ALL_FORWARD, find_most_in_flight
 from titan.estimate.rank_sizes import GIB, group_blocks
 from titan.estimate.step_time import StepModel
@@ -17,25 +17,20 @@ from titan.parallelism.pipeline.stage_plan import assign_layers
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
-    from titan.estimate.block_time import BlockTime
     from titan.estimate.operations import Speeds
     from titan.model.schema import Decoder
     from titan.run.schema import Recipe
 
+T = TypeVar("T")
 BlockCounts = tuple[tuple[str, int], ...]
 """Blocks of each kind."""
 
 
 @dataclass(frozen=True)
 class StageCounts:
-    """The blocks of a pipeline's stages and ranks, each composition once.
+    """The blocks of a pipeline's stages and ranks, each composition once; the last stage and rank have the head.
 
-    Attributes:
-        first_stages: of all stages but the last one.
-        last_stage: of the stage with the head.
-        other_ranks: of the ranks without the head.
-        last_rank: of the rank with the head.
-        is_v: whether the head is on another rank than the last one.
+    `is_v` says whether the head is on another rank than the last one.
     """
 
     first_stages: tuple[BlockCounts, ...]
@@ -59,11 +54,7 @@ class LowerBounds:
         self.parameters = recipe.model.parameters()
         self.experts = recipe.model.sum_over_blocks(recipe.model.expert_parameters)
         self.blocks = _count_blocks(recipe.model, [range(recipe.model.layers)])
-        self._passes: dict[tuple[Any, ...], dict[str, tuple[float, float, float]]] = {}
-        self._heads: dict[tuple[Any, ...], float] = {}
-        self._updates: dict[tuple[Any, ...], float] = {}
-        self._saved_bytes: dict[tuple[Any, ...], dict[str, float]] = {}
-        self._stages: dict[tuple[Any, ...], StageCounts] = {}
+        self._known: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, option: LayoutOption) -> float:
         """Return a time that no step stays below.
@@ -86,7 +77,11 @@ class LowerBounds:
         return slowdown * max(average, last_rank)
 
     def compute_seconds(self, option: LayoutOption) -> float:
-        """Return `StepModel.compute_least_seconds` of a layout: a larger bound than that of the call."""
+        """Return a time that no step stays below, with the head and the update.
+
+        A rank is busy with all micro-batches of its stages; the last one waits until the first micro-batch has passed
+        all stages before.
+        """
         block_seconds = {kind: sum(passes) for kind, passes in self._find_pass_times(option).items()}
         head, count, counts = self._estimate_head(option), option.microbatches, self._count_stages(option)
         last_rank = count * (_sum_blocks(block_seconds, counts.last_rank) + head)
@@ -133,58 +128,67 @@ class LowerBounds:
         elements = (dense / layout.tensor + self.experts / layout.expert) / layout.pipeline
         return self.recipe.precision.accumulate_bytes * elements
 
+    def _recall(self, name: str, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
+        """Return what layouts with the same key have in common, computed once."""
+        if (name, *key) not in self._known:
+            self._known[name, *key] = compute()
+        found: T = self._known[name, *key]
+        return found
+
     def _build_step_model(self, option: LayoutOption) -> StepModel:
         recipe, layout, count = _unpack_candidate(option.build_candidate(self.recipe))
         return StepModel(recipe, layout, count, self.speeds(layout))
 
     def _find_pass_times(self, option: LayoutOption) -> dict[str, tuple[float, float, float]]:
         """Return the times of forward, backward and recomputation of each kind of block for one micro-batch."""
-        key = self._build_key(option)
-        if key not in self._passes:
+
+        def compute() -> dict[str, tuple[float, float, float]]:
             step = self._build_step_model(option)
             blocks = {kind: step.get_block(layers[0]) for kind, layers in self.recipe.model.kinds().items()}
-            self._passes[key] = {kind: _read_pass_times(block, option.mode) for kind, block in blocks.items()}
-        return self._passes[key]
+            recomputes = option.mode not in ("none", "every_n")  # of every block
+            return {
+                kind: (*block.compute_least_seconds(), block.recomputation.seconds if recomputes else 0.0)
+                for kind, block in blocks.items()
+            }
+
+        return self._recall("passes", self._build_key(option), compute)
 
     def _estimate_head(self, option: LayoutOption) -> float:
         """Return the time of the head for one micro-batch, forward and backward."""
-        key = self._build_key(option)[:3]
-        if key not in self._heads:
+
+        def compute() -> float:
             step = self._build_step_model(option)
-            self._heads[key] = sum(step.estimate_head("F").values()) + sum(step.estimate_head("B").values())
-        return self._heads[key]
+            return sum(step.estimate_head("F").values()) + sum(step.estimate_head("B").values())
+
+        return self._recall("head", self._build_key(option)[:3], compute)
 
     def _estimate_update(self, option: LayoutOption) -> float:
-        """Return the time of the optimizer's update."""
         layout = option.layout
         key = (layout.tensor, layout.pipeline, layout.sharded, layout.replicate, layout.expert)
-        if key not in self._updates:
-            self._updates[key] = self._build_step_model(option).estimate_update()
-        return self._updates[key]
+        return self._recall("update", key, lambda: self._build_step_model(option).estimate_update())
 
     def _sum_saved_bytes(self, option: LayoutOption) -> float:
         """Return the bytes that the blocks of a stage save at least for one micro-batch."""
         if option.mode == "every_n":  # which blocks save less depends on their number
             option = option._replace(mode="full")
-        key = self._build_key(option)
-        if key not in self._saved_bytes:
-            parts, model = _unpack_candidate(option.build_candidate(self.recipe)), self.recipe.model
-            layers = {kind: layers[0] for kind, layers in model.kinds().items()}
-            self._saved_bytes[key] = {
-                k: memory.count_saved_bytes(*parts, self.device, layer) for k, layer in layers.items()
-            }
-        return min(_sum_blocks(self._saved_bytes[key], stage) for stage in self._count_stages(option).stages)
+
+        def compute() -> dict[str, float]:
+            parts, kinds = _unpack_candidate(option.build_candidate(self.recipe)), self.recipe.model.kinds()
+            return {kind: memory.count_saved_bytes(*parts, self.device, layers[0]) for kind, layers in kinds.items()}
+
+        saved = self._recall("saved", self._build_key(option), compute)
+        return min(_sum_blocks(saved, stage) for stage in self._count_stages(option).stages)
 
     def _count_stages(self, option: LayoutOption) -> StageCounts:
-        """Return the blocks of the stages of a layout."""
-        key = (option.schedule, option.stages, option.layout.pipeline)
         if option.layout.pipeline == 1:
             return StageCounts((), self.blocks, (), self.blocks, False)
-        if key not in self._stages:
+
+        def compute() -> StageCounts:
             recipe, layout, _ = _unpack_candidate(option.build_candidate(self.recipe))
             stages = assign_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
-            self._stages[key] = _summarise_stages(recipe.model, stages, layout.pipeline)
-        return self._stages[key]
+            return _summarise_stages(recipe.model, stages, layout.pipeline)
+
+        return self._recall("stages", (option.schedule, option.stages, option.layout.pipeline), compute)
 
     def _build_key(self, option: LayoutOption) -> tuple[Any, ...]:
         """Return what a block depends on: rows of a micro-batch, degrees, checkpointing, and whether backward is split,
@@ -212,7 +216,6 @@ def _summarise_stages(model: Decoder, stages: Sequence[tuple[int, range]], ranks
 
 
 def _count_blocks(model: Decoder, stages: Sequence[range]) -> BlockCounts:
-    """Return the blocks of each kind in some stages."""
     counts: dict[str, int] = {}
     for group in (group for layers in stages for group in group_blocks(model, layers)):
         kind = model.kind(group.layer)
@@ -221,14 +224,7 @@ def _count_blocks(model: Decoder, stages: Sequence[range]) -> BlockCounts:
 
 
 def _sum_blocks(values: Mapping[str, float], counts: BlockCounts) -> float:
-    """Return the sum over blocks of a value of each kind."""
     return sum(count * values[kind] for kind, count in counts)
-
-
-def _read_pass_times(block: BlockTime, mode: CheckpointingMode) -> tuple[float, float, float]:
-    """Return the times of a block's forward and backward pass, and of what is recomputed of every block."""
-    recomputation = block.recomputation.seconds if mode not in ("none", "every_n") else 0.0
-    return *block.compute_least_seconds(), recomputation
 
 
 def _unpack_candidate(candidate: LayoutCandidate) -> tuple[Recipe, Layout, int]:

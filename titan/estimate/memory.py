@@ -19,7 +19,7 @@ processes, kernels and allocators need.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ from titan.estimate.rank_sizes import (
 from titan.parallelism.pipeline.stage_plan import assign_layers
 
 if TYPE_CHECKING:
+    from titan.model.activations import BlockActivations
     from titan.parallelism.pipeline.schedules import Action
     from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
@@ -83,33 +84,28 @@ def estimate_peak(recipe: Recipe, layout: Layout, microbatches: int, device: str
     """Return the largest phase of the rank that needs most memory.
 
     Args:
-        microbatches: micro-batches of a rank in one step.
         device: "cuda" or "cpu"; their kernels save different tensors for backward.
     """
     return max(estimate_peaks(recipe, layout, microbatches, device), key=lambda usage: usage.bytes)
 
 
-def estimate_peaks(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> list[Usage]:
-    """Return the largest phase of each pipeline rank, in order; of one rank without a pipeline."""
-    return list(iterate_peaks(recipe, layout, microbatches, device))
-
-
-def iterate_peaks(
+def estimate_peaks(
     recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda", limit: float = math.inf
-) -> Iterator[Usage]:
-    """Yield the largest phase of each pipeline rank; see `estimate_peaks`.
+) -> list[Usage]:
+    """Return the largest phase of each pipeline rank, in order; of one rank without a pipeline.
 
-    A phase of more than `limit` bytes is yielded at once and is the last one: a larger one may follow.
+    A phase of more than `limit` bytes is the last one: a larger one may follow.
     """
+    peaks: list[Usage] = []
     states = find_rank_states(recipe.parallelism, layout.pipeline, microbatches)
     for rank, stages in enumerate(_list_stages(recipe, layout)):
         largest = Usage("")
         for usage in _RankMemory(recipe, layout, microbatches, device, stages).iterate_phases(states[rank]):
             if usage.bytes > limit:
-                yield usage
-                return
+                return [*peaks, usage]
             largest = max(largest, usage, key=lambda usage: usage.bytes)
-        yield largest
+        peaks.append(largest)
+    return peaks
 
 
 def iterate_step_phases(
@@ -121,7 +117,8 @@ def iterate_step_phases(
     block. The largest phase is that of `estimate_peaks`.
     """
     stages = _list_stages(recipe, layout)[rank]
-    memory = _RankMemory(recipe, layout, microbatches, device, stages, each_block=layout.pipeline == 1)
+    memory = _RankMemory(recipe, layout, microbatches, device, stages)
+    memory.each_block = layout.pipeline == 1
     for action, state in list_action_states(recipe.parallelism, layout.pipeline, rank, microbatches):
         yield action, list(memory.iterate_action_phases(state))
     yield None, list(memory.iterate_end_phases())
@@ -129,17 +126,20 @@ def iterate_step_phases(
 
 def find_largest_block_activations(recipe: Recipe, layout: Layout, microbatches: int) -> float:
     """Return the most bytes that a block saves of one micro-batch."""
-    layers = range(recipe.model.layers)
-    rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: StageBlocks(layers, False, False)})
-    return max(rank.get_block(group.layer).activations.saved for group in group_blocks(recipe.model, layers))
+    return max(block.saved for block in _list_block_activations(recipe, layout, microbatches, "cpu"))
 
 
 def compute_received_share(recipe: Recipe, layout: Layout, microbatches: int) -> float:
     """Return the share of what a block saves that grows with the rows its rank's experts receive; of all, the most."""
+    blocks = _list_block_activations(recipe, layout, microbatches, "cuda")
+    return max(block.received / block.saved for block in blocks)
+
+
+def _list_block_activations(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> list[BlockActivations]:
+    """Return the activations of each kind of block."""
     layers = range(recipe.model.layers)
-    rank = _RankMemory(recipe, layout, microbatches, "cuda", {0: StageBlocks(layers, False, False)})
-    activations = [rank.get_block(group.layer).activations for group in group_blocks(recipe.model, layers)]
-    return max(block.received / block.saved for block in activations)
+    rank = _RankMemory(recipe, layout, microbatches, device, {0: StageBlocks(layers, False, False)})
+    return [rank.get_block(group.layer).activations for group in group_blocks(recipe.model, layers)]
 
 
 def count_saved_bytes(recipe: Recipe, layout: Layout, microbatches: int, device: str, layer: int) -> float:
@@ -164,7 +164,6 @@ def count_rank_state_bytes(recipe: Recipe, layout: Layout) -> float:
 
 
 def _list_stages(recipe: Recipe, layout: Layout) -> list[dict[int, StageBlocks]]:
-    """Return the stages of each pipeline rank by their index."""
     if layout.pipeline == 1:
         return [{0: StageBlocks(range(recipe.model.layers), True, True)}]
     layers = assign_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
@@ -177,33 +176,20 @@ def _list_stages(recipe: Recipe, layout: Layout) -> list[dict[int, StageBlocks]]
 class _RankMemory(RankSizes):
     """The memory of one rank during the phases of a step: the forward pass, the backward pass, the optimizer step."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        layout: Layout,
-        microbatches: int,
-        device: str,
-        stages: Mapping[int, StageBlocks],
-        each_block: bool = False,
-    ) -> None:
-        super().__init__(recipe, layout, microbatches, device, stages)
-        self.each_block = each_block
+    each_block = False
+    """Whether backward has the phases of every block, not only of those that may need most."""
 
     # ---- phases of a step ----
 
-    def iterate_phases(self, states: set[State]) -> Iterator[Usage]:
-        """Yield the phases at which memory can peak.
-
-        Args:
-            states: which stages run forward or backward with how many micro-batches in flight.
-        """
+    def iterate_phases(self, states: Iterable[State]) -> Iterator[Usage]:
+        """Yield the phases at which memory can peak."""
         for (index, kind, has_grads, beside), saved in self._find_most_saved(states).items():
             yield from self._iterate_kind_phases(kind, self.stages[index], saved, has_grads, beside)
         yield from self.iterate_end_phases()
 
     def iterate_action_phases(self, state: State) -> Iterator[Usage]:
         """Yield the phases of one action, in order; before a forward pass, without its activations."""
-        (saved,) = self._find_most_saved({state}).values()
+        (saved,) = self._find_most_saved([state]).values()
         stage = self.stages[state.stage]
         if state.kind == "F":
             yield self._estimate_forward_start(stage, state, saved - self._count_saved_bytes(stage))
@@ -258,7 +244,7 @@ class _RankMemory(RankSizes):
         routed = sum(self.get_block(layer).activations.routed for layer in following)
         return max(0.0, self._count_saved_by_blocks(following) - 2 * routed)
 
-    def _find_most_saved(self, states: set[State]) -> dict[tuple[int, str, bool, int | None], float]:
+    def _find_most_saved(self, states: Iterable[State]) -> dict[tuple[int, str, bool, int | None], float]:
         """Return the most bytes saved for backward by stage, kind of action, gradients, and stage that takes turns."""
         saved_by_stage = {index: self._count_saved_bytes(stage) for index, stage in self.stages.items()}
         awaiting_by_stage = {index: self._count_saved_for_weight_grads(stage) for index, stage in self.stages.items()}
@@ -272,37 +258,34 @@ class _RankMemory(RankSizes):
 
     def _estimate_base(self) -> Usage:
         """Return what is in memory in every phase: weights, optimizer state, the batch, pipeline buffers."""
-        fields = (3 if self.recipe.dataset.mask_documents else 2) + self.recipe.model.uses_keys
+        fields = (3 if self.recipe.dataset.mask_documents else 2) + self.model.uses_keys
         batch = INDEX_BYTES * fields * count_rank_rows(self.recipe, self.layout) * self.recipe.training.seq_len
         base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
         return base.add_parts(activations=batch, communication=self._count_message_bytes())
+
+    def _estimate_forward_base(self, saved: float, has_grads: bool) -> Usage:
+        """Return what is in memory in a forward pass but gathered weights, with so many bytes saved for backward."""
+        return self._estimate_base().add_parts(
+            activations=saved,
+            gradients=self._count_gradient_bytes(0.0, has_grads),
+            communication=self._count_unfreed_bytes(self.stages.values(), has_grads),
+        )
 
     def _estimate_forward_start(self, stage: StageBlocks, state: State, saved: float) -> Usage:
         """Return what is in memory when a forward pass starts; in the first one of a step no weights are gathered."""
         has_others = sum(count for _, count in state.in_flight) > 1
         unfinished = stage.layers if has_others else NO_LAYERS
         gathered = self._count_gathered_bytes(NO_LAYERS, unfinished) if has_others or state.has_grads else 0.0
-        return self._estimate_base().add_parts(
-            "start of forward",
-            activations=saved,
-            gradients=self._count_gradient_bytes(0.0, state.has_grads),
-            communication=self._count_unfreed_bytes(self.stages.values(), state.has_grads),
-            gathered=gathered,
-        )
+        return self._estimate_forward_base(saved, state.has_grads).add_parts("start of forward", gathered=gathered)
 
     def _estimate_blocks_end(self, stage: StageBlocks, saved: float, has_grads: bool) -> Usage:
         """Return what is in memory between the forward passes of the last block and of the head."""
-        return self._estimate_base().add_parts(
-            "forward of the blocks",
-            activations=saved - self.head.saved - self.head_cast,
-            gradients=self._count_gradient_bytes(0.0, has_grads),
-            communication=self._count_unfreed_bytes(self.stages.values(), has_grads),
-            gathered=self._count_gathered_bytes(stage.layers[-1:], stage.layers),
-        )
+        base = self._estimate_forward_base(saved - self.head.saved - self.head_cast, has_grads)
+        gathered = self._count_gathered_bytes(stage.layers[-1:], stage.layers)
+        return base.add_parts("forward of the blocks", gathered=gathered)
 
     def _iterate_forward(self, stage: StageBlocks, saved: float, has_grads: bool) -> Iterator[Usage]:
-        base = self._estimate_base().add_parts(activations=saved, gradients=self._count_gradient_bytes(0.0, has_grads))
-        base = base.add_parts(communication=self._count_unfreed_bytes(self.stages.values(), has_grads))
+        base = self._estimate_forward_base(saved, has_grads)
         if stage.last:
             yield base.add_parts(
                 "forward of the head",
@@ -386,8 +369,7 @@ class _RankMemory(RankSizes):
                 yield during.add_parts(
                     activations=other_saved + activations,
                     gradients=gradients + self._count_unreduced_bytes(unreduced),
-                    gathered=-min(ungathered, gathered)
-                    * (self.recipe.parallelism.resolve_reshard(self.layout) is True),
+                    gathered=-min(ungathered, gathered) * (self.parallelism.resolve_reshard(self.layout) is True),
                 )
             if block.experts_gathered:  # reduced while the rest of the block is still to come
                 recomputed_bytes = (
@@ -440,7 +422,7 @@ class _RankMemory(RankSizes):
         Where all are of one kind these are the first two and the last two: those between them need no more.
         """
         count = len(layers)
-        kinds = [self.recipe.model.kind(layer) for layer in layers[::-1]] if len(self._blocks) > 1 else [""] * count
+        kinds = [self.model.kind(layer) for layer in layers[::-1]] if len(self._blocks) > 1 else [""] * count
         ends = {0, 1, count - 2, count - 1} & set(range(count))
         return sorted(ends | {i for i in range(1, count - 1) if not kinds[i - 1] == kinds[i] == kinds[i + 1]})
 
@@ -450,7 +432,7 @@ class _RankMemory(RankSizes):
         reduced_gradients = self._count_gradient_bytes(self.elements - elements, has_grads)
         blocks_done = self.input - self._count_saved_by_blocks(stage.layers)
         base = base.add_parts(activations=blocks_done, gathered=self._count_gathered_bytes(NO_LAYERS, NO_LAYERS))
-        rounded = self._count_unreduced_bytes(elements) if self.recipe.precision.bytes == 2 else 0.0
+        rounded = self._count_unreduced_bytes(elements) if self.precision.bytes == 2 else 0.0
         yield base.add_parts(
             "gradient of the embedding",
             gradients=reduced_gradients + EMBEDDING_GRAD_BYTES * elements + rounded,
@@ -461,7 +443,7 @@ class _RankMemory(RankSizes):
             "reduce-scatter of the embedding's gradient",
             gradients=reduced_gradients
             + self._count_unreduced_bytes(elements)
-            + self._count_reduced_bytes(elements, has_grads),
+            + (self._count_reduce_buffer(elements) / self.shards if has_grads else 0.0),  # the output is added
             communication=self._count_exchange_bytes(elements, has_grads)
             + self._count_retained_bytes(stage.layers, 0.0, has_grads),
         )
@@ -471,7 +453,8 @@ class _RankMemory(RankSizes):
 
         Neither frees saved activations; blocks that "W" recomputes stay in memory until it ends.
         """
-        recomputed = self._list_recomputed_bytes(stage.layers)
+        layers = (layer for layer in stage.layers if self.every and (layer + 1) % self.every == 0)
+        recomputed = [self.get_block(layer).full_bytes for layer in layers]
         recomputed_bytes = sum(recomputed) if kind == "W" else max(recomputed, default=0.0)
         gathered = self._count_gathered_bytes(self._find_most_gathered(stage.layers, 2), stage.layers)
         base = self._estimate_base().add_parts(activations=saved + recomputed_bytes, gathered=gathered)
@@ -480,7 +463,7 @@ class _RankMemory(RankSizes):
         if stage.last:
             logits = self.head.backward - self.head.saved
             yield base.add_parts("backward of the head", logits=logits, gradients=gradients)
-        for group in group_blocks(self.recipe.model, stage.layers):
+        for group in group_blocks(self.model, stage.layers):
             block = self.get_block(group.layer)
             unreduced = self._count_unreduced_bytes(block.elements)
             yield base.add_parts("backward", activations=block.activations.backward, gradients=gradients + unreduced)
@@ -501,20 +484,17 @@ class _RankMemory(RankSizes):
         ends = [self.embedding_elements] if stage.first else [], [self.head_elements] if stage.last else []
         elements = [*ends[0], *(self.get_block(layer).elements for layer in stage.layers), *ends[1]]
         elements = elements if self.layout.pipeline > 1 else elements[::-1]
-        retained, gathered = (
-            self.recipe.parallelism.reduce_buffers - 1,
-            self._count_gathered_bytes(NO_LAYERS, NO_LAYERS),
-        )
+        retained, gathered = (self.parallelism.reduce_buffers - 1, self._count_gathered_bytes(NO_LAYERS, NO_LAYERS))
         for i, size in enumerate(elements):
             done = sum(elements[:i])
             yield (
-                self.recipe.precision.accumulate_bytes * (self.elements - done) + REDUCE_BYTES * done / self.shards,
+                self.precision.accumulate_bytes * (self.elements - done) + REDUCE_BYTES * done / self.shards,
                 REDUCE_BYTES * (self.exchange_copies * size + sum(elements[max(0, i - retained) : i])),
-                max(0.0, gathered - self.recipe.precision.bytes * (done + size)),
+                max(0.0, gathered - self.precision.bytes * (done + size)),
             )
 
     def _estimate_optimizer_step(self) -> Usage:
-        matrix = find_largest_matrix(self.recipe.model)
+        matrix = find_largest_matrix(self.model)
         working = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.shards), self.device)
         gradients = self._count_gradient_bytes(self.elements, True)
         return self._estimate_base().add_parts("optimizer step", gradients=gradients, optimizer=working)

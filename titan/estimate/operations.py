@@ -122,10 +122,7 @@ def derive_speeds(
     """Return the speeds of a device for a compute type and an attention kernel.
 
     Args:
-        hardware: figures of data sheets, or measured ones.
-        dtype: of matmuls and activations.
         kernel: the attention kernel: a key of `ATTENTION`.
-        constants: default: the fitted ones.
 
     Raises:
         ConfigError: when a figure is missing.
@@ -215,9 +212,6 @@ def estimate_cast(m: float, n: float, k: float, element: int, factor: float, spe
     Each is read, its scale found, and written in one byte.
 
     Args:
-        m: rows of the first factor.
-        n: columns of the second factor.
-        k: inner size.
         element: bytes of an element before.
         factor: traffic of uncompiled casts, relative to compiled ones.
     """
@@ -236,10 +230,7 @@ def estimate_attention(tokens: float, keys: float, heads: float, size: int, spee
     """Return the times of causal attention, forward and backward.
 
     Args:
-        tokens: queries of the rank.
         keys: length of the rows; a query attends to half of them on average.
-        heads: query heads of the rank.
-        size: width of a head.
     """
     flops = 2 * tokens * keys * heads * size  # 2 matmuls of 2 FLOPs each, for half of the pairs
     forward_slowdown, backward_slowdown = (

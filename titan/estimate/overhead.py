@@ -15,8 +15,8 @@ from titan.estimate.memory import (
     Usage,
     compute_received_share,
     count_rank_state_bytes,
+    estimate_peaks,
     find_largest_block_activations,
-    iterate_peaks,
     iterate_step_phases,
 )
 from titan.estimate.rank_sizes import GIB
@@ -54,40 +54,27 @@ def add_overhead(
     """Return a rank's usage with its overhead: context, kernels, allocator, and the host copy of async checkpoints.
 
     Args:
-        microbatches: of a step.
         usage: live tensors.
-        device: "cuda" or "cpu".
         fragments: on a GPU, what the allocator reserves beside live tensors, as a fraction of them.
     """
     if layout.expert > 1:
         usage = usage.add_parts(
-            imbalance=IMBALANCE * compute_received_share(recipe, layout, microbatches) * _read_activations(usage)
+            imbalance=IMBALANCE
+            * compute_received_share(recipe, layout, microbatches)
+            * usage.parts.get("activations", 0.0)
         )
     if device != "cpu":
         usage = usage.add_parts(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
         return usage.add_parts(communication=count_deep_ep_bytes(recipe, layout, microbatches))
     block = find_largest_block_activations(recipe, layout, microbatches)
     unused = FRAGMENTATION * usage.bytes
-    if recipe.model.sum_over_blocks(recipe.model.expert_parameters):
-        unused += _count_expert_overhead(recipe, layout, block)
+    if recipe.model.sum_over_blocks(recipe.model.expert_parameters):  # whose rows differ from step to step
+        gathers = layout.sharded > 1 and not layout.only_replicated
+        kernels = EXPERT_KERNELS_GIB * GIB if recipe.precision.bytes == 2 else 0.0
+        unused += kernels + (0.0 if gathers else EXPERT_FRAGMENTATION * block)
     staged = count_rank_state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
     process = recipe.cluster.hardware.process_gib or PROCESS_GIB
     return usage.add_parts(context=process * GIB, kernels=block, allocator=unused, checkpoint=staged)
-
-
-def _count_expert_overhead(recipe: Recipe, layout: Layout, block: float) -> float:
-    """Return the bytes that a CPU rank keeps besides because its experts' rows differ from step to step.
-
-    Args:
-        block: bytes of the activations of a block.
-    """
-    gathers = layout.sharded > 1 and not layout.only_replicated
-    kernels = EXPERT_KERNELS_GIB * GIB if recipe.precision.bytes == 2 else 0.0
-    return kernels + (0.0 if gathers else EXPERT_FRAGMENTATION * block)
-
-
-def _read_activations(usage: Usage) -> float:
-    return usage.parts.get("activations", 0.0)
 
 
 def list_step_phases(
@@ -116,7 +103,7 @@ def compute_live_limit(gib: float, layout: Layout, device: str) -> float:
 def compute_fitting_gib(recipe: Recipe, layout: Layout, microbatches: int, device: str, gib: float) -> float | None:
     """Return the GiB of the fullest rank with a plan's overhead; None as soon as a rank needs more than `gib`."""
     largest, limit = 0.0, compute_live_limit(gib, layout, device)
-    for usage in iterate_peaks(recipe, layout, microbatches, device, limit):
+    for usage in estimate_peaks(recipe, layout, microbatches, device, limit):
         if usage.bytes > limit:
             return None
         usage = add_overhead(recipe, layout, microbatches, usage, device, load_fragments(layout))

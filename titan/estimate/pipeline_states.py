@@ -53,16 +53,14 @@ class State(NamedTuple):
     beside: int | None = None
 
 
-def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[set[State]]:
-    """Return the states of each pipeline rank in which its memory can be largest.
+def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[list[State]]:
+    """Return the states of each of `ranks` pipeline ranks in which its memory can be largest.
 
-    Args:
-        ranks: the pipeline degree; with 1 there is one rank, which runs forward and backward in turn.
-        microbatches: micro-batches of a rank in one step.
+    With one rank, which has no pipeline, it runs forward and backward of so many micro-batches in turn.
     """
     if ranks == 1:
         has_grads = (False, True) if microbatches > 1 else (False,)
-        return [{State(0, kind, ((0, 1),), ((0, 0),), has_earlier) for kind in "FB" for has_earlier in has_grads}]
+        return [[State(0, kind, ((0, 1),), ((0, 0),), has_earlier) for kind in "FB" for has_earlier in has_grads]]
     schedule, stages = parallelism.schedule, count_stages_per_rank(parallelism, ranks)
     limit = _limit_microbatches(schedule, ranks, microbatches)
     return find_schedule_states(schedule, ranks, stages, limit, parallelism.pairs)
@@ -73,20 +71,19 @@ def _limit_microbatches(schedule: str, ranks: int, microbatches: int) -> int:
     kind = SCHEDULES.get(schedule)
     if schedule in ALL_FORWARD or kind is None:
         return microbatches
-    rounds = count_rounds(ranks, microbatches)
-    size = microbatches // rounds if kind.microbatches == "rounds" else ranks
+    size = microbatches // count_rounds(ranks, microbatches) if kind.microbatches == "rounds" else ranks
     return min(microbatches, size * STEADY_STATE)
 
 
 @lru_cache(1024)
 def find_schedule_states(
     schedule: str, ranks: int, stages: int, microbatches: int, pairs: bool = False
-) -> list[set[State]]:
+) -> list[list[State]]:
     """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file.
 
     With `pairs`, the actions that it runs at once take turns.
     """
-    return [_find_largest_states(cells, pairs) for cells in _list_cells(schedule, ranks, stages, microbatches)]
+    return [_list_largest_states(cells, pairs) for cells in list_cells(schedule, ranks, stages, microbatches)]
 
 
 def list_action_states(
@@ -100,15 +97,14 @@ def list_action_states(
         cells: list[Cell] = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
     else:
         stages = count_stages_per_rank(parallelism, ranks)
-        cells = _list_cells(parallelism.schedule, ranks, stages, microbatches)[rank]
-    actions = _list_actions(cells)
-    owned = _list_stages(actions)
-    states = [_build_state(owned, *each) for each in _replay_actions(cells, owned, parallelism.pairs)]
-    return list(zip(actions, states, strict=True))
+        cells = list_cells(parallelism.schedule, ranks, stages, microbatches)[rank]
+    owned = _list_stages(cells)
+    states = (_build_state(owned, *each) for each in _replay_actions(cells, owned, parallelism.pairs))
+    return list(zip(_list_actions(cells), states, strict=True))
 
 
-def _list_cells(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Cell]]:
-    """Return the entries of each rank in its order."""
+def list_cells(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Cell]]:
+    """Return the entries of each rank in its order, for so many stages on each."""
     if schedule.endswith(".csv"):
         return [list(row) for row in read_csv(schedule).order]
     return order_actions(schedule, ranks, stages, microbatches)
@@ -118,8 +114,8 @@ def _list_actions(cells: list[Cell]) -> list[Action]:
     return [action for cell in cells for action in list_actions(cell)]
 
 
-def _list_stages(actions: list[Action]) -> list[int]:
-    return sorted({action.stage for action in actions})
+def _list_stages(cells: list[Cell]) -> list[int]:
+    return sorted({action.stage for action in _list_actions(cells)})
 
 
 Counts: TypeAlias = tuple[int, ...]
@@ -130,7 +126,8 @@ def _replay_actions(cells: list[Cell], stages: list[int], pairs: bool) -> Iterat
     """Yield the stage, the kind, the stage beside it and the state of a rank during each of its actions."""
     index, size = {stage: i for i, stage in enumerate(stages)}, len(stages)
     counts = [0] * (2 * size + 1)
-    partners = _find_partners(cells) if pairs else {}
+    taking_turns = [cell.actions for cell in cells if isinstance(cell, Overlap) and cell.is_pair] if pairs else []
+    partners = {action: other.stage for pair in taking_turns for action, other in (pair, pair[::-1])}
     for action in _list_actions(cells):
         stage, kind, _ = action
         i = index[stage]
@@ -142,34 +139,26 @@ def _replay_actions(cells: list[Cell], stages: list[int], pairs: bool) -> Iterat
             counts[-1] = 1
 
 
-def _find_partners(cells: list[Cell]) -> dict[Action, int]:
-    """Return the stage of the other action for each one of a pair."""
-    pairs = [cell.actions for cell in cells if isinstance(cell, Overlap) and cell.is_pair]
-    return {action: other.stage for pair in pairs for action, other in (pair, pair[::-1])}
-
-
 def _build_state(stages: list[int], stage: int, kind: str, beside: int | None, counts: Counts) -> State:
     in_flight = tuple(zip(stages, counts[: len(stages)], strict=True))
     awaiting = tuple(zip(stages, counts[len(stages) : -1], strict=True))
     return State(stage, kind, in_flight, awaiting, bool(counts[-1]), beside)
 
 
-def _find_largest_states(cells: list[Cell], pairs: bool) -> set[State]:
-    """Return the states that no other state of the same stages and kind dominates in every count."""
-    stages = _list_stages(_list_actions(cells))
-    groups: dict[tuple[int, str, int | None], set[Counts]] = {}
-    for stage, kind, beside, counts in set(_replay_actions(cells, stages, pairs)):
-        groups.setdefault((stage, kind, beside), set()).add(counts)
-    return {_build_state(stages, *key, counts) for key, group in groups.items() for counts in _iterate_maximal(group)}
-
-
-def _iterate_maximal(group: set[Counts]) -> Iterator[Counts]:
-    """Yield the counts that no others equal or exceed throughout; those with the largest sums first."""
-    maximal: list[Counts] = []
-    for counts in sorted(group, key=sum, reverse=True):
-        if not any(all(map(operator.le, counts, larger)) for larger in maximal):
-            maximal.append(counts)
-            yield counts
+def _list_largest_states(cells: list[Cell], pairs: bool) -> list[State]:
+    """Return the states that no other state of the same stages and kind equals or exceeds in every count."""
+    stages = _list_stages(cells)
+    groups: dict[tuple[int, str, int | None], list[Counts]] = {}
+    for stage, kind, beside, counts in dict.fromkeys(_replay_actions(cells, stages, pairs)):
+        groups.setdefault((stage, kind, beside), []).append(counts)
+    states = []
+    for key, group in groups.items():
+        maximal: list[Counts] = []
+        for counts in sorted(group, key=sum, reverse=True):
+            if not any(all(map(operator.le, counts, larger)) for larger in maximal):
+                maximal.append(counts)
+        states += [_build_state(stages, *key, counts) for counts in maximal]
+    return states
 
 
 @lru_cache(1024)

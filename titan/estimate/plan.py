@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from titan.cluster.hardware import Hardware
 from titan.cluster.known_devices import look_up_peak_tflops
 from titan.console.notebook import Shown
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
 from titan.estimate import memory, operations, overhead
 from titan.estimate.constants import Constants, load_constants
-from titan.estimate.known_hardware import describe_unmeasured
 from titan.estimate.memory import Usage
 from titan.estimate.operations import Speeds
 from titan.estimate.rank_sizes import GIB
@@ -24,7 +24,6 @@ from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
-    from titan.cluster.hardware import Hardware
     from titan.cluster.schema import Cluster
     from titan.model.schema import Decoder
     from titan.run.schema import Recipe
@@ -175,10 +174,6 @@ def check_sharding(recipe: Recipe) -> None:
 def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) -> Plan:
     """Return the plan of a recipe.
 
-    Args:
-        microbatches: micro-batches of a rank in one step.
-        machine: the node that the run gets.
-
     Raises:
         ConfigError: when a figure of the hardware is missing, or the sharding is not estimated.
     """
@@ -193,12 +188,13 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
     dtype, cpu = recipe.precision.compute, machine.device == "cpu"
     experts = takes_longer(recipe, layout)
     own = list_own_modules(recipe.model)
+    memory_gib = recipe.cluster.memory_gib or machine.memory_gib
     planned = Plan(
         memory=tuple(usages),
         step=estimate_step(recipe, layout, microbatches, speeds),
         error=constants.cpu_error if cpu else constants.experts_error if experts else constants.error,
         memory_error=constants.cpu_memory_error if cpu else constants.memory_error,
-        memory_gib=_compute_device_memory(recipe, machine, layout),
+        memory_gib=memory_gib / layout.devices if memory_gib and cpu else memory_gib,
         peak_tflops=hardware.bf16_tflops if dtype == "bf16" else hardware.fp32_tflops,
         flops_per_token=recipe.model.flops_per_token(recipe.training.seq_len),
         steps=recipe.training.steps,
@@ -208,15 +204,13 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
         intervals=(MEASURED if cpu else describe_experts(constants) if experts else PUBLISHED)
         + describe_unmeasured(hardware, machine.device, experts),
     )
-    return replace(planned, error=0.0, memory_error=0.0, intervals=_describe_own(own)) if own else planned
-
-
-def _describe_own(classes: Sequence[str]) -> str:
-    """Return why a plan of modules of one's own has no intervals, and what traces them."""
-    return (
-        f"none, because {' and '.join(classes)} {'is' if len(classes) == 1 else 'are'} not titan's: memory and time "
-        "are those of titan's own attention and blocks; plan.trace=true traces the step"
+    if not own:
+        return planned
+    intervals = (
+        f"none, because {' and '.join(own)} {'is' if len(own) == 1 else 'are'} not titan's: memory and time are those "
+        "of titan's own attention and blocks; plan.trace=true traces the step"
     )
+    return replace(planned, error=0.0, memory_error=0.0, intervals=intervals)
 
 
 @lru_cache(64)
@@ -258,9 +252,6 @@ def derive_device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, l
     """Return the speeds of a device.
 
     The ranks of a CPU share its cores, so each has its part of the measured speed.
-
-    Raises:
-        ConfigError: when a figure is missing.
     """
     per_node = count_ranks_per_node(recipe.cluster, machine, layout.devices)
     if layout.devices > 1:
@@ -308,14 +299,38 @@ def choose_attention_kernel(recipe: Recipe, machine: Machine) -> str:
     return "cudnn" if (machine.capability or 0) >= HOPPER else "flash"
 
 
-def _compute_device_memory(recipe: Recipe, machine: Machine, layout: Layout) -> float | None:
-    """Return the GiB of one device, or of a rank's part of a CPU's memory."""
-    memory_gib = recipe.cluster.memory_gib or machine.memory_gib
-    if memory_gib is None or machine.device != "cpu":
-        return memory_gib
-    return memory_gib / layout.devices
-
-
 def list_memory_parts(plan: Plan) -> Mapping[str, float]:
     """Return the bytes of the fullest rank by category, without those that are zero."""
     return {name: size / GIB for name, size in plan.fullest.parts.items() if size > 0}
+
+
+_H100 = Hardware(
+    bf16_tflops=989, fp8_tflops=1979, fp32_tflops=67, memory_gb_per_second=3350, units=132, watts=700,
+    reference_watts=700, link_gb_per_second=340, link_microseconds=12, network_gb_per_second=42.5,
+    network_microseconds=35,
+)  # fmt: skip
+PUBLISHED_HARDWARE = (_H100, replace(_H100, watts=500, memory_gb_per_second=2400))
+"""The hardware of the published runs of dense models: 80 GB, and 96 GB with less power."""
+_B200 = Hardware(
+    bf16_tflops=2250, fp8_tflops=4500, fp32_tflops=75, memory_gb_per_second=7700, units=148, watts=1000,
+    reference_watts=1000, link_gb_per_second=680, link_microseconds=12, network_gb_per_second=42.5,
+    network_microseconds=35,
+)  # fmt: skip
+EXPERTS_HARDWARE = (_H100, _B200)
+"""The hardware of the published runs of models with experts."""
+CALIBRATED_FIGURES = (
+    "attention_tflops", "attention_backward_tflops", "eager_factor", "loss_factor", "update_factor",
+    "step_microseconds",
+)  # fmt: skip
+"""Figures of a CPU that no data sheet has, and `titan.calibrate` measures."""
+
+
+def describe_unmeasured(hardware: Hardware, device: str, experts: bool = False) -> str:
+    """Return the end of the sentence on a plan's intervals where no runs were measured on such hardware; else empty."""
+    if device == "cpu":
+        is_calibrated = all(getattr(hardware, name) is not None for name in CALIBRATED_FIGURES)
+        return "" if is_calibrated else "; titan.calibrate has not measured this one, so errors may be larger"
+    if hardware in (EXPERTS_HARDWARE if experts else PUBLISHED_HARDWARE):
+        return ""
+    names = "H100 and B200" if experts else "H100"
+    return f"; they ran on {names}, not on hardware with these figures, so errors may be larger"

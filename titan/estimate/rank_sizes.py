@@ -117,13 +117,9 @@ def group_blocks(model: Decoder, layers: range, every: int = 0) -> tuple[BlockGr
 
 
 class BlockElements(NamedTuple):
-    """Elements of a block's weights on a tensor-parallel rank.
+    """Elements of a block's weights on a tensor-parallel rank: in matrices, in norms (vectors), and of all experts.
 
-    Attributes:
-        matrices: in its matrices but those of experts.
-        unsplit: those of them that each rank has as a whole.
-        vectors: in its norms, which are whole.
-        experts: of all experts, which no tensor parallelism splits.
+    Norms are whole, and so are `unsplit` ones of the matrices; no tensor parallelism splits experts.
     """
 
     matrices: int
@@ -146,15 +142,11 @@ class RankSizes:
     """The sizes of one rank in bytes, after tensor parallelism, FSDP and offloading."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        layout: Layout,
-        microbatches: int,
-        device: str,
-        stages: Mapping[int, StageBlocks],
+        self, recipe: Recipe, layout: Layout, microbatches: int, device: str, stages: Mapping[int, StageBlocks]
     ) -> None:
         self.recipe, self.layout, self.stages, self.microbatches = recipe, layout, stages, microbatches
         self.device, self.exchange_copies = device, 2 if device == "cpu" else 1
+        self.model, self.precision, self.parallelism = recipe.model, recipe.precision, recipe.parallelism
         model, precision = recipe.model, recipe.precision
         rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
         self.row_tokens = model.count_row_tokens(recipe.training.seq_len)
@@ -181,31 +173,27 @@ class RankSizes:
             reads_logits=any(term.needs_logits for term in recipe.training.terms.values()),
         )
         self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
-        self.sharding = _adjust_sharding(find_weight_sharding(recipe.parallelism, layout), self.fsdp)
-        self._size_blocks()
+        sharding = find_weight_sharding(recipe.parallelism, layout)
+        self.sharding = sharding._replace(sharded=max(2, sharding.sharded) if self.fsdp else 1)
+        self.every = {"full": 1, "every_n": recipe.memory.every}.get(recipe.memory.checkpointing, 0)
+        groups = group_blocks(model, range(model.layers))
+        self._blocks = {model.kind(group.layer): self._compute_block_sizes(group.layer) for group in groups}
+        self.input = self.get_block(0).activations.input
         self._count_elements()
         self.shards = self._compute_mean_shards()
         self._size_states()
         self._size_ends()
 
-    def _size_blocks(self) -> None:
-        """Compute the sizes of each kind of block; a block's activations are those of one micro-batch."""
-        every = {"full": 1, "every_n": self.recipe.memory.every}.get(self.recipe.memory.checkpointing, 0)
-        self.every = every
-        groups = group_blocks(self.recipe.model, range(self.recipe.model.layers))
-        self._blocks = {self.recipe.model.kind(group.layer): self._compute_block_sizes(group.layer) for group in groups}
-        self.input = self.get_block(0).activations.input
-
     def get_block(self, layer: int) -> BlockSizes:
         """Return the sizes of a block."""
-        return self._blocks[self.recipe.model.kind(layer)]
+        return self._blocks[self.model.kind(layer)]
 
     def _compute_block_sizes(self, layer: int) -> BlockSizes:
-        model, tensor = self.recipe.model, self.layout.tensor
+        model, tensor = self.model, self.layout.tensor
         is_divided, weights = self.layout.expert > 1, count_block_elements(model, layer, tensor)
         experts = weights.experts / self.layout.expert
-        dense, expert_bytes = _count_used_bytes(model, layer, self.recipe.precision, self.sharding)
-        expert_bytes = self.recipe.precision.bytes * experts if is_divided else expert_bytes
+        dense, expert_bytes = _count_used_bytes(model, layer, self.precision, self.sharding)
+        expert_bytes = self.precision.bytes * experts if is_divided else expert_bytes
         return BlockSizes(
             model.block_activations(self.share, self._count_context_bytes(), layer),
             elements=weights.matrices + weights.vectors + experts,
@@ -214,12 +202,12 @@ class RankSizes:
             first=experts / 3 or LARGEST_WEIGHT * weights.matrices,
             gathered=dense * self.fsdp + expert_bytes * (self.fsdp or is_divided),
             casts=dense * (not self.fsdp) + expert_bytes * (not self.fsdp and not is_divided),
-            experts_gathered=expert_bytes if gathers_experts_apart(self.recipe.parallelism, self.layout) else 0.0,
+            experts_gathered=expert_bytes if gathers_experts_apart(self.parallelism, self.layout) else 0.0,
         )
 
     def sum_blocks(self, size_of: Callable[[BlockSizes], float], layers: range) -> float:
         """Return the sum over blocks."""
-        groups = group_blocks(self.recipe.model, layers)
+        groups = group_blocks(self.model, layers)
         return sum(group.size * size_of(self.get_block(group.layer)) for group in groups)
 
     def sum_rank(self, size_of: Callable[[BlockSizes], float]) -> float:
@@ -227,8 +215,7 @@ class RankSizes:
         return sum(self.sum_blocks(size_of, stage.layers) for stage in self.stages.values())
 
     def _count_elements(self) -> None:
-        """Count the weight elements of this rank before FSDP shards them."""
-        model, tensor = self.recipe.model, self.layout.tensor
+        model, tensor = self.model, self.layout.tensor
         first, last = (any(getattr(stage, end) for stage in self.stages.values()) for end in ("first", "last"))
         self.embedding_elements = model.split_embedding_parameters(tensor) if first else 0.0
         self.head_elements = 0.0 if self._has_tied_head() or not last else model.split_head_parameters(tensor)
@@ -245,7 +232,7 @@ class RankSizes:
         experts = sum(
             group.size * (block.experts / self._count_expert_shards(group.layer) - block.experts / usual)
             for stage in self.stages.values()
-            for group in group_blocks(self.recipe.model, stage.layers)
+            for group in group_blocks(self.model, stage.layers)
             for block in [self.get_block(group.layer)]
             if block.experts
         )
@@ -253,7 +240,7 @@ class RankSizes:
 
     def _count_expert_shards(self, layer: int) -> float:
         """Return the ranks that experts are sharded over; fewer where they can't be divided evenly."""
-        model, layout = self.recipe.model, self.layout
+        model, layout = self.model, self.layout
         matmuls = model.expert_matmuls(layer)
         count = model.expert_parameters(layer) // sum(m.inputs * m.outputs for m in matmuls.values()) // layout.expert
         ranks = max(1, layout.expert_shards) if self.fsdp or layout.expert > 1 else 1
@@ -262,10 +249,10 @@ class RankSizes:
 
     def _compute_dense_shards(self) -> float:
         """Return the shards of an element outside of experts; with groups the mean."""
-        groups, usual = self.recipe.parallelism.groups or {}, self.layout.sharded if self.fsdp else 1
+        groups, usual = self.parallelism.groups or {}, self.layout.sharded if self.fsdp else 1
         if not groups or not self.fsdp:
             return usual
-        model, tensor = self.recipe.model, self.layout.tensor
+        model, tensor = self.model, self.layout.tensor
         matrices = {"head": self.head_elements, "tok_embeddings": self.embedding_elements}
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             for name, matmul in model.block_matmuls(layer).items():
@@ -278,7 +265,7 @@ class RankSizes:
 
     def _size_states(self) -> None:
         """Compute the bytes of weights, optimizer state and one element of a reduced gradient on the device."""
-        precision = self.recipe.precision
+        precision = self.precision
         on_device = 0.0 if self.recipe.memory.offload else 1.0
         matrices = self.sum_rank(lambda block: block.matrices)
         self.weights = on_device * precision.weight_bytes * self.elements / self.shards
@@ -291,22 +278,22 @@ class RankSizes:
 
     def _size_ends(self) -> None:
         """Compute the bytes of the embedding's and the head's weights as FSDP gathers them, or as casts of them."""
-        heads = self.recipe.model.head_matmuls()
-        used = float(self.recipe.precision.count_used_bytes(heads, self.sharding))
+        heads = self.model.head_matmuls()
+        used = float(self.precision.count_used_bytes(heads, self.sharding))
         used = used if any(stage.last for stage in self.stages.values()) else 0.0
         self.head_gathered, self.head_cast = (used, 0.0) if self.fsdp else (0.0, used)
-        self.embedding_gathered = self.recipe.precision.bytes * self.embedding_elements if self.fsdp else 0.0
+        self.embedding_gathered = self.precision.bytes * self.embedding_elements if self.fsdp else 0.0
 
     # ---- activations ----
 
     def _count_saved_bytes(self, stage: StageBlocks) -> float:
         """Return the bytes that a stage saves for backward of one micro-batch."""
-        rotation: float = 4 * self.recipe.model.rotary_size * self.tokens  # cosines and sines in float32
+        rotation: float = 4 * self.model.rotary_size * self.tokens  # cosines and sines in float32
         if self.layout.pipeline == 1:
             rotation /= math.ceil(self.tokens * self.layout.context / self.row_tokens)
         ends = self.head.saved + self.head_cast if stage.last else self._count_kept_output(stage)
         ends += self.input * self._keeps_input_apart(stage)
-        ends += self.recipe.model.embedding_activations(self.share) * stage.first
+        ends += self.model.embedding_activations(self.share) * stage.first
         return self._count_saved_by_blocks(stage.layers) + ends + rotation + self._count_mask_bytes()
 
     def _count_kept_output(self, stage: StageBlocks) -> float:
@@ -345,7 +332,7 @@ class RankSizes:
         """
         blocks = sum(
             recomputed * self.input + (size - recomputed) * self.get_block(layer).full_bytes
-            for layer, size, recomputed in group_blocks(self.recipe.model, stage.layers, self.every)
+            for layer, size, recomputed in group_blocks(self.model, stage.layers, self.every)
         )
         ends = self._count_saved_bytes(stage) - self._count_saved_by_blocks(stage.layers)
         ends += self.input * (not stage.first)  # its gradient
@@ -353,21 +340,17 @@ class RankSizes:
 
     def _count_saved_by_blocks(self, layers: range) -> float:
         """Return the bytes that blocks save for backward under the activation checkpointing of the recipe."""
-        groups = group_blocks(self.recipe.model, layers, self.every)
-        return sum(self._count_saved_by_group(group, self.get_block(group.layer)) for group in groups)
-
-    def _count_saved_by_group(self, group: BlockGroup, block: BlockSizes) -> float:
-        memory, saved = self.recipe.memory, block.full_bytes
-        if self.every or memory.checkpointing in ("none", "gate"):
-            return (group.size - group.recomputed) * saved + group.recomputed * self.input
-        if memory.checkpointing == "selective":
-            return group.size * block.activations.selective
-        return group.size * (self.input + memory.budget * (saved - self.input))
-
-    def _list_recomputed_bytes(self, layers: range) -> list[float]:
-        """Return the bytes that each of these blocks has saved once it is recomputed, where it is as a whole."""
-        recomputed = [layer for layer in layers if self.every and (layer + 1) % self.every == 0]
-        return [self.get_block(layer).full_bytes for layer in recomputed]
+        memory, total = self.recipe.memory, 0.0
+        for group in group_blocks(self.model, layers, self.every):
+            block = self.get_block(group.layer)
+            saved = block.full_bytes
+            if self.every or memory.checkpointing in ("none", "gate"):
+                total += (group.size - group.recomputed) * saved + group.recomputed * self.input
+            elif memory.checkpointing == "selective":
+                total += group.size * block.activations.selective
+            else:
+                total += group.size * (self.input + memory.budget * (saved - self.input))
+        return total
 
     def _list_backward_moments(self, layers: range) -> list[tuple[float, float, float]]:
         """Return the moments of a block's backward pass, in order.
@@ -390,7 +373,7 @@ class RankSizes:
 
     def _count_context_bytes(self) -> ContextBytes:
         """Return what attention saves per token: a second result; gathered or repeated keys; ulysses' exchanges."""
-        model, layout, method = self.recipe.model, self.layout, self.recipe.parallelism.context_method
+        model, layout, method = self.model, self.layout, self.parallelism.context_method
         if layout.context == 1:
             return NO_CONTEXT
         ulysses = method == "ulysses"
@@ -426,30 +409,24 @@ class RankSizes:
         """
         if not self.fsdp and self.layout.expert == 1:
             return 0.0
-        reshards = self.recipe.parallelism.resolve_reshard(self.layout)
+        reshards = self.parallelism.resolve_reshard(self.layout)
         ends = self.head_gathered if head or self._has_tied_head() else 0.0
         if reshards is False and self.layout.pipeline > 1:
             return sum(sorted(map(self._count_stage_gathered, self.stages.values()))[-MOST_GATHERED:])
         at_once = self.sum_blocks(lambda block: block.gathered, used)
         if reshards is True:
-            return at_once + ends + self._count_misgathered_bytes(unfinished)
+            # in a pipeline FSDP takes the module that ran before for the next one of backward: with several
+            # micro-batches in flight, ahead of a micro-batch's first block, the last block of the one before
+            is_misled = self.layout.pipeline > 1 and len(unfinished) > 0
+            return at_once + ends + (self.get_block(unfinished[-1]).gathered if is_misled else 0.0)
         unfinished_bytes = self.sum_blocks(lambda block: block.gathered, unfinished)
         if reshards is False:
             return max(at_once, unfinished_bytes) + ends + self.embedding_gathered
         return at_once + unfinished_bytes / reshards + ends
 
     def _count_stage_gathered(self, stage: StageBlocks) -> float:
-        """Return the bytes of a stage's gathered weights."""
         ends = self.head_gathered * stage.last + self.embedding_gathered * stage.first
         return self.sum_blocks(lambda block: block.gathered, stage.layers) + ends
-
-    def _count_misgathered_bytes(self, layers: range) -> float:
-        """Return the bytes of the block that FSDP gathers ahead of a micro-batch's first block in a pipeline.
-
-        It takes the module that ran before for the next one of backward: with several micro-batches in flight, the last
-        block of the one before.
-        """
-        return self.get_block(layers[-1]).gathered if self.layout.pipeline > 1 and len(layers) else 0.0
 
     def _find_most_gathered(self, layers: range, blocks: int) -> range:
         """Return the neighbouring blocks, so many of them, whose gathered weights are largest."""
@@ -459,7 +436,7 @@ class RankSizes:
         return max(windows, key=lambda window: self.sum_blocks(lambda block: block.gathered, window))
 
     def _has_tied_head(self) -> bool:
-        return self.recipe.model.tied and self.layout.pipeline == 1
+        return self.model.tied and self.layout.pipeline == 1
 
     def _count_gradient_bytes(self, elements: float, has_grads: bool) -> float:
         """Return the bytes of accumulated gradients.
@@ -469,7 +446,7 @@ class RankSizes:
             has_grads: whether all gradients of an earlier micro-batch are in memory.
         """
         if self.fsdp and self.reduces_once:
-            return self.recipe.precision.accumulate_bytes * (self.elements if has_grads else elements)
+            return self.precision.accumulate_bytes * (self.elements if has_grads else elements)
         if self.layout.only_replicated or has_grads:
             elements = self.elements
         return self.grad_element * elements
@@ -502,13 +479,13 @@ class RankSizes:
         """
         if not self._reduces_in_backward(has_grads):
             return 0.0
-        first, last = 0 if self.reduces_once else before, before + self.recipe.parallelism.reduce_buffers - 1
+        first, last = 0 if self.reduces_once else before, before + self.parallelism.reduce_buffers - 1
         elements = [*(self.get_block(layer).elements for layer in reduced[:last]), head]
         inputs = REDUCE_BYTES * sum(elements[first:last])
         if not self.reduces_once:
             return inputs
         reduced_elements = head + self.sum_blocks(lambda block: block.elements, reduced)
-        freed_bytes = self.recipe.precision.accumulate_bytes - REDUCE_BYTES / self.shards
+        freed_bytes = self.precision.accumulate_bytes - REDUCE_BYTES / self.shards
         return max(0.0, inputs - reduced_elements * freed_bytes)
 
     def _count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:
@@ -522,17 +499,12 @@ class RankSizes:
         """
         if self.layout.pipeline == 1 or not has_grads:
             return 0.0
-        return max(sum(map(self._count_reduce_buffer, self._list_last(stage))) for stage in stages)
-
-    def _list_last(self, stage: StageBlocks) -> list[float]:
-        """Return the elements of the modules whose gradients are reduced last, as many as may be in flight."""
-        blocks = (self.get_block(layer).elements for layer in stage.layers)
-        elements = [*([self.embedding_elements] if stage.first else []), *blocks]
-        return elements[: self.recipe.parallelism.reduce_buffers]
-
-    def _count_reduced_bytes(self, elements: float, has_grads: bool) -> float:
-        """Return the bytes of FSDP's reduce-scatter output beside the gradients to which it is added."""
-        return self._count_reduce_buffer(elements) / self.shards if has_grads else 0.0
+        most = self.parallelism.reduce_buffers  # of the modules that are reduced last
+        elements = (
+            [*([self.embedding_elements] * stage.first), *(self.get_block(layer).elements for layer in stage.layers)]
+            for stage in stages
+        )
+        return max(sum(map(self._count_reduce_buffer, each[:most])) for each in elements)
 
     def _size_expert_reduction(self, layer: int) -> tuple[float, float]:
         """Return the bytes of gradients, with the output, and of buffers while those of a block's experts are reduced.
@@ -547,12 +519,7 @@ class RankSizes:
 
     def _count_unreduced_bytes(self, elements: float) -> float:
         """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
-        return self.recipe.precision.bytes * elements
-
-
-def _adjust_sharding(sharding: WeightSharding, fsdp: bool) -> WeightSharding:
-    """Return the sharding with at least two shards where FSDP gathers weights, and one where it does not."""
-    return sharding._replace(sharded=max(2, sharding.sharded) if fsdp else 1)
+        return self.precision.bytes * elements
 
 
 @lru_cache(256)

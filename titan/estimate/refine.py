@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, find_group, sum_groups
 from titan.estimate.memory import Usage
 from titan.estimate.plan import OWN_RUNS, Plan
-from titan.estimate.step_time import StepTime
+from titan.estimate.step_time import COMMUNICATION, COMPUTATION, GROUPS, IDLE, StepTime, sum_groups
 
 SEPARATE = 4
 """Runs from which on computation and communication may have separate factors."""
@@ -25,8 +24,8 @@ LEFT_OUT = 3
 WIDEST = 10.0
 """The factors of computation and communication differ at most by this factor: without it a term that matters to no run
 would be lost or take any value."""
-ANGLES = 60
-"""Ratios of the factors that are tried before the best one is refined."""
+ANGLES, ROUNDS = 60, 6
+"""Ratios of the factors that are tried, and how often: each time between the neighbours of the best one."""
 BETTER = 0.9
 """Fraction of the squared errors of one factor that separate factors must stay below."""
 NOISE = 0.02
@@ -37,15 +36,9 @@ SHARE = 0.9
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A measured run.
+    """A measured run: predicted seconds of computation and communication of a step, and measured ones.
 
-    Attributes:
-        computation: predicted seconds of computation of a step; pipeline idle is computation of other ranks.
-        communication: predicted seconds of communication of a step.
-        seconds: measured seconds of a step.
-        memory: predicted memory of rank 0.
-        measured_memory: measured memory of rank 0 in the same unit; 0: unknown.
-        devices: of the run.
+    Pipeline idle is computation of other ranks. Memory is that of rank 0 in one unit; 0 where it was not measured.
     """
 
     computation: float
@@ -79,7 +72,7 @@ class CorrectionFactors:
         if self == UNCHANGED:
             return step
         factors = {COMPUTATION: self.computation, IDLE: self.computation, COMMUNICATION: self.communication}
-        parts = {cause: factors[find_group(cause)] * seconds for cause, seconds in step.parts.items()}
+        parts = {cause: factors[GROUPS.get(cause, COMPUTATION)] * seconds for cause, seconds in step.parts.items()}
         ratio = sum(parts.values()) / step.seconds
         spans = tuple(replace(span, start=ratio * span.start, end=ratio * span.end) for span in step.spans)
         return replace(step, parts=parts, spans=spans)
@@ -94,13 +87,9 @@ UNCHANGED = CorrectionFactors()
 
 @dataclass(frozen=True)
 class RelativeErrors:
-    """The relative errors of one figure over the runs.
+    """The relative errors of one figure over the runs: medians without and with the factors, and the 90th percentile.
 
-    Attributes:
-        before: the median without the factors.
-        after: the median with the factors.
-        ninety: the 90th percentile with the factors.
-        left_out: whether each run was predicted from the others, as from `LEFT_OUT` runs on.
+    `left_out` says whether each run was predicted from the others, as from `LEFT_OUT` runs on.
     """
 
     before: float
@@ -111,14 +100,9 @@ class RelativeErrors:
 
 @dataclass(frozen=True)
 class Refinement:
-    """The outcome of a fit.
+    """The outcome of a fit: what predictions are multiplied by, how many runs were used, and most devices of one.
 
-    Attributes:
-        factors: what predictions are multiplied by.
-        runs: how many were used.
-        devices: most devices of a run.
-        time: the errors of step times.
-        memory: the errors of memory; None where no run measured it.
+    The errors of memory are None where no run measured it.
     """
 
     factors: CorrectionFactors
@@ -155,7 +139,6 @@ def build_measured_run(planned: Plan, memory: float, seconds: float, measured_me
 
     Args:
         memory: the predicted memory that corresponds to the measured one.
-        seconds: measured, of a step.
         measured_memory: None: unknown.
     """
     sums = sum_groups(planned.step.parts)
@@ -166,30 +149,22 @@ def build_measured_run(planned: Plan, memory: float, seconds: float, measured_me
 
 
 def fit_factors(samples: Sequence[MeasuredRun]) -> Refinement:
-    """Return the factors that runs ask for, and their errors.
-
-    Args:
-        samples: at least one.
-    """
-    fit_times = fit_separate_factors if _prefers_separate(samples) else fit_single_factor
+    """Return the factors that runs ask for, and their errors."""
+    is_clearly_better = len(samples) >= SEPARATE and _sum_squares(samples, fit_separate_factors) < (
+        BETTER * _sum_squares(samples, fit_single_factor)
+    )
+    fit_times = fit_separate_factors if is_clearly_better else fit_single_factor
     measured = [s for s in samples if s.measured_memory > 0]
+
+    def fit_memory(rest: Sequence[MeasuredRun]) -> CorrectionFactors:
+        return CorrectionFactors(memory=fit_memory_factor(rest))
+
     return Refinement(
         factors=replace(fit_times(samples), memory=fit_memory_factor(measured)),
         runs=len(samples),
         devices=max(s.devices for s in samples),
-        time=_compute_errors(samples, lambda rest: fit_times(rest), compute_time_error),
-        memory=_compute_errors(
-            measured, lambda rest: CorrectionFactors(memory=fit_memory_factor(rest)), compute_memory_error
-        )
-        if measured
-        else None,
-    )
-
-
-def _prefers_separate(samples: Sequence[MeasuredRun]) -> bool:
-    """Return whether separate factors predict runs that are left out clearly better than one."""
-    return len(samples) >= SEPARATE and _sum_squares(samples, fit_separate_factors) < BETTER * _sum_squares(
-        samples, fit_single_factor
+        time=_compute_errors(samples, fit_times, compute_time_error),
+        memory=_compute_errors(measured, fit_memory, compute_memory_error) if measured else None,
     )
 
 
@@ -207,15 +182,15 @@ def fit_memory_factor(samples: Sequence[MeasuredRun]) -> float:
 def fit_separate_factors(samples: Sequence[MeasuredRun]) -> CorrectionFactors:
     """Return factors on computation and communication.
 
-    For a given ratio of the two their size follows; the ratio is searched for on a grid of angles, then between the
-    neighbours of the best one. Of ratios that are equally good the one closest to 1 is taken.
+    For a given ratio of the two their size follows; the ratio is searched for on a grid of angles, then on finer ones
+    between the neighbours of the best. Of ratios that are equally good the one closest to 1 is taken.
     """
-    least, most = math.atan(1 / WIDEST), math.atan(WIDEST)
-    angles = [least + (most - least) * i / ANGLES for i in range(ANGLES + 1)]
-    best = min(range(len(angles)), key=lambda i: (_fit_size(samples, angles[i])[1], abs(2 * i - ANGLES)))
-    angle = _search_golden_section(
-        lambda a: _fit_size(samples, a)[1], angles[max(0, best - 1)], angles[min(ANGLES, best + 1)], angles[best]
-    )
+    low, high, angle = math.atan(1 / WIDEST), math.atan(WIDEST), 0.0
+    for _ in range(ROUNDS):
+        angles = [low + (high - low) * i / ANGLES for i in range(ANGLES + 1)]
+        residuals = [_fit_size(samples, angle)[1] for angle in angles]
+        best = min(range(ANGLES + 1), key=lambda i: (residuals[i], abs(2 * i - ANGLES)))
+        low, high, angle = angles[max(0, best - 1)], angles[min(ANGLES, best + 1)], angles[best]
     size = _fit_size(samples, angle)[0]
     return CorrectionFactors(size * math.cos(angle), size * math.sin(angle))
 
@@ -226,15 +201,6 @@ def _fit_size(samples: Sequence[MeasuredRun], angle: float) -> tuple[float, floa
     logs = [math.log(s.seconds / (computation * s.computation + communication * s.communication)) for s in samples]
     middle = fmean(logs)
     return math.exp(middle), sum((log - middle) ** 2 for log in logs)
-
-
-def _search_golden_section(value: Callable[[float], float], low: float, high: float, best: float) -> float:
-    """Return where a function is least between two points, by golden sections; `best` where nothing is less."""
-    ratio = (math.sqrt(5) - 1) / 2
-    for _ in range(40):
-        lower, upper = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, upper) if value(lower) < value(upper) else (lower, high)
-    return min((best, (low + high) / 2), key=value)
 
 
 def compute_time_error(sample: MeasuredRun, factors: CorrectionFactors) -> float:

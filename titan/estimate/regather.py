@@ -12,7 +12,6 @@ from titan.parallelism.pipeline.stage_plan import splits_backward
 if TYPE_CHECKING:
     from titan.memory.schema import Memory
     from titan.parallelism.schema import Layout, Parallelism
-    from titan.precision.schema import Precision
 
 SAVING = ("none", "gate", "every_n")
 """Activation checkpointing with blocks that save what they gather; others gather it again anyway."""
@@ -28,10 +27,6 @@ class ExecutionAxes(Protocol):
     @property
     def memory(self) -> Memory:
         """Return the activation checkpointing."""
-
-    @property
-    def precision(self) -> Precision:
-        """Return the precision."""
 
 
 def regathers_input(recipe: ExecutionAxes, layout: Layout) -> bool:

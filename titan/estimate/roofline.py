@@ -25,14 +25,8 @@ SORTING_BYTES = 48.0
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Measured speeds of a device.
-
-    Attributes:
-        matmul: FLOP/s of a large matmul in the compute type.
-        matmul_8bit: FLOP/s of a large 8-bit matmul; `matmul` where the device has none.
-        copy: bytes/s of a copy, read plus written.
-        attention: FLOP/s.
-    """
+    """Measured speeds of a device: FLOP/s of a large matmul in the compute type and in 8 bits, where the device has
+    these, bytes/s of a copy, read plus written, and FLOP/s of attention."""
 
     matmul: float
     matmul_8bit: float
@@ -75,13 +69,11 @@ def compute_roofline(recipe: Recipe, microbatches: int, rates: DeviceRates) -> R
     It counts the work of the step and no more: attention without the causally masked half, the recomputation that the
     memory axis asks for, and one pass over memory for each tensor that an operation, fused with its neighbours, reads
     or writes.
-
-    Args:
-        recipe: the resolved configuration, with a layout of one device.
-        microbatches: micro-batches in one step.
     """
     tokens = recipe.training.rows * recipe.model.count_row_tokens(recipe.training.seq_len)
     matmul, matmul_8bit = _count_matmul_flops(recipe)
+    heads = recipe.model.head_matmuls().values()
+    head_outputs = sum(head.outputs * head.compute_token_share(1) for head in heads)
     return Roofline(
         {
             "matmuls": tokens * matmul / rates.matmul,
@@ -89,7 +81,7 @@ def compute_roofline(recipe: Recipe, microbatches: int, rates: DeviceRates) -> R
             "attention": tokens * _count_attention_flops(recipe) / rates.attention,
             "casts": _count_cast_bytes(recipe, microbatches) / rates.copy,
             "elementwise": tokens * _sum_elementwise_bytes(recipe) / rates.copy,
-            "loss": tokens * 3 * recipe.precision.bytes * _count_head_outputs(recipe.model) / rates.copy,
+            "loss": tokens * 3 * recipe.precision.bytes * head_outputs / rates.copy,
             "clipping and optimizer": count_update_bytes(recipe) / rates.copy,
         },
         tokens,
@@ -113,11 +105,6 @@ def _count_matmul_flops(recipe: Recipe) -> tuple[float, float]:
         totals[name in quantized] += (6 + recomputed_flops) * size
     totals[0] += (6 + 2 * _compute_recomputed_share(recipe)) * _count_routed_parameters(recipe.model)
     return totals[0], totals[1]
-
-
-def _count_head_outputs(model: Decoder) -> float:
-    """Return the outputs of the head per token."""
-    return sum(matmul.outputs * matmul.compute_token_share(1) for matmul in model.head_matmuls().values())
 
 
 def _count_routed_parameters(model: Decoder) -> float:
@@ -180,7 +167,6 @@ def count_elementwise_bytes(
 
     Args:
         element: bytes of an activation element.
-        part: "forward" or "backward".
         tensor: ranks that heads and the feed-forward width are split over.
         sequence: ranks that the residual stream is split over.
     """
@@ -197,8 +183,6 @@ def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0,
     and written three times in float32, and sorted.
 
     Args:
-        element: bytes of an activation element.
-        part: "forward" or "backward".
         expert: ranks that share the experts.
     """
     matmuls = model.expert_matmuls(layer)

@@ -8,13 +8,14 @@ is computed of a candidate is kept, since the front needs it again.
 
 from __future__ import annotations
 
-import heapq
+import bisect
+import itertools
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_plural
@@ -22,19 +23,25 @@ from titan.errors import ConfigError
 from titan.estimate import overhead
 from titan.estimate.fit import compute_available_gib
 from titan.estimate.layout_options import (
+    MODES,
     LayoutCandidate,
     LayoutOption,
     TypedSettings,
     iterate_layouts,
     iterate_options,
+    iterate_schedules,
     list_degrees,
+    list_divisors,
+    list_expert_degrees,
 )
 from titan.estimate.lower_bounds import LowerBounds
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.refine import UNCHANGED, CorrectionFactors
+from titan.estimate.regather import list_regather_obstacles, regathers_input
 from titan.estimate.step_time import StepTime, estimate_step
 from titan.parallelism.pipeline.schedules import SCHEDULES
+from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
@@ -55,13 +62,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PredictedLayout:
-    """A candidate that fits, with its prediction.
-
-    Attributes:
-        candidate: the layout.
-        step: its predicted time.
-        gib: its predicted memory.
-    """
+    """A candidate that fits, with its predicted time and memory."""
 
     candidate: LayoutCandidate
     step: StepTime
@@ -70,13 +71,9 @@ class PredictedLayout:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """The outcome of a search.
+    """The fastest layouts, the fastest first, and the front: the fastest ones that need less and less memory.
 
-    Attributes:
-        best: the fastest layouts, the fastest first.
-        front: the fastest layout, and the fastest ones that need less and less memory.
-        tried: candidates in all.
-        predicted: those whose step time was predicted.
+    Of the candidates that were tried, the step time of some was predicted.
     """
 
     best: tuple[PredictedLayout, ...]
@@ -97,45 +94,35 @@ def search_layouts(
     typed: TypedSettings | None = None,
     show: Show = lambda line: None,
 ) -> SearchOutcome:
-    """Return the fastest layouts of a recipe on so many devices.
+    """Return the fastest layouts of a recipe on so many devices of nodes as `machine`; its science settings stay.
 
     Args:
-        recipe: the resolved configuration; its science settings stay as they are.
-        machine: a node.
-        keep: the number of layouts to return.
         prune: whether to skip candidates that can't be among them.
         typed: settings that every layout must have, by name: `titan.estimate.layout_options`.
-        show: shows the progress, one line after another.
 
     Raises:
         ConfigError: when a figure of the hardware is missing, no layout has the settings, or none fits.
     """
     typed = typed or {}
-    _check_schedule(typed)
+    if (schedule := typed.get("schedule", "1F1B")) not in SCHEDULES:
+        raise ConfigError(
+            f"parallelism.schedule={schedule}: a search compares schedules by name; give one of "
+            f"{', '.join(SCHEDULES)}, or leave out plan.search=true."
+        )
     space = _Space(recipe, devices, machine, accepts, factors, typed, show)
     if not space.ordered:
         raise ConfigError(_explain_no_layout(recipe, devices, machine, typed))
     fastest = space.find_fastest(keep, space.available_gib, prune)
-    if not fastest.results:
+    if not fastest:
         raise ConfigError(
             f"plan.search=true: none of {len(space.ordered):,} layouts on {format_plural(devices, 'device')}"
             f"{_describe_typed(typed)} fits {space.available_gib:.0f} GiB; give more cluster.nodes, a "
             "smaller training.seq_len, or memory.offload=true."
         )
-    front = [fastest.list_best(1)[0]]
-    while len(front) < FRONT and (smaller := space.find_fastest(1, front[-1].gib * SMALLER, prune)).results:
-        front.append(smaller.list_best(1)[0])
-    return SearchOutcome(tuple(fastest.list_best(keep)), tuple(front), len(space.ordered), fastest.predicted)
-
-
-def _check_schedule(typed: TypedSettings) -> None:
-    """Raise ConfigError for a schedule that no search can try."""
-    schedule = typed.get("schedule", "1F1B")
-    if schedule not in SCHEDULES:
-        raise ConfigError(
-            f"parallelism.schedule={schedule}: a search compares schedules by name; give one of "
-            f"{', '.join(SCHEDULES)}, or leave out plan.search=true."
-        )
+    front = fastest[:1]
+    while len(front) < FRONT and (smaller := space.find_fastest(1, front[-1].gib * SMALLER, prune)):
+        front.append(smaller[0])
+    return SearchOutcome(tuple(fastest[:keep]), tuple(front), len(space.ordered), len(fastest))
 
 
 def _describe_typed(typed: TypedSettings) -> str:
@@ -148,7 +135,6 @@ def _describe_typed(typed: TypedSettings) -> str:
 
 
 def _explain_no_layout(recipe: Recipe, devices: int, machine: Machine, typed: TypedSettings) -> str:
-    """Return the error message where no layout has the settings that are required."""
     subject = f"no layout on {format_plural(devices, 'device')}"
     degrees = {name: degree for name, degree in typed.items() if name in list_degrees(Layout())}
     possible = {
@@ -191,34 +177,41 @@ class _Space:
             self._show_progress(lambda: f"search: {len(self.ordered):,} layouts")
             self.ordered.append((self.bounds(option), number, option))
         self.ordered.sort(key=lambda entry: entry[:2])
-        self._least_seconds: dict[int, float] = {}
-        self._first_gib: dict[int, float] = {}
-        self._least_gib: dict[int, float] = {}
-        self._predicted: dict[int, PredictedLayout | None] = {}
+        self._known: dict[tuple[str, int], Any] = {}
 
-    def find_fastest(self, keep: int, available_gib: float, prune: bool) -> _FastestLayouts:
-        """Return the results of a search for the fastest layouts that need at most `available_gib` GiB."""
-        fastest = _FastestLayouts(keep)
+    def find_fastest(self, keep: int, available_gib: float, prune: bool) -> list[PredictedLayout]:
+        """Return what a search for the fastest layouts that need at most `available_gib` GiB predicts, in order.
+
+        Of equally fast layouts those come first that need less memory. The first `keep` ones are the fastest of all.
+        """
+        results: list[PredictedLayout] = []
         for index, (least_seconds, number, option) in enumerate(self.ordered):
-            self._show_progress(lambda: self._describe_progress(index, fastest, available_gib))  # noqa: B023
-            if prune and self.factors.least * least_seconds > fastest.slowest_seconds:
+            self._show_progress(lambda: self._describe_progress(index, results, available_gib))  # noqa: B023
+            slowest_seconds = results[keep - 1].step.seconds if len(results) >= keep else math.inf
+            if prune and self.factors.least * least_seconds > slowest_seconds:
                 break
-            if prune and not self._can_be_kept(number, option, fastest.slowest_seconds, available_gib):
+            if prune and not self._can_be_kept(number, option, slowest_seconds, available_gib):
                 continue
-            result = self._predict(number, option, available_gib)
-            if result is not None:
-                fastest.add(result)
-        return fastest
+            result = self._recall(number, self._predict, option)
+            if result is not None and result.gib <= available_gib:
+                bisect.insort(results, result, key=lambda each: (each.step.seconds, each.gib))
+        return results
 
     def _can_be_kept(self, number: int, option: LayoutOption, slowest_seconds: float, available_gib: float) -> bool:
         """Return whether neither a bound of memory nor one of time excludes a layout, the cheapest bound first."""
         limit_gib = overhead.compute_live_limit(available_gib / self.factors.memory, option.layout, self.device) / GIB
-        if _recall(self._first_gib, number, self.bounds.compute_first_gib, option) > limit_gib:
+        if self._recall(number, self.bounds.compute_first_gib, option) > limit_gib:
             return False
-        least_seconds = _recall(self._least_seconds, number, self._compute_least_seconds, option)
-        if self.factors.least * least_seconds > slowest_seconds:
+        if self.factors.least * self._recall(number, self._compute_least_seconds, option) > slowest_seconds:
             return False
-        return _recall(self._least_gib, number, self.bounds.compute_gib, option) <= limit_gib
+        return bool(self._recall(number, self.bounds.compute_gib, option) <= limit_gib)
+
+    def _recall(self, number: int, compute: Callable[[LayoutOption], Any], option: LayoutOption) -> Any:
+        """Return a value of a layout, which has this number, that is computed once."""
+        key = compute.__name__, number
+        if key not in self._known:
+            self._known[key] = compute(option)
+        return self._known[key]
 
     def _compute_least_seconds(self, option: LayoutOption) -> float:
         try:
@@ -226,34 +219,22 @@ class _Space:
         except ConfigError:
             return math.inf
 
-    def _predict(self, number: int, option: LayoutOption, available_gib: float) -> PredictedLayout | None:
-        """Return the prediction of a layout; None when it does not fit, nor into less, or can't be started."""
-        if number not in self._predicted:
-            candidate = option.build_candidate(self.recipe)
-            self._predicted[number] = predict_layout(
-                candidate, self.speeds(option.layout), self.device, available_gib, self.accepts, self.factors
-            )
-        result = self._predicted[number]
-        return result if result is not None and result.gib <= available_gib else None
+    def _predict(self, option: LayoutOption) -> PredictedLayout | None:
+        """Return the prediction of a layout; None when it does not fit or can't be started."""
+        candidate = option.build_candidate(self.recipe)
+        return predict_layout(
+            candidate, self.speeds(option.layout), self.device, self.available_gib, self.accepts, self.factors
+        )
 
     def _show_progress(self, describe: Callable[[], str]) -> None:
         if (now := time.monotonic()) - self._shown_time >= SHOW_SECONDS:
             self._shown_time = now
             self.show(describe())
 
-    def _describe_progress(self, index: int, fastest: _FastestLayouts, available_gib: float) -> str:
-        best = f", fastest {fastest.list_best(1)[0].step.seconds:.3g} s" if fastest.results else ""
+    def _describe_progress(self, index: int, results: Sequence[PredictedLayout], available_gib: float) -> str:
+        best = f", fastest {results[0].step.seconds:.3g} s" if results else ""
         part = f"{index:,} of {len(self.ordered):,} layouts"
-        return f"search: {part} within {available_gib:.0f} GiB, {fastest.predicted:,} predicted{best}"
-
-
-def _recall(
-    values: dict[int, float], number: int, compute: Callable[[LayoutOption], float], option: LayoutOption
-) -> float:
-    """Return a value of a layout that is computed once."""
-    if number not in values:
-        values[number] = compute(option)
-    return values[number]
+        return f"search: {part} within {available_gib:.0f} GiB, {len(results):,} predicted{best}"
 
 
 def predict_layout(
@@ -276,31 +257,102 @@ def predict_layout(
     return PredictedLayout(candidate, step, factors.memory * gib)
 
 
-class _FastestLayouts:
-    """The results so far, and the time that a candidate must stay below to be among the best."""
+def iterate_changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterator[LayoutCandidate]:
+    """Yield the candidates that differ from a layout in one setting that is not science."""
+    parallelism, mode, scope = recipe.parallelism, recipe.memory.checkpointing, recipe.compile.scope
+    rows = math.ceil(recipe.training.rows / layout.data_ranks)
 
-    def __init__(self, keep: int) -> None:
-        self.keep = keep
-        self.results: list[PredictedLayout] = []
-        self._slowest: list[float] = []  # a heap of negative times of the best results
+    def vary(axis: str, **settings: Any) -> LayoutCandidate:
+        changes: Any = {axis: replace(getattr(recipe, axis), **settings)}
+        return LayoutCandidate(replace(recipe, **changes), layout, microbatches)
 
-    @property
-    def predicted(self) -> int:
-        """Results in all."""
-        return len(self.results)
+    yield from (vary("memory", checkpointing=other) for other in MODES if other != mode)
+    for count in list_divisors(rows):
+        is_near = count in (microbatches // 2, 2 * microbatches, 4 * microbatches)
+        if is_near and _allows_microbatches(recipe, layout, count):
+            yield LayoutCandidate(recipe, layout, count)
+    if scope == "off":
+        yield vary("compile", scope="block")
+    if layout.tensor > 1 and not list_regather_obstacles(recipe, layout):
+        yield vary("parallelism", regather=not regathers_input(recipe, layout))
+    if layout.tensor > 1 and scope == "block" and parallelism.regather is not True and not parallelism.async_tensor:
+        yield vary("parallelism", async_tensor=True)
+    if layout.pipeline > 1:
+        current_mode: Any = mode
+        for (schedule, stages, reshard), counts in iterate_schedules(recipe, layout, rows):
+            if microbatches in counts:
+                option = LayoutOption(layout, schedule, stages, reshard, microbatches, current_mode)
+                yield option.build_candidate(recipe)
+    elif layout.sharded > 1 and not layout.only_replicated:
+        reshards = parallelism.resolve_reshard(layout)
+        yield from (vary("parallelism", reshard=word) for word in ("always", "never") if reshards != (word == "always"))
+    expert_layouts = [
+        replace(layout, expert=degree) for degree in list_expert_degrees(recipe, layout) if degree != layout.expert
+    ]
+    for neighbour in (*expert_layouts, *_iterate_neighbours(layout)):
+        if neighbour.expert in list_expert_degrees(recipe, neighbour):
+            yield replace(vary("parallelism", **list_degrees(neighbour)), layout=neighbour)
 
-    @property
-    def slowest_seconds(self) -> float:
-        """The time of the slowest of the best; infinite while there are fewer than are kept."""
-        return -self._slowest[0] if len(self._slowest) == self.keep else math.inf
 
-    def add(self, result: PredictedLayout) -> None:
-        """Add a result."""
-        self.results.append(result)
-        heapq.heappush(self._slowest, -result.step.seconds)
-        if len(self._slowest) > self.keep:
-            heapq.heappop(self._slowest)
+def _allows_microbatches(recipe: Recipe, layout: Layout, microbatches: int) -> bool:
+    parallelism, ranks = recipe.parallelism, layout.pipeline
+    if ranks == 1:
+        return True
+    schedule = SCHEDULES.get(parallelism.schedule)
+    return schedule is not None and schedule.allows(ranks, count_stages_per_rank(parallelism, ranks), microbatches)
 
-    def list_best(self, count: int) -> list[PredictedLayout]:
-        """Return the fastest results; of equally fast ones those that need less memory."""
-        return sorted(self.results, key=lambda result: (result.step.seconds, result.gib))[:count]
+
+def _iterate_neighbours(layout: Layout) -> Iterator[Layout]:
+    """Yield layouts in which one dimension is half and another twice as large."""
+    degrees = layout.degrees()
+    for halved, doubled in itertools.permutations(("replicate", "shard", "tensor", "context"), 2):
+        if degrees[halved] % 2 == 0:
+            yield replace(layout, **{halved: degrees[halved] // 2, doubled: degrees[doubled] * 2})
+
+
+def find_best_changes(
+    recipe: Recipe,
+    layout: Layout,
+    microbatches: int,
+    machine: Machine,
+    *,
+    keep: int = 3,
+    accepts: Accept = lambda candidate: True,
+    factors: CorrectionFactors = UNCHANGED,
+) -> tuple[PredictedLayout, ...]:
+    """Return the single changes that make a step fastest and fit, the fastest first."""
+    hardware, available_gib = resolve_hardware(recipe.cluster, machine), compute_available_gib(recipe, layout, machine)
+    results = []
+    for candidate in iterate_changes(recipe, layout, microbatches):
+        speeds = derive_device_speeds(candidate.recipe, hardware, machine, candidate.layout)
+        results.append(predict_layout(candidate, speeds, machine.device, available_gib, accepts, factors))
+    fitting = [result for result in results if result is not None]
+    return tuple(sorted(fitting, key=lambda result: result.step.seconds)[:keep])
+
+
+def list_overrides(
+    candidate: LayoutCandidate, base: Recipe, layout: Layout | None, microbatches: int | str
+) -> tuple[str, ...]:
+    """Return the overrides that make a candidate of a recipe.
+
+    Args:
+        layout: that of the recipe; None where it has none yet: its degrees are then those of its settings.
+        microbatches: those of the recipe; a word counts as another number.
+    """
+    overrides = [
+        f"parallelism.{name}={degree}"
+        for name, degree in list_degrees(candidate.layout).items()
+        if degree != getattr(layout or base.parallelism, name)
+    ]
+    overrides += [
+        f"parallelism.{name}={format_value(value)}"
+        for name in ("schedule", "stages", "starts", "reshard", "async_tensor", "regather")
+        if (value := getattr(candidate.recipe.parallelism, name)) != getattr(base.parallelism, name)
+    ]
+    if candidate.microbatches != microbatches:
+        overrides.append(f"parallelism.microbatches={candidate.microbatches}")
+    if candidate.recipe.memory.checkpointing != base.memory.checkpointing:
+        overrides.append(f"memory.checkpointing={candidate.recipe.memory.checkpointing}")
+    if candidate.recipe.compile.scope != base.compile.scope:
+        overrides.append(f"compile.scope={candidate.recipe.compile.scope}")
+    return tuple(overrides)

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from titan.estimate.block_time import BlockTime, RankWork, SecondsByCause
-from titan.estimate.matrix_update import estimate_matrix_update
-from titan.estimate.operations import Speeds, estimate_collective
+from titan.estimate.operations import Speeds, estimate_collective, estimate_matmul
+from titan.estimate.pipeline_states import list_cells
 from titan.estimate.rank_sizes import group_blocks
 from titan.estimate.roofline import count_update_bytes
-from titan.parallelism.pipeline.arithmetic import read_csv
 from titan.parallelism.pipeline.makespan import link_schedule
-from titan.parallelism.pipeline.schedules import Action, ActionSpan, Cell, Overlap, compute_timetable, order_actions
+from titan.parallelism.pipeline.schedules import Action, ActionSpan, Cell, Overlap, compute_timetable
 from titan.parallelism.pipeline.stage_gathers import MOST_GATHERED, count_schedule_gathers
 from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
 
@@ -34,26 +34,29 @@ if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
 
+Shape = tuple[int, int]
+"""Rows and columns of a weight."""
 PairedKind = tuple[int, str, bool]
 """A stage, a kind of action, and whether it takes turns with another one."""
 CONTENTION = 0.15
 """Fraction of a collective's time by which it slows the computation beside it: it takes compute units and bandwidth."""
+FP32_SLOWDOWN = 15
+"""How much slower matmuls in fp32 are than in bf16 on a GPU: by the peaks of an H100."""
 CAUSES = (
     "matmuls", "attention", "experts", "memory-bound", "recomputation", "tensor parallelism", "context parallelism",
     "expert parallelism", "weights and gradients", "pipeline transfers", "pipeline idle", "optimizer", "host",
 )  # fmt: skip
 """What the time of a step goes to."""
+COMPUTATION, COMMUNICATION, IDLE = "computation", "communication", "idle"
+GROUPS = {**dict.fromkeys(CAUSES[5:10], COMMUNICATION), "pipeline idle": IDLE}
+"""The groups of causes; the others are computation."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted time of a step.
+    """The predicted time of a step: seconds by cause of the rank that is busy longest, which add up to the step.
 
-    Attributes:
-        parts: seconds by cause of the rank that is busy longest; they add up to the step.
-        tokens: of the step.
-        devices: in all.
-        spans: when each pipeline rank executes each action; empty without a pipeline.
+    In a pipeline `spans` says when each rank executes each action.
     """
 
     parts: Mapping[str, float]
@@ -72,23 +75,30 @@ class StepTime:
         return self.tokens / self.seconds / self.devices
 
 
+def sum_groups(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of computation, communication and idle time; 0 for a group without any."""
+    sums = dict.fromkeys((COMPUTATION, COMMUNICATION, IDLE), 0.0)
+    for cause, seconds in parts.items():
+        sums[GROUPS.get(cause, COMPUTATION)] += seconds
+    return sums
+
+
 def estimate_step(
     recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, merged: bool = False, timetable: bool = True
 ) -> StepTime:
-    """Return the predicted time of a step.
+    """Return the predicted time of a step of so many micro-batches on each rank.
 
     Args:
-        microbatches: micro-batches of a rank in one step.
         merged: whether queries, keys and values are one matmul, and the feed-forward layer's first two another, as in
             other software.
         timetable: whether to return when each pipeline rank executes each action, which takes longer.
     """
     model = StepModel(recipe, layout, microbatches, speeds, merged)
-    parts = model.estimate_pipeline() if layout.pipeline > 1 else model.estimate_microbatch_loop()
-    spans = model.compute_timetable() if layout.pipeline > 1 and timetable else ()
+    parts, spans = model.estimate_pipeline(timetable) if layout.pipeline > 1 else (model.estimate_microbatch_loop(), ())
     parts["optimizer"] += model.estimate_update()
-    parts["host"] += model.estimate_step_host()
-    return scale_to_nodes(parts, recipe, layout, speeds, tuple(spans))
+    if speeds.synchronous:
+        parts["host"] += speeds.step + sum(speeds.host[name][1] for name in model.dimensions)
+    return scale_to_nodes(parts, recipe, layout, speeds, spans)
 
 
 def scale_to_nodes(
@@ -98,10 +108,8 @@ def scale_to_nodes(
     nodes = max(1, layout.devices // speeds.per_node)
     slowdown = speeds.slowdown * (1 + speeds.per_doubling * math.log2(nodes))
     slowed_parts = {cause: slowdown * parts[cause] for cause in CAUSES if parts[cause]}
-    slowed_spans = tuple(
-        ActionSpan(span.rank, span.action, slowdown * span.start, slowdown * span.end) for span in spans
-    )
-    return StepTime(slowed_parts, recipe.training.global_batch, layout.devices, slowed_spans)
+    slowed_spans = (ActionSpan(span.rank, span.action, slowdown * span.start, slowdown * span.end) for span in spans)
+    return StepTime(slowed_parts, recipe.training.global_batch, layout.devices, tuple(slowed_spans))
 
 
 class StepModel(RankWork):
@@ -123,12 +131,6 @@ class StepModel(RankWork):
             for group in group_blocks(self.model, layers, every)
         ]
 
-    def estimate_step_host(self) -> float:
-        """Return the host time of a step beside that of its blocks."""
-        if not self.speeds.synchronous:
-            return 0.0
-        return self.speeds.step + sum(self.speeds.host[name][1] for name in self.dimensions)
-
     # ---- collectives of weights and gradients ----
 
     def estimate_exposed(self, work: float, transfer: float) -> float:
@@ -147,32 +149,22 @@ class StepModel(RankWork):
             kind: F forward, B backward, I the part of it for inputs, W the part for weights.
             paired: whether the pass takes turns with another one.
         """
-        work = self._sum_stage(layers, last, kind)
-        if paired and not self.speeds.synchronous:
-            blocks = [
-                (block.estimate_paired_exchanges(kind), size) for block, size, _ in self.group_block_times(layers)
-            ]
-            work["expert parallelism"] = sum(size * each for (each, _), size in blocks)
-            work["expert parallelism"] += max(more for (_, more), _ in blocks)
-        return work
-
-    def _sum_stage(self, layers: range, last: bool, kind: str) -> SecondsByCause:
-        """Return the time of a micro-batch in a stage, one block after another."""
-        work = SecondsByCause()
+        work, blocks = SecondsByCause(), self.group_block_times(layers)
         if self.layout.pipeline > 1 and self.speeds.synchronous:
             work["host"] += self.speeds.host["pipeline"][0]
-        if kind == "F":
-            for block, size, _ in self.group_block_times(layers):
-                _add_parts(work, block.forward.work, size)
-            _add_parts(work, self.estimate_embedding("F") if layers.start == 0 else {}, 1)
-            _add_parts(work, self.estimate_head("F") if last else {}, 1)
-            return work
-        split = {"B": 1.0, "I": 0.5, "W": 0.5}[kind]
-        for block, size, recomputed in self.group_block_times(layers):
-            _add_parts(work, block.backward.work, size * split)
-            work["recomputation"] += recomputed * block.recomputation.seconds * (1.0 if kind != "W" else 0.0)
-        _add_parts(work, self.estimate_head("B") if last else {}, split)
-        _add_parts(work, self.estimate_embedding("B") if layers.start == 0 else {}, split)
+        is_forward, part = kind == "F", {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}[kind]
+        for block, size, recomputed in blocks:
+            _add_parts(work, (block.forward if is_forward else block.backward).work, size * part)
+            if kind in "BI":
+                work["recomputation"] += recomputed * block.recomputation.seconds
+        ends = [self.estimate_head("F" if is_forward else "B")] if last else []
+        embedding = [self.estimate_embedding(kind)] if layers.start == 0 else []
+        for end in (*embedding, *ends) if is_forward else (*ends, *embedding):
+            _add_parts(work, end, part)
+        if paired and not self.speeds.synchronous:
+            exchanges = [(block.estimate_paired_exchanges(kind), size) for block, size, _ in blocks]
+            work["expert parallelism"] = sum(size * each for (each, _), size in exchanges)
+            work["expert parallelism"] += max(more for (_, more), _ in exchanges)
         return work
 
     def estimate_embedding(self, kind: str) -> SecondsByCause:
@@ -257,30 +249,67 @@ class StepModel(RankWork):
 
     # ---- with a pipeline ----
 
-    def compute_least_seconds(self) -> float:
-        """Return a time that the step does not stay below, without replaying the pipeline's schedule.
+    @cached_property
+    def placed_stages(self) -> tuple[tuple[int, range], ...]:
+        """The rank and the layers of each stage."""
+        return assign_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
 
-        A rank is busy with all micro-batches of its stages; the last one waits until the first micro-batch has passed
-        all stages before.
-        """
-        placed = assign_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
-        stages = [self._sum_block_seconds(layers) for _, layers in placed]
-        stages[-1] += sum(self.estimate_head("F").values()) + sum(self.estimate_head("B").values())
-        busy: dict[int, float] = {}
-        for (owner, _), seconds in zip(placed, stages, strict=True):
-            busy[owner] = busy.get(owner, 0.0) + self.microbatches * seconds
-        largest = max(busy.values())
-        if placed[-1][0] == self.layout.pipeline - 1:  # not a V
-            fill_seconds = min(stages) * (self.layout.pipeline - 1) / 2
-            largest = max(largest, busy[self.layout.pipeline - 1] + fill_seconds)
-        return self.speeds.slowdown * (largest + self.estimate_update())
+    def estimate_pipeline(self, timetable: bool = True) -> tuple[SecondsByCause, tuple[ActionSpan, ...]]:
+        """Return the time of the rank that is busy longest, and when each rank executes each action."""
+        layout, hop, placed, pairs = self.layout, self.estimate_send(), self.placed_stages, self._list_paired()
+        kinds = {
+            (stage, kind, paired): self.estimate_stage(layers, stage == len(placed) - 1, kind, paired)
+            for stage, (_, layers) in enumerate(placed)
+            for kind in "FBIW"
+            for paired in ([False, True] if self.recipe.parallelism.pairs and kind in "FB" else [False])
+        }
+        seconds, spans = {key: sum(parts.values()) for key, parts in kinds.items()}, list[ActionSpan]()
 
-    def _sum_block_seconds(self, layers: range) -> float:
-        """Return the time of a micro-batch in blocks, forward and backward."""
-        return sum(
-            size * sum(block.compute_least_seconds()) + recomputed * block.recomputation.seconds
-            for block, size, recomputed in self.group_block_times(layers)
-        )
+        def find_key(action: Action) -> PairedKind:
+            return action.stage, action.kind, action in pairs
+
+        if timetable or self.recipe.parallelism.pairs:  # an action takes another time in a pair
+            spans = compute_timetable(self.list_actions(), lambda action: seconds[find_key(action)], hop)
+        if self.recipe.parallelism.pairs:
+            makespan, counts = max(span.end for span in spans), Counter(find_key(span.action) for span in spans)
+        else:
+            order = link_schedule(*self._get_schedule())
+            makespan = order.compute_makespan({(stage, kind): time for (stage, kind, _), time in seconds.items()}, hop)
+            counts = Counter({(*key, False): count for key, count in order.counts.items()})
+        busy = {rank: SecondsByCause() for rank in range(layout.pipeline)}
+        for key, count in counts.items():
+            _add_parts(busy[placed[key[0]][0]], kinds[key], count)
+        rank, parts = self._find_busiest(busy)
+        hops = 2 * hop * (layout.pipeline - 1)
+        idle = max(0.0, makespan / self.speeds.turns - sum(busy[rank].values()))
+        parts["pipeline transfers"] += min(hops, idle)
+        parts["pipeline idle"] += max(0.0, idle - hops)
+        return parts, tuple(spans) if timetable else ()
+
+    def _find_busiest(self, busy: Mapping[int, SecondsByCause]) -> tuple[int, SecondsByCause]:
+        """Return the rank that is busy longest with the exchanges of its weights, and its time with them."""
+        owned = {rank: [layers for owner, layers in self.placed_stages if owner == rank] for rank in busy}
+        totals = {rank: self._add_weight_exchanges(parts, owned[rank]) for rank, parts in busy.items()}
+        per_rank = count_stages_per_rank(self.recipe.parallelism, self.layout.pipeline)
+        if per_rank > MOST_GATHERED and self.recipe.parallelism.resolve_reshard(self.layout) is False:
+            # torch's schedules gather stages again that they have freed: ahead, beside the actions of others
+            for rank, gathers in enumerate(count_schedule_gathers(*self._get_schedule())):
+                seconds = sum(
+                    (count - 1) * size * block.gather_seconds
+                    for stage, count in gathers.items()
+                    for block, size, _ in self.group_block_times(self.placed_stages[stage][1])
+                )
+                totals[rank]["weights and gradients"] += self.estimate_exposed(sum(busy[rank].values()), seconds)
+        return max(totals.items(), key=lambda entry: sum(entry[1].values()))
+
+    def _get_schedule(self) -> tuple[str, int, int, int]:
+        """Return the schedule, its ranks, the stages on each, and the micro-batches."""
+        parallelism, ranks = self.recipe.parallelism, self.layout.pipeline
+        return parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), self.microbatches
+
+    def list_actions(self) -> list[list[Cell]]:
+        """Return the actions of each pipeline rank."""
+        return list_cells(*self._get_schedule())
 
     def _list_paired(self) -> set[Action]:
         """Return the actions that take turns with another one."""
@@ -288,68 +317,6 @@ class StepModel(RankWork):
             return set()
         cells = (cell for row in self.list_actions() for cell in row)
         return {action for cell in cells if isinstance(cell, Overlap) for action in cell.actions}
-
-    def _estimate_stages(self) -> tuple[dict[PairedKind, SecondsByCause], tuple[tuple[int, range], ...]]:
-        """Return the time of each kind of action in each stage, in a pair or not, and each stage's rank and layers."""
-        placed = assign_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
-        last = len(placed) - 1
-        kinds = {
-            (stage, kind, paired): self.estimate_stage(layers, stage == last, kind, paired)
-            for stage, (_, layers) in enumerate(placed)
-            for kind in "FBIW"
-            for paired in ([False, True] if self.recipe.parallelism.pairs and kind in "FB" else [False])
-        }
-        return kinds, placed
-
-    def estimate_pipeline(self) -> SecondsByCause:
-        """Return the time of the rank that is busy longest."""
-        layout, hop = self.layout, self.estimate_send()
-        kinds, placed = self._estimate_stages()
-        seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
-        replay = self._replay_pairs if self.recipe.parallelism.pairs else self._replay_order
-        makespan, counts = replay(seconds, hop)
-        busy = {rank: SecondsByCause() for rank in range(layout.pipeline)}
-        for key, count in counts.items():
-            _add_parts(busy[placed[key[0]][0]], kinds[key], count)
-        owned = {rank: [layers for owner, layers in placed if owner == rank] for rank in busy}
-        totals = {rank: self._add_weight_exchanges(parts, owned[rank]) for rank, parts in busy.items()}
-        if self._frees_stages():
-            for rank, gathers in enumerate(count_schedule_gathers(*self._get_schedule())):
-                totals[rank]["weights and gradients"] += self._estimate_further_gathers(gathers, placed, busy[rank])
-        rank = max(totals, key=lambda pipeline_rank: sum(totals[pipeline_rank].values()))
-        parts = totals[rank]
-        hops = 2 * hop * (layout.pipeline - 1)
-        idle = max(0.0, makespan / self.speeds.turns - sum(busy[rank].values()))
-        parts["pipeline transfers"] += min(hops, idle)
-        parts["pipeline idle"] += max(0.0, idle - hops)
-        return parts
-
-    def _replay_order(self, seconds: Mapping[PairedKind, float], hop: float) -> tuple[float, dict[PairedKind, int]]:
-        """Return the makespan, and how many actions of each kind there are."""
-        order = link_schedule(*self._get_schedule())
-        makespan = order.compute_makespan({(stage, kind): time for (stage, kind, _), time in seconds.items()}, hop)
-        return makespan, {(stage, kind, False): count for (stage, kind), count in order.counts.items()}
-
-    def _replay_pairs(self, seconds: Mapping[PairedKind, float], hop: float) -> tuple[float, dict[PairedKind, int]]:
-        """Do the same where an action takes another time in a pair."""
-        find_key = self._build_key_finder()
-        spans = compute_timetable(self.list_actions(), lambda action: seconds[find_key(action)], hop)
-        return max(span.end for span in spans), Counter(find_key(span.action) for span in spans)
-
-    def _get_schedule(self) -> tuple[str, int, int, int]:
-        """Return the schedule, its ranks, the stages on each, and the micro-batches."""
-        parallelism, ranks = self.recipe.parallelism, self.layout.pipeline
-        return parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), self.microbatches
-
-    def _build_key_finder(self) -> Callable[[Action], PairedKind]:
-        pairs = self._list_paired()
-        return lambda action: (action.stage, action.kind, action in pairs)
-
-    def compute_timetable(self) -> list[ActionSpan]:
-        """Return when each pipeline rank executes each action."""
-        kinds, _ = self._estimate_stages()
-        seconds, find_key = {key: sum(parts.values()) for key, parts in kinds.items()}, self._build_key_finder()
-        return compute_timetable(self.list_actions(), lambda action: seconds[find_key(action)], self.estimate_send())
 
     def _add_weight_exchanges(self, busy: SecondsByCause, layers: Sequence[range]) -> SecondsByCause:
         """Return a rank's time with gathers at the start of a step and reductions at its end.
@@ -368,33 +335,6 @@ class StepModel(RankWork):
             )
             parts["weights and gradients"] += reduced
         return parts
-
-    def _frees_stages(self) -> bool:
-        """Return whether torch's schedules gather stages of a rank again that they have freed."""
-        per_rank = count_stages_per_rank(self.recipe.parallelism, self.layout.pipeline)
-        return per_rank > MOST_GATHERED and self.recipe.parallelism.resolve_reshard(self.layout) is False
-
-    def _estimate_further_gathers(
-        self, gathers: Mapping[int, int], placed: Sequence[tuple[int, range]], busy: SecondsByCause
-    ) -> float:
-        """Return the exposed time of gathering stages again that a rank with more than three has freed.
-
-        They are gathered ahead, beside the actions of others.
-        """
-        seconds = sum(
-            (count - 1) * size * block.gather_seconds
-            for stage, count in gathers.items()
-            for block, size, _ in self.group_block_times(placed[stage][1])
-        )
-        return self.estimate_exposed(sum(busy.values()), seconds)
-
-    def list_actions(self) -> list[list[Cell]]:
-        """Return the actions of each pipeline rank."""
-        recipe, ranks = self.recipe, self.layout.pipeline
-        schedule = recipe.parallelism.schedule
-        if schedule.endswith(".csv"):
-            return [list(row) for row in read_csv(schedule).order]
-        return order_actions(schedule, ranks, count_stages_per_rank(recipe.parallelism, ranks), self.microbatches)
 
     def estimate_send(self) -> float:
         """Return the time to send a micro-batch's hidden states to the next stage."""
@@ -417,3 +357,67 @@ class StepModel(RankWork):
 def _add_parts(total: SecondsByCause, parts: Mapping[str, float], times: float) -> None:
     for cause, seconds in parts.items():
         total[cause] += times * seconds
+
+
+# ---- an optimizer that computes with whole matrices, as Muon ----
+
+
+def estimate_matrix_update(rank: RankWork) -> float:
+    """Return the seconds per step of the update's work on whole matrices; 0 for an optimizer that has none.
+
+    Ranks that have parts of a matrix gather it, one of them computes its update, and broadcasts it; as many matrices at
+    a time as there are ranks (`titan.optimizer.matrix_gather`). A rank with whole experts computes their updates by
+    itself.
+    """
+    if not rank.recipe.optimizer.list_matrix_products(1, 1):
+        return 0.0
+    model, layout = rank.model, rank.layout
+    owners = layout.tensor * (layout.sharded * layout.replicate if rank.fsdp else 1)
+    shards = layout.expert_shards * layout.expert if layout.expert > 1 else layout.sharded if rank.fsdp else 1
+    dense, experts = Counter[Shape](), Counter[tuple[Shape, int]]()
+    for layers in model.kinds().values():
+        count, layer = math.ceil(len(layers) / layout.pipeline), layers[0]
+        for matmul in model.block_matmuls(layer).values():
+            dense[matmul.outputs, matmul.inputs] += count
+        expert_matmuls = model.expert_matmuls(layer).values()
+        for matmul in expert_matmuls:
+            expert_count = model.expert_parameters(layer) // sum(each.size for each in expert_matmuls)
+            experts[(matmul.outputs, matmul.inputs), expert_count] += count
+    seconds = _estimate_largest_updates(rank, dense, owners) + _estimate_matrix_exchange(rank, dense, owners)
+    return seconds + sum(
+        count * _estimate_products(rank, shape, math.ceil(expert_count / shards))
+        for (shape, expert_count), count in experts.items()
+    )
+
+
+def _estimate_largest_updates(rank: RankWork, matrices: Mapping[Shape, int], owners: int) -> float:
+    """Return the time of the rank that owns the largest matrix of each round of `owners` matrices."""
+    seconds, start = 0.0, 0
+    for shape in sorted(matrices, key=lambda shape: -shape[0] * shape[1]):
+        end = start + matrices[shape]
+        rounds = math.ceil(end / owners) - math.ceil(start / owners)
+        seconds += rounds * _estimate_products(rank, shape)
+        start = end
+    return seconds
+
+
+def _estimate_products(rank: RankWork, shape: Shape, count: float | None = None) -> float:
+    """Return the time to compute the update of a matrix, or of `count` of them at once."""
+    products = rank.recipe.optimizer.list_matrix_products(*shape)
+    is_slow = _choose_element_bytes(rank) == 4 and not rank.speeds.synchronous
+    seconds = sum(estimate_matmul(*product, rank.speeds, count=count) for product in products)
+    return seconds * (FP32_SLOWDOWN if is_slow else 1)
+
+
+def _estimate_matrix_exchange(rank: RankWork, matrices: Mapping[Shape, int], ranks: int) -> float:
+    """Return the time to gather each matrix and to broadcast its update."""
+    element_bytes = _choose_element_bytes(rank)
+    return sum(
+        2 * count * estimate_collective("all-gather", element_bytes * rows * columns, ranks, 1, rank.speeds)
+        for (rows, columns), count in matrices.items()
+    )
+
+
+def _choose_element_bytes(rank: RankWork) -> int:
+    """Return the bytes of an element in the type that the optimizer computes with whole matrices in."""
+    return rank.recipe.optimizer.choose_matrix_bytes("cpu" if rank.speeds.synchronous else "cuda")

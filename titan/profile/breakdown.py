@@ -11,17 +11,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from titan.profile import kinds
-from titan.profile.intervals import (
-    EMPTY,
-    Intervals,
-    find_gaps,
-    intersect_intervals,
-    merge_intervals,
-    subtract_intervals,
-    sum_lengths,
-)
+import numpy as np
+import numpy.typing as npt
+
 from titan.profile.trace import DEVICE_WORK, Slice, Trace
 
 DATA_RANGE = "data"
@@ -49,78 +43,54 @@ class Breakdown:
     @property
     def communication_seconds(self) -> float:
         """Seconds of communication beside which nothing ran."""
-        return sum(self.parts.get(kind, 0.0) for kind in kinds.COLLECTIVES)
+        return sum(self.parts.get(kind, 0.0) for kind in COLLECTIVES)
 
     @property
     def own_seconds(self) -> float:
         """Seconds that the rank itself needed: neither exposed communication nor waiting."""
-        waited = self.parts.get(kinds.DATA, 0.0) + self.parts.get(kinds.IDLE, 0.0)
+        waited = self.parts.get(DATA, 0.0) + self.parts.get(IDLE, 0.0)
         return self.seconds - self.communication_seconds - waited
 
 
 def compute_breakdowns(trace: Trace) -> list[Breakdown]:
     """Return the breakdown of each recorded step."""
-    computed, exchanged = _collect_work(trace)
-    ranges = [event for event in trace.slices if event.category == "user_annotation" and event.name == DATA_RANGE]
-    waiting = merge_intervals(_iterate_times(ranges))
-    blocked = merge_intervals(_iterate_times(o for o in trace.slices if _SYNCHRONIZATION.search(o.name)))
-    return [
-        _compute_breakdown(step, start, end, computed, exchanged, waiting, blocked)
-        for step, (start, end) in sorted(trace.list_steps().items())
-    ]
+    ranges = (event for event in trace.slices if event.category == "user_annotation" and event.name == DATA_RANGE)
+    blocked = (event for event in trace.slices if _SYNCHRONIZATION.search(event.name))
+    times = {**_collect_work(trace), DATA: _merge_times(ranges), IDLE: _merge_times(blocked)}
+    return [_compute_breakdown(step, *bounds, times) for step, bounds in sorted(trace.list_steps().items())]
 
 
-def _compute_breakdown(
-    step: int,
-    start: float,
-    end: float,
-    computed: Mapping[str, Intervals],
-    exchanged: Mapping[str, Intervals],
-    waiting: Intervals,
-    blocked: Intervals,
-) -> Breakdown:
-    remaining, parts, hidden = find_gaps(EMPTY, start, end), {}, {}
-    for kind in kinds.COMPUTATION:
-        parts[kind], remaining = _subtract_part(remaining, computed.get(kind, EMPTY))
-    uncovered = remaining
-    for kind in kinds.COLLECTIVES:
-        exchanges = intersect_intervals(exchanged.get(kind, EMPTY), find_gaps(EMPTY, start, end))
-        hidden[kind] = sum_lengths(subtract_intervals(exchanges, uncovered)) / 1e6
-        parts[kind], remaining = _subtract_part(remaining, exchanges)
-    parts[kinds.DATA], remaining = _subtract_part(remaining, waiting)
-    parts[kinds.IDLE], remaining = _subtract_part(remaining, blocked)
-    parts[kinds.HOST] = sum_lengths(remaining) / 1e6
-    return Breakdown(step, (end - start) / 1e6, _drop_zeros(parts), _drop_zeros(hidden))
+def _compute_breakdown(step: int, start: float, end: float, times_by_kind: Mapping[str, Intervals]) -> Breakdown:
+    whole = remaining = uncovered = np.array([[start, end]])
+    parts, hidden = {}, {}
+    for kind in (*COMPUTATION, *COLLECTIVES, DATA, IDLE):
+        times = intersect_intervals(times_by_kind.get(kind, EMPTY), whole)
+        parts[kind] = sum_lengths(intersect_intervals(remaining, times)) / 1e6
+        remaining = subtract_intervals(remaining, times)
+        if kind in COMPUTATION:
+            uncovered = remaining
+        elif kind in COLLECTIVES:
+            hidden[kind] = sum_lengths(subtract_intervals(times, uncovered)) / 1e6
+    parts[HOST] = sum_lengths(remaining) / 1e6
+    nonzero = ({kind: seconds for kind, seconds in each.items() if seconds > 0} for each in (parts, hidden))
+    return Breakdown(step, (end - start) / 1e6, *nonzero)
 
 
-def _subtract_part(remaining: Intervals, part: Intervals) -> tuple[float, Intervals]:
-    """Return the seconds of what is left that `part` covers, and the rest."""
-    return sum_lengths(intersect_intervals(remaining, part)) / 1e6, subtract_intervals(remaining, part)
-
-
-def _drop_zeros(parts: Mapping[str, float]) -> dict[str, float]:
-    return {kind: seconds for kind, seconds in parts.items() if seconds > 0}
-
-
-def _collect_work(trace: Trace) -> tuple[dict[str, Intervals], dict[str, Intervals]]:
+def _collect_work(trace: Trace) -> dict[str, Intervals]:
     """Return when computation and communication ran, by kind."""
-    recomputing = _find_recomputation(trace)
-    work = _iterate_gpu_work(trace, recomputing) if trace.on_gpu else _iterate_cpu_work(trace)
-    computed: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    exchanged: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for kind, start, end in work:
-        (exchanged if kind in kinds.COLLECTIVES else computed)[kind].append((start, end))
-    by_kind = {kind: merge_intervals(times) for kind, times in computed.items()}
+    recomputing = _merge_times(event for event in trace.slices if event.name == "recomputation")
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for kind, start, end in _iterate_gpu_work(trace, recomputing) if trace.on_gpu else _iterate_cpu_work(trace):
+        times[kind].append((start, end))
+    work = {kind: merge_intervals(each) for kind, each in times.items()}
     if not trace.on_gpu:
-        by_kind[kinds.RECOMPUTATION] = intersect_intervals(
-            recomputing, merge_intervals(t for ts in computed.values() for t in ts)
-        )
-    return by_kind, {kind: merge_intervals(times) for kind, times in exchanged.items()}
+        computed = merge_intervals(t for kind, each in times.items() if kind not in COLLECTIVES for t in each)
+        work[RECOMPUTATION] = intersect_intervals(recomputing, computed)
+    return work
 
 
-def _find_recomputation(trace: Trace) -> Intervals:
-    """Return when the host launched what recomputes activations."""
-    return merge_intervals(_iterate_times(event for event in trace.slices if event.name == "recomputation"))
+def _merge_times(slices: Iterable[Slice]) -> Intervals:
+    return merge_intervals((event.start, event.end) for event in slices)
 
 
 def _iterate_gpu_work(trace: Trace, recomputing: Intervals) -> Iterator[tuple[str, float, float]]:
@@ -130,9 +100,9 @@ def _iterate_gpu_work(trace: Trace, recomputing: Intervals) -> Iterator[tuple[st
     }
     for event in trace.slices:
         if event.category in DEVICE_WORK:
-            kind = kinds.classify_collective(event.name) or kinds.classify_kernel(event.name)
-            is_recomputed = kind not in kinds.COLLECTIVES and _lies_inside(launched.get(event.correlation), recomputing)
-            yield kinds.RECOMPUTATION if is_recomputed else kind, event.start, event.end
+            kind = classify_collective(event.name) or classify_kernel(event.name)
+            is_recomputed = kind not in COLLECTIVES and _lies_inside(launched.get(event.correlation), recomputing)
+            yield RECOMPUTATION if is_recomputed else kind, event.start, event.end
 
 
 def _lies_inside(time: float | None, intervals: Intervals) -> bool:
@@ -170,7 +140,7 @@ def _iterate_self_time(slices: Iterable[Slice]) -> Iterator[tuple[str, float, fl
 
 
 def _iterate_piece(event: Slice, start: float, end: float) -> Iterator[tuple[str, float, float]]:
-    if end > start and (kind := kinds.classify_operation(event.name)):
+    if end > start and (kind := classify_operation(event.name)):
         yield kind, start, end
 
 
@@ -184,8 +154,114 @@ def _iterate_gloo_collectives(trace: Trace) -> Iterator[tuple[str, float, float]
     runs = [event for event in trace.slices if event.name.startswith("gloo:")]
     names = calls if len(calls) == len(runs) else runs
     for call, run in zip(names, runs, strict=True):
-        yield kinds.classify_collective(call.name) or kinds.COLLECTIVES[0], run.start, run.end
+        yield classify_collective(call.name) or COLLECTIVES[0], run.start, run.end
 
 
-def _iterate_times(slices: Iterable[Slice]) -> Iterator[tuple[float, float]]:
-    return ((event.start, event.end) for event in slices)
+# ---- kinds of operations and kernels, by their names ----
+
+MATMULS, ATTENTION, RECOMPUTATION, OTHER, COPIES = "matmuls", "attention", "recomputation", "other kernels", "copies"
+COMPUTATION = (RECOMPUTATION, ATTENTION, MATMULS, OTHER, COPIES)
+"""Kinds of computation; where two run at once, the time counts for the first of them."""
+DATA, HOST, IDLE = "waiting for data", "host", "idle"
+_COLLECTIVES = {
+    "reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce", "alltoall": "all-to-all",
+    "broadcast": "broadcast", "sendrecv": "send and receive", "send": "send", "recv": "receive",
+    "barrier": "barrier", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
+}  # fmt: skip
+_MESSAGES = {"send": "send and receive", "receive": "send and receive"}
+COLLECTIVES = tuple(dict.fromkeys(_MESSAGES.get(kind, kind) for kind in _COLLECTIVES.values()))
+"""Kinds of communication."""
+_ATTENTION = re.compile(r"attention|flash|fmha|sdpa|flex_", re.IGNORECASE)
+_MATMUL = re.compile(
+    r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|matmul|::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|linear_pointwise|"
+    r"titan::((low_)?grouped|float32)_",
+    re.IGNORECASE,
+)
+_COPY = re.compile(r"^Mem(cpy|set)|aten::_to_copy|aten::copy_$", re.IGNORECASE)
+_COMPILED = re.compile(r"^(## Call CompiledFxGraph|Torch-Compiled Region|CompiledFunction|triton_)")
+_EXCHANGE = re.compile(r"^(c10d::|gloo:|nccl:|ncclDevKernel|ncclKernel|_c10d_functional|c10d_functional)")
+_NO_WORK = re.compile(r"^(record_param_comms|aten::(empty|view|as_strided|detach|item|_local_scalar_dense)\b)")
+
+
+def name_collective(name: str) -> str | None:
+    """Return a collective or message in words, by any name that a library gives it; None for anything else."""
+    letters = re.sub(r"[^a-z]", "", name.lower())
+    return next((kind for part, kind in _COLLECTIVES.items() if part in letters), None)
+
+
+@lru_cache(65536)
+def classify_collective(name: str) -> str | None:
+    """Return the kind of a collective operation or kernel; None for anything else."""
+    if not _EXCHANGE.match(name):
+        return None
+    kind = name_collective(name)
+    return None if kind is None else _MESSAGES.get(kind, kind)
+
+
+@lru_cache(65536)
+def classify_kernel(name: str) -> str:
+    """Return the kind of a GPU's kernel or copy."""
+    if _ATTENTION.search(name):
+        return ATTENTION
+    if _MATMUL.search(name):
+        return MATMULS
+    return COPIES if _COPY.match(name) else OTHER
+
+
+@lru_cache(65536)
+def classify_operation(name: str) -> str | None:
+    """Return the kind of an operation on the CPU; None for one that computes nothing itself, such as autograd's."""
+    if _EXCHANGE.match(name) or _NO_WORK.match(name):
+        return None
+    if _COMPILED.match(name):
+        return OTHER
+    return classify_kernel(name) if "::" in name and not name.startswith("autograd::") else None
+
+
+# ---- sets of time intervals: sorted arrays [n, 2] that do not overlap ----
+
+Intervals = npt.NDArray[np.float64]
+EMPTY: Intervals = np.empty((0, 2))
+
+
+def merge_intervals(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """Return the union of intervals, which may overlap."""
+    ordered = np.array(sorted(intervals), dtype=np.float64).reshape(-1, 2)
+    if not len(ordered):
+        return EMPTY
+    ends = np.maximum.accumulate(ordered[:, 1])
+    is_first = np.append(True, ordered[1:, 0] > ends[:-1])
+    is_last = np.append(is_first[1:], True)
+    return np.column_stack([ordered[is_first, 0], ends[is_last]])
+
+
+def sum_lengths(intervals: Intervals) -> float:
+    """Return the sum of the lengths."""
+    return float((intervals[:, 1] - intervals[:, 0]).sum())
+
+
+def find_gaps(intervals: Intervals, start: float, end: float) -> Intervals:
+    """Return what lies between `start` and `end` and in none of the intervals."""
+    inside = np.clip(intervals, start, end).ravel()
+    gaps = np.concatenate([[start], inside, [end]]).reshape(-1, 2)
+    return gaps[gaps[:, 1] > gaps[:, 0]]
+
+
+def intersect_intervals(first_set: Intervals, second_set: Intervals) -> Intervals:
+    """Return what lies in both."""
+    if not len(first_set) or not len(second_set):
+        return EMPTY
+    first = np.searchsorted(second_set[:, 1], first_set[:, 0], "right")
+    end = np.searchsorted(second_set[:, 0], first_set[:, 1], "left")
+    counts = np.maximum(end - first, 0)
+    first_indices = np.repeat(np.arange(len(first_set)), counts)
+    second_indices = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
+    starts = np.maximum(first_set[first_indices, 0], second_set[second_indices, 0])
+    return np.column_stack([starts, np.minimum(first_set[first_indices, 1], second_set[second_indices, 1])])
+
+
+def subtract_intervals(intervals: Intervals, removed: Intervals) -> Intervals:
+    """Return what lies in `intervals` and not in `removed`."""
+    if not len(intervals) or not len(removed):
+        return intervals
+    return intersect_intervals(intervals, find_gaps(removed, float(intervals[0, 0]), float(intervals[-1, 1])))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,9 +17,8 @@ from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
-from titan.profile import kinds
+from titan.profile import breakdown as kinds
 from titan.profile.breakdown import Breakdown
-from titan.profile.memory import MemoryPeak
 from titan.profile.schema import Profile
 
 PREDICTED = {
@@ -51,7 +50,7 @@ class Summary:
         steps: the recorded steps.
         seconds: of a step.
         parts: see `Breakdown`.
-        hidden: see `Breakdown`.
+        hidden: likewise.
         predicted: seconds of a step by cause, as the run recorded its prediction; empty without one.
         memory: bytes at the peak by category; empty where allocations were not recorded.
         memory_sentence: what was alive at the peak.
@@ -82,25 +81,8 @@ def average_steps(rank: int, steps: Sequence[Breakdown], predicted: Mapping[str,
         return {name: sum(figures.get(name, 0.0) for figures in dicts) / len(dicts) for name in names}
 
     seconds = sum(step.seconds for step in steps) / len(steps)
-    numbers = [step.step for step in steps]
-    return Summary(
-        rank,
-        numbers,
-        seconds,
-        average_figures([s.parts for s in steps]),
-        average_figures([s.hidden for s in steps]),
-        predicted,
-    )
-
-
-def add_memory(summary: Summary, peak: MemoryPeak | None) -> Summary:
-    """Return the summary with the peak of its first step."""
-    return replace(summary, memory=peak.parts, memory_sentence=peak.sentence) if peak else summary
-
-
-def build_summary_path(folder: Path, step: int, rank: int) -> Path:
-    """Return the file of a summary in a run's folder `profile`."""
-    return folder / f"step-{step}-rank-{rank}.json"
+    parts, hidden = (average_figures([getattr(step, name) for step in steps]) for name in ("parts", "hidden"))
+    return Summary(rank, [step.step for step in steps], seconds, parts, hidden, predicted)
 
 
 def build_trace_path(folder: Path, step: int, rank: int) -> Path:
@@ -108,11 +90,10 @@ def build_trace_path(folder: Path, step: int, rank: int) -> Path:
     return folder / f"step-{step}" / f"rank-{rank}.json.gz"
 
 
-def write(folder: Path, summary: Summary) -> Path:
-    """Write a summary into a run's folder `profile`, and return the file."""
-    file = build_summary_path(folder, summary.steps[0], summary.rank)
+def write(folder: Path, summary: Summary) -> None:
+    """Write a summary into a run's folder `profile`."""
+    file = folder / f"step-{summary.steps[0]}-rank-{summary.rank}.json"
     write_atomic(file, json.dumps(dataclasses.asdict(summary), indent=1))
-    return file
 
 
 def read(directory: Path, step: int | None) -> list[Summary]:
@@ -120,9 +101,6 @@ def read(directory: Path, step: int | None) -> list[Summary]:
 
     Args:
         step: a recorded step; None: of the latest profile.
-
-    Raises:
-        ConfigError: where there is none.
     """
     summaries = sorted(_iterate_summaries(directory / "profile"), key=lambda stored: stored.rank)
     firsts = [s.steps[0] for s in summaries if step is None or step in s.steps]
@@ -160,10 +138,17 @@ def format_table(summary: Summary) -> list[str]:
     plan = _sum_predictions(summary)
     head = f"profile of {steps}, rank {summary.rank}: {format_rounded(summary.seconds)} s per step"
     columns = f"  {'':<24} {'seconds':>9} {'share':>7}" + (f" {'predicted':>10}" if plan else "")
-    rows = [_format_row(name, seconds, summary.seconds, plan) for name, seconds in _iterate_rows(summary)]
+    rows = []
+    for name, seconds in _iterate_rows(summary):
+        predicted = f" {format_rounded(plan[name]) + ' s':>10}" if name in plan else ""
+        rows.append(f"  {name:<24} {format_rounded(seconds):>9} {seconds / summary.seconds:>7.1%}{predicted}")
     hidden = [f"{kind} {format_rounded(seconds)} s" for kind, seconds in summary.hidden.items()]
     hidden_lines = [f"  hidden beside computation: {', '.join(hidden)}"] * bool(hidden)
-    return [head, columns, *rows, *hidden_lines, *_format_memory(summary)]
+    memory = [f"  {name:<24} {size / 2**20:>9,.1f} MiB" for name, size in summary.memory.items()]
+    if memory:
+        total = sum(summary.memory.values()) / 2**20
+        memory = [f"memory at the peak: {total:,.1f} MiB", *memory, summary.memory_sentence]
+    return [head, columns, *rows, *hidden_lines, *memory]
 
 
 def _iterate_rows(summary: Summary) -> Iterator[tuple[str, float]]:
@@ -177,22 +162,10 @@ def _iterate_rows(summary: Summary) -> Iterator[tuple[str, float]]:
     yield from ((kind, parts[kind]) for kind in (kinds.DATA, kinds.HOST, kinds.IDLE) if kind in parts)
 
 
-def _format_row(name: str, seconds: float, step: float, plan: Mapping[str, float]) -> str:
-    predicted = f" {format_rounded(plan[name]) + ' s':>10}" if name in plan else ""
-    return f"  {name:<24} {format_rounded(seconds):>9} {seconds / step:>7.1%}{predicted}"
-
-
 def _sum_predictions(summary: Summary) -> dict[str, float]:
     """Return the predicted seconds of the rows that have some."""
     sums = {row: sum(summary.predicted.get(cause, 0.0) for cause in causes) for row, causes in PREDICTED.items()}
     return {row: seconds for row, seconds in sums.items() if seconds}
-
-
-def _format_memory(summary: Summary) -> list[str]:
-    if not summary.memory:
-        return []
-    parts = [f"  {name:<24} {size / 2**20:>9,.1f} MiB" for name, size in summary.memory.items()]
-    return [f"memory at the peak: {sum(summary.memory.values()) / 2**20:,.1f} MiB", *parts, summary.memory_sentence]
 
 
 def compare_ranks(summaries: Sequence[Summary]) -> list[str]:

@@ -14,6 +14,7 @@ this is in use:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -23,8 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
-
-from titan.profile import clock
 
 BLOCKING = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 """Collectives of torch.distributed that titan and FSDP call."""
@@ -68,7 +67,7 @@ class Waits:
     def end_backward(self) -> None:
         """Count the time since the last gradient, where DDP sums them."""
         if self.ready is not None:
-            self.times.append((self.ready, clock.record_moment(self.on_gpu)))
+            self.times.append((self.ready, record_moment(self.on_gpu)))
             self.ready = None
 
     def take_waits(self) -> list[tuple[Any, Any]]:
@@ -78,17 +77,17 @@ class Waits:
 
     def sum_seconds(self, times: list[tuple[Any, Any]]) -> float:
         """Return the sum of waiting that `take_waits` returned."""
-        return sum(clock.compute_seconds(start, end) for start, end in times)
+        return sum(compute_seconds(start, end) for start, end in times)
 
     def _wrap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run_and_time(*args: Any, **kwargs: Any) -> Any:
             if self.inside or not self._is_computing():
                 return function(*args, **kwargs)
-            self.inside, start = True, clock.record_moment(self.on_gpu)
+            self.inside, start = True, record_moment(self.on_gpu)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.times.append((start, clock.record_moment(self.on_gpu)))
+                self.times.append((start, record_moment(self.on_gpu)))
                 self.inside = False
 
         return run_and_time
@@ -100,4 +99,18 @@ class Waits:
         return threading.get_ident() == self.thread or threading.current_thread().name.startswith(BACKWARD)
 
     def _record_last_gradient(self, _: Tensor) -> None:
-        self.ready = clock.record_moment(self.on_gpu)
+        self.ready = record_moment(self.on_gpu)
+
+
+def record_moment(on_gpu: bool) -> Any:
+    """Return the present moment, on a GPU an event on the current stream: no wait for the device."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def compute_seconds(start: Any, end: Any) -> float:
+    """Return the seconds between two moments, which the device has passed."""
+    return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from titan.errors import ConfigError
 from titan.estimate import refine
 from titan.estimate.plan import build_plan, resolve_hardware
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.refine import MeasuredRun, Refinement, RelativeErrors
+from titan.estimate.refine import MeasuredRun, Refinement
 from titan.parallelism.schema import Layout
 from titan.report.align import find_shared_runs
 from titan.report.collect import RawRun, collect_runs
@@ -37,24 +36,14 @@ CLASSES = ("model", "optimizer")
 
 @dataclass(frozen=True)
 class OwnRuns:
-    """Runs on the device and in the compute type of a plan.
-
-    Attributes:
-        source: the folder, as typed.
-        samples: of the runs that count.
-        unused: directory of each other run, with the reason.
-    """
+    """Runs on the device and in the compute type of a plan, in a folder as typed; each other run with the reason."""
 
     source: str
     samples: tuple[MeasuredRun, ...]
     unused: tuple[tuple[str, str], ...]
 
     def fit_refinement(self) -> Refinement:
-        """Return what the runs ask for.
-
-        Raises:
-            ConfigError: when no run counts.
-        """
+        """Return what the runs ask for."""
         if self.samples:
             return refine.fit_factors(self.samples)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.unused[:3])
@@ -96,16 +85,13 @@ class _UnusableRunError(Exception):
 
 
 def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> MeasuredRun:
-    """Return a run's sample.
-
-    Raises:
-        _UnusableRunError: when it is of another kind, not finished, or can't be planned.
-    """
     _check_kind(raw, run)
     measured = measure_run(raw)
     if measured is None or measured.steps < LEAST_STEPS:
         raise _UnusableRunError(f"has fewer than {LEAST_STEPS} timed steps")
-    machine = _build_machine(raw.device, run.machine)
+    names = {field.name for field in dataclasses.fields(Machine)}
+    described: dict[str, Any] = {name: value for name, value in raw.device.items() if name in names}
+    machine = replace(run.machine, **described)  # as env.json describes it
     try:
         recipe = rebuild_recipe(raw, hardware, run.cluster.peak_tflops)
         layout = Layout(**read_degrees(raw.last_document))
@@ -127,13 +113,6 @@ def _check_kind(raw: RawRun, run: Run) -> None:
     compute = raw.config.get("precision", {}).get("compute")
     if compute != run.precision.compute:
         raise _UnusableRunError(f"computed in {compute}, not {run.precision.compute}")
-
-
-def _build_machine(device: Mapping[str, Any], base_machine: Machine) -> Machine:
-    """Return the machine of a run, as env.json describes it."""
-    field_names = {field.name for field in dataclasses.fields(Machine)}
-    described: dict[str, Any] = {name: value for name, value in device.items() if name in field_names}
-    return replace(base_machine, **described)
 
 
 def rebuild_recipe(raw: RawRun, hardware: Hardware, peak_tflops: float | None = None) -> Recipe:
@@ -163,10 +142,7 @@ def format_fit(runs: OwnRuns, refinement: Refinement) -> str:
     ]
     parts = [("step time", refinement.time), *([("memory", refinement.memory)] if refinement.memory else [])]
     method = ", each run left out" if refinement.time.left_out else ""
-    lines.append("  error      " + "; ".join(_format_errors(name, errors) for name, errors in parts) + f"{method}")
+    errors = (f"{name} {each.before:.1%} before, {each.after:.1%} after (median)" for name, each in parts)
+    lines.append(f"  error      {'; '.join(errors)}{method}")
     lines += [f"  not used   {name}: {reason}" for name, reason in runs.unused]
     return "\n".join(lines) + "\n"
-
-
-def _format_errors(name: str, errors: RelativeErrors) -> str:
-    return f"{name} {errors.before:.1%} before, {errors.after:.1%} after (median)"

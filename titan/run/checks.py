@@ -16,7 +16,7 @@ from titan.config.warning import warn_once
 from titan.console.numbers import format_plural, format_rounded
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
-from titan.estimate import accumulation, fit
+from titan.estimate import fit
 from titan.estimate.regather import list_regather_obstacles
 from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
@@ -372,7 +372,7 @@ def _check_accumulation(run: Run) -> None:
     """Reject gradients accumulated in bf16 where none are accumulated in another type, or too many."""
     if run.precision.accumulate == "fp32":
         return
-    for reason in accumulation.iterate_obstacles(run, run.layout, _count_most_microbatches(run)):
+    for reason in fit.iterate_obstacles(run, run.layout, _count_most_microbatches(run)):
         raise ConfigError(f"precision.accumulate={run.precision.accumulate}: {reason}, or precision.accumulate=fp32.")
 
 

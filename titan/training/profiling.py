@@ -1,6 +1,6 @@
 """Profiles steps of a run as its profile axis says, and on demand; hooks and patches exist in recorded steps only.
 
-    begin(step) ── a profile starts ── warm-up ── recorded steps with ranges ── the trace is written and summarised
+    begin_step ── a profile starts ── warm-up ── recorded steps with ranges ── the trace is written and summarised
 
 The file `profile/now` in the run's directory asks for a profile: rank 0 looks for it once a second, and sends it to the
 other ranks in the vector that they sum in each step, so that all begin with the same step.
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +20,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from titan.dataset.loader import Loader
-from titan.estimate.traced.events import ACTIONS, AFTER, BEFORE, NONE, Region
+from titan.estimate.traced.events import ACTIONS, AFTER, BEFORE, NONE, OUTSIDE, Region
 from titan.parallelism.mesh import World
-from titan.profile import memory, summary, tensors, trace
+from titan.profile import summary, trace
 from titan.profile.breakdown import DATA_RANGE, compute_breakdowns
-from titan.profile.ranges import Ranges, wrap_in_range
 from titan.run.run import Run
-from titan.training.trace.recorder import OUTSIDE
 from titan.training.trace.regions import follow_regions
 from titan.training.train_step import TrainStep
 
@@ -37,38 +38,41 @@ log = logging.getLogger("titan")
 POLL_SECONDS = 1.0
 """Seconds between two looks for the file that asks for a profile."""
 
+Owners = Mapping[str, Mapping[int, int]]
+"""The bytes of each storage by its address, by category."""
+
 
 class StepRanges:
-    """Names the ranges of a step, as `titan.training.trace.regions` follows it."""
+    """Nested ranges of torch's profiler, which follow a step whenever its region is set (`training.trace.regions`)."""
+
+    region = OUTSIDE
+    recomputing = False
 
     def __init__(self, stages: int) -> None:
         """Take the number of stages of the pipeline."""
-        self.ranges, self.stages = Ranges(), stages
-        self._region, self._recomputing = OUTSIDE, False
+        self.stages = stages
+        self.open: list[tuple[str, Any]] = []
 
-    @property
-    def region(self) -> Region:
-        """What the step does."""
-        return self._region
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("region", "recomputing"):
+            self._set_path(_build_path(self.region, self.stages) + ["recomputation"] * self.recomputing)
 
-    @region.setter
-    def region(self, region: Region) -> None:
-        self._region = region
-        self._set_ranges()
+    def _set_path(self, path: Sequence[str]) -> None:
+        """Leave the open ranges that are not in `path`, and enter the others."""
+        shared = 0
+        while shared < min(len(path), len(self.open)) and self.open[shared][0] == path[shared]:
+            shared += 1
+        while len(self.open) > shared:
+            self.open.pop()[1].__exit__(None, None, None)
+        for name in path[shared:]:
+            entered: Any = torch.autograd.profiler.record_function(name)
+            entered.__enter__()
+            self.open.append((name, entered))
 
-    @property
-    def recomputing(self) -> bool:
-        """Whether a checkpointed block is computed again."""
-        return self._recomputing
-
-    @recomputing.setter
-    def recomputing(self, recomputing: bool) -> None:
-        self._recomputing = recomputing
-        self._set_ranges()
-
-    def _set_ranges(self) -> None:
-        path = _build_path(self._region, self.stages)
-        self.ranges.set_path([*path, "recomputation"] if self._recomputing else path)
+    def close(self) -> None:
+        """Leave all ranges."""
+        self._set_path([])
 
 
 def _build_path(region: Region, stages: int) -> list[str]:
@@ -78,6 +82,14 @@ def _build_path(region: Region, stages: int) -> list[str]:
     blocks = {BEFORE: "embedding", AFTER: "head"}
     path = [f"stage {region.stage}"] * (stages > 1) + [f"micro-batch {region.microbatch}", ACTIONS[region.action]]
     return path if region.block == NONE else [*path, blocks.get(region.block, f"layer {region.block}")]
+
+
+def _wrap_in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run_in_range(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.profiler.record_function(name):
+            return function(*args, **kwargs)
+
+    return run_in_range
 
 
 class RunProfiler:
@@ -95,7 +107,6 @@ class RunProfiler:
         """Take what is profiled; the folder is made, so that the file can be touched.
 
         Args:
-            train_step: whose stages get hooks.
             predicted: seconds of a step by cause.
             show: writes a line to the terminal, on rank 0.
             tasks: further ranges: object and method by name.
@@ -113,13 +124,12 @@ class RunProfiler:
         self.owners: Mapping[str, Mapping[int, int]] = {}
         self.debug_folder = Path(run.directory) / "debug"
         if world.device.type == "cuda":
-            tensors.watch_out_of_memory(self.debug_folder, world.rank_info.rank, self._find_owners, show)
+            watch_out_of_memory(self.debug_folder, world.rank_info.rank, self._find_owners, show)
         if self.settings.on_demand and world.is_rank0:
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def _find_owners(self) -> dict[str, dict[int, int]]:
-        """Return where weights, gradients and optimizer state lie."""
-        return tensors.collect_owners(self.train_step.parameters(), self.train_step.optimizer)
+        return collect_owners(self.train_step.parameters(), self.train_step.optimizer)
 
     def take_request(self) -> bool:
         """Return whether the user asks for a profile, on rank 0; the file that asks is removed."""
@@ -175,37 +185,34 @@ class RunProfiler:
             torch.cuda.memory._record_memory_history(max_entries=10**6)
 
     def _choose_action(self, step: int) -> ProfilerAction:
-        """Return what the profiler does in a step."""
         if step <= self.last_step - self.recorded_steps:
             return ProfilerAction.WARMUP
         return ProfilerAction.RECORD if step < self.last_step else ProfilerAction.RECORD_AND_SAVE
 
     def _set_step_ranges(self) -> None:
-        """Give the coming step its ranges."""
         numbers = self.staging.list_stages(self.world.get_coordinate("pipeline"))
         stages = dict(zip(numbers, self.train_step.stages, strict=True))
         step_ranges = StepRanges(self.staging.count)
-        self.hooks.callback(step_ranges.ranges.set_path, [])
+        self.hooks.callback(step_ranges.close)
         self.hooks.enter_context(follow_regions(step_ranges, stages, self.staging.splits_backward))
         tasks = {**self.tasks, DATA_RANGE: (Loader, "__next__")}
         if self.settings.memory:
             hook = self.train_step.optimizer.register_step_pre_hook(self._note_owners)
             self.hooks.callback(hook.remove)
         for name, (owner, method) in tasks.items():
-            self.hooks.enter_context(mock.patch.object(owner, method, wrap_in_range(name, getattr(owner, method))))
+            self.hooks.enter_context(mock.patch.object(owner, method, _wrap_in_range(name, getattr(owner, method))))
 
     def _note_owners(self, *_: Any) -> None:
         """Keep where tensors lie when the optimizer begins in the first recorded step."""
         self.owners = self.owners or self._find_owners()
 
     def _end_profile(self) -> None:
-        """Write and summarise the trace."""
         profiler, self.profile = self.profile, None
         self.hooks.close()
         has_recorded = profiler.current_action != ProfilerAction.WARMUP
         profiler.stop()
         if self.settings.memory and self.world.device.type == "cuda":
-            tensors.write_snapshot(
+            write_snapshot(
                 self.debug_folder, f"step-{self.last_step}-rank-{self.world.rank_info.rank}", self._find_owners()
             )
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -226,18 +233,14 @@ class RunProfiler:
         if not steps:
             log.warning("%s: the trace has no step", file)
             return
-        rank_summary = replace(
-            summary.average_steps(rank, steps, self.predicted), slow_factor=self.settings.slow_factor
-        )
+        average = summary.average_steps(rank, steps, self.predicted)
+        rank_summary = replace(average, slow_factor=self.settings.slow_factor)
         if self.settings.memory:
-            owners, self.owners = self.owners, {}
-            gradients = owners.get(memory.GRADIENTS, {})
-            bytes_by_kind = {
-                name: float(sum(sizes.values())) for name, sizes in owners.items() if name != memory.GRADIENTS
-            }
-            rank_summary = summary.add_memory(
-                rank_summary, memory.find_peak(content, steps[0].step, bytes_by_kind, gradients)
-            )
+            owners, self.owners = dict(self.owners), {}
+            gradients = owners.pop(trace.GRADIENTS, {})
+            state_bytes = {name: float(sum(sizes.values())) for name, sizes in owners.items()}
+            if peak := trace.find_peak(content, steps[0].step, state_bytes, gradients):
+                rank_summary = replace(rank_summary, memory=peak.parts, memory_sentence=peak.sentence)
         summary.write(self.folder, rank_summary)
         for line in [*summary.format_table(rank_summary), f"trace: {file}"]:
             log.info(line)
@@ -247,3 +250,65 @@ class RunProfiler:
         """End a profile whose steps are not all done; nothing is written where none was recorded."""
         if self.profile is not None:
             self._end_profile()
+
+
+def collect_owners(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, dict[int, int]]:
+    """Return the storages of weights, of the gradients that exist, and of the optimizer's state."""
+    weights = list(parameters)
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    return {
+        trace.WEIGHTS: _map_storages(weights),
+        trace.GRADIENTS: _map_storages(p.grad for p in weights if p.grad is not None),
+        trace.OPTIMIZER: _map_storages(states),
+    }
+
+
+def _map_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    storages = ((t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def describe_snapshot(segments: Sequence[Mapping[str, Any]], owners: Owners) -> str:
+    """Return what is alive in the segments of a snapshot of CUDA's allocator."""
+    parts: dict[str, float] = {}
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"].startswith("active"):
+                category = next(
+                    (name for name, storages in owners.items() if address in storages), "activations and temporary"
+                )
+                parts[category] = parts.get(category, 0.0) + block["size"]
+            address += block["size"]
+    return trace.describe_peak(parts, "") if parts else "nothing was allocated"
+
+
+def write_snapshot(folder: Path, name: str, owners: Owners) -> str:
+    """Write a snapshot of CUDA's allocator for https://pytorch.org/memory_viz, and return what was alive."""
+    snapshot = torch.cuda.memory._snapshot()
+    text = describe_snapshot(snapshot["segments"], owners)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.pickle").write_bytes(pickle.dumps(snapshot))
+    (folder / f"{name}.txt").write_text(text + "\n")
+    return text
+
+
+def watch_out_of_memory(
+    folder: Path, rank: int, read_owners: Callable[[], Owners], show: Callable[[str], None]
+) -> None:
+    """Write a snapshot when CUDA's memory runs out, while what filled it is still there; before, nothing is recorded.
+
+    Args:
+        show: writes a line to the terminal, on rank 0.
+    """
+
+    def observer(device: int, requested: int, total: int, free: int) -> None:
+        try:
+            text = write_snapshot(folder, f"out-of-memory-rank-{rank}", read_owners())
+        except Exception as error:  # the run ends with the original error
+            text = f"no snapshot: {error}"
+        log.error("out of memory: %s", text)
+        show(f"out of memory on rank {rank}: {text}")
+
+    library: Any = torch._C
+    library._cuda_attach_out_of_memory_observer(observer)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titan.dataset.loader import Batch
 from titan.metrics.schema import WARM
-from titan.profile import clock
+from titan.profile.waits import compute_seconds, record_moment
 
 LOSS, SQUARES, STOP, REQUEUE, SAVE, PROFILE, END, VOID, VALID, PAIRS, HASH = range(11)
 """Indices into the vector: summed loss, sum of the gradients' squares, requests to stop, to be started again after
@@ -97,12 +97,12 @@ class StepTimer:
 
     def __init__(self, device: torch.device, previous: StepTimer | None) -> None:
         self.on_gpu = device.type == "cuda"
-        self.start: Any = previous.end if previous else clock.record_moment(self.on_gpu)
+        self.start: Any = previous.end if previous else record_moment(self.on_gpu)
         self.end: Any = None
 
     def stop(self) -> None:
         """Mark the step's end, in the order of the device's work."""
-        self.end = clock.record_moment(self.on_gpu)
+        self.end = record_moment(self.on_gpu)
 
     def wait(self) -> None:
         """Wait until the device has reached the step's end."""
@@ -111,7 +111,7 @@ class StepTimer:
 
     def compute_seconds(self) -> float:
         """Return how long the step took; call it after `wait`."""
-        return clock.compute_seconds(self.start, self.end)
+        return compute_seconds(self.start, self.end)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from titan import generate, replay
 from titan.errors import ConfigError
 from titan.estimate.memory import estimate_peak
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
-from titan.estimate.traced import result
+from titan.estimate.traced.replay import build_rank_result
 from titan.model.init_weights import Normal, materialise_model
-from titan.training.trace.ranks import build_rank_trace
+from titan.training.trace.rank import build_rank_trace
 
 CONF = f"hydra.searchpath=[file://{Path(__file__).resolve().parents[1] / 'conf'}]"
 SHAPE: dict[str, Any] = {"dim": 48, "heads": 3, "kv_heads": 3, "ffn": 96, "axes": (4, 6, 6), "layers": 3, "double": 2}
@@ -470,7 +470,7 @@ def test_a_run_is_sampled_and_generates_no_text(tmp_path: Path, capsys: pytest.C
 
 
 def trace_live_bytes(_: int, __: int, run: Any, speeds: Any) -> float:
-    return float(result.build_rank_result(run, run.layout, speeds, build_rank_trace(run, 0), "cuda").live.bytes)
+    return float(build_rank_result(run, run.layout, speeds, build_rank_trace(run, 0), "cuda").live.bytes)
 
 
 @pytest.mark.full

@@ -127,67 +127,52 @@ class _Composer:
     def compose(self) -> StepTrace:
         """Return the whole trace."""
         events: list[Event] = []
-        for row, part in self._iterate_microbatches():
-            for unit, event in self._iterate_blocks(part):
-                events.append(self._place_event(event, row, unit))
-        return StepTrace(self.trace.rank, events, self.blocks)
-
-    def _iterate_microbatches(self) -> Iterator[tuple[int, list[Event]]]:
-        """Yield the events of each micro-batch of the whole with its number; -1 for those outside."""
         for index, group in groupby(self.trace.events, lambda event: event.region.microbatch):
             part = list(group)
             for row in self.rows.list_instances(index) if index >= 0 and self.rows.added_units else (index,):
-                yield row, part
+                events += [self._place_event(event, row, unit) for unit, event in self._iterate_blocks(part)]
+        return StepTrace(self.trace.rank, events, self.blocks)
 
     def _iterate_blocks(self, part: list[Event]) -> Iterator[tuple[int, Event]]:
-        """Yield the events of one micro-batch, each with its block's unit in the whole; NONE for those of no block."""
+        """Yield the events of one micro-batch, each with its block's unit in the whole; NONE for those of no block.
+
+        Events outside of blocks that concern one unit of blocks come once for each that it stands for.
+        """
         previous_unit = NONE
-        for (_, unit), group in groupby(part, self._find_region_unit):
+        for (_, (stage, unit)), group in groupby(part, self._find_place):
             events = list(group)
             if unit == NONE:
-                for owner, owner_events in groupby(events, self._find_owner_unit):
-                    yield from self._repeat_for_owner(owner, list(owner_events))
+                for (owner_stage, owner_unit), owned in groupby(events, lambda event: self._find_unit(event.owner)):
+                    concerned = list(owned)
+                    units = self.axes[owner_stage].list_instances(owner_unit) if owner_unit != NONE else (NONE,)
+                    yield from ((instance, event) for instance in units for event in concerned)
                 continue
-            instances = self.axes[self.stage_of[events[0].region.block]].list_instances(unit)
+            instances = self.axes[stage].list_instances(unit)
             for instance in reversed(instances) if previous_unit > unit else instances:
                 yield from ((instance, event) for event in events)
             previous_unit = unit
 
-    def _find_region_unit(self, event: Event) -> tuple[Region, int]:
-        region = event.region
-        if region.block in (BEFORE, AFTER, NONE):
-            return region, NONE
-        return region._replace(block=0), self.axes[self.stage_of[region.block]].find_unit(region.block)
+    def _find_place(self, event: Event) -> tuple[Region, tuple[int, int]]:
+        """Return an event's region, the same for all blocks of a stage, with the stage and the unit of its block."""
+        stage, unit = self._find_unit(event.region.block)
+        return event.region if unit == NONE else event.region._replace(block=0), (stage, unit)
 
-    def _find_owner_unit(self, event: Event) -> tuple[int, int]:
-        if event.owner in (BEFORE, AFTER, NONE):
+    def _find_unit(self, block: int) -> tuple[int, int]:
+        """Return the stage of a block and its unit there; NONE for what belongs to no block."""
+        if block not in self.stage_of:
             return NONE, NONE
-        stage = self.stage_of[event.owner]
-        return stage, self.axes[stage].find_unit(event.owner)
-
-    def _repeat_for_owner(self, owner: tuple[int, int], events: list[Event]) -> Iterator[tuple[int, Event]]:
-        """Yield events outside of blocks that concern one unit of blocks, once for each that it stands for."""
-        stage, unit = owner
-        instances = self.axes[stage].list_instances(unit) if unit != NONE else (NONE,)
-        for instance in instances:
-            yield from ((instance, event) for event in events)
+        stage = self.stage_of[block]
+        return stage, self.axes[stage].find_unit(block)
 
     def _place_event(self, event: Event, row: int, unit: int) -> Event:
-        """Return an event of the whole."""
-        region = self._place_region(event.region, unit, row)
-        key = event.key
+        region, key = event.region._replace(microbatch=row), event.key
+        if unit != NONE and region.block in self.stage_of:
+            region = region._replace(block=self.axes[self.stage_of[region.block]].map_index(region.block, unit))
         if event.kind in ("alloc", "record"):
             key = self._create_object(self._place_name(event, self.names[event.key], row, unit), event.kind)
         elif event.kind in ("free", "wait"):
             key = self._find_object(self._place_name(event, self.names[event.key], row, unit), event.kind)
         return event._replace(region=region, key=key)
-
-    def _place_region(self, region: Region, unit: int, row: int) -> Region:
-        if unit == NONE or region.block in (BEFORE, AFTER, NONE):
-            return region._replace(microbatch=row)
-        return region._replace(
-            microbatch=row, block=self.axes[self.stage_of[region.block]].map_index(region.block, unit)
-        )
 
     def _place_name(self, event: Event, name: ObjectName, row: int, unit: int) -> ObjectName:
         """Return the name in the whole of what an event at (row, unit) creates or refers to."""
@@ -196,20 +181,19 @@ class _Composer:
             source = event.region.microbatch if event.region.microbatch >= 0 else MICROBATCHES
             at = row if row >= 0 else MICROBATCHES + self.rows.added_units
             region = region._replace(microbatch=self.rows.map_target(source, at, region.microbatch))
-        block = region.block if region.block not in (BEFORE, AFTER, NONE) else owner
-        if block in (BEFORE, AFTER, NONE):
+        block = region.block if region.block in self.stage_of else owner
+        if block not in self.stage_of:
             return ObjectName(region, owner, name.number)
         axis = self.axes[self.stage_of[block]]
         source, at = self._find_units(event, axis, unit)
-        target_unit = axis.map_target(source, at, axis.find_unit(block))
-        placed_block = axis.map_index(block, target_unit)
+        placed_block = axis.map_index(block, axis.map_target(source, at, axis.find_unit(block)))
         if region.block == block:
             return ObjectName(region._replace(block=placed_block), NONE, name.number)
         return ObjectName(region, placed_block, name.number)
 
     def _find_units(self, event: Event, axis: RepeatAxis, unit: int) -> tuple[int, int]:
         """Return the unit of an event in the short trace and in the whole."""
-        block = event.region.block if event.region.block not in (BEFORE, AFTER, NONE) else event.owner
+        block = event.region.block if event.region.block in self.stage_of else event.owner
         if unit == NONE or self.axes[self.stage_of[block]] is not axis:
             is_after = event.region.block == AFTER or block == AFTER
             return (axis.units, axis.units + axis.added_units) if is_after else (-1, -1)

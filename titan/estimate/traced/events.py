@@ -17,8 +17,6 @@ PERSISTENT = ("weights", "optimizer")
 """Categories of what is in memory before a step."""
 BEFORE, AFTER, NONE = -1, 10**9, -2
 """Instead of a block's index: what comes before the first block or after the last one, and what belongs to none."""
-
-
 ACTIONS = {
     "F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights", "U": "optimizer step",
     "S": "exchanges between actions",
@@ -69,6 +67,10 @@ class Event(NamedTuple):
     recomputed: bool = False
 
 
+OUTSIDE = Region("S", 0, -1, NONE)
+"""What belongs to no action and no block."""
+
+
 def describe_region(region: Region) -> str:
     """Return a region in words."""
     action = ACTIONS[region.action]
@@ -80,13 +82,7 @@ def describe_region(region: Region) -> str:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The traced step of a rank.
-
-    Attributes:
-        rank: its number.
-        events: of the step; before it, those of what is in memory already.
-        blocks: the blocks of each of its stages, first and end.
-    """
+    """The traced step of a rank: its events after those of what is in memory already, and each stage's blocks."""
 
     rank: int
     events: Sequence[Event]

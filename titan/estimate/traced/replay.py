@@ -1,9 +1,9 @@
-"""The time of a traced step: each operation has its price, and streams wait for each other as recorded. Free of torch.
+"""The time of a traced step, and its result: each operation has its price, and streams wait for each other as recorded.
 
 On a GPU the host issues operations one after another and takes a launch for each; an operation starts when the host has
 issued it, its stream is free, and what the stream waits for is done. Collectives run on separate streams and slow
 the computation beside them a little. On a CPU everything takes its turn. In a pipeline each action's time on its rank
-goes into the schedule's timetable.
+goes into the schedule's timetable. Free of torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 from titan.estimate import operations
 from titan.estimate.block_time import LAUNCHES, SecondsByCause
 from titan.estimate.operations import Speeds
+from titan.estimate.overhead import CONTEXT_GIB
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.step_time import CONTENTION, StepModel, StepTime, scale_to_nodes
+from titan.estimate.traced import memory
 from titan.estimate.traced.events import COMPUTE, Event, StepTrace
-from titan.parallelism.pipeline.schedules import Action, compute_timetable
+from titan.estimate.traced.memory import LiveMemory, ReservedMemory
+from titan.parallelism.pipeline.schedules import Action, ActionSpan, compute_timetable
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
@@ -28,8 +32,6 @@ STREAMS = {
     "expert": "expert parallelism",
 }  # fmt: skip
 """What a wait for a stream's collective goes to; all others are weights and gradients."""
-
-
 OUTSIDE = "US"
 """Actions that are not compiled."""
 COPIES = ("all_gather_copy_in", "_foreach_copy_", "split_with_sizes_copy", "chunk_cat")
@@ -191,12 +193,9 @@ def _list_eight_bit_sizes(recipe: Recipe, layout: Layout) -> list[set[int]]:
 
 @dataclass(frozen=True)
 class RankTime:
-    """The time of a rank's step, if it never waits for other stages of a pipeline.
+    """The seconds of a rank's step by cause, if it never waits for other stages of a pipeline, and of each action.
 
-    Attributes:
-        parts: seconds by cause.
-        actions: seconds of each action (stage, kind, micro-batch).
-        stages: of the rank.
+    An action is a stage, a kind and a micro-batch; `stages` are those of the rank.
     """
 
     parts: SecondsByCause
@@ -209,28 +208,73 @@ class RankTime:
         return sum(self.actions.values())
 
 
-def replay_rank(recipe: Recipe, layout: Layout, speeds: Speeds, trace: StepTrace) -> RankTime:
-    """Return the time of a traced rank."""
-    replay = Replay(Pricing(recipe, layout, speeds))
-    replay.run(trace.events)
-    return RankTime(replay.parts, dict(replay.actions), tuple(trace.blocks))
+POINTS = 400
+"""Moments of a step whose memory is kept for a chart."""
 
 
-def replay_step(
-    recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, ranks: Sequence[RankTime]
-) -> StepTime:
-    """Return the time of a step from that of one rank of each pipeline rank, in order."""
-    if len(ranks) == 1:
-        return scale_to_nodes(ranks[0].parts, recipe, layout, speeds)
-    owner = {stage: rank for rank in ranks for stage in rank.stages}
+@dataclass(frozen=True)
+class RankResult:
+    """The traced step of a rank: the moment with most live tensors, their course, what CUDA's allocator reserves, time.
 
-    def find_seconds(action: Action) -> float:
-        return owner[action.stage].actions.get((action.stage, action.kind, action.microbatch), 0.0)
+    `events` is how many were traced or composed; on a CPU nothing is reserved.
+    """
 
-    model = StepModel(recipe, layout, microbatches, speeds)
-    spans = compute_timetable(model.list_actions(), find_seconds, model.estimate_send())
-    end = max(span.end for span in spans)
-    rank = max(ranks, key=lambda rank_time: sum(rank_time.parts.values()) - rank_time.busy)
-    parts = SecondsByCause(rank.parts)
-    parts["pipeline idle"] += end - rank.busy
-    return scale_to_nodes(parts, recipe, layout, speeds, tuple(spans))
+    rank: int
+    events: int
+    live: LiveMemory
+    reserved: ReservedMemory | None
+    course: tuple[LiveMemory, ...]
+    time: RankTime
+
+    @property
+    def gib(self) -> float:
+        """Reserved memory with the context of a GPU and its communication library in GiB; on a CPU live tensors."""
+        return self.live.bytes / GIB if self.reserved is None else self.reserved.reserved / GIB + CONTEXT_GIB
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """The traced step of a run: of the first rank of each pipeline rank, its time by cause; and the seconds it took."""
+
+    ranks: tuple[RankResult, ...]
+    step: StepTime
+    seconds: float
+
+    @property
+    def fullest(self) -> RankResult:
+        """The rank that needs most memory."""
+        return max(self.ranks, key=lambda rank: rank.gib)
+
+
+def build_rank_result(recipe: Recipe, layout: Layout, speeds: Speeds, trace: StepTrace, device: str) -> RankResult:
+    """Return memory and time of a traced rank on a device, "cuda" or "cpu"."""
+    events, replay = trace.events, Replay(Pricing(recipe, layout, speeds))
+    replay.run(events)
+    return RankResult(
+        rank=trace.rank,
+        events=len(events),
+        live=memory.find_peak(events),
+        reserved=memory.simulate_step(events) if device != "cpu" else None,
+        course=tuple(memory.sample_course(events, POINTS)),
+        time=RankTime(replay.parts, dict(replay.actions), tuple(trace.blocks)),
+    )
+
+
+def build_traced_step(
+    recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, ranks: Sequence[RankResult], seconds: float
+) -> TracedStep:
+    """Return the traced step of a run from that of one rank of each pipeline rank, in order."""
+    times, spans = [rank.time for rank in ranks], list[ActionSpan]()
+    parts = times[0].parts
+    if len(ranks) > 1:
+        owner = {stage: rank for rank in times for stage in rank.stages}
+
+        def find_seconds(action: Action) -> float:
+            return owner[action.stage].actions.get((action.stage, action.kind, action.microbatch), 0.0)
+
+        model = StepModel(recipe, layout, microbatches, speeds)
+        spans = compute_timetable(model.list_actions(), find_seconds, model.estimate_send())
+        longest = max(times, key=lambda time: sum(time.parts.values()) - time.busy)
+        parts = SecondsByCause(longest.parts)
+        parts["pipeline idle"] += max(span.end for span in spans) - longest.busy
+    return TracedStep(tuple(ranks), scale_to_nodes(parts, recipe, layout, speeds, tuple(spans)), seconds)

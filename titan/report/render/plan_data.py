@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from titan.console.numbers import format_plural, format_rounded
 from titan.estimate.plan import SECONDS_PER_DAY, Plan, PredictedValue, build_interval
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.search import PredictedLayout, SearchOutcome
-from titan.estimate.single_changes import list_overrides
+from titan.estimate.search import PredictedLayout, SearchOutcome, list_overrides
 from titan.estimate.step_time import StepTime
 
 if TYPE_CHECKING:
     from titan.estimate.refine import Refinement
-    from titan.estimate.traced.result import TracedStep
+    from titan.estimate.traced.replay import TracedStep
     from titan.report.render.table_data import Mood
     from titan.run.run import Run
 

@@ -15,7 +15,7 @@ from titan.estimate.plan import Plan, PredictedValue, build_interval
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout
 from titan.estimate.traced.events import describe_region
-from titan.estimate.traced.result import RankResult
+from titan.estimate.traced.replay import RankResult
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Scale
 from titan.report.render import pareto

@@ -12,7 +12,7 @@ from titan.estimate.plan import Plan, PredictedValue, list_memory_parts
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout
 from titan.estimate.traced.events import describe_region
-from titan.estimate.traced.result import RankResult, TracedStep
+from titan.estimate.traced.replay import RankResult, TracedStep
 from titan.report.render.plan_data import (
     PlanOutcome,
     fits_closely,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from titan.console.numbers import format_fixed, format_interval, format_rounded
-from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, sum_groups
+from titan.estimate.step_time import COMMUNICATION, COMPUTATION, IDLE, sum_groups
 from titan.report import rank
 from titan.report.findings import Comparison, Interval, RunPrediction, RunResult, Variant
 from titan.report.render.table_data import Cell, Column, Mood, compute_median

@@ -16,8 +16,7 @@ from titan.estimate.traced.events import AFTER, BEFORE, NONE, Event
 from titan.run.run import Run
 from titan.run.shrink import Shrunk, widen_run
 from titan.training.prove.compare import Check
-from titan.training.trace.rank import trace_rank
-from titan.training.trace.ranks import make_eager
+from titan.training.trace.rank import make_eager, trace_rank
 
 NAME = "collectives of the traced target"
 TRACE_SECONDS = 600.0

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from titan.estimate.traced.events import AFTER, BEFORE, COMPUTE, NONE, Event, Kind, Region
+from titan.estimate.traced.events import AFTER, BEFORE, COMPUTE, NONE, OUTSIDE, Event, Kind
 
-OUTSIDE = Region("S", 0, -1, NONE)
 _resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+
 ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 """Operations that allocate memory and compute nothing."""
 MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::_scaled_mm": 0,
@@ -35,6 +41,17 @@ COPIED = ("all-gather", "reduce-scatter")
 WAIT = "_c10d_functional::wait_tensor"
 NO_KERNEL = ("prim", "profiler")
 """Libraries of operations that compute nothing."""
+GROUP_METHODS = {
+    "_allgather_base": "all-gather", "all_gather_single": "all-gather", "_reduce_scatter_base": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter", "allreduce": "all-reduce", "broadcast": "all-gather",
+    "alltoall_base": "all-to-all", "all_to_all_single": "all-to-all", "send": "send", "recv": "send",
+}  # fmt: skip
+"""The kinds of collectives, by the names of a process group's methods in any release of torch since 2.11."""
+_BATCH_P2P = torch_schedules._batch_p2p
+Patch = tuple[Any, str, Any]
+"""An object, the name of one of its attributes, and what replaces it while a step is recorded."""
+FSDP_STREAMS = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")
+"""The streams that FSDP creates, in this order."""
 
 
 class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,17 +128,13 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_free(previous[0])
         key = self.next_key()
         self.sizes[cdata] = (key, size)
-        self.categories[key] = self.category or self._choose_category()
+        by_region = (
+            "optimizer" if self.region.action == "U" else "logits" if self.region.block == AFTER else "activations"
+        )
+        self.categories[key] = self.category or by_region
         self.blocks[key] = self.region.block if self.region.block != NONE else self.owner
         if size:
             self.add_event("alloc", key=key, size=size)
-
-    def _choose_category(self) -> str:
-        if self.region.action == "U":
-            return "optimizer"
-        if self.region.block == AFTER:
-            return "logits"
-        return "activations"
 
     def _share_allocation(self, pending: Tensor, result: Tensor) -> None:
         """Let the result of waiting be in the memory of the pending tensor, as on a device; fake tensors are two."""
@@ -154,7 +167,8 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        view = not func._schema.is_mutable and (not outputs or _are_views(inputs, outputs))
+        storages = {t.untyped_storage()._cdata for t in inputs}
+        view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in storages for t in outputs)
         if self.owner == NONE and self.region.block == NONE and not view:
             self._record_by_block(name, args, inputs, outputs)
             return out
@@ -195,22 +209,21 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names = [arg for arg in args if isinstance(arg, str)]
             group = _resolve(names[-1])
             end_key = self.record_collective(COLLECTIVES[short], group, [*inputs, *outputs])
-            self._note_arrivals(outputs, end_key)
+            for tensor in outputs:  # the first operation on them waits for the collective
+                entry = self.sizes.get(tensor.untyped_storage()._cdata)
+                if entry is not None and end_key >= 0:
+                    self.arrivals[entry[0]] = end_key
             return
-        self._await_inputs(inputs)
+        for tensor in inputs:  # this stream waits for the collectives that produce them
+            entry = self.sizes.get(tensor.untyped_storage()._cdata)
+            marker = self.arrivals.pop(entry[0], None) if entry else None
+            if marker is not None:
+                self.add_event("wait", key=marker)
         if library in NO_KERNEL or short == "wait_tensor":
             return
         moved_bytes = sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
         moved_bytes *= 2 if short.endswith("_") and not outputs else 1  # read and written in place
         self.add_event("op", name=short, size=moved_bytes, shape=_extract_shape(name, args))
-
-    def _await_inputs(self, inputs: list[Tensor]) -> None:
-        """Let this stream wait for the collectives that produce its inputs."""
-        for tensor in inputs:
-            entry = self.sizes.get(tensor.untyped_storage()._cdata)
-            marker = self.arrivals.pop(entry[0], None) if entry else None
-            if marker is not None:
-                self.add_event("wait", key=marker)
 
     def record_collective(self, kind: str, group: Any, tensors: list[Tensor]) -> int:
         """Record a collective, on FSDP's streams where it runs there, otherwise on one of its group.
@@ -221,8 +234,11 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = dist.get_process_group_ranks(group)
         size = max((t.numel() * t.element_size() for t in tensors), default=0)
         shape = (len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
-        if self.has_copies and kind in COPIED:
-            self._record_copy(size)
+        if self.has_copies and kind in COPIED:  # free again when the collective has ended
+            key = self.next_key()
+            self.categories[key] = "communication"
+            self.add_event("alloc", key=key, size=size)
+            self.add_event("free", key=key)
         if self.stream != COMPUTE:
             self.add_event("collective", name=kind, size=size, shape=shape)
             return -1
@@ -236,30 +252,10 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.add_event("record", key=end_key, stream=stream)
         return end_key
 
-    def _record_copy(self, size: int) -> None:
-        """Record the memory of gloo's copy, which is free again when the collective has ended."""
-        key = self.next_key()
-        self.categories[key] = "communication"
-        self.add_event("alloc", key=key, size=size)
-        self.add_event("free", key=key)
-
-    def _note_arrivals(self, outputs: list[Tensor], marker: int) -> None:
-        """Let the first operation on the results of a collective wait for it."""
-        for tensor in outputs:
-            entry = self.sizes.get(tensor.untyped_storage()._cdata)
-            if entry is not None and marker >= 0:
-                self.arrivals[entry[0]] = marker
-
 
 def unwrap_local(tensor: Tensor) -> Tensor:
     """Return a tensor's shard on this rank; a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _are_views(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    """Whether all outputs are views of inputs."""
-    input_storages = {t.untyped_storage()._cdata for t in inputs}
-    return bool(outputs) and all(t.untyped_storage()._cdata in input_storages for t in outputs)
 
 
 def _extract_shape(name: str, args: Any) -> tuple[int, ...]:
@@ -281,3 +277,221 @@ def _extract_shape(name: str, args: Any) -> tuple[int, ...]:
         rows, heads, queries, size = q.shape[-4:]
         return (rows * queries, k.shape[-2], heads, size)
     return ()
+
+
+class Marker:
+    """Records when a stream reaches a point, as an event of a device."""
+
+    def __init__(self, recorder: EventRecorder) -> None:
+        self.recorder, self.key = recorder, -1
+
+    def record(self, stream: _RecordedStream | None = None) -> None:
+        """Record a marker on a stream; by default on the present one."""
+        if not self.recorder.active:
+            return
+        self.key = self.recorder.next_key()
+        self.recorder.add_event("record", key=self.key, stream=stream.name if stream else self.recorder.stream)
+
+
+class _RecordedStream:
+    """A stream whose waits are recorded."""
+
+    def __init__(self, recorder: EventRecorder, name: str) -> None:
+        self.recorder, self.name = recorder, name
+
+    def record_event(self) -> Marker:
+        """Record a marker on this stream."""
+        marker = Marker(self.recorder)
+        marker.record(self)
+        return marker
+
+    def wait_event(self, marker: Marker) -> None:
+        """Let this stream wait for a marker."""
+        if marker.key >= 0:
+            self.recorder.add_event("wait", key=marker.key, stream=self.name)
+
+    def wait_stream(self, stream: _RecordedStream) -> None:
+        """Let this stream wait for all that was issued on another."""
+        if stream.name != self.name:
+            self.wait_event(stream.record_event())
+
+
+class RecordedDevice:
+    """What FSDP takes from `torch.cuda`: recorded streams and events; its own code then says what waits for what."""
+
+    def __init__(self, recorder: EventRecorder) -> None:
+        self.recorder, self.names = recorder, iter(FSDP_STREAMS)
+
+    def Stream(self, priority: int = 0) -> _RecordedStream:  # noqa: N802 torch.cuda.Stream
+        """Return a new stream."""
+        return _RecordedStream(self.recorder, next(self.names, "other"))
+
+    def Event(self, *args: Any, **kwargs: Any) -> Marker:  # noqa: N802 torch.cuda.Event
+        """Return a new event."""
+        return Marker(self.recorder)
+
+    def current_stream(self, *args: Any) -> _RecordedStream:
+        """Return the stream on which operations run now."""
+        return _RecordedStream(self.recorder, self.recorder.stream)
+
+    @contextmanager
+    def stream(self, stream: _RecordedStream) -> Iterator[None]:
+        """Run operations on a stream."""
+        previous, self.recorder.stream = self.recorder.stream, stream.name
+        try:
+            yield
+        finally:
+            self.recorder.stream = previous
+
+
+@contextmanager
+def record_streams(recorder: EventRecorder, block_of: Mapping[int, int]) -> Iterator[None]:
+    """Record FSDP's streams, its exchanges by block, the storages that it resizes, and collectives.
+
+    Args:
+        block_of: the block of each module, by its id.
+    """
+    patches = (
+        _patch_devices(recorder), _patch_exchanges(recorder, block_of), _patch_groups(recorder, block_of),
+        _patch_storages(recorder), _patch_shapes(), _patch_collectives(recorder),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        for patch in chain.from_iterable(patches):
+            stack.enter_context(mock.patch.object(*patch))
+        yield
+
+
+def _patch_devices(recorder: EventRecorder) -> Iterator[Patch]:
+    """Yield recorded streams and events in place of a device's."""
+    device = RecordedDevice(recorder)
+    for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
+        yield module, "_get_device_handle", lambda kind: device
+
+
+def _patch_exchanges(recorder: EventRecorder, block_of: Mapping[int, int]) -> Iterator[Patch]:
+    """Yield all-gathers of weights and reductions of gradients whose tensors are labelled."""
+    gather, reduce = _fsdp_collectives.foreach_all_gather, _fsdp_collectives.foreach_reduce
+    copy_out = _fsdp_collectives.foreach_all_gather_copy_out
+
+    def find_block(params: Any) -> int:
+        return block_of.get(id(params[0]._module_info.module), NONE)
+
+    def gather_labelled(params: Any, *args: Any, **kwargs: Any) -> Any:
+        with _label_allocations(recorder, "gathered", find_block(params)):
+            return gather(params, *args, **kwargs)
+
+    def copy_labelled(result: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        with _label_allocations(recorder, "gathered", find_block(params)):  # created here in the first step
+            return copy_out(result, params, *args, **kwargs)
+
+    def reduce_labelled(params: Any, grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        for grad in grads:
+            recorder.label_tensor(grad, "gradients")
+        with _label_allocations(recorder, "communication", find_block(params)):
+            result = reduce(params, grads, *args, **kwargs)
+        for param in params:
+            if param.sharded_param.grad is not None:
+                recorder.label_tensor(param.sharded_param.grad, "gradients")
+        return result
+
+    yield _fsdp_param_group, "foreach_all_gather", gather_labelled
+    yield _fsdp_param_group, "foreach_all_gather_copy_out", copy_labelled
+    yield _fsdp_param_group, "foreach_reduce", reduce_labelled
+
+
+@contextmanager
+def _label_allocations(recorder: EventRecorder, category: str, block: int) -> Iterator[None]:
+    previous = recorder.category, recorder.owner
+    recorder.category, recorder.owner = category, block
+    try:
+        yield
+    finally:
+        recorder.category, recorder.owner = previous
+
+
+def _patch_groups(recorder: EventRecorder, block_of: Mapping[int, int]) -> Iterator[Patch]:
+    """Yield methods of FSDP's groups that set the block where a pipeline calls them outside of its actions."""
+
+    def set_block(method: Any) -> Any:
+        def call_method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            region = recorder.region
+            if region.block == NONE:
+                recorder.region = region._replace(block=block_of.get(id(group.modules[0]), NONE))
+            try:
+                return method(group, *args, **kwargs)
+            finally:
+                recorder.region = region
+
+        return call_method
+
+    group = _fsdp_param_group.FSDPParamGroup
+    for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
+        yield group, name, set_block(getattr(group, name))
+
+
+class _HeldMessage:
+    """A message that gloo sends: it holds its tensor until it is waited for."""
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self.work, self.tensors = work, [tensor]
+
+    def is_completed(self) -> bool:
+        """Whether it was waited for."""
+        return not self.tensors
+
+    def wait(self, *arguments: Any) -> Any:
+        """Wait for it, and drop its tensor."""
+        self.tensors.clear()
+        return self.work.wait(*arguments)
+
+
+def hold_messages(ops: Any, *arguments: Any, **options: Any) -> list[Any]:
+    """Send and receive as torch's schedules do, with messages that hold what they send, as gloo's."""
+    works = _BATCH_P2P(ops, *arguments, **options)
+    if len(works) != len(ops):  # a group that batches messages has one work for all
+        return works
+    return [_HeldMessage(work, op.tensor) for work, op in zip(works, ops, strict=True)]
+
+
+def _patch_storages(recorder: EventRecorder) -> Iterator[Patch]:
+    """Yield functions that resize the storages of gathered weights, which no operation does."""
+
+    def wrap_resize(function: Any) -> Any:
+        def resize_storage(tensor: Tensor) -> None:
+            with _label_allocations(recorder, "gathered", recorder.owner):
+                function(tensor)
+                recorder.record_allocation(tensor)
+
+        return resize_storage
+
+    for name in ("alloc_storage", "free_storage"):
+        yield _fsdp_param, name, wrap_resize(getattr(_fsdp_param, name))
+
+
+def _patch_shapes() -> Iterator[Patch]:
+    """Yield the function with which DTensor derives shapes from whole-sized tensors, which is not recorded."""
+    name = "_propagate_tensor_meta_non_cached"
+    propagate = getattr(ShardingPropagator, name)
+
+    def propagate_unrecorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(self, *args, **kwargs)
+
+    yield ShardingPropagator, name, propagate_unrecorded
+
+
+def _patch_collectives(recorder: EventRecorder) -> Iterator[Patch]:
+    def wrap_collective(method: Any, kind: str) -> Any:
+        def call_recorded(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if recorder.active:
+                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+                end_key = recorder.record_collective(kind, group, tensors)
+                if kind != "send" and end_key >= 0:
+                    recorder.add_event("wait", key=end_key)
+            return method(group, *args, **kwargs)
+
+        return call_recorded
+
+    for name, kind in GROUP_METHODS.items():
+        if hasattr(dist.ProcessGroup, name):
+            yield dist.ProcessGroup, name, wrap_collective(getattr(dist.ProcessGroup, name), kind)

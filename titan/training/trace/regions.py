@@ -11,20 +11,14 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from titan.debug.module_hooks import CompiledHook
-from titan.estimate.traced.events import AFTER, BEFORE, NONE, Region
+from titan.estimate.traced.events import AFTER, BEFORE, NONE, OUTSIDE, Region
 from titan.parallelism import turns
 from titan.parallelism.pipeline import runtime
-from titan.training.trace.recorder import OUTSIDE
 from titan.training.train_step import GradAccumulation, ModelStage
 
 
 class RegionListener(Protocol):
-    """What learns where a step is.
-
-    Attributes:
-        region: what the step does.
-        recomputing: whether a checkpointed block is computed again.
-    """
+    """What learns where a step is, and whether a checkpointed block is computed again."""
 
     region: Region
     recomputing: bool
@@ -37,7 +31,6 @@ class StageRegions:
         """Set hooks on a stage.
 
         Args:
-            listener: whose region is set.
             split_backward: whether the schedule separates backward for inputs and for weights.
         """
         self.listener, self.number, self.split_backward = listener, number, split_backward
@@ -48,7 +41,6 @@ class StageRegions:
             self._follow_blocks(stage)
 
     def _follow_blocks(self, stage: ModelStage) -> None:
-        """Set hooks on the blocks and the head."""
         first = int(next(iter(stage.model.layers)))
         for index, block in enumerate(stage.model.blocks(), first):
             self._wrap_module(block, self._build_enter_hook(index, first), self._build_leave_hook(index))
@@ -110,7 +102,6 @@ class StageRegions:
 
 
 def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call a hook when the gradient of a tensor has been computed."""
     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""The cost of features: two sides that take turns."""
+"""The suites of what developers measure: figures are consistent, and two sides take turns; speeds are not tested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 
 from tests.bench.test_bench import SMALL
-from tests.measure import command, features
+from tests.measure import command, features, loading, preparing
 from tests.support.composing import compose_test_run
 from tests.support.tiers import select_cases
 
@@ -40,7 +40,7 @@ def test_turns_alternate_and_the_first_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_suite_of_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     options = ["suite=features", "rounds=2", "steps=2", f"to={out}"]
     settings = [*SMALL, "parallelism=fsdp", "dataset=synthetic", "compile=off"]
@@ -48,3 +48,30 @@ def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = json.loads(out.read_text())
     assert len(found["ratios"]) == 2 and min(found["ratios"]) > 0 and found["seconds"] > 0
     assert "profile with memory of every step" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_generation_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    assert command.main(["suite=generate", "rounds=1", f"to={out}", "dataset=synthetic", *SMALL]) == 0
+    found = json.loads(out.read_text())
+    assert [line["new_tokens"] for line in found] == [64, 256, 512]
+    for line in found:
+        rates = line["tokens_per_second"]
+        assert line["ratios"] == [pytest.approx(rates["cache"] / rates["uncached"])]
+    assert len(capsys.readouterr().out.strip().splitlines()) == 6
+
+
+@pytest.mark.full
+def test_the_suite_of_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(preparing, "KILLED_MB", 1)
+    monkeypatch.setattr(loading, "CHECKED", 70_000)
+    found = preparing.suite(rounds=1, megabytes=1, kills=1, sizes=(1,))
+    speed = found["speed"]
+    assert speed["of_bare"] == pytest.approx(speed["one"] / speed["bare"])
+    assert speed["two_against_one"] == pytest.approx(speed["two"] / speed["one"])
+    assert (found["kills"]["kills"], found["kills"]["made_again"]) == (1, 0)
+    assert 10 < found["memory"][0]["peak_mebibytes"] < 2000
+    assert found["order"]["bijective"] and found["order"]["residues"] < 5
+    assert [row["seq_len"] for row in found["reading"]] == [256, 2048, 8192]
+    assert capsys.readouterr().out.count("\n") == 9

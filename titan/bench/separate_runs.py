@@ -1,28 +1,94 @@
-"""Measure saving checkpoints: `python -m titan.bench suite=checkpoint`.
+"""Suites of short runs, each in a separate process: `python -m titan.bench suite=modes` and `suite=checkpoint`.
 
-The same model is trained three times, each in a separate process: without saving, with synchronous saves and with
-asynchronous ones. Before each, the bytes of a checkpoint are written to the same disk as one plain file, for
-comparison. On a CPU the saving thread and training share the cores, so steps during an asynchronous save are shown too.
-With several ranks, part of what training waits for is the comparison of replicas; the speed of fingerprints, without
-other work beside them, is shown for a state of the checkpoint's size.
+Modes: each kind of activation checkpointing with each scope of compilation, each with its own peak memory.
+
+Checkpoint: the same model is trained three times: without saving, with synchronous saves and with asynchronous ones.
+Before each, the bytes of a checkpoint are written to the same disk as one plain file, for comparison. On a CPU the
+saving thread and training share the cores, so steps during an asynchronous save are shown too. With several ranks, part
+of what training waits for is the comparison of replicas; the speed of fingerprints, without other work beside them, is
+shown for a state of the checkpoint's size.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from titan.bench.speed import WARM, SpeedCase, build_environment
 from titan.console.numbers import format_count
 from titan.errors import ConfigError
 from titan.files.platform import sync_file
-from titan.metrics.reader import METRICS, read_records
+from titan.metrics.reader import METRICS, read_records, read_steps
 from titan.run.run import Run
+
+
+def run_training(overrides: list[str]) -> int:
+    """Run titan.train and return its exit code."""
+    command = [sys.executable, "-m", "titan.train", *overrides]
+    return subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=build_environment()
+    ).returncode
+
+
+# ---- activation checkpointing ----
+
+MEMORY, COMPILE = ("none", "gate", "every_n", "selective", "full", "budget"), ("off", "block", "model")
+LAYOUTS = ("single", "fsdp", "tp", "pp", "cp", "3d")
+LONG_ROWS = (32_768, 131_072, 262_144)
+"""Row lengths in tokens, measured on a GPU."""
+
+
+@dataclass(frozen=True)
+class ModeResult:
+    """The measurement of a mode: median seconds per step, tokens/s, and peak memory of rank 0 in GiB."""
+
+    title: str
+    seconds: float
+    tokens_per_second: float
+    memory_gib: float
+
+    def row(self) -> str:
+        """Return the line of the table."""
+        return f"{self.title:<36} {self.seconds:>10.3f} {self.tokens_per_second:>12,.0f} {self.memory_gib:>10.3f}"
+
+
+MODES_HEADER = f"{'memory, compile':<36} {'s/step':>10} {'tokens/s':>12} {'GiB':>10}"
+
+
+def list_modes(run: Run) -> Iterator[SpeedCase]:
+    """Yield the modes to measure: in every kind of layout on a CPU; on one device, and with long rows, on a GPU."""
+    layouts = LAYOUTS if run.machine.device == "cpu" else ("single",)
+    for layout, memory, scope in itertools.product(layouts, MEMORY, COMPILE):
+        if memory == "budget" and scope == "off":
+            continue
+        settings = (f"parallelism={layout}", f"memory={memory}", f"compile={scope}")
+        yield SpeedCase(f"{layout}: {memory}, {scope}", settings)
+    if run.machine.device != "cpu":
+        for length in LONG_ROWS:
+            rows = (f"training.seq_len={length}", f"training.global_batch={length}")
+            yield SpeedCase(f"single: full, block, rows of {length:,}", (*rows, "memory=full", "compile=block"))
+
+
+def measure_mode(mode: SpeedCase, base: list[str], folder: Path, steps: int = 13) -> ModeResult | None:
+    """Train a mode for some steps in a folder; return None if the run fails."""
+    if run_training([*base, *mode.overrides, f"training.steps={steps}", f"hydra.run.dir={folder}"]):
+        return None
+    records = read_steps(folder / METRICS)
+    seconds = statistics.median(record["step_seconds"] for record in records[WARM:] if "step_seconds" in record)
+    peak = max(record["memory_gib"] for record in records if "memory_gib" in record)
+    return ModeResult(mode.title, seconds, records[0]["tokens"] / seconds, peak)
+
+
+# ---- checkpoints ----
 
 SHAPE = [
     "dataset=synthetic", "dataset.vocab=32000", "model.vocab=32000", "model.dim=768", "model.layers=10",
@@ -30,16 +96,13 @@ SHAPE = [
     "training.global_batch=512",
 ]  # fmt: skip
 """120M parameters: 1.3 GiB with AdamW's state."""
-MODES = ("off", "sync", "async")
+SAVING_MODES = ("off", "sync", "async")
 EVERY = 6
-WARM = 2
+ALLOCATING = 2
 """Warm-up steps that are excluded: first allocations."""
 _CHUNK = 16 * 2**20
 PART_BYTES = 64 * 2**20
 """Bytes of a tensor whose fingerprint is timed: that of a matrix of a large model."""
-
-Train = Callable[[list[str], Path], int]
-"""Runs titan.train with overrides in a directory and returns its exit code."""
 
 
 @dataclass(frozen=True)
@@ -73,39 +136,36 @@ class SaveResult:
         share = f"{self.stall / self.step:.1%}" if self.stall is not None else "-"
         rate = f"{self.gib / self.save:.2f}" if self.gib and self.save else "-"
         cells = (self.step, self.beside, self.stall, share, self.compare, self.first, self.save, rate, self.memory)
-        return f"{self.mode:<8}" + "".join(f"{_format_cell(value):>14}" for value in cells)
+        words = (c if isinstance(c, str) else "-" if c is None else f"{c:.3f}" for c in cells)
+        return f"{self.mode:<8}" + "".join(f"{word:>14}" for word in words)
 
 
 TITLES = ("s/step", "after a save", "stall, s", "stall/step", "compare, s", "first, s", "save, s", "GiB/s", "peak, GiB")
 HEADER = f"{'saving':<8}" + "".join(f"{title:>14}" for title in TITLES)
 
 
-def suite(run: Run, overrides: list[str], saves: int, folder: Path, train: Train) -> dict[str, Any]:
-    """Measure and print a table.
+def measure_saving(run: Run, overrides: list[str], saves: int, folder: Path) -> dict[str, Any]:
+    """Measure and print a table; return all figures, for JSON.
 
     Args:
-        run: the run, for its model's size.
-        overrides: the overrides that compose it.
         saves: number of timed saves in each mode after the first.
-        folder: a directory on the disk to measure.
-
-    Returns:
-        All figures, for JSON.
+        folder: on the disk to measure.
     """
     steps, plain, results = EVERY * (saves + 1) + EVERY // 2, [], []
     size = run.model.parameters() * 12  # weights and AdamW's two moments, in fp32
     print(f"{format_count(run.model.parameters())} parameters, a save every {EVERY} steps\n\n{HEADER}")
-    for mode in MODES:
+    for mode in SAVING_MODES:
         plain.append(size / 2**30 / write_plain_file(folder / "plain", size))
         settings = [f"checkpoint={mode}", f"checkpoint.every={EVERY}", "checkpoint.keep=1", "checkpoint.grace=0"]
         directory = folder / mode
-        if train([*overrides, *settings, f"training.steps={steps}", f"hydra.run.dir={directory}"], directory):
+        if run_training([*overrides, *settings, f"training.steps={steps}", f"hydra.run.dir={directory}"]):
             raise ConfigError(f"checkpoint={mode}: the measured run failed; try it with python -m titan.train.")
         results.append(summarise_run(mode, read_records(directory / METRICS), steps))
         shutil.rmtree(directory)
         print(results[-1].row(), flush=True)
     print(f"one plain file of the same size, written and synced: {statistics.median(plain):.2f} GiB/s")
-    print(f"peak memory relative to no saving: {', '.join(_format_added_memory(results))}")
+    added = [f"{result.mode} {result.memory - results[0].memory:+.2f} GiB" for result in results[1:]]
+    print(f"peak memory relative to no saving: {', '.join(added)}")
     seconds = measure_fingerprints(size, saves)
     rate = size / 2**30 / seconds
     print(f"fingerprints of replicas of that size, on one core: {seconds:.3f} s, {rate:.2f} GiB/s")
@@ -130,28 +190,22 @@ def measure_fingerprints(size: int, rounds: int) -> float:
     return statistics.median(seconds)
 
 
-def _format_added_memory(results: Sequence[SaveResult]) -> list[str]:
-    baseline, *saving_results = results
-    return [f"{result.mode} {result.memory - baseline.memory:+.2f} GiB" for result in saving_results]
-
-
 def summarise_run(mode: str, lines: Sequence[Mapping[str, Any]], steps: int) -> SaveResult:
     """Return the measurement of a run from its metrics, without the save at its end, which always blocks."""
-    timed = [line for line in lines if "step_seconds" in line and line["step"] > WARM]
+    timed = [line for line in lines if "step_seconds" in line and line["step"] > ALLOCATING]
     after_saves = [line["step_seconds"] for line in timed if line["step"] % EVERY == 1]
     other_steps = [line["step_seconds"] for line in timed if line["step"] % EVERY != 1]
     saves = [line for line in lines if line.get("checkpoint_step", steps) < steps]
     stalls = [line["checkpoint_stall_seconds"] for line in saves]
+    later = saves[1:]
     return SaveResult(
         mode=mode,
         step=statistics.median(other_steps),
         beside=statistics.median(after_saves) if mode != "off" else None,
         first=stalls[0] if stalls else None,
-        stall=statistics.median(stalls[1:]) if stalls[1:] else None,
-        compare=statistics.median(line.get("checkpoint_compare_seconds", 0.0) for line in saves[1:])
-        if saves[1:]
-        else None,
-        save=statistics.median(line["checkpoint_seconds"] for line in saves[1:]) if saves[1:] else None,
+        stall=statistics.median(stalls[1:]) if later else None,
+        compare=statistics.median(line.get("checkpoint_compare_seconds", 0.0) for line in later) if later else None,
+        save=statistics.median(line["checkpoint_seconds"] for line in later) if later else None,
         gib=saves[0]["checkpoint_gib"] if saves else None,
         memory=max(line["memory_gib"] for line in timed),
     )
@@ -167,9 +221,3 @@ def write_plain_file(file: Path, size: int) -> float:
     seconds = time.perf_counter() - start_time
     file.unlink()
     return seconds
-
-
-def _format_cell(value: float | str | None) -> str:
-    if isinstance(value, str):
-        return value
-    return "-" if value is None else f"{value:.3f}"

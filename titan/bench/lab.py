@@ -23,19 +23,19 @@ SMALL = (
     "metrics.sample_tokens=0",
 )  # fmt: skip
 """A run of seconds."""
+LARGE = (
+    "model=llama1b", "dataset=synthetic", "training.seq_len=4096", "training.global_batch=16384", "training.steps=12",
+    "precision=bf16", "memory=selective", "compile=block", "checkpoint=off", "evaluation.tokens=0",
+    "metrics.plot=false", "metrics.sample_tokens=0",
+)  # fmt: skip
+"""A run that a GPU is busy with."""
 SECONDS = 300.0
 """The most time of a command."""
 
 
 @dataclass
 class Findings:
-    """What a part has found.
-
-    Attributes:
-        figures: numbers and words for the report, by name.
-        problems: what is wrong, one sentence each.
-        skipped: why it can't run here; empty where it ran.
-    """
+    """What a part has found: figures for the report by name, problems, one sentence each, and why it can't run here."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -49,21 +49,12 @@ class Findings:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run of `titan.train` that has ended.
-
-    Attributes:
-        folder: the run's directory.
-        code: its exit code; -1 where it took too long.
-        output: what it printed.
-        steps: the lines of metrics.jsonl that have a loss.
-        seconds: how long the command took.
-    """
+    """A run of `titan.train` that has ended: exit code (-1: it took too long), output, and metrics with a loss."""
 
     folder: Path
     code: int
     output: str
     steps: Sequence[Mapping[str, Any]]
-    seconds: float
 
     @property
     def losses(self) -> list[float]:
@@ -74,15 +65,10 @@ class TrainedRun:
         """Return the run with the steps after this one only."""
         return replace(self, steps=[line for line in self.steps if line["step"] > step])
 
-    @property
-    def median_seconds(self) -> float:
-        """The median time of a step."""
-        return statistics.median([float(line["step_seconds"]) for line in self.steps] or [math.nan])
-
-    @property
-    def step_seconds(self) -> float:
-        """The median time of a step, without the first three where there are more."""
-        return (replace(self, steps=self.steps[3:]) if len(self.steps) > 3 else self).median_seconds
+    def compute_median_seconds(self, skipped: int = 0) -> float:
+        """Return the median time of a step, without the first ones where there are more."""
+        steps = self.steps[skipped if len(self.steps) > skipped else 0 :]
+        return statistics.median([float(line["step_seconds"]) for line in steps] or [math.nan])
 
     @property
     def memory_gib(self) -> float:
@@ -113,24 +99,24 @@ class Lab:
     overrides: tuple[str, ...] = ()
     cluster: str | None = None
 
-    def train(
-        self, name: str, *settings: str, stop_after: int | None = None, seconds: float = SECONDS, small: bool = True
-    ) -> TrainedRun:
+    def train(self, name: str, *settings: str, stop_after: int | None = None, small: bool = True) -> TrainedRun:
         """Run `titan.train` in the folder `runs/NAME`, where it may go on with what is there.
 
         Args:
             name: the folder's name, which begins with that of the part.
-            settings: overrides.
             stop_after: send SIGTERM after so many steps; None: never.
-            seconds: after which it is killed.
-            small: whether it is a run of seconds, see `SMALL`.
+            small: whether it is a run of seconds on a GPU too, see `SMALL`.
         """
         run = self.folder / "runs" / name
-        base = (*(SMALL if small else ()), f"cluster.device={self.device}", f"hydra.run.dir={run}")
+        size = SMALL if small or self.device == "cpu" else LARGE
+        base = (*size, f"cluster.device={self.device}", f"hydra.run.dir={run}")
         command = ["-m", "titan.train", *base, *settings, *self.overrides]
-        start = time.monotonic()
-        code, output = self.run(name, command, lambda: _has_steps(run, stop_after), seconds)
-        return TrainedRun(run, code, output, _read_training_records(run), time.monotonic() - start)
+
+        def should_stop() -> bool:
+            return stop_after is not None and len(_read_training_records(run)) >= stop_after
+
+        code, output = self.run(name, command, should_stop)
+        return TrainedRun(run, code, output, _read_training_records(run))
 
     def remove_runs(self, part: str) -> None:
         """Remove what an earlier attempt of a part has left: a run that is there is finished, or goes on."""
@@ -173,10 +159,6 @@ def _wait_for_process(process: subprocess.Popen[bytes], should_stop: Callable[[]
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _has_steps(run: Path, step_count: int | None) -> bool:
-    return step_count is not None and len(_read_training_records(run)) >= step_count
 
 
 def _read_training_records(run: Path) -> list[Record]:
