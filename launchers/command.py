@@ -13,21 +13,21 @@ from pathlib import Path
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from launchers import foreign_sweeper, plugin
-from launchers.session import Describe, Planner, SweepSession, describe_nothing
+from launchers import plugin
+from launchers.session import Describe, Planner, SweepSession, describe_best, describe_nothing, silence_sweeper
 from titan.config import help as help_text
 from titan.config import modules
 from titan.config.command import describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
-from titan.run import certificate, command_line, hydra_node, hydra_private, lock, searched_files, trust
+from titan.run import certificate, command_line, hydra_node, hydra_private, hydra_session, lock, trust
 from titan.run.compose import check_weights, freeze_run, register_configs
-from titan.run.hydra_choices import describe_value_error
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, HydraSession, compose_config
 from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.run.small_work import warn_of_small_work
+from titan.run.synonyms import describe_value_error
 from titan.sweep.schema import GRID
 
 
@@ -238,13 +238,13 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
         command_line.check_sweep_name(names[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{names[-1]}")
     with HydraSession(args) as loader:
-        searched_files.guard_loader(loader, CONF, args.config_name or CONFIG, args.overrides)
+        hydra_session.guard_loader(loader, CONF, args.config_name or CONFIG, args.overrides)
     if args.multirun:
         session.trusted = modules.list_trusted_packages(args.typed)
         with HydraSession(args):
             cfg = compose_config(args.overrides, args.config_name, RunMode.MULTIRUN)
         modules.check_hydra(cfg, args.typed)
-        foreign_sweeper.silence_sweeper(cfg)
+        silence_sweeper(cfg)
     try:
         with _redact_output() if args.cfg or args.info else contextlib.nullcontext():
             hydra_private.hand_over(args, session, str(CONF), args.config_name or CONFIG)
@@ -257,7 +257,7 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
     finally:
         session.remove_unused()
     if session.directory and str(cfg.hydra.sweeper.get("_target_")) != GRID:
-        print(foreign_sweeper.describe_best(session.directory, str(cfg.sweep.objective)), end="", flush=True)
+        print(describe_best(session.directory, str(cfg.sweep.objective)), end="", flush=True)
     return session.find_exit_code() if args.multirun else 0
 
 

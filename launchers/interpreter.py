@@ -18,11 +18,7 @@ OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__
 
 
 def check_interpreter(python: str) -> str:
-    """Return the path of an interpreter.
-
-    Raises:
-        ConfigError: when there is no such program.
-    """
+    """Return the path of an interpreter."""
     found = shutil.which(os.path.expanduser(python))
     if found is None:
         raise ConfigError(f"python={python}: is no program here; give the interpreter of an environment with titan.")

@@ -6,10 +6,11 @@ launchers only from a module under `hydra_plugins`; `register_plugins` makes one
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,14 +27,14 @@ from launchers.search.sweeper import OptunaSweeper
 from launchers.session import Describe, SweepSession, TrialSource
 from launchers.slurm import sweep as slurm_sweep
 from launchers.trials import Trial
-from titan.config import launcher_hints, settings
+from titan.config import settings
 from titan.config.warning import warn_once
+from titan.console.text import is_url
+from titan.dataset.schema import Chat, Jsonl, Parquet, Prepared, Text
 from titan.errors import ConfigError
-from titan.files.run_directory import RUN
-from titan.run import certificate, hydra_node, hydra_private
-from titan.run.completion import is_done
-from titan.run.input_paths import find_missing_input
-from titan.run.paths import check_length
+from titan.files.run_directory import RUN, check_length
+from titan.run import certificate, hydra_node, hydra_private, synonyms
+from titan.run.directory import is_done
 from titan.run.run import Run
 from titan.sweep import ledger, objective
 from titan.sweep.labels import clean_override
@@ -56,7 +57,7 @@ class SweepLauncher(Launcher):
         for key, value in plain.items():
             typed = f"hydra.launcher.{key}={settings.format_value(value)}"
             if key not in self.settings_class.__dataclass_fields__ and (
-                advice := launcher_hints.describe_setting(f"hydra.launcher.{key}", typed)
+                advice := synonyms.describe_launcher_setting(f"hydra.launcher.{key}", typed)
             ):
                 raise ConfigError(advice)
         self.settings = settings.build(self.settings_class, plain, "hydra.launcher")
@@ -143,11 +144,7 @@ class SweepLauncher(Launcher):
         return frozenset(override.key_or_group for override in typed if not override.is_sweep_override())
 
     def check_feedback(self, batch: Sequence[Trial]) -> float:
-        """Return the objective of failed trials, for a sweeper that learns from results.
-
-        Raises:
-            ConfigError: when there will be no results, or the settings contradict each other.
-        """
+        """Return the objective of failed trials, for a sweeper that learns from results."""
         sweeper = self.config.hydra.runtime.choices.get("hydra/sweeper")
         if build_sweep(self.config).sizes is not None:
             raise ConfigError(
@@ -280,11 +277,7 @@ def build_spec(cfg: DictConfig) -> SweepSpec:
 
 
 def find_scheduler_launcher(cfg: DictConfig) -> SweepLauncher | None:
-    """Return the launcher of a single run; None where the run stays on this machine.
-
-    Raises:
-        ConfigError: for a launcher that is not titan's, and for unknown settings of it.
-    """
+    """Return the launcher of a single run; None where the run stays on this machine."""
     node = OmegaConf.to_container(cfg.hydra.launcher)
     name = str(node.pop("_target_", "")).rpartition(".")[2] if isinstance(node, dict) else ""
     if name not in LAUNCHER_CLASSES:
@@ -329,3 +322,23 @@ def register_plugins() -> None:
         kind.__module__ = LAUNCHER_MODULE
         setattr(module, kind.__name__, kind)
         Plugins.instance().register(kind)
+
+
+FILE_DATASETS = (Chat, Jsonl, Parquet, Prepared, Text)
+"""Datasets whose path is a file, a folder, a glob or a URL."""
+
+
+def find_missing_input(run: Run) -> str | None:
+    """Return the first setting of a run that names no file or folder of this machine, as typed; None where all do."""
+    for key, path in _list_inputs(run):
+        if path and not is_url(path) and not glob.has_magic(path) and not os.path.exists(os.path.expanduser(path)):
+            return f"{key}={path}"
+    return None
+
+
+def _list_inputs(run: Run) -> Iterator[tuple[str, str | None]]:
+    """Yield the settings that name an input, with their values."""
+    yield "checkpoint.resume", run.checkpoint.resume
+    for name, corpus in run.dataset.corpora().items():
+        if isinstance(corpus, FILE_DATASETS):
+            yield "dataset.path" if corpus is run.dataset else f"dataset.sources.{name}.path", corpus.path

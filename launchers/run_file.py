@@ -6,13 +6,16 @@ rejected.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titan.cluster.rank_error import name_signal
 from titan.config.kinds import get_kind
+from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
 from titan.run.run import Run
@@ -27,11 +30,7 @@ def write(run: Run, file: Path) -> None:
 
 
 def read(file: Path) -> Run:
-    """Return the run in a file.
-
-    Raises:
-        ConfigError: when it can't be read, or when other code than this has written it.
-    """
+    """Return the run in a file."""
     try:
         content = pickle.loads(file.read_bytes())
     except OSError as error:
@@ -67,3 +66,33 @@ def _collect_settings(value: Any) -> dict[str, tuple[str, ...]]:
 
 def _build_version_error(file: Path, reason: str) -> ConfigError:
     return ConfigError(f"{file}: was written by another version of titan than this one ({reason}); {_ADVICE}")
+
+
+def remove_reason(run_file: Path) -> None:
+    """Remove the reason of an earlier attempt."""
+    _build_reason_path(run_file).unlink(missing_ok=True)
+
+
+def write_reason(run_file: Path, reason: str) -> None:
+    """Write the reason in one line; a later one replaces it, and an empty one, when an attempt begins, removes it.
+
+    Where the disk is full, the exit code must do.
+    """
+    with contextlib.suppress(OSError):
+        if not reason:
+            return remove_reason(run_file)
+        write_atomic(_build_reason_path(run_file), f"{reason}\n")
+
+
+def read_reason(run_file: Path, code: int) -> str:
+    """Return the reason: the signal that ended the process, or what it wrote, else its exit code."""
+    if code < 0:
+        return f"killed by {name_signal(-code)}"
+    try:
+        return sanitize_line(_build_reason_path(run_file).read_text(errors="replace").strip())
+    except OSError:
+        return f"exited with code {code}"
+
+
+def _build_reason_path(run_file: Path) -> Path:
+    return run_file.with_suffix(".error")

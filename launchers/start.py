@@ -22,13 +22,11 @@ from titan.debug.verdict import HangError
 from titan.errors import ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.run import attempts, summary
+from titan.run.attempts import check_same_without_data, list_hydra_folders
 from titan.run.directory import read_attempts
-from titan.run.lineage import check_start
+from titan.run.lineage import check_start, prepare_data
 from titan.run.lock import lock_directory
-from titan.run.prepared_data import prepare_data
-from titan.run.records import list_hydra_folders
 from titan.run.run import Run
-from titan.run.same_experiment import check_same_without_data
 
 Report = Callable[[Exception], object]
 

@@ -55,7 +55,7 @@ from titan.errors import EXIT_REQUEUE, ConfigError, ReasonReceiver, RunError, de
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
 from titan.evaluate import run_evaluation
-from titan.files.run_directory import check_run_directory
+from titan.files.run_directory import check_run_directory, shorten_path
 from titan.generate import run_generation
 from titan.generation.schema import Settings as GenerationSettings
 from titan.law import Settings as LawSettings
@@ -69,7 +69,7 @@ from titan.report.law_findings import LawFindings, collect_findings
 from titan.report.render import law_text
 from titan.report.render.export import format_csv
 from titan.report.render.sentences import format_answers, format_lead
-from titan.run import certificate, evaluated, summary
+from titan.run import certificate, evaluated
 from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
 from titan.sweep import ledger
@@ -203,7 +203,7 @@ class Result(_Folder):
         figures = {name: getattr(self, name) for name in ("last_loss", "validation_loss", "tokens_per_second")}
         state = f"{'finished' if self.finished else 'unfinished'}, step {self.step:,}"
         shown = {name: format_rounded(value) for name, value in figures.items() if value is not None}
-        return {"directory": summary.shorten_path(str(self.directory)), "state": state, **shown}
+        return {"directory": shorten_path(str(self.directory)), "state": state, **shown}
 
     @cached_property
     def losses(self) -> NDArray[np.float64]:
@@ -288,11 +288,7 @@ class SavedSweep(_Folder):
         return {format_label(t.overrides): f"{t.state}{f': {t.reason}' if t.reason else ''}" for t in self.trials}
 
     def frame(self) -> Any:
-        """The trials as a pandas DataFrame with one row each: settings, state, and figures of result.json.
-
-        Raises:
-            ConfigError: when pandas is not installed.
-        """
+        """The trials as a pandas DataFrame with one row each: settings, state, and figures of result.json."""
         rows = [
             {
                 **dict(override.split("=", 1) for override in trial.overrides),

@@ -41,22 +41,14 @@ class Settings:
     characters: int = setting(200, "of each document; 0: all", at_least=0)
 
     def list_steps(self) -> range:
-        """Return the steps.
-
-        Raises:
-            ConfigError: when they are no range that begins at 1 or later.
-        """
+        """Return the steps."""
         steps = _parse_range("step", self.step)
         if steps.start < 1:
             raise ConfigError(f"step={self.step}: the first step is 1.")
         return steps
 
     def list_rows(self) -> range | None:
-        """Return the row numbers; None for all.
-
-        Raises:
-            ConfigError: when they are no range.
-        """
+        """Return the row numbers; None for all."""
         return None if self.rows is None else _parse_range("rows", self.rows)
 
 
@@ -110,11 +102,7 @@ def _check_steps(steps: range, settings: Settings, count: int) -> None:
 
 
 def _parse_range(key: str, text: str) -> range:
-    """Return the numbers of `N` or `N-M`.
-
-    Raises:
-        ConfigError: for anything else.
-    """
+    """Return the numbers of `N` or `N-M`."""
     first, _, last = text.partition("-")
     if not (first.isdecimal() and (last or first).isdecimal() and MAX_NUMBER >= int(last or first) >= int(first)):
         raise ConfigError(f"{key}={text}: is not a number or a range; give one such as {key}=3 or {key}=3-5.")

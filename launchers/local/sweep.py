@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,23 +15,116 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 
+from launchers import run_file
 from launchers import trials as sweep_trials
-from launchers.local import reason_file
-from launchers.local.screen import SweepScreen
 from launchers.session import TrialSource
 from launchers.slurm.state import read_state
 from launchers.supervisor import Supervisor
 from launchers.trials import Trial
 from titan.console import output
-from titan.console.numbers import format_plural
-from titan.console.progress import progress_line
+from titan.console.numbers import format_fixed, format_plural
+from titan.console.progress import format_duration, progress_line
+from titan.console.text import sanitize_line
 from titan.errors import ConfigError, exit_code
-from titan.run import summary
-from titan.run.completion import is_done
+from titan.files.run_directory import shorten_path
+from titan.run.directory import describe_hook_end, is_done, read_attempts, read_result
+from titan.run.run import Run
 from titan.sweep import ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import LocalLaunch
+
+CONSOLE = "console.log"
+"""The file in log/ of a trial's directory that has its output."""
+WARNING = re.compile(rb"^(?:titan: warning:|\S+ \S+ WARNING(?! step )) (.*)$", re.MULTILINE)
+"""A warning in a trial's output, and one in the log of its first rank that is of no step."""
+
+
+@dataclass
+class SweepScreen:
+    """The trials of a sweep that have ended, and those that have not.
+
+    Attributes:
+        waiting: the trials that have not ended, in order; empty where a source chooses them.
+        at_once: how many run at the same time.
+        ended: how many trials have ended.
+        begun: when each running trial started, and the sizes of its logs then, by its id.
+        costs: of each finished trial the seconds beside its steps, and the seconds of its steps by their FLOPs.
+        warnings: those that were shown.
+    """
+
+    waiting: list[Trial]
+    at_once: int = 1
+    ended: int = 0
+    begun: dict[str, tuple[float, dict[Path, int]]] = field(default_factory=dict)
+    costs: list[tuple[float, float]] = field(default_factory=list)
+    warnings: set[bytes] = field(default_factory=set)
+
+    def begin_trial(self, trial: Trial) -> Path:
+        """Take a trial that is about to start; return the file for its output."""
+        folder = Path(trial.run.directory) / "log"
+        folder.mkdir(parents=True, exist_ok=True)
+        logs = [folder / CONSOLE, folder / "rank-0.log"]
+        self.begun[trial.id] = (time.monotonic(), {log: log.stat().st_size if log.exists() else 0 for log in logs})
+        return logs[0]
+
+    def show_end(self, trial: Trial, code: int, reason: str | None) -> None:
+        """Print the warnings of a trial that has ended which were not shown yet, and its line."""
+        began, logs = self.begun.pop(trial.id)
+        seconds, number_of_trials = time.monotonic() - began, self.ended + len(self.waiting)
+        self.ended, self.waiting = self.ended + 1, [t for t in self.waiting if t.id != trial.id]
+        self._show_warnings(logs)
+        if not code:
+            self.costs.append(_measure_cost(trial.run, seconds))
+        total = f"/{number_of_trials}" if number_of_trials >= self.ended else ""
+        parts = [f"[{self.ended}{total}] {trial.label}", _describe_outcome(trial.run, code, reason)]
+        print(sanitize_line("  ".join([*parts, format_duration(seconds), *self._describe_rest()])), flush=True)
+
+    def _show_warnings(self, logs: dict[Path, int]) -> None:
+        for log, size in logs.items():
+            texts = WARNING.findall(log.read_bytes()[size:]) if log.exists() else []
+            for text in [text for text in dict.fromkeys(texts) if text not in self.warnings]:
+                self.warnings.add(text)
+                print(f"titan: warning: {sanitize_line(text.decode(errors='replace'))}", file=sys.stderr)
+
+    def _describe_rest(self) -> Sequence[str]:
+        """Return the time that the trials which have not ended will take, where a trial was measured."""
+        if not (self.costs and self.waiting):
+            return []
+        overhead, per_flop = (median(values) for values in zip(*self.costs, strict=True))
+        now, seconds = time.monotonic(), 0.0
+        for trial in self.waiting:
+            elapsed = now - self.begun[trial.id][0] if trial.id in self.begun else 0.0
+            seconds += max(0.0, overhead + per_flop * _count_flops(trial.run) - elapsed)
+        return [f"about {format_duration(seconds / min(self.at_once, len(self.waiting)))} left"]
+
+
+def _count_flops(run: Run) -> float:
+    return run.training.total_tokens * run.model.flops_per_token(run.training.seq_len)
+
+
+def _measure_cost(run: Run, seconds: float) -> tuple[float, float]:
+    """Return the seconds of a trial beside its steps, and those of its steps by their FLOPs; steps by their median."""
+    result, attempts = read_result(Path(run.directory))[0], read_attempts(Path(run.directory))
+    share = (result.get("step", 0) - (attempts[-1].get("from_step") or 0)) / run.training.steps if attempts else 0.0
+    rate = result.get("tokens_per_second")
+    if not rate or share <= 0:
+        return seconds, 0.0
+    in_steps = min(seconds, run.training.total_tokens * share / rate)
+    return seconds - in_steps, in_steps / (share * _count_flops(run))
+
+
+def _describe_outcome(run: Run, code: int, reason: str | None) -> str:
+    if code == 130:
+        return "stopped"
+    if code:
+        return f"{'rejected' if code == 2 else 'failed'}: {reason}"
+    result = read_result(Path(run.directory))[0]
+    name = next((n for n in ("validation_loss", "last_loss") if isinstance(result.get(n), float)), "")
+    loss = f"{'validation ' * (name == 'validation_loss')}loss {format_fixed(result[name])}" if name else "finished"
+    return " ".join(filter(None, [loss, describe_hook_end(result)]))
+
 
 POLL_SECONDS = 0.05
 STOPPED_BY = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
@@ -74,7 +168,7 @@ class LocalSweep:
         self.screen = SweepScreen([self.trials[index] for index in todo], self.settings.at_once)
         codes = dict.fromkeys(range(len(self.trials)), 0)
         if todo and not self.settings.verbose:
-            status = f"python -m titan.status {summary.shorten_path(str(self.root))}"
+            status = f"python -m titan.status {shorten_path(str(self.root))}"
             print(f"{format_plural(len(todo), 'trial')} to run; {status} shows how far they are", flush=True)
         try:
             codes |= self._run_in_turn(todo) if self.settings.at_once == 1 else self._run_concurrently(todo)
@@ -131,7 +225,7 @@ class LocalSweep:
 
     def _print_next(self) -> None:
         """Print how many trials are finished, and the next command."""
-        root = summary.shorten_path(str(self.root))
+        root = shorten_path(str(self.root))
         finished_count = sum(is_done(t.run) for t in self.trials)
         advice = (
             f"python -m titan.compare {root} compares them"
@@ -167,7 +261,7 @@ class LocalSweep:
             return
         with progress_line() as show:
             if sys.stderr.isatty():
-                show(f"{heading}  running; its output: {summary.shorten_path(str(file))}")
+                show(f"{heading}  running; its output: {shorten_path(str(file))}")
             with output.redirect_output(file):
                 yield
 
@@ -189,7 +283,7 @@ class LocalSweep:
     def _start_trial(self, index: int) -> None:
         trial = self.trials[index]
         file = self.run_files[index] = sweep_trials.pickle_run(trial, self.root / "points")
-        reason_file.remove(file)
+        run_file.remove_reason(file)
         self._record_start(trial)
         with self.screen.begin_trial(trial).open("ab") as log:
             module, parent = "launchers.local.trial", str(os.getpid())
@@ -203,7 +297,7 @@ class LocalSweep:
         file = self.run_files.pop(index)
         if self.supervisor.signals and code in STOPPED_BY:  # before it handled signals itself
             code = 130
-        reason = None if code in (0, 130) else reason_file.read(file, code)
+        reason = None if code in (0, 130) else run_file.read_reason(file, code)
         code = 1 if code < 0 else code
         self._record_end(trial, code, reason)
         return code

@@ -13,12 +13,11 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from launchers.foreign_sweeper import RESULTS
 from launchers.search import space as spaces
 from launchers.search import study as studies
 from launchers.search.pool import HOOK_OVERRIDE, TrialPool, write_best
 from launchers.search.space import Space
-from launchers.session import SweepSession, TrialSource
+from launchers.session import RESULTS, SweepSession, TrialSource
 from launchers.trials import Trial
 from titan.config import settings
 from titan.run import hydra_node

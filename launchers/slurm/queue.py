@@ -53,11 +53,7 @@ def is_available() -> bool:
 
 
 def find_jobs(ids: Iterable[str]) -> dict[str, SlurmJob]:
-    """Return these jobs by number; one that Slurm no longer knows is left out.
-
-    Raises:
-        RunError: when Slurm does not answer.
-    """
+    """Return these jobs by number; one that Slurm no longer knows is left out."""
     ids = set(ids)
     if not ids:
         return {}
@@ -72,20 +68,12 @@ def find_jobs(ids: Iterable[str]) -> dict[str, SlurmJob]:
 
 
 def find_sent_jobs(token: str) -> list[SlurmJob]:
-    """Return the jobs with a token, in the order of their numbers; those that ended long ago are missing.
-
-    Raises:
-        RunError: when Slurm does not answer.
-    """
+    """Return the jobs with a token, in the order of their numbers; those that ended long ago are missing."""
     return sorted((job for job in _list_own_jobs() if token in (job.token, job.name[-len(token) :])), key=_parse_number)
 
 
 def count_jobs() -> int:
-    """Return how many jobs of this user wait or run; each element of an array counts.
-
-    Raises:
-        RunError: when Slurm does not answer.
-    """
+    """Return how many jobs of this user wait or run; each element of an array counts."""
     return sum(job.is_alive for job in _list_own_jobs())
 
 

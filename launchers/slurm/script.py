@@ -9,6 +9,7 @@ does the same, at most `cluster.restarts` times, and excludes the node that fail
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -18,12 +19,63 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from launchers.slurm.shape import JobShape
 from titan.cluster.checks import parse_minutes
 from titan.cluster.schema import Cluster
 from titan.cluster.signals import PREEMPT, preempt_signal
-from titan.errors import EXIT_REQUEUE
+from titan.console.numbers import format_plural
+from titan.errors import EXIT_REQUEUE, ConfigError
+from titan.run.run import Run
 from titan.sweep.job_exit import DIED, TERMINATING
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """The resources of a job; trials of the same shape are submitted as one array.
+
+    Attributes:
+        nodes: how many.
+        ranks: on each of them.
+        gpus: on each of them; 0 on CPUs.
+        cluster: what else is requested.
+        exclusive: whether the job has its nodes to itself.
+    """
+
+    nodes: int
+    ranks: int
+    gpus: int
+    cluster: Cluster
+    exclusive: bool = False
+
+    @property
+    def devices(self) -> int:
+        """The number of ranks, which is the number of devices."""
+        return self.nodes * self.ranks
+
+    def compute_device_hours(self) -> float | None:
+        """Return the device-hours that a trial's jobs may use, by their time limit; None where they have none."""
+        limit = parse_minutes(self.cluster.time)
+        return None if limit is None else max(1, self.cluster.chain) * self.devices * limit / 60
+
+    def __str__(self) -> str:
+        kind = "GPU" if self.gpus else "rank"
+        return f"{format_plural(self.nodes, 'node')} x {format_plural(self.ranks, kind)}"
+
+
+def derive_job_shape(run: Run) -> JobShape:
+    """Return the resources of a run's layout: as few nodes as hold it, or `cluster.nodes` where it can be spread."""
+    devices, cluster = run.layout.devices, run.cluster
+    per_node = cluster.devices_per_node
+    max_ranks = int(per_node) if per_node != "auto" else run.machine.count if run.machine.device == "cuda" else devices
+    nodes = max(math.ceil(devices / max_ranks), min(cluster.nodes, devices))
+    if devices % nodes:
+        raise ConfigError(
+            f"cluster.nodes={cluster.nodes}: {devices} ranks ({run.layout}) don't spread evenly over {nodes} nodes; "
+            "change a degree, cluster.nodes or cluster.devices_per_node."
+        )
+    gpus = devices // nodes if run.machine.device == "cuda" else 0
+    full = devices // nodes == max_ranks and (gpus > 0 or per_node != "auto")
+    exclusive = full if cluster.exclusive == "auto" else bool(cluster.exclusive)
+    return JobShape(nodes, devices // nodes, gpus, cluster, exclusive)
 
 
 @dataclass(frozen=True)
@@ -218,11 +270,7 @@ def build_parameters(shape: JobShape, submission: Submission) -> dict[str, Any]:
 
 
 def choose_signal(cluster: Cluster) -> Signals:
-    """Return the signal by which Slurm asks a job's ranks to save and end.
-
-    Raises:
-        ConfigError: for one that has another meaning.
-    """
+    """Return the signal by which Slurm asks a job's ranks to save and end."""
     return preempt_signal({**os.environ, **(cluster.environment or {})})
 
 
@@ -253,11 +301,7 @@ def _format_memory(shape: JobShape) -> str | None:
 
 
 def build_script(shape: JobShape, submission: Submission) -> str:
-    """Return the whole script.
-
-    Raises:
-        ModuleNotFoundError: without submitit.
-    """
+    """Return the whole script."""
     from submitit.slurm.slurm import _make_sbatch_string
 
     count = submission.count if submission.count > 1 else None

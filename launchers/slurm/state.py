@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,11 +33,7 @@ FORGOTTEN_REASON = "Slurm no longer knows its job, which left no exit record: it
 
 
 def read_state(directory: Path) -> SweepState | None:
-    """Return the sweep in a directory, with the states of its jobs where Slurm is installed; None if there is none.
-
-    Raises:
-        RunError: when Slurm does not answer.
-    """
+    """Return the sweep in a directory, with the states of its jobs where Slurm is installed; None if there is none."""
     if not queue.is_available():
         return ledger.read(directory)
     jobs = queue.find_jobs(job for trial in ledger.read_trials(directory) for job in trial.jobs)
@@ -84,9 +81,6 @@ def adopt_jobs(directory: Path) -> None:
     """Find the jobs of submissions that were interrupted before their numbers were recorded, and record them.
 
     Slurm may take a job without confirming it; a submission counts as failed once Slurm has not known it for a while.
-
-    Raises:
-        RunError: when Slurm does not answer.
     """
     sweep = ledger.read(directory)
     unconfirmed = {trial.token: trial.sent_at for trial in (sweep.trials if sweep else ()) if trial.token is not None}
@@ -110,3 +104,35 @@ def _expand_array(job_ids: list[str], count: int) -> list[str]:
 def assign_jobs(ids: list[str], jobs: list[str]) -> dict[str, list[str]]:
     """Return the jobs of each trial: one element of an array each, or for a single trial all jobs of its chain."""
     return {ids[0]: jobs} if len(ids) == 1 else {trial: [job] for trial, job in zip(ids, jobs, strict=True)}
+
+
+ALIVE = ("queued", "running")
+
+
+class Lanes:
+    """The jobs of a sweep that have not ended, by lane; those in no lane precede all later ones."""
+
+    def __init__(self, count: int, trials: Iterable[TrialState]) -> None:
+        self.jobs: list[list[str]] = [[] for _ in range(count)]
+        self.preceding_jobs: list[str] = []
+        for trial in trials:
+            if trial.state in ALIVE:
+                self.add_jobs(trial.lane, trial.jobs)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any job has not ended."""
+        return bool(self.preceding_jobs or any(self.jobs))
+
+    def take_lane(self) -> tuple[int, str | None]:
+        """Return the lane of the next job, which has the fewest, and the jobs that it depends on, in Slurm's syntax."""
+        lane = min(range(len(self.jobs)), key=lambda number: len(self.jobs[number]))
+        return lane, ":".join([*self.preceding_jobs, *self.jobs[lane]]) or None
+
+    def add_jobs(self, lane: int | None, jobs: Sequence[str]) -> None:
+        """Add a trial's jobs, which have been submitted."""
+        if lane is not None:
+            self.jobs[lane % len(self.jobs)] += jobs
+            return
+        arrays = (job.partition("_")[0] for job in jobs)
+        self.preceding_jobs += [array for array in dict.fromkeys(arrays) if array not in self.preceding_jobs]

@@ -1,7 +1,7 @@
 """Submit the trials of a sweep to Slurm through submitit, and wait for them or leave. Free of torch.
 
 Trials of the same shape are one job array, or several where the site limits their size; where `at_once` concerns more
-than one array, each trial is a separate job (`launchers.slurm.lanes`). Before a submission the ledger records its token
+than one array, each trial is a separate job (`launchers.slurm.state`). Before a submission the ledger records its token
 and its trials, afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
 """
 
@@ -21,10 +21,8 @@ from pathlib import Path
 from launchers import trials as sweep_trials
 from launchers.session import Describe, TrialSource, describe_nothing
 from launchers.slurm import queue, script, snapshot
-from launchers.slurm.lanes import Lanes
-from launchers.slurm.script import Submission
-from launchers.slurm.shape import JobShape, derive_job_shape
-from launchers.slurm.state import adopt_jobs, assign_jobs, read_state
+from launchers.slurm.script import JobShape, Submission, derive_job_shape
+from launchers.slurm.state import Lanes, adopt_jobs, assign_jobs, read_state
 from launchers.trials import Trial
 from titan.config.optional import advise_extra
 from titan.config.settings import format_setting, format_value
@@ -32,8 +30,9 @@ from titan.console.numbers import format_plural, format_rounded
 from titan.console.text import sanitize_line, sanitize_lines
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic, write_json
-from titan.run import own_code, summary
-from titan.run.completion import is_done
+from titan.files.run_directory import shorten_path
+from titan.run import own_code
+from titan.run.directory import is_done
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import SlurmLaunch
@@ -371,7 +370,7 @@ class SlurmSweep:
 
     def _describe_next_commands(self) -> str:
         """Return the commands that a user may want next."""
-        directory = summary.shorten_path(str(self.root))
+        directory = shorten_path(str(self.root))
         jobs = sorted(
             {
                 job.partition("_")[0]

@@ -20,7 +20,7 @@ from titan.console.text import escape, is_redacted, redact, redact_nested
 from titan.dataset import corpora, remote
 from titan.errors import ConfigError, RunError
 from titan.report import collect
-from titan.run import attempts, compose, identity, lineage, records, summary
+from titan.run import attempts, compose, identity, lineage, summary
 from titan.run.run import Run
 from titan.sweep import ledger
 
@@ -159,7 +159,7 @@ def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture
         1, "id", identity.compute_ids(run, {}), {}, None, 0, 0, "start", notes=(f"copy to {run.checkpoint.resume}",)
     )
     Path(run.directory).mkdir(parents=True)
-    records.record_attempt(run, attempt, {}, [])
+    attempts.record_attempt(run, attempt, {}, [])
     summary.show_run(run, attempt, mix, ())
     assert SECRET in str(run.checkpoint.resume)
     assert not [name for name, text in files_of(laptop).items() if SECRET in text]

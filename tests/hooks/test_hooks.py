@@ -27,8 +27,7 @@ from titan.hooks.schema import MOMENTS
 from titan.metrics.reader import read_records
 from titan.run import identity
 from titan.run.attempts import FinishedRun
-from titan.run.completion import is_done
-from titan.run.directory import read_attempts
+from titan.run.directory import is_done, read_attempts
 
 OWN = "tests.support.own_hooks"
 

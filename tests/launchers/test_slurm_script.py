@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from launchers.slurm import queue
-from launchers.slurm.script import EPILOGUE, PROLOGUE, Submission, build_parameters, build_script
-from launchers.slurm.shape import derive_job_shape
+from launchers.slurm.script import EPILOGUE, PROLOGUE, Submission, build_parameters, build_script, derive_job_shape
 from launchers.slurm.sweep import SlurmSweep
 from tests.support.composing import compose_test_run
 from tests.support.tiers import full

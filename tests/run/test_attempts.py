@@ -28,12 +28,12 @@ from titan.cluster import devices
 from titan.compare import PAGE
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError, exit_code
-from titan.run import attempts, completion
+from titan.files.run_directory import BEGUN, FILES
+from titan.run import attempts, directory
 from titan.run.attempts import Attempt, FinishedRun
 from titan.run.directory import is_locked, parse_attempts, read_attempts
+from titan.run.lineage import prepare_data
 from titan.run.lock import lock_directory
-from titan.run.paths import BEGUN, FILES
-from titan.run.prepared_data import prepare_data
 from titan.run.run import Run
 from titan.sweep import ledger
 
@@ -77,7 +77,7 @@ def test_a_result_without_a_run_is_not_done() -> None:
     result = {"finished": False, "step": 1, "attempt": 1, "ended_by": {"hook": "prune", "reason": "slow"}}
     (Path(run.directory) / "result.json").write_text(json.dumps(result))
     (Path(run.directory) / "run.yaml").unlink()
-    assert not completion.is_done(run)
+    assert not directory.is_done(run)
 
 
 @pytest.mark.full

@@ -23,10 +23,10 @@ from titan.config import help
 from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.run.compose import compose_run
-from titan.run.hydra_choices import OPTIONAL_GROUPS
 from titan.run.hydra_session import CONF
 from titan.run.run import Run
 from titan.run.schema import Recipe
+from titan.run.synonyms import OPTIONAL_GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))

@@ -32,8 +32,8 @@ from titan.model import llama  # noqa: F401
 from titan.run import attempts
 from titan.run.attempts import Attempt, FinishedRun
 from titan.run.directory import read_attempts
+from titan.run.lineage import prepare_data
 from titan.run.lock import lock_directory
-from titan.run.prepared_data import prepare_data
 from titan.run.run import Run, as_model
 from titan.training import worker
 from titan.training.trainer import Trainer

@@ -28,7 +28,7 @@ from titan.cluster.known_devices import look_up_peak_tflops
 from titan.errors import ConfigError
 from titan.estimate.roofline import Roofline, compute_roofline, select_rates
 from titan.run import attempts, compose
-from titan.run.prepared_data import prepare_data
+from titan.run.lineage import prepare_data
 from titan.run.run import Run
 from titan.training.signals import StopSignals
 

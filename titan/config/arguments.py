@@ -168,11 +168,7 @@ def _is_assignment(word: str, keys: dict[str, Key]) -> bool:
 
 
 def _read_operands(cls: type, words: Sequence[str]) -> dict[str, Any]:
-    """Return the value of the operand's field.
-
-    Raises:
-        ConfigError: when there is no such word, or an empty one.
-    """
+    """Return the value of the operand's field."""
     first = find_operand(cls)
     if first is None:
         return {}
@@ -185,11 +181,7 @@ def _read_operands(cls: type, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_assignments(keys: dict[str, Key], assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the fields, those of a group in a mapping.
-
-    Raises:
-        ConfigError: see `parse_arguments`.
-    """
+    """Return the values of the fields, those of a group in a mapping."""
     assigned: dict[str, Any] = {}
     for argument in assignments:
         name = _read_key(argument, keys)
@@ -204,11 +196,7 @@ def _read_assignments(keys: dict[str, Key], assignments: Sequence[str]) -> dict[
 
 
 def _read_key(argument: str, keys: dict[str, Key]) -> str:
-    """Return the name of the key that an argument assigns.
-
-    Raises:
-        ConfigError: for what is not KEY=VALUE, and for an unknown key.
-    """
+    """Return the name of the key that an argument assigns."""
     name, equals, _ = argument.partition("=")
     if (key := name.lstrip("-").replace("-", "_")) in keys and name.startswith("-"):
         raise ConfigError(f"{argument}: not understood; settings have no dashes: write {key}=VALUE.")
@@ -245,11 +233,7 @@ def _nest(keys: dict[str, Key], assigned: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_value(argument: str, text: str, kind: Any) -> Any:
-    """The text as the type `kind` asks for it.
-
-    Raises:
-        ConfigError: on a syntax error, and on several values where one is expected.
-    """
+    """The text as the type `kind` asks for it."""
     kinds = set(typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,))
     takes_text = str in kinds and not kinds & {int, float, bool}
     syntax = "'\"[{" if kinds - {str, type(None)} else "'\""  # a list or a dict only where the type has one

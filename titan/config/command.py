@@ -90,11 +90,7 @@ class Command(Generic[T]):
         return exit_code(lambda: 0 if self._show_help(words) else self._run_body(body, words))
 
     def parse(self, words: Sequence[str]) -> CommandLine[T]:
-        """Return a parsed command line.
-
-        Raises:
-            ConfigError: when it does not follow the grammar, or a setting is wrong.
-        """
+        """Return a parsed command line."""
         operands, rest = split_operands(self.settings, words)
         self._check_options(rest)
         overrides = [word for word in rest if self.overrides and not self._declares(word)]

@@ -17,11 +17,7 @@ from typing import Any
 
 
 def write_json(value: Any) -> bytes:
-    """Return a value as JSON: dataclasses, named tuples, tuples, lists, mappings, bytes, and what JSON has.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """Return a value as JSON: dataclasses, named tuples, tuples, lists, mappings, bytes, and what JSON has."""
     return json.dumps(_encode(value), separators=(",", ":")).encode()
 
 

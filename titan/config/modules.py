@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from titan.config.libraries import describe_library
+from titan.config.kinds import describe_library
 from titan.config.settings import format_value
 from titan.errors import ConfigError
 
@@ -34,11 +34,7 @@ HYDRA_PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 
 def list_trusted_packages(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the packages that the user allows: those of `modules=` on a command line, and of $TITAN_MODULES.
-
-    Raises:
-        ConfigError: for a module of Python, and for a library that titan is built on.
-    """
+    """Return the packages that the user allows: those of `modules=` on a command line, and of $TITAN_MODULES."""
     names = {name: f"{VARIABLE}={name}" for name in re.split(r"[\s,:]+", os.environ.get(VARIABLE, "")) if name}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.key_or_group == "modules":
@@ -59,11 +55,7 @@ def _iterate_names(value: Any) -> Iterator[str]:
 
 
 def check_modules(modules: Any, trusted: Sequence[str]) -> None:
-    """Raise ConfigError for `modules` of the composed configuration that the user has not named.
-
-    Raises:
-        ConfigError: naming them, and how to allow them.
-    """
+    """Raise ConfigError for `modules` of the composed configuration that the user has not named."""
     if not isinstance(modules, list):
         raise ConfigError(f"modules={modules}: expected a list, such as modules=[mine].")
     if unknown := [str(name) for name in modules if str(name) not in trusted]:
@@ -75,11 +67,7 @@ def check_modules(modules: Any, trusted: Sequence[str]) -> None:
 
 
 def check_hydra(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for parts of Hydra's settings that would import what the user has not named.
-
-    Raises:
-        ConfigError: naming the first.
-    """
+    """Raise ConfigError for parts of Hydra's settings that would import what the user has not named."""
     trusted = list_trusted_packages(overrides)
     content: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
     for part, packages in HYDRA_PACKAGES.items():
@@ -104,11 +92,7 @@ def _explain_rejection(part: str, name: str) -> str:
 
 
 def _check_callback(name: str) -> None:
-    """Raise ConfigError for what is no class of callbacks: Hydra would call it.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise ConfigError for what is no class of callbacks: Hydra would call it."""
     module, _, attribute = name.rpartition(".")
     try:
         target = getattr(importlib.import_module(module), attribute, None)

@@ -28,9 +28,6 @@ def import_optional(package: str, setting: str, purpose: str = "", project: str 
         setting: the user's setting, for messages.
         purpose: what stands before "needs the package" where the setting alone does not explain it.
         project: what pip installs, where it has another name.
-
-    Raises:
-        ConfigError: when it isn't installed.
     """
     try:
         return importlib.import_module(package)
@@ -44,9 +41,6 @@ def import_fsspec(setting: str) -> Any:
 
     Args:
         setting: the user's setting, for messages.
-
-    Raises:
-        ConfigError: when it isn't installed.
     """
     import_optional("fsspec.core", setting)
     fsspec = importlib.import_module("fsspec")

@@ -22,8 +22,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
-from titan.config.kinds import get_class_path
-from titan.config.libraries import describe_library
+from titan.config.kinds import describe_library, get_class_path
 from titan.config.units import advise, find_unit, read_number
 from titan.console.numbers import format_exact, shorten_exponent
 from titan.console.text import escape, is_redacted
@@ -150,11 +149,7 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
 
 
 def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the values of those fields of the schema `cls` that `data` has; see `build`.
-
-    Raises:
-        ConfigError: as `build`, except for missing values.
-    """
+    """Return the values of those fields of the schema `cls` that `data` has; see `build`."""
     fields, hints = _list_fields(cls), _read_type_hints(cls)
     for key in data:
         if key not in fields:
@@ -224,11 +219,7 @@ def _build_named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[s
 
 
 def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
-    """Raise ConfigError for a forbidden `_target_` in composed `data`, before any of them is imported.
-
-    Raises:
-        ConfigError: naming the first.
-    """
+    """Raise ConfigError for a forbidden `_target_` in composed `data`, before any of them is imported."""
     if isinstance(data, Mapping):
         if isinstance(name := data.get("_target_"), str):
             _check_target(name, path, allowed)
@@ -427,9 +418,6 @@ def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
         text: the value of a setting, or a part of it.
         typed: the setting and its value, for the message.
         any_text: whether it may be empty, long and have several lines.
-
-    Raises:
-        ConfigError: naming what the text must not have.
     """
     if "\0" in text:
         raise ConfigError(f"{typed}: holds a zero byte; leave it out.")

@@ -44,11 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def update_tables(text: str) -> str:
-    """Return a page's text with every table between markers generated anew.
-
-    Raises:
-        ConfigError: where a marker names no dataclass.
-    """
+    """Return a page's text with every table between markers generated anew."""
     return BLOCK.sub(lambda match: match[1] + build_table(match[2]) + match[3], text)
 
 

@@ -16,11 +16,7 @@ _UNSUPPORTED_ERRORS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOL
 
 
 def open_lock(file: Path) -> int:
-    """Open a file to lock, creating it if it is missing; links are not followed.
-
-    Raises:
-        OSError: when it can't be opened, or is a link or not a regular file.
-    """
+    """Open a file to lock, creating it if it is missing; links are not followed."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:

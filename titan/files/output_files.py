@@ -105,9 +105,6 @@ def write_output_file(file: Path, content: Any, *, makes_folder: bool = False, r
     Args:
         file: from `check_output_file`.
         replaces_own: replace only a file that titan wrote; for one that `check_output_file` has not checked.
-
-    Raises:
-        RunError: when it can't be written.
     """
     if replaces_own and not _can_replace(file):
         raise RunError(f"to={file}: {FOREIGN}.")

@@ -3,33 +3,46 @@
 Nothing there: start. An unfinished run: resume it. A finished one: show its summary. More `training.steps`: continue.
 A run with other hyperparameters raises ConfigError, which names the settings that differ. `titan.run.directory` reads
 the files, `titan.run.same_experiment` compares, `titan.run.records` writes. The data are prepared before it, by
-`titan.run.prepared_data`.
+`titan.run.lineage`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import platform
+import shutil
+import socket
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from titan.checkpoint import manifest, select
-from titan.checkpoint.manifest import CorruptCheckpointError
+from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
 from titan.checkpoint.remote import Remote, open_remote
 from titan.checkpoint.select import CheckpointCandidate
+from titan.config.kinds import get_kind
+from titan.config.settings import format_value
+from titan.console.text import redact_nested
 from titan.dataset import corpora
+from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
+from titan.files.atomic import write_atomic
+from titan.files.run_directory import RUN, shorten_path
 from titan.metrics.reader import METRICS, ends_with_attempt
-from titan.run import completion, evaluated, identity, own_code, records
-from titan.run.directory import is_locked, parse_attempts, read_attempts, read_result
+from titan.model.schema import Llama
+from titan.run import certificate, directory, evaluated, hydra_private, identity, own_code, prediction
+from titan.run.directory import ENVIRONMENT, is_locked, parse_attempts, read_attempts, read_result
 from titan.run.identity import Ids
-from titan.run.lineage import Parent, count_rows_read, find_parent
+from titan.run.lineage import Parent, PreparedData, count_rows_read, find_parent
+from titan.run.lock import build_write_error
 from titan.run.prediction import Prediction, predict
-from titan.run.prepared_data import PreparedData
-from titan.run.run import Run
-from titan.run.same_experiment import check_same, check_same_without_data
+from titan.run.run import Run, as_config, flatten_config
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ def begin_attempt(run: Run, data: PreparedData) -> Attempt | FinishedRun:
     notes += (problem,) if problem else ()
     attempt = _build_attempt(run, history, identity.compute_ids(run, science), data, origin)
     attempt = replace(attempt, notes=notes, prediction=prediction, evaluated=digests)
-    records.record_attempt(run, attempt, science, history.documents)
+    record_attempt(run, attempt, science, history.documents)
     return attempt
 
 
@@ -138,7 +151,7 @@ def _is_finished(run: Run, history: _History) -> bool:
     """Return whether the run has done all its steps, or a hook has ended it, and no post-save hook is pending."""
     result, last = history.result, history.last
     is_done = result.get("finished") and result["step"] == run.training.steps
-    if not (is_done or completion.is_ended_by_hook(run, history.documents[-1], result)):
+    if not (is_done or directory.is_ended_by_hook(run, history.documents[-1], result)):
         return False
     return not (last and select.is_post_save_pending(run.checkpoint, Path(run.directory), last.manifest.step))
 
@@ -171,7 +184,7 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
     checkpoint = last or find_parent(run, earlier, mix, has_checkpoint=False).checkpoint
     step, rows = (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
     attempt = replace(attempt, checkpoint=checkpoint.path if checkpoint else None, step=step, rows=rows, notes=notes)
-    records.correct_start(directory, attempt)
+    correct_start(directory, attempt)
     return attempt
 
 
@@ -196,10 +209,10 @@ def withdraw_attempt(run: Run, attempt: Attempt) -> None:
         return
     if earlier:
         with contextlib.suppress(OSError):  # on a full disk it stays
-            return records.write_attempts(directory, earlier)
+            return write_attempts(directory, earlier)
         return
     if not manifest.list_complete(directory):
-        records.clear_attempt(run)
+        clear_attempt(run)
 
 
 def check_directory(run: Run, has_own_job: bool) -> None:
@@ -286,3 +299,162 @@ def _build_attempt(run: Run, history: _History, ids: Ids, data: PreparedData, or
     run_id = documents[0]["run_id"] if documents else uuid.uuid4().hex[:12]
     path, weights = (checkpoint.path, None) if checkpoint else (None, origin.weights)
     return Attempt(len(documents) + 1, run_id, ids, data.folders, path, step, rows, kind, origin.id, weights)
+
+
+def list_hydra_folders(run: Run) -> set[str]:
+    """Return the names of the folders of Hydra's own files in a run's directory: `hydra.output_subdir`."""
+    return {file.partition("/")[0] for file in run.hydra}
+
+
+def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earlier: list[dict[str, Any]]) -> None:
+    """Write an attempt's document into run.yaml, after those of `earlier` attempts, and the files beside it."""
+    directory = Path(run.directory)
+    try:
+        for name, content in run.hydra.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            write_atomic(directory / name, hydra_private.dump_yaml(content))
+        write_atomic(directory / ENVIRONMENT, json.dumps(redact_nested(_describe_environment(run)), indent=1))
+        # last: what fails before it leaves the run as it was
+        write_attempts(directory, [*earlier, redact_nested(_build_document(run, attempt, science))])
+    except OSError as error:
+        if not earlier:
+            clear_attempt(run)
+        raise build_write_error(directory, error) from error
+
+
+def _build_document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attempt": attempt.number,
+        "kind": attempt.kind,
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "name": run.name,
+        "parent": attempt.parent,
+        "from_step": attempt.step,
+        "notes": list(attempt.notes),
+        "ids": asdict(attempt.ids),
+        "overrides": list(run.overrides),
+        "options": list(run.options),
+        "choices": dict(run.choices),
+        "layout": run.layout.degrees(),
+        "expert": run.layout.expert,
+        "microbatches": run.microbatches,
+        "config": as_config(run),
+        "science": dict(science),
+        **({own_code.KEY: digests} if (digests := own_code.compute_digests(run)) else {}),
+        **({evaluated.KEY: dict(attempt.evaluated)} if attempt.evaluated else {}),
+        **({prediction.KEY: prediction.to_document(attempt.prediction)} if attempt.prediction else {}),
+        **({certificate.KEY: found.summarize()} if (found := certificate.find(run)) else {}),
+        "run_id": attempt.run_id,  # last, because it is required: a file that was cut lacks it
+    }
+
+
+def _describe_environment(run: Run) -> dict[str, Any]:
+    return {
+        "code": identity.describe_code(run),
+        "diff": identity.read_git_diff(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "device": asdict(run.machine),
+    }
+
+
+def correct_start(directory: Path, attempt: Attempt) -> None:
+    """Replace the start and the notes in the last document of run.yaml by those of `attempt`."""
+    *earlier, document = read_attempts(directory)
+    changed = redact_nested({"from_step": attempt.step, "notes": list(attempt.notes)})
+    try:
+        write_attempts(directory, [*earlier, document | changed])
+    except OSError as error:
+        raise build_write_error(directory, error) from error
+
+
+def write_attempts(directory: Path, documents: list[dict[str, Any]]) -> None:
+    """Replace run.yaml in one step, so that a kill leaves no half of it."""
+    text = "".join("---\n" + yaml.safe_dump(document, sort_keys=False) for document in documents)
+    write_atomic(directory / RUN, text, sync=True)
+
+
+def clear_attempt(run: Run) -> None:
+    """Remove what an attempt wrote that is not recorded."""
+    directory = Path(run.directory)
+    for name in (RUN, ENVIRONMENT):
+        (directory / name).unlink(missing_ok=True)
+    for name in ("log", "debug", "profile", *list_hydra_folders(run)):
+        shutil.rmtree(directory / name, ignore_errors=True)
+
+
+_DEFAULT = object()
+
+
+def check_same(
+    run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: RowMixture, saved: CheckpointCandidate | None
+) -> None:
+    """Raise ConfigError when the run's settings make it another experiment than its last attempt's.
+
+    More steps are a continuation. So is what changes only the rows after those that the last checkpoint has read: a
+    later stage of the mixture, rows to skip, a larger batch.
+    """
+    old, new = dict(last["science"]), dict(science)
+    differ = sorted(k for k in old.keys() | new.keys() if _is_different(k, old, new))
+    if differ and not (saved and _concerns_later_rows(run, differ, mix, saved.manifest)):
+        _reject_other(run, last, new, differ)
+    _reject_fewer_steps(run, last)
+
+
+def check_same_without_data(run: Run, last: Mapping[str, Any]) -> None:
+    """Raise ConfigError when settings that need neither data nor checkpoints show another experiment."""
+    new = {k: v for k, v in identity.select_settings(run, science=True).items() if not _needs_data(k)}
+    old = {k: v for k, v in last["science"].items() if not _needs_data(k)}
+    _reject_other(run, last, new, sorted(k for k in old.keys() | new.keys() if _is_different(k, old, new)))
+    _reject_fewer_steps(run, last)
+
+
+def _needs_data(key: str) -> bool:
+    """Return whether a science setting can be compared only with the data and checkpoints at hand."""
+    return key.split(".")[0] in ("dataset", "data", "parent") or key == "training.grow"
+
+
+def _is_different(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return key != "training.steps" and old.get(key, _DEFAULT) != new.get(key, _DEFAULT)
+
+
+def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Manifest) -> bool:
+    """Return whether the differing settings only concern rows that the last checkpoint has not read."""
+    order_only = [k for k in differ if k in ("dataset", "data", "training.grow") or k.startswith("dataset.")]
+    if order_only != differ or "dataset.mask_documents" in differ:
+        return False
+    try:
+        return count_rows_read(run, mix, saved) > 0
+    except ConfigError:
+        return False
+
+
+def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
+    """Raise ConfigError that names the settings that differ, if any do."""
+    if differ:
+        last_values = {"model": get_kind(Llama), **flatten_config(last["config"]), **last["science"]}
+        new_values = {"model": get_kind(Llama), **flatten_config(as_config(run)), **new}  # which ids leave out
+        differences = "; ".join(
+            f"{k} was {format_value(last_values.get(k))}, now {format_value(new_values.get(k))}" for k in differ
+        )
+        raise ConfigError(
+            f"{_name_setting(run)}: holds another experiment ({differences}); choose another name for this one, and "
+            f"checkpoint.resume={shorten_path(run.directory)} if it is to begin where that one ended."
+        )
+
+
+def _reject_fewer_steps(run: Run, last: Mapping[str, Any]) -> None:
+    """Raise ConfigError for fewer steps than the last attempt had."""
+    steps = int(last["config"]["training"]["steps"])
+    if run.training.steps < steps:
+        raise ConfigError(
+            f"training.steps={run.training.steps}: the run in {run.directory} has {steps}; give {steps} or more."
+        )
+
+
+def _name_setting(run: Run) -> str:
+    """Return where the run is: its directory, or the setting that names a copy of it, with its value."""
+    if (Path(run.directory) / RUN).is_file() or run.checkpoint.path is None:
+        return shorten_path(run.directory)
+    return f"checkpoint.path={run.checkpoint.path}"

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from titan.checkpoint import select
+from titan.config.settings import format_value
 from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.run.directory import read_attempts
-from titan.run.measured import measure_step
+from titan.run.measured import StepSpread, measure_step
 from titan.run.prediction import predict
 from titan.run.run import Run
 from titan.run.schema import Recipe
-from titan.run.step_interval import StepSpread
+from titan.schedule.schema import WSD
 from titan.training.schema import MOST_STEPS, Training
 
 SECONDS_PER_HOUR = 3600.0
@@ -156,3 +158,34 @@ def describe_origin(training: Training) -> str:
     if training.measured is not None:
         return f"measured in {training.measured}"
     return "as predicted" if training.step_seconds is None else "as given"
+
+
+def apply_decay(recipe: Recipe) -> Recipe:
+    """Return the recipe with the steps and the decay that `checkpoint.decay_steps` means for its checkpoint."""
+    count, resume = recipe.checkpoint.decay_steps, recipe.checkpoint.resume
+    if count is None:
+        return recipe
+    if resume is None:
+        raise ConfigError(
+            f"checkpoint.decay_steps={count}: there is no checkpoint to decay from; give checkpoint.resume=RUN or "
+            "checkpoint.resume=RUN/checkpoints/step-N."
+        )
+    if not isinstance(recipe.schedule, WSD):
+        kind = type(recipe.schedule).__name__
+        raise ConfigError(f"checkpoint.decay_steps={count}: the schedule {kind} has no decay; give schedule=wsd.")
+    steps = select.load_named(resume).manifest.step + count
+    training, schedule = recipe.training, dataclasses.replace(recipe.schedule, decay=count / steps)
+    return dataclasses.replace(recipe, training=dataclasses.replace(training, steps=steps), schedule=schedule)
+
+
+def build_continuation(run: Recipe, steps: int) -> list[str]:
+    """Return the overrides that continue a finished run to `steps` steps.
+
+    Those of a branch undo `checkpoint.decay_steps`, which would set the steps, and keep the share of steps that decay;
+    those of a run with a budget undo it.
+    """
+    overrides = [f"training.{name}=null" for name in ("tokens", "hours") if getattr(run.training, name) is not None]
+    overrides.append(f"training.steps={steps}")
+    if run.checkpoint.decay_steps is None or not isinstance(run.schedule, WSD):
+        return overrides
+    return [*overrides, "checkpoint.decay_steps=null", f"schedule.decay={format_value(run.schedule.decay)}"]

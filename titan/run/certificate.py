@@ -24,7 +24,7 @@ from titan.files.atomic import write_atomic
 from titan.parallelism.schema import DIMENSIONS
 from titan.run import identity, own_code
 from titan.run.run import Run, as_config
-from titan.run.shrink_model import has_uneven_rows, is_custom_schedule
+from titan.run.shrink import has_uneven_rows, is_custom_schedule
 
 KEY = "certificate"
 """Its key in run.yaml."""

@@ -48,9 +48,6 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     Args:
         started: its ranks are started by others, not on this machine by titan.
         remote: its machine is a node that a scheduler will provide, with other packages and programs.
-
-    Raises:
-        ConfigError: for a combination that can't work.
     """
     check_limits(run)
     _check_split(run)

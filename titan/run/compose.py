@@ -27,15 +27,13 @@ from titan.config import modules, settings
 from titan.config.warning import warn_once
 from titan.console.text import is_secret, redact, redact_nested
 from titan.errors import ConfigError, UnknownSettingError
+from titan.files.run_directory import check_name
 from titan.run import command_line, hydra_node, hydra_private, synonyms, trust
-from titan.run.axes import PLUGGABLE
 from titan.run.hydra_errors import HydraErrors, list_names
 from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, HydraSession, compose_config, drop_hydra_node
-from titan.run.open_layout import resolve_open_layout
-from titan.run.paths import check_name
-from titan.run.resolve import resolve
+from titan.run.resolve import resolve, resolve_open_layout
 from titan.run.run import Run
-from titan.run.schema import Recipe
+from titan.run.schema import PLUGGABLE, Recipe
 from titan.sweep.schema import GRID, LAUNCHER_MODULE, LAUNCHERS, OPTUNA, OptunaSearch, Sweep
 from titan.training.schema import LossTerm
 
@@ -108,10 +106,7 @@ def freeze_run(
         remote: the run is for the nodes that `cluster` describes, not for this machine.
         find_machine: returns the machine of the run; None: detect it.
         trusted: packages that may be imported: `titan.config.modules.list_trusted_packages`.
-        is_searched: whether its layout is searched, so that it need not work: `titan.run.open_layout`.
-
-    Raises:
-        ConfigError: when the run can't work.
+        is_searched: whether its layout is searched, so that it need not work: `titan.run.resolve`.
     """
     HydraConfig.instance().set_config(cfg)
     if str(cfg.name) and not str(cfg.hydra.run.dir).strip():  # the name first: the directory follows from it

@@ -9,14 +9,13 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan.errors import ConfigError
 from titan.files import locks, untrusted
-from titan.files.run_directory import RUN
-from titan.run.axes import find_unknown_setting
-from titan.run.paths import foreign_files
-from titan.run.schema import Recipe
+from titan.files.run_directory import RUN, foreign_files
+from titan.run.run import Run, as_config
+from titan.run.schema import Recipe, find_unknown_setting
 
 RESULT, ENVIRONMENT, LOCK = "result.json", "env.json", ".lock"
 """Names in a run's directory."""
@@ -83,7 +82,7 @@ def parse_attempts(text: str, label: str, directory: Path | None = None) -> list
         directory: the run's, whose env.json names the commit that wrote it; None where there is none.
 
     Raises:
-        ConfigError: when it is not what `titan.run.records` writes, or another commit of titan wrote it.
+        ConfigError: when it is not what `titan.run.attempts` writes, or another commit of titan wrote it.
     """
     try:
         documents = [document for document in untrusted.parse_yaml(text) if document]
@@ -191,12 +190,7 @@ def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[s
 
 
 def _parse_result(text: bytes) -> dict[str, Any]:
-    """Return the content of a `result.json`.
-
-    Raises:
-        ValueError: when a value is of another type.
-        KeyError: when a value is missing.
-    """
+    """Return the content of a `result.json`."""
     content = untrusted.parse_object(text)
     untrusted.check_type(content["finished"], bool, "finished")
     untrusted.check_type(content["step"], int, "step")
@@ -208,3 +202,62 @@ def _parse_result(text: bytes) -> dict[str, Any]:
 def is_locked(directory: Path) -> bool:
     """Return whether a process of this machine, or of any that shares locks with it, is running in a directory."""
     return locks.is_locked(directory / LOCK)
+
+
+def is_done(run: Run) -> bool:
+    """Return whether the run in the directory has done all its steps, or a hook that it still has ended it."""
+    directory = Path(run.directory)
+    if is_finished(directory, run.training.steps):
+        return True
+    result = read_result(directory)[0]
+    if not result.get("ended_by") or not (attempts := read_attempts(directory)):
+        return False
+    return is_ended_by_hook(run, attempts[-1], result)
+
+
+def is_ended_by_hook(run: Run, last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Return whether a hook that the run still has, with the same settings, ended it before its last step."""
+    hook = result.get("ended_by", {}).get("hook")
+    last_config, config = last["config"], as_config(run)
+    is_same_attempt = (
+        result.get("attempt") == last["attempt"] and last_config["training"]["steps"] == run.training.steps
+    )
+    return (
+        is_same_attempt
+        and hook in config.get("hooks", {})
+        and last_config.get("hooks", {}).get(hook) == config["hooks"][hook]
+    )
+
+
+REPEATS = ("training.seed", "training.repeat")
+"""Settings whose values make no other variant."""
+
+
+class ParentSweep(NamedTuple):
+    """What a run is in its sweep.
+
+    Attributes:
+        name: of the sweep's directory.
+        variant: the settings that the sweep varies, with the run's values as typed, without seed and repeat.
+    """
+
+    name: str
+    variant: str
+
+
+def find_parent_sweep(run: Run) -> ParentSweep | None:
+    """Return the sweep that started a run; None for a run outside of a sweep."""
+    folder = Path(run.directory).parent
+    try:
+        content = (
+            next(iter(untrusted.parse_yaml(untrusted.read_regular_file(folder / "sweep.yaml").decode())), None) or {}
+        )
+        untrusted.check_type(content, dict[str, object], "it")
+        untrusted.check_type(varied := content.get("axes") or {}, dict[str, list[object]], "axes")
+    except (OSError, ValueError):
+        return None
+    names = varied.keys() - set(REPEATS)
+    override_values = {override.partition("=")[0].lstrip("+"): override.partition("=")[2] for override in run.overrides}
+    return ParentSweep(
+        folder.name, " ".join(f"{name}={override_values[name]}" for name in sorted(names & override_values.keys()))
+    )

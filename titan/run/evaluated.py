@@ -19,11 +19,7 @@ Documents = Sequence[Mapping[str, Any]]
 
 
 def compute_digests(evaluation: Evaluation) -> dict[str, str]:
-    """Return the digest of each set and task.
-
-    Raises:
-        ConfigError: when a file can't be read.
-    """
+    """Return the digest of each set and task."""
     sets, tasks = evaluation.sets or {}, evaluation.tasks or {}
     return {name: sets[name].compute_digest(f"evaluation.sets.{name}") for name in sets} | {
         name: tasks[name].compute_digest(f"evaluation.tasks.{name}") for name in tasks

@@ -13,14 +13,13 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titan.config import launcher_hints
 from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError, UnknownSettingError
 from titan.files.run_directory import RUN
-from titan.run import command_line, hydra_choices, hydra_node, synonyms
-from titan.run.hydra_choices import OPTIONAL_GROUPS, describe_unknown_choice
+from titan.run import command_line, hydra_node, synonyms
 from titan.run.hydra_session import ExtraConfigs, HydraSession, compose_config
 from titan.run.schema import Recipe
+from titan.run.synonyms import OPTIONAL_GROUPS, describe_unknown_choice
 
 HYDRA_HINTS = {
     "Could not append to config.": "there is such a setting already; write it without the +",
@@ -69,7 +68,7 @@ class HydraErrors:
         if isinstance(error, MissingConfigException):
             group, _, choice = str(error.missing_cfg_file).partition("/")
             if group == "hooks":
-                return hydra_choices.describe_unknown_hook(choice)
+                return synonyms.describe_unknown_hook(choice)
             if choice and group in command_line.CONFIG_GROUPS:  # of a list
                 return f"{group}={choice}: there is no such choice; see --help."
             return f"--config-name {error.missing_cfg_file}: there is no such configuration; leave it out."
@@ -113,7 +112,7 @@ class HydraErrors:
         group, _, option = str(error.missing_cfg_file).partition("/")
         if group not in Recipe.axes():
             group, _, option = str(error.missing_cfg_file).rpartition("/")
-        if group == "hydra/launcher" and (advice := launcher_hints.describe_launcher(option)):
+        if group == "hydra/launcher" and (advice := synonyms.describe_launcher(option)):
             return advice
         return describe_unknown_choice(group, option, error.options or ())
 
@@ -121,7 +120,7 @@ class HydraErrors:
         typed = self._find_typed_override(key)
         if key in OPTIONAL_GROUPS:  # its folder is there only when there are any
             return ConfigError(describe_unknown_choice(key, typed.partition("=")[2], ()))
-        if advice := launcher_hints.describe_setting(key, typed) or hydra_node.advise_key(key, typed):
+        if advice := synonyms.describe_launcher_setting(key, typed) or hydra_node.advise_key(key, typed):
             return ConfigError(advice)
         keys = self._list_keys()
         if "@" in key:  # a group at a package, which no defaults list has

@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from titan.console.text import redact_nested
 from titan.errors import ConfigError, RunError
+from titan.files.run_directory import FILES
 from titan.run import hydra_private
-from titan.run.paths import FILES
 
 LOGGING = ("default", "none", "disabled")
 """Choices of hydra/job_logging that ask for no other logging than titan's."""
@@ -41,11 +41,7 @@ def advise_key(key: str, typed: str) -> str | None:
 
 
 def check(cfg: DictConfig) -> None:
-    """Raise ConfigError for settings of Hydra that titan does not support.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Raise ConfigError for settings of Hydra that titan does not support."""
     if cfg.hydra.job.chdir:
         raise ConfigError(
             "hydra.job.chdir=true: paths are relative to the working directory of the command, which a run never "
@@ -122,9 +118,6 @@ class HydraCallbacks:
         Args:
             remote: the job does not run in a process of this command.
             instances: the instances that Hydra has made, if any.
-
-        Raises:
-            ConfigError: for a callback that can't be instantiated, or that would not be called.
         """
         self.config = cfg
         try:

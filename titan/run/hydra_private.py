@@ -107,11 +107,7 @@ def _apply_overrides(overrides: Sequence[Override], cfg: DictConfig) -> None:
 
 
 def hand_over(args: argparse.Namespace, task: Callable[[DictConfig], Any], folder: str, name: str) -> None:
-    """Let Hydra carry out a sweep, --cfg, --info or completion.
-
-    Raises:
-        SystemExit: where Hydra exits.
-    """
+    """Let Hydra carry out a sweep, --cfg, --info or completion."""
     utils._run_hydra(args, build_option_parser(), task, folder, name)
 
 

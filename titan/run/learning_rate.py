@@ -33,11 +33,7 @@ def apply_learning_rate(run: Run) -> Run:
 
 
 def compute_learning_rate(recipe: Recipe) -> float:
-    """Return the rule's number for a recipe, and warn where it is an extrapolation.
-
-    Raises:
-        ConfigError: where no published run resembles this one.
-    """
+    """Return the rule's number for a recipe, and warn where it is an extrapolation."""
     _check_kind(recipe)
     parameters, tokens = count_parameters(recipe), recipe.training.total_tokens
     rate = float(f"{step_law.compute_learning_rate(parameters, tokens):.{DIGITS}g}")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from titan.errors import ConfigError
 from titan.files import locks
+from titan.files.run_directory import BEGUN, is_written
 from titan.files.untrusted import truncate_text
 from titan.run import trust
-from titan.run.paths import BEGUN, is_written
 
 WRITTEN_FOLDERS = ("log", "profile", "debug")
 """Folders of a run with files of fixed names that are written to as they are."""
@@ -54,11 +54,7 @@ def lock_directory(directory: Path, patience: float = 2.0, more_names: Container
 
 
 def _acquire_lock(lock: int, directory: Path, patience: float) -> None:
-    """Lock a run's directory, and write into the file which process has done so.
-
-    Raises:
-        ConfigError: when another process has locked it, or it can't be locked.
-    """
+    """Lock a run's directory, and write into the file which process has done so."""
     try:
         locks.acquire(lock, f"hydra.run.dir={directory}", patience)
     except BlockingIOError:

@@ -18,8 +18,7 @@ from titan.estimate.regather import regathers_input
 from titan.memory.schema import Memory
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 from titan.precision.schema import Precision
-from titan.run.axes import PLUGGABLE
-from titan.run.schema import Recipe
+from titan.run.schema import PLUGGABLE, Recipe
 
 MEANT_BY_ABSENCE: Mapping[str, Mapping[str, Any]] = {"parallelism": {"prefetch": 0, "regather": False}}
 """Settings whose default is not what titan did before it had them."""

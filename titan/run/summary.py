@@ -15,8 +15,9 @@ from titan.config.settings import format_value
 from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.console.progress import format_duration, format_loss, print_table
 from titan.estimate import fit
+from titan.files.run_directory import shorten_path
 from titan.metrics.trackers import find_viewers
-from titan.run import branch, own_code, searched_files
+from titan.run import budget, hydra_session, own_code
 from titan.run.budget import describe_hours
 from titan.run.directory import describe_hook_end
 from titan.run.run import Run
@@ -236,7 +237,7 @@ def show_finished(run: Run, finished: FinishedRun) -> None:
     result = finished.result
     hook = describe_hook_end(result)
     state = f"was ended by {hook}" if hook else "is finished"
-    hint = "without the hook" if hook else f"with {' '.join(branch.build_continuation(run, result['step'] * 2))}"
+    hint = "without the hook" if hook else f"with {' '.join(budget.build_continuation(run, result['step'] * 2))}"
     print(f"{shorten_path(finished.directory)} {state}: {format_plural(result['step'], 'step')}; nothing to do.")
     rows = {
         "loss": _describe_loss(result),
@@ -249,7 +250,7 @@ def show_finished(run: Run, finished: FinishedRun) -> None:
 
 def build_next_command(run: Run, result: Mapping[str, Any]) -> str:
     """Return the command that resumes the run, or continues a finished one."""
-    overrides = branch.build_continuation(run, run.training.steps * 2) if result["finished"] else []
+    overrides = budget.build_continuation(run, run.training.steps * 2) if result["finished"] else []
     words = (*run.choices.values(), *run.overrides)
     return format_next_command(run.directory, words, run.modules, own_code.find_packages(run), overrides)
 
@@ -271,21 +272,21 @@ def format_next_command(
     """
     overrides = [*overrides, *([f"modules={format_value(modules)}"] if modules else [])]
     named_packages = [name for name in packages if name not in ("experiments", *modules)]
-    folders = os.environ.get(searched_files.VARIABLE, "") if _name_own_files(words) else ""
+    folders = os.environ.get(hydra_session.VARIABLE, "") if _name_own_files(words) else ""
     command = shlex.join(["python", "-m", "titan.train", f"resume={shorten_path(directory)}", *overrides])
     return _format_variables(folders, named_packages) + command
 
 
 def _format_variables(folders: str, packages: Sequence[str]) -> str:
     """Return the variables of the environment before a command: of configuration folders, and of packages to import."""
-    values = {searched_files.VARIABLE: folders, VARIABLE: ",".join(packages)}
+    values = {hydra_session.VARIABLE: folders, VARIABLE: ",".join(packages)}
     return "".join(f"{name}={shlex.quote(value)} " for name, value in values.items() if value)
 
 
 def _name_own_files(texts: Iterable[str]) -> bool:
     """Return whether choices and overrides name a file of a folder of $TITAN_CONF."""
     words = {*re.findall(r"[\w.-]+", " ".join(map(str, texts)))}
-    folders = map(Path, searched_files.list_own_folders())
+    folders = map(Path, hydra_session.list_own_folders())
     return any(file.stem in words for folder in folders for file in folder.rglob("*.yaml"))
 
 
@@ -305,9 +306,3 @@ def _describe_speed(result: Mapping[str, Any]) -> str:
     wait = result.get("data_wait") or 0
     stalled = f", {wait:.0%} of the time waiting for data" if wait >= 0.01 else ""
     return f"{rate:,.0f} tokens/s{mfu}, {memory}, {format_duration(seconds or 0)} in total{stalled}"
-
-
-def shorten_path(path: str) -> str:
-    """Return a path relative to the working directory, if it is below it."""
-    working_directory = Path.cwd()
-    return str(Path(path).relative_to(working_directory)) if Path(path).is_relative_to(working_directory) else path

@@ -3,7 +3,7 @@
 A recorded command line is data: who repeats a run of somebody else has not typed it. What its settings can do follows
 from what their texts are, which the schemas declare (`titan.config.text_kinds`): names of code, accounts, addresses and
 what is written count only where the user types them too, or has typed them for an earlier run, which a file in the
-user's own state directory says. `titan.run.searched_files` has the same rule for configuration files. Free of torch.
+user's own state directory says. `titan.run.hydra_session` has the same rule for configuration files. Free of torch.
 """
 
 from __future__ import annotations
