@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -52,6 +53,28 @@ def run_command(
     return exit_code(lambda: _execute_command(arguments, job, ranks, describe))
 
 
+def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int | None, describe: Describe) -> int:
+    with _prepare(arguments) as (args, cfg):
+        if args.version:
+            print(describe_version())
+            return 0
+        if args.help:
+            with HydraSession(args) as loader:
+                print(help_text.build_help(loader, Recipe.axes()))
+            return 0
+        if args.multirun or cfg is None:
+            return _hand_to_hydra(args, SweepSession(describe=describe))
+        launcher = plugin.find_scheduler_launcher(cfg) if ranks is None else None
+        run = _freeze(args, cfg, ranks=ranks, remote=launcher is not None)
+        certificate.check(run)
+        _remember(run, leaves=lock.list_linked_folders(Path(run.directory)))
+        warn_of_small_work(run)
+        callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
+    return callbacks.around_run(
+        lambda: plugin.launch_single(launcher, run, cfg, describe) if launcher else job(run), CONFIG
+    )
+
+
 def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Planner, is_searched: bool = False) -> int:
     """Compose and check what a command line of titan.train would start, on the machines that it describes.
 
@@ -63,15 +86,10 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
     Raises:
         ConfigError: when the run can't work, or the command line asks for anything else.
     """
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    with _parse_arguments(argv) as args:
-        command_line.reject_shown(args, accepted=("multirun",))
-        cfg = None if args.multirun else _compose_run(args)
-        args.multirun = cfg is None or cfg.hydra.mode == RunMode.MULTIRUN
-        if cfg is None or args.multirun:
+    with _prepare(argv, accepted=("multirun",)) as (args, cfg):
+        if args.multirun or cfg is None:
             return _hand_to_hydra(args, SweepSession(planner=sweep_job))
-        trusted = modules.list_trusted_packages(args.typed)
-        run = freeze_run(cfg, remote=True, trusted=trusted, is_searched=is_searched)
+        run = _freeze(args, cfg, remote=True, is_searched=is_searched)
         if not run.is_layout_open:
             warn_of_small_work(run, planned=True)
         return job(run)
@@ -84,10 +102,8 @@ def launch_sweep(argv: Sequence[str]) -> Path:
         ConfigError: when a trial can't work, or the command line asks for anything else; nothing was started then.
         KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
     """
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     session = SweepSession()
-    with _parse_arguments(["-m", *argv]) as args:
-        command_line.reject_shown(args, accepted=("multirun",))
+    with _prepare(["-m", *argv], accepted=("multirun",)) as (args, _):
         _hand_to_hydra(args, session)
     return session.directory or Path()
 
@@ -110,27 +126,15 @@ def launch_trials(
             (`titan.run.trust`); none was started then.
         KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
     """
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     shared = set(trials[0]).intersection(*trials)
     fixed_settings = {override.partition("=")[0].lstrip("+~") for override in shared} - {"training.seed"}
     session = SweepSession(given_overrides=trials, fixed_settings=frozenset(fixed_settings))
     words = [*argv, *(override for trial in trials for override in trial)]
     trust.select_recorded(list(dict.fromkeys(words)), [*typed, "hydra.sweep.dir="])
-    with _parse_arguments(["-m", *argv]) as args:
+    with _prepare(["-m", *argv]) as (args, _):
         args.typed = [*args.typed, *typed]
         _hand_to_hydra(args, session)
     return session.outcomes
-
-
-@contextlib.contextmanager
-def _parse_arguments(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
-    """Yield the parsed and checked arguments of a command line; what Hydra raises meanwhile becomes ConfigError."""
-    register_configs()
-    plugin.register_plugins()
-    args = command_line.parse(arguments, recorded)
-    with HydraErrors(args.overrides):
-        command_line.check(args)
-        yield args
 
 
 def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Run:
@@ -142,94 +146,74 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
     Raises:
         ConfigError: when the run can't work, or the command line asks for anything else.
     """
-    with _parse_arguments(arguments, recorded) as args:
-        command_line.reject_shown(args)
-        cfg = _compose_run(args)
-        _check_single(cfg)
-        run = freeze_run(cfg, trusted=modules.list_trusted_packages(args.typed))
-    trust.remember_typed(_list_typed(run))
+    with _prepare(arguments, recorded, accepted=()) as (args, cfg):
+        if args.multirun:
+            raise ConfigError("hydra.mode=MULTIRUN: a sweep takes the command titan.train -m; leave it out.")
+        if plugin.find_scheduler_launcher(cfg) is not None:
+            launcher = cfg.hydra.runtime.choices.get("hydra/launcher")
+            raise ConfigError(f"hydra/launcher={launcher}: takes the command titan.train; leave it out.")
+        if cfg.hydra.callbacks:
+            raise ConfigError("hydra.callbacks: takes the command titan.train; leave them out.")
+        run = _freeze(args, cfg)
+    _remember(run)
     return run
 
 
 def compose_trial(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Run:
-    """Return the checked run of a trial, on this machine or on those that its launcher reaches.
-
-    Args:
-        recorded: see `compose_single`.
+    """Return the checked run of a trial, on this machine or on those that its launcher reaches; see `compose_single`.
 
     Raises:
         ConfigError: when the run can't work, or the command line asks for anything else.
     """
-    with _parse_arguments(arguments, recorded) as args:
-        command_line.reject_shown(args)
-        cfg = _compose_run(args)
-        is_remote = plugin.find_scheduler_launcher(cfg) is not None
-        run = freeze_run(cfg, remote=is_remote, trusted=modules.list_trusted_packages(args.typed))
-    trust.remember_typed([*_list_typed(run), *arguments])  # a launcher is not among the run's overrides
+    with _prepare(arguments, recorded, accepted=()) as (args, cfg):
+        run = _freeze(args, cfg, remote=plugin.find_scheduler_launcher(cfg) is not None)
+    _remember(run, arguments)  # a launcher is not among the run's overrides
     return run
 
 
-def _list_typed(run: Run) -> list[str]:
-    """Return what a run's command line has typed, and where it puts copies of its checkpoints."""
-    path = run.checkpoint.path
-    return [*run.options, *run.overrides, *([f"checkpoint.path={redact(path)}"] if path else [])]
+@contextlib.contextmanager
+def _prepare(
+    arguments: Sequence[str], recorded: Sequence[str] = (), accepted: Sequence[str] | None = None
+) -> Iterator[tuple[argparse.Namespace, Any]]:
+    """Yield the parsed and checked arguments of a command line, and what Hydra composed for one run, if it was asked to.
 
+    What Hydra raises meanwhile becomes ConfigError.
 
-def _check_single(cfg: DictConfig) -> None:
-    """Raise ConfigError for what only a command can carry out."""
-    if cfg.hydra.mode == RunMode.MULTIRUN:
-        raise ConfigError("hydra.mode=MULTIRUN: a sweep takes the command titan.train -m; leave it out.")
-    if plugin.find_scheduler_launcher(cfg) is not None:
-        launcher = cfg.hydra.runtime.choices.get("hydra/launcher")
-        raise ConfigError(f"hydra/launcher={launcher}: takes the command titan.train; leave it out.")
-    if cfg.hydra.callbacks:
-        raise ConfigError("hydra.callbacks: takes the command titan.train; leave them out.")
-
-
-def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int | None, describe: Describe) -> int:
+    Args:
+        recorded: see `compose_single`.
+        accepted: options beside those of one run that the caller has; None: all.
+    """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
-    with _parse_arguments(arguments) as args:
-        if args.version:
-            print(describe_version())
-            return 0
-        if args.help:
-            with HydraSession(args) as loader:
-                print(help_text.build_help(loader, Recipe.axes()))
-            return 0
-        if not command_line.asks_to_show(args):
-            cfg = _compose_run(args)
-            args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
-        if command_line.asks_to_show(args):
-            return _hand_to_hydra(args, SweepSession(describe=describe))
-        launcher = plugin.find_scheduler_launcher(cfg) if ranks is None else None
-        trusted = modules.list_trusted_packages(args.typed)
-        run = freeze_run(cfg, ranks=ranks, remote=launcher is not None, trusted=trusted)
-        certificate.check(run)
-        trust.remember_typed(_list_typed(run), lock.list_linked_folders(Path(run.directory)))
-        warn_of_small_work(run)
-        callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
-    return callbacks.around_run(
-        lambda: plugin.launch_single(launcher, run, cfg, describe) if launcher else job(run), CONFIG
-    )
+    register_configs()
+    plugin.register_plugins()
+    args = command_line.parse(arguments, recorded)
+    with HydraErrors(args.overrides):
+        command_line.check(args)
+        if accepted is not None:
+            command_line.reject_shown(args, accepted)
+        if args.version or args.help or command_line.asks_to_show(args):
+            yield args, None
+            return
+        with HydraSession(args):
+            cfg = compose_config(args.overrides, args.config_name)
+            sweep = cfg.hydra.runtime.choices.get("sweep")
+            if sweep not in (None, "null") and not args.resumed:  # a trial of a named sweep can be resumed by itself
+                raise ConfigError(f"sweep={sweep}: is a sweep; add -m.")
+            modules.check_hydra(cfg, args.typed)
+            check_weights(cfg, args.typed)
+            hydra_node.log_composition(cfg, args.config_name or CONFIG, args.overrides)
+        args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
+        yield args, cfg
 
 
-def _compose_run(args: argparse.Namespace) -> DictConfig:
-    """Return what the command line of one run composes; with `hydra.verbose` Hydra prints the sources."""
-    with HydraSession(args):
-        cfg = compose_config(args.overrides, args.config_name)
-        if not args.resumed:  # a trial of a named sweep can be resumed by itself
-            _check_no_grid(cfg)
-        modules.check_hydra(cfg, args.typed)
-        check_weights(cfg, args.typed)
-        hydra_node.log_composition(cfg, args.config_name or CONFIG, args.overrides)
-    return cfg
+def _freeze(args: argparse.Namespace, cfg: DictConfig, **options: Any) -> Run:
+    return freeze_run(cfg, trusted=modules.list_trusted_packages(args.typed), **options)
 
 
-def _check_no_grid(cfg: DictConfig) -> None:
-    """Raise ConfigError for a named sweep without -m, whose varied settings one run would ignore."""
-    sweep = cfg.hydra.runtime.choices.get("sweep")
-    if sweep not in (None, "null"):
-        raise ConfigError(f"sweep={sweep}: is a sweep; add -m.")
+def _remember(run: Run, words: Sequence[str] = (), leaves: Sequence[trust.Leaf] = ()) -> None:
+    """Remember what a run's command line has typed, and where it puts copies of its checkpoints."""
+    copies = [f"checkpoint.path={redact(run.checkpoint.path)}"] if run.checkpoint.path else []
+    trust.remember_typed([*run.options, *run.overrides, *copies, *words], leaves)
 
 
 def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
@@ -238,13 +222,13 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
         command_line.check_sweep_name(names[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{names[-1]}")
     with HydraSession(args) as loader:
-        hydra_session.guard_loader(loader, CONF, args.config_name or CONFIG, args.overrides)
-    if args.multirun:
-        session.trusted = modules.list_trusted_packages(args.typed)
-        with HydraSession(args):
+        if args.multirun:
+            session.trusted = modules.list_trusted_packages(args.typed)
             cfg = compose_config(args.overrides, args.config_name, RunMode.MULTIRUN)
-        modules.check_hydra(cfg, args.typed)
-        silence_sweeper(cfg)
+            modules.check_hydra(cfg, args.typed)
+            silence_sweeper(cfg)
+        else:
+            hydra_session.guard_loader(loader, CONF, args.config_name or CONFIG, args.overrides)
     try:
         with _redact_output() if args.cfg or args.info else contextlib.nullcontext():
             hydra_private.hand_over(args, session, str(CONF), args.config_name or CONFIG)

@@ -304,7 +304,7 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig, describe: 
     sweep = ledger.read(directory)
     attempts.check_directory(run, has_own_job=bool(sweep and any(trial.jobs for trial in sweep.trials)))
     if is_done(run):
-        summary.show_finished(run, attempts.read_finished_run(run))
+        summary.show_finished(run)
         return 0
     trial = Trial(SINGLE_TRIAL_ID, (), run)
     return launcher.launch_trials(directory, [trial], build_spec(cfg), describe)[0]

@@ -60,8 +60,8 @@ def run_local(run: Run, apart: bool = False, report: ReasonReceiver = ignore_rea
         for restart in range(run.cluster.restarts + 1):
             failures.report("")  # what an earlier attempt reported is no reason for the end of this one
             attempt = _begin_attempt(run)
-            if isinstance(attempt, attempts.FinishedRun):
-                summary.show_finished(run, attempt)
+            if attempt is None:
+                summary.show_finished(run)
                 return 0
             train = partial(_start_ranks, run, attempt, apart or run.cluster.restarts > 0, failures.report)
             code = _run_attempt(run, attempt, train)
@@ -95,7 +95,7 @@ class Failures:
         return bool(self.reason) and earlier == self.previous
 
 
-def _begin_attempt(run: Run) -> attempts.Attempt | attempts.FinishedRun:
+def _begin_attempt(run: Run) -> attempts.Attempt | None:
     """Prepare the data, then decide what the directory means.
 
     Preparing may take hours: what can be rejected without them is rejected before it.
@@ -155,8 +155,8 @@ def run_rank0(run: Run, rank_info: RankInfo, report: Report = _ignore_error) -> 
             lock_directory(Path(run.directory), patience, list_hydra_folders(run)),
         ):
             attempt = _begin_attempt(run)
-            if isinstance(attempt, attempts.FinishedRun):
-                summary.show_finished(run, attempt)
+            if attempt is None:
+                summary.show_finished(run)
                 rendezvous.send(store, rank_info, 0)
                 return 0
             rendezvous.send(store, rank_info, (run, attempt))

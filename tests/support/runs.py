@@ -30,7 +30,7 @@ from titan.errors import RunError
 from titan.metrics.reader import read_records
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
-from titan.run.attempts import Attempt, FinishedRun
+from titan.run.attempts import Attempt
 from titan.run.directory import read_attempts
 from titan.run.lineage import prepare_data
 from titan.run.lock import lock_directory
@@ -97,7 +97,7 @@ def write_run_checkpoint(run: Run, step: int, science: str = "0" * 12) -> Path:
     return write_complete(manifest.folder_of(Path(run.directory), step), manifest_of, {"weights": b"w" * 100})
 
 
-def begin_run(run: Run) -> Attempt | FinishedRun:
+def begin_run(run: Run) -> Attempt | None:
     """Prepare the data of `run` and begin an attempt, as launchers do."""
     return attempts.begin_attempt(run, prepare_data(run))
 

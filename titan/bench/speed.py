@@ -230,7 +230,7 @@ def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[SpeedCase], Bare
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run = replace(run, directory=folder)
         attempt = attempts.begin_attempt(run, prepare_data(run))
-        if isinstance(attempt, attempts.FinishedRun):
+        if attempt is None:
             raise ConfigError(f"{folder} contains a finished run; empty it.")
         world = mesh.connect_world(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
         trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())

@@ -1,9 +1,9 @@
 """Decide what a command does with its run's directory, by what that holds. Free of torch.
 
 Nothing there: start. An unfinished run: resume it. A finished one: show its summary. More `training.steps`: continue.
-A run with other hyperparameters raises ConfigError, which names the settings that differ. `titan.run.directory` reads
-the files, `titan.run.same_experiment` compares, `titan.run.records` writes. The data are prepared before it, by
-`titan.run.lineage`.
+A run with other hyperparameters raises ConfigError, which names the settings that differ. Then the attempt is written
+into the directory: run.yaml, Hydra's own files, env.json. `titan.run.directory` reads them; the data are prepared
+before, by `titan.run.lineage`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -36,8 +36,15 @@ from titan.files.atomic import write_atomic
 from titan.files.run_directory import RUN, shorten_path
 from titan.metrics.reader import METRICS, ends_with_attempt
 from titan.model.schema import Llama
-from titan.run import certificate, directory, evaluated, hydra_private, identity, own_code, prediction
-from titan.run.directory import ENVIRONMENT, is_locked, parse_attempts, read_attempts, read_result
+from titan.run import certificate, evaluated, hydra_private, identity, own_code, prediction
+from titan.run.directory import (
+    ENVIRONMENT,
+    is_ended_by_hook,
+    is_locked,
+    parse_attempts,
+    read_attempts,
+    read_result,
+)
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, PreparedData, count_rows_read, find_parent
 from titan.run.lock import build_write_error
@@ -80,16 +87,8 @@ class Attempt:
     evaluated: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """The run in the directory has done all its steps."""
-
-    directory: str
-    result: Mapping[str, Any]
-
-
-def begin_attempt(run: Run, data: PreparedData) -> Attempt | FinishedRun:
-    """Decide what the directory means, and record the attempt that starts.
+def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
+    """Decide what the directory means, and record the attempt that starts; None where the run is finished.
 
     Raises:
         ConfigError: when the directory holds something else.
@@ -101,7 +100,7 @@ def begin_attempt(run: Run, data: PreparedData) -> Attempt | FinishedRun:
     if history.documents:
         check_same(run, history.documents[-1], science, data.mix, history.last)
         if _is_finished(run, history):
-            return FinishedRun(run.directory, history.result)
+            return None
         _check_last(run, history.result, history.last, notes)
         notes += (*_note_missing_steps(history), *history.result_notes)
         notes += own_code.note_changes(run, history.documents[-1])
@@ -115,22 +114,13 @@ def begin_attempt(run: Run, data: PreparedData) -> Attempt | FinishedRun:
     return attempt
 
 
-@dataclass(frozen=True)
-class _History:
-    """What earlier attempts of a run have left.
+class _History(NamedTuple):
+    """What earlier attempts of a run have left."""
 
-    Attributes:
-        documents: their documents in run.yaml.
-        last: the last complete checkpoint.
-        notes: messages about checkpoints that can't be used.
-        result: the content of result.json; empty where it is missing or can't be used.
-        result_notes: messages about result.json.
-    """
-
-    documents: list[dict[str, Any]]
-    last: CheckpointCandidate | None
-    notes: tuple[str, ...]
-    result: Mapping[str, Any]
+    documents: list[dict[str, Any]]  # of run.yaml
+    last: CheckpointCandidate | None  # the last complete one
+    notes: tuple[str, ...]  # on checkpoints that can't be used
+    result: Mapping[str, Any]  # the content of result.json; empty where it is missing or can't be used
     result_notes: tuple[str, ...]
 
 
@@ -143,7 +133,8 @@ def _read_history(run: Run) -> _History:
             f"hydra.run.dir={directory}: holds checkpoints, and no run.yaml that says of which run; bring it back, or "
             "choose another name (checkpoint.resume goes on from them there)."
         )
-    result, problem = read_result(directory, _collect_science_ids(documents)) if documents else ({}, None)
+    sciences = {document["ids"]["science"] for document in documents}  # several, since more steps change it
+    result, problem = read_result(directory, sciences) if documents else ({}, None)
     return _History(documents, last, notes, result, (problem,) if problem else ())
 
 
@@ -151,7 +142,7 @@ def _is_finished(run: Run, history: _History) -> bool:
     """Return whether the run has done all its steps, or a hook has ended it, and no post-save hook is pending."""
     result, last = history.result, history.last
     is_done = result.get("finished") and result["step"] == run.training.steps
-    if not (is_done or directory.is_ended_by_hook(run, history.documents[-1], result)):
+    if not (is_done or is_ended_by_hook(run, history.documents[-1], result)):
         return False
     return not (last and select.is_post_save_pending(run.checkpoint, Path(run.directory), last.manifest.step))
 
@@ -167,10 +158,9 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
         raise ConfigError(
             f"checkpoint.resume={run.checkpoint.resume}: {damaged_path} is damaged: {problem}; give another one."
         )
-    if run.checkpoint.path and damaged_path.startswith(open_remote(run.checkpoint.path, run.directory).url):
-        _retire_copy(
-            open_remote(run.checkpoint.path, run.directory), attempt.step, f"checkpoint.path={run.checkpoint.path}"
-        )
+    copies = open_remote(run.checkpoint.path, run.directory) if run.checkpoint.path else None
+    if copies is not None and damaged_path.startswith(copies.url):
+        _retire_copy(copies, attempt.step, f"checkpoint.path={run.checkpoint.path}")
     else:
         manifest.mark_damaged(Path(damaged_path))
     earlier = read_attempts(directory)
@@ -231,16 +221,6 @@ def check_directory(run: Run, has_own_job: bool) -> None:
         )
     if earlier:
         check_same_without_data(run, earlier[-1])
-
-
-def read_finished_run(run: Run) -> FinishedRun:
-    """Return the result of the finished run in a directory."""
-    return FinishedRun(run.directory, read_result(Path(run.directory))[0])
-
-
-def _collect_science_ids(attempts: list[dict[str, Any]]) -> set[str]:
-    """Return the science ids that a run has had: more steps change them."""
-    return {document["ids"]["science"] for document in attempts}
 
 
 def _read_remote_attempts(run: Run) -> list[dict[str, Any]]:
@@ -313,7 +293,15 @@ def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earli
         for name, content in run.hydra.items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_atomic(directory / name, hydra_private.dump_yaml(content))
-        write_atomic(directory / ENVIRONMENT, json.dumps(redact_nested(_describe_environment(run)), indent=1))
+        environment = {
+            "code": identity.describe_code(run),
+            "diff": identity.read_git_diff(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "host": socket.gethostname(),
+            "device": asdict(run.machine),
+        }
+        write_atomic(directory / ENVIRONMENT, json.dumps(redact_nested(environment), indent=1))
         # last: what fails before it leaves the run as it was
         write_attempts(directory, [*earlier, redact_nested(_build_document(run, attempt, science))])
     except OSError as error:
@@ -348,17 +336,6 @@ def _build_document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> d
     }
 
 
-def _describe_environment(run: Run) -> dict[str, Any]:
-    return {
-        "code": identity.describe_code(run),
-        "diff": identity.read_git_diff(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": socket.gethostname(),
-        "device": asdict(run.machine),
-    }
-
-
 def correct_start(directory: Path, attempt: Attempt) -> None:
     """Replace the start and the notes in the last document of run.yaml by those of `attempt`."""
     *earlier, document = read_attempts(directory)
@@ -384,9 +361,6 @@ def clear_attempt(run: Run) -> None:
         shutil.rmtree(directory / name, ignore_errors=True)
 
 
-_DEFAULT = object()
-
-
 def check_same(
     run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: RowMixture, saved: CheckpointCandidate | None
 ) -> None:
@@ -395,28 +369,22 @@ def check_same(
     More steps are a continuation. So is what changes only the rows after those that the last checkpoint has read: a
     later stage of the mixture, rows to skip, a larger batch.
     """
-    old, new = dict(last["science"]), dict(science)
-    differ = sorted(k for k in old.keys() | new.keys() if _is_different(k, old, new))
-    if differ and not (saved and _concerns_later_rows(run, differ, mix, saved.manifest)):
-        _reject_other(run, last, new, differ)
-    _reject_fewer_steps(run, last)
+    differ = _list_differing(last["science"], science)
+    later = saved is not None and _concerns_later_rows(run, differ, mix, saved.manifest)
+    _reject_other(run, last, science, [] if later else differ)
 
 
 def check_same_without_data(run: Run, last: Mapping[str, Any]) -> None:
     """Raise ConfigError when settings that need neither data nor checkpoints show another experiment."""
-    new = {k: v for k, v in identity.select_settings(run, science=True).items() if not _needs_data(k)}
-    old = {k: v for k, v in last["science"].items() if not _needs_data(k)}
-    _reject_other(run, last, new, sorted(k for k in old.keys() | new.keys() if _is_different(k, old, new)))
-    _reject_fewer_steps(run, last)
+    new = identity.select_settings(run, science=True)
+    differ = [k for k in _list_differing(last["science"], new) if k != "training.grow"]
+    _reject_other(run, last, new, [k for k in differ if k.split(".")[0] not in ("dataset", "data", "parent")])
 
 
-def _needs_data(key: str) -> bool:
-    """Return whether a science setting can be compared only with the data and checkpoints at hand."""
-    return key.split(".")[0] in ("dataset", "data", "parent") or key == "training.grow"
-
-
-def _is_different(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    return key != "training.steps" and old.get(key, _DEFAULT) != new.get(key, _DEFAULT)
+def _list_differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    missing = object()
+    differ = {k for k in old.keys() | new.keys() if old.get(k, missing) != new.get(k, missing)}
+    return sorted(differ - {"training.steps"})
 
 
 def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Manifest) -> bool:
@@ -431,30 +399,21 @@ def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Ma
 
 
 def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
-    """Raise ConfigError that names the settings that differ, if any do."""
+    """Raise ConfigError that names the settings that differ, if any do, and for fewer steps than the last attempt's."""
     if differ:
+        is_here = (Path(run.directory) / RUN).is_file() or run.checkpoint.path is None
+        place = shorten_path(run.directory) if is_here else f"checkpoint.path={run.checkpoint.path}"
         last_values = {"model": get_kind(Llama), **flatten_config(last["config"]), **last["science"]}
         new_values = {"model": get_kind(Llama), **flatten_config(as_config(run)), **new}  # which ids leave out
         differences = "; ".join(
             f"{k} was {format_value(last_values.get(k))}, now {format_value(new_values.get(k))}" for k in differ
         )
         raise ConfigError(
-            f"{_name_setting(run)}: holds another experiment ({differences}); choose another name for this one, and "
+            f"{place}: holds another experiment ({differences}); choose another name for this one, and "
             f"checkpoint.resume={shorten_path(run.directory)} if it is to begin where that one ended."
         )
-
-
-def _reject_fewer_steps(run: Run, last: Mapping[str, Any]) -> None:
-    """Raise ConfigError for fewer steps than the last attempt had."""
     steps = int(last["config"]["training"]["steps"])
     if run.training.steps < steps:
         raise ConfigError(
             f"training.steps={run.training.steps}: the run in {run.directory} has {steps}; give {steps} or more."
         )
-
-
-def _name_setting(run: Run) -> str:
-    """Return where the run is: its directory, or the setting that names a copy of it, with its value."""
-    if (Path(run.directory) / RUN).is_file() or run.checkpoint.path is None:
-        return shorten_path(run.directory)
-    return f"checkpoint.path={run.checkpoint.path}"

@@ -6,10 +6,10 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from titan.cluster.devices import Machine
-from titan.cluster.schema import Cluster
 from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
@@ -19,8 +19,8 @@ from titan.hooks import schema as hooks
 from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.parallelism.resolve_layout import resolve_layout
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
-from titan.run import checks
 from titan.run.budget import apply_decay, apply_hours, apply_tokens
+from titan.run.checks import check_run
 from titan.run.compile_scope import choose_scope
 from titan.run.learning_rate import apply_learning_rate
 from titan.run.run import Run
@@ -73,10 +73,21 @@ def resolve(
         options=options,
         is_layout_open=is_layout_open,
     )
-    run = apply_learning_rate(_choose_scope(apply_hours(_choose_scope(run, remote), run), remote))
-    checks.check(run, started=ranks is not None or remote, remote=remote)
+    # a budget of hours makes steps by the time of a step, which depends on what is compiled
+    run = apply_hours(_choose_scope(run, remote), run)
+    # what `compile=auto` compiles depends on the steps in turn
+    run = _choose_scope(run, remote)
+    # the rule for the learning rate counts the tokens of all steps
+    run = apply_learning_rate(run)
+    # last, with all settings known
+    check_run(run, started=ranks is not None or remote, remote=remote)
     if is_schedule_open and run.parallelism.schedule != "1F1B":
-        warn_once(_describe_schedule(run))
+        batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
+        warn_once(
+            f"parallelism.schedule=auto: is {run.parallelism.schedule} with {batches}, because a rank has "
+            f"{format_plural(run.rank_rows, 'row')} in a step, and 1F1B needs at least {run.layout.pipeline}; a larger "
+            "training.global_batch gives 1F1B, and less idle time."
+        )
     return run
 
 
@@ -91,17 +102,17 @@ def _check_axes(recipe: Recipe) -> Recipe:
     recipe.evaluation.check()
     recipe.cluster.check()
     hooks.check_hooks(recipe.hooks)
-    return dataclasses.replace(recipe, optimizer=recipe.optimizer.measure(recipe.model))
+    return replace(recipe, optimizer=recipe.optimizer.measure(recipe.model))
 
 
 def _apply_machine(recipe: Recipe, machine: Machine, remote: bool) -> Recipe:
     """Return a recipe whose settings that are "auto" follow the machine's devices."""
     if recipe.precision.compute == "auto":
-        precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
-        recipe = dataclasses.replace(recipe, precision=precision)
-    recipe = dataclasses.replace(recipe, precision=recipe.precision.drop_unused_settings())
+        precision = replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
+        recipe = replace(recipe, precision=precision)
+    recipe = replace(recipe, precision=recipe.precision.drop_unused_settings())
     if _uses_flex_attention(recipe, machine, remote):
-        recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, attention="flex"))
+        recipe = replace(recipe, training=replace(recipe.training, attention="flex"))
     return recipe
 
 
@@ -109,20 +120,19 @@ def adapt_to_machine(run: Run, machine: Machine) -> Run:
     """Return the run on the machine of its job: the layout stays, settings that are "auto" follow the machine."""
     count = _choose_microbatches(run, run.layout, machine)
     stages = plan_stages(run.parallelism, run.layout, run.model, run.training.seq_len, count)
-    adapted = dataclasses.replace(run, machine=machine, microbatches=count, staging=stages)
-    adapted = _apply_scope(adapted) if adapted.compile_why else adapted
-    checks.check(adapted, started=True)
+    adapted = replace(run, machine=machine, microbatches=count, staging=stages)
+    if adapted.compile_why:  # it was `auto`
+        adapted = _choose_scope(replace(adapted, compile=replace(adapted.compile, scope="auto")))
+    check_run(adapted, started=True)
     return adapted
 
 
-def _choose_scope(run: Run, remote: bool) -> Run:
-    return _apply_scope(run, remote) if run.compile.scope == "auto" else run
-
-
-def _apply_scope(run: Run, remote: bool = False) -> Run:
+def _choose_scope(run: Run, remote: bool = False) -> Run:
     """Return the run with the scope of compilation that "auto" means for it."""
+    if run.compile.scope != "auto":
+        return run
     scope, reason = choose_scope(run, remote)
-    return dataclasses.replace(run, compile=dataclasses.replace(run.compile, scope=scope), compile_why=reason)
+    return replace(run, compile=replace(run.compile, scope=scope), compile_why=reason)
 
 
 def _uses_flex_attention(recipe: Recipe, machine: Machine, remote: bool) -> bool:
@@ -141,7 +151,11 @@ def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: 
         return fit.choose_layout(recipe, machine, devices, node)
 
     if ranks is not None:
-        _check_ranks(cluster, ranks)
+        if cluster.devices not in ("auto", ranks):
+            raise ConfigError(
+                f"cluster.devices={cluster.devices}: torchrun or srun has {format_plural(ranks, 'rank')}; start as "
+                "many, or give auto."
+            )
         return choose_for(ranks)
     if cluster.devices != "auto":
         return choose_for(int(cluster.devices))
@@ -156,28 +170,10 @@ def _has_open_degrees(parallelism: Parallelism) -> bool:
     return any(getattr(parallelism, name) in (-1, "auto") for name in Layout().degrees())
 
 
-def _describe_schedule(run: Run) -> str:
-    """Return why the schedule that "auto" means is not the usual one."""
-    batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
-    return (
-        f"parallelism.schedule=auto: is {run.parallelism.schedule} with {batches}, because a rank has "
-        f"{format_plural(run.rank_rows, 'row')} in a step, and 1F1B needs at least {run.layout.pipeline}; a larger "
-        "training.global_batch gives 1F1B, and less idle time."
-    )
-
-
 def _choose_microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
     if recipe.parallelism.microbatches != "auto":
         return int(recipe.parallelism.microbatches)
     return fit.choose_microbatches(recipe, layout, fit.compute_available_gib(recipe, layout, machine), machine.device)
-
-
-def _check_ranks(cluster: Cluster, ranks: int) -> None:
-    if cluster.devices not in ("auto", ranks):
-        raise ConfigError(
-            f"cluster.devices={cluster.devices}: torchrun or srun has {format_plural(ranks, 'rank')}; start as many, "
-            "or give auto."
-        )
 
 
 OPEN = (-1, "auto", ())
@@ -229,7 +225,7 @@ def resolve_open_layout(
     neutral = neutralise_layout(recipe, devices)
     run = resolve(neutral, machine, directory, overrides=overrides, is_layout_open=True, **options)
     parallelism = fit.choose_schedule(recipe, run.layout).parallelism
-    return dataclasses.replace(run, parallelism=parallelism, cluster=recipe.cluster)
+    return replace(run, parallelism=parallelism, cluster=recipe.cluster)
 
 
 def count_devices(recipe: Recipe, machine: Machine, typed: Mapping[str, Any]) -> int | None:
@@ -252,9 +248,9 @@ def count_devices(recipe: Recipe, machine: Machine, typed: Mapping[str, Any]) ->
 def neutralise_layout(recipe: Recipe, devices: int | None) -> Recipe:
     """Return the recipe with a layout that shards over all devices, and that nothing but the devices can make fail."""
     degrees: dict[str, Any] = {**dict.fromkeys(Layout().degrees(), 1), "shard": -1, "expert": 1}
-    parallelism = dataclasses.replace(
+    parallelism = replace(
         recipe.parallelism, **degrees, microbatches=1, schedule="1F1B", stages="auto", starts=(), reshard="auto",
         async_tensor=False,
     )  # fmt: skip
-    cluster = recipe.cluster if devices is None else dataclasses.replace(recipe.cluster, devices=devices)
-    return dataclasses.replace(recipe, parallelism=parallelism, cluster=cluster)
+    cluster = recipe.cluster if devices is None else replace(recipe.cluster, devices=devices)
+    return replace(recipe, parallelism=parallelism, cluster=cluster)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titan.config.warning import warn_once
-from titan.run.checks import recommend_shared_experts
+from titan.console.numbers import format_rounded
+from titan.estimate import fit
 from titan.run.hydra_session import CONF
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ LARGE_MODEL = 100_000_000
 """Parameters from which a model is not for tests."""
 SHORT_SHARE = 8
 """Rows are far shorter than the context before RoPE scaling if they have less than this fraction of its tokens."""
+SAVED_SHARE = 0.05
+"""Share of a rank's memory that a recommended setting saves at least."""
 FEW_TOKENS = 2048
 """Tokens of a GPU in a step below which reading and gathering weights takes longer than computing with them."""
 
@@ -27,11 +31,32 @@ def warn_of_small_work(run: Run, planned: bool = False) -> None:
     Args:
         run: the run; on a CPU, with a small model, or on one GPU if it is not planned, there is no warning.
     """
-    recommend_shared_experts(run)
+    _recommend_shared_experts(run)
     is_relevant = planned or run.layout.devices > 1
     is_large = run.machine.device == "cuda" and run.model.parameters() >= LARGE_MODEL
     if is_relevant and is_large and (sentence := describe_small_work(run)):
         warn_once(sentence)
+
+
+def _recommend_shared_experts(run: Run) -> None:
+    """Warn where each tensor rank has whole experts, and `expert=auto` needs less memory."""
+    layout, device = run.layout, run.machine.device
+    if layout.tensor == 1 or layout.expert > 1 or not run.parallelism.sequence_parallel:
+        return
+    node = fit.count_node_devices(run, run.machine)
+    degree = math.gcd(layout.sharded * layout.tensor, fit.find_largest_degrees(run, node)["expert"])
+    if degree == 1:
+        return
+    present, less = (
+        fit.estimate_memory(run, candidate, run.microbatches, device).gib
+        for candidate in (layout, replace(layout, expert=degree))
+    )
+    if less < present * (1 - SAVED_SHARE):
+        warn_once(
+            f"parallelism.expert=1: each of {layout.tensor} tensor ranks has whole experts; with "
+            f"parallelism.expert=auto, which shares them among {degree} ranks, a rank needs {format_rounded(less)} "
+            f"instead of {format_rounded(present)} GiB."
+        )
 
 
 def describe_small_work(run: Run) -> str:

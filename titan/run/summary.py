@@ -19,12 +19,12 @@ from titan.files.run_directory import shorten_path
 from titan.metrics.trackers import find_viewers
 from titan.run import budget, hydra_session, own_code
 from titan.run.budget import describe_hours
-from titan.run.directory import describe_hook_end
+from titan.run.directory import describe_hook_end, read_result
 from titan.run.run import Run
 
 if TYPE_CHECKING:
     from titan.dataset.mixture import RowMixture
-    from titan.run.attempts import Attempt, FinishedRun
+    from titan.run.attempts import Attempt
 
 SHOWN_FIGURES = 6
 """Files and tasks of an evaluation that the terminal shows."""
@@ -232,20 +232,21 @@ def _describe_sources(result: Mapping[str, Any]) -> dict[str, str]:
     return {"  by source": ", ".join(parts)} if parts else {}
 
 
-def show_finished(run: Run, finished: FinishedRun) -> None:
-    """Print that a finished run has nothing to do, and its results."""
-    result = finished.result
+def show_finished(run: Run) -> None:
+    """Print that the finished run in a directory has nothing to do, and its results."""
+    result, _ = read_result(Path(run.directory))
     hook = describe_hook_end(result)
     state = f"was ended by {hook}" if hook else "is finished"
     hint = "without the hook" if hook else f"with {' '.join(budget.build_continuation(run, result['step'] * 2))}"
-    print(f"{shorten_path(finished.directory)} {state}: {format_plural(result['step'], 'step')}; nothing to do.")
-    rows = {
-        "loss": _describe_loss(result),
-        "speed": _describe_speed(result),
-        "checkpoint": str(shorten_path(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
-        "continue": f"the same command {hint}",
-    }
-    print_table(rows)
+    print(f"{shorten_path(run.directory)} {state}: {format_plural(result['step'], 'step')}; nothing to do.")
+    print_table(
+        {
+            "loss": _describe_loss(result),
+            "speed": _describe_speed(result),
+            "checkpoint": shorten_path(result["checkpoint"]) if result.get("checkpoint") else "none saved",
+            "continue": f"the same command {hint}",
+        }
+    )
 
 
 def build_next_command(run: Run, result: Mapping[str, Any]) -> str:
