@@ -175,7 +175,7 @@ def compose_trial(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Run
 def _prepare(
     arguments: Sequence[str], recorded: Sequence[str] = (), accepted: Sequence[str] | None = None
 ) -> Iterator[tuple[argparse.Namespace, Any]]:
-    """Yield the parsed and checked arguments of a command line, and what Hydra composed for one run, if it was asked to.
+    """Yield the parsed and checked arguments of a command line, and what Hydra composed where one run was asked for.
 
     What Hydra raises meanwhile becomes ConfigError.
 

@@ -10,7 +10,7 @@ import glob
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from launchers import ladder, trials
 from launchers.local import sweep as local_sweep
 from launchers.search.sweeper import OptunaSweeper
-from launchers.session import Describe, SweepSession, TrialSource
+from launchers.session import Describe, SweepSession, TrialSource, describe_nothing
 from launchers.slurm import sweep as slurm_sweep
 from launchers.trials import Trial
 from titan.config import settings
@@ -101,10 +101,14 @@ class SweepLauncher(Launcher):
         self.session.codes += codes
         codes_by_id = dict(zip([trial.id for trial in unique_trials], codes, strict=True))
         self.session.outcomes += [(trial.run, codes_by_id[trial.id]) for trial in batch]
-        return [
-            self._build_return(trial, trial_overrides, codes_by_id[trial.id], worst)
-            for trial, trial_overrides in zip(batch, job_overrides, strict=True)
-        ]
+        returned = []
+        for trial, trial_overrides in zip(batch, job_overrides, strict=True):
+            value: float = codes_by_id[trial.id]  # which the sweeper of a grid ignores
+            if worst is not None:
+                directory = Path(trial.run.directory)
+                value = objective.read_objective(build_sweep(self.config), directory, codes_by_id[trial.id], worst)
+            returned.append(JobReturn(overrides=trial_overrides, status=JobStatus.COMPLETED, _return_value=value))
+        return returned
 
     @property
     def root(self) -> Path:
@@ -120,14 +124,19 @@ class SweepLauncher(Launcher):
 
     def start(self, batch: Sequence[Trial]) -> list[int]:
         """Plan or launch checked trials; return their exit codes."""
-        planner = self.session.planner
-        return planner(batch) if planner else self._launch(self.root, batch)
+        if self.session.planner:
+            return self.session.planner(batch)
+        return self.launch_trials(self.root, batch, build_spec(self.config), self.session.describe)
 
     def check_inputs(self, batch: Sequence[Trial]) -> None:
-        """Raise ConfigError where a trial lacks a certificate, or on this machine a file."""
-        if self.remote:
-            return
-        _check_inputs(batch)
+        """Raise ConfigError where a trial lacks a certificate, or reads what is not there, before any trial starts."""
+        for number, trial in enumerate(batch, 1):
+            certificate.check(trial.run)
+            if (missing := find_missing_input(trial.run)) is not None:
+                raise ConfigError(
+                    f"{missing}: there is no such file or folder; correct the path (trial {number} of the sweep, "
+                    f"{trial.label}; nothing was started)."
+                )
 
     @property
     def has_learning_sweeper(self) -> bool:
@@ -145,8 +154,8 @@ class SweepLauncher(Launcher):
 
     def check_feedback(self, batch: Sequence[Trial]) -> float:
         """Return the objective of failed trials, for a sweeper that learns from results."""
-        sweeper = self.config.hydra.runtime.choices.get("hydra/sweeper")
-        if build_sweep(self.config).sizes is not None:
+        sweep, sweeper = build_sweep(self.config), self.config.hydra.runtime.choices.get("hydra/sweeper")
+        if sweep.sizes is not None:
             raise ConfigError(
                 f"hydra/sweeper={sweeper}: a ladder has its own order of runs; leave it or sweep.sizes out."
             )
@@ -154,50 +163,24 @@ class SweepLauncher(Launcher):
             raise ConfigError(f"hydra/sweeper={sweeper}: chooses trials by the results of others; plan a grid instead.")
         if not getattr(self.settings, "wait", True):
             raise ConfigError(f"hydra.launcher.wait=false: hydra/sweeper={sweeper} needs the results; leave it out.")
-        sweep = build_sweep(self.config)
         objective.check(sweep, [trial.run for trial in batch])
         return objective.find_worst_value(sweep, OmegaConf.to_container(self.config.hydra.sweeper))  # type: ignore[arg-type]
 
-    def _build_return(self, trial: Trial, overrides: Sequence[str], code: int, worst: float | None) -> JobReturn:
-        """Return what the sweeper gets of a trial: its objective, or in a grid, whose sweeper ignores it, the code."""
-        return_value = (
-            code
-            if worst is None
-            else objective.read_objective(build_sweep(self.config), Path(trial.run.directory), code, worst)
-        )
-        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=return_value)
+    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
+        """Launch checked trials; return their exit codes."""
+        self.check_inputs(batch)
+        return self._build_sweep(root, batch, spec, describe).launch()
 
     def launch_pool(self, source: TrialSource) -> None:
         """Launch trials that a source chooses while others run."""
-        local_sweep.LocalSweep(self.root, [], self.settings, build_spec(self.config)).launch_pool(source)
+        self._build_sweep(self.root, [], build_spec(self.config), describe_nothing).launch_pool(source)
 
-    def _launch(self, root: Path, batch: Sequence[Trial]) -> list[int]:
-        return self.launch_trials(root, batch, build_spec(self.config), self.session.describe)
-
-    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
-        """Launch checked trials; return their exit codes."""
-        _check_inputs(batch)
-        return local_sweep.LocalSweep(root, batch, self.settings, spec, self._run_trial).launch()
+    def _build_sweep(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> Any:
+        return local_sweep.LocalSweep(root, batch, self.settings, spec, self._run_trial)
 
     def _run_trial(self, trial: Trial, body: Callable[[], int]) -> int:
         """Run one trial in this process, with its callbacks; return its exit code."""
         return body() if trial.config is None else self.callbacks.around_job(body, trial.config)
-
-
-def _check_inputs(batch: Sequence[Trial]) -> None:
-    """Raise ConfigError where a trial that has not begun reads what is not there, before any trial starts."""
-    for number, trial in enumerate(batch, 1):
-        certificate.check(trial.run)
-        if (missing := _find_missing_input(trial)) is not None:
-            raise ConfigError(
-                f"{missing}: there is no such file or folder; correct the path (trial {number} of the sweep, "
-                f"{trial.label}; nothing was started)."
-            )
-
-
-def _find_missing_input(trial: Trial) -> str | None:
-    """Return the input that a trial lacks; None where it has begun, and needs it no longer or reports it."""
-    return None if (Path(trial.run.directory) / RUN).exists() else find_missing_input(trial.run)
 
 
 def _check_sweep_folder(config: DictConfig) -> None:
@@ -222,16 +205,14 @@ class SlurmLauncher(SweepLauncher):
 
     settings_class, remote = SlurmLaunch, True
 
-    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
-        """Launch checked trials; return their exit codes."""
+    def check_inputs(self, batch: Sequence[Trial]) -> None:
+        """Warn where a trial reads what is not on this machine."""
         for trial in batch:
-            if (missing := _find_missing_input(trial)) is not None:
+            if (missing := find_missing_input(trial.run)) is not None:
                 warn_once(f"{missing}: is not on this machine; the job fails unless its nodes have it.")
-        return slurm_sweep.SlurmSweep(root, batch, self.settings, spec, describe).launch()
 
-    def launch_pool(self, source: TrialSource) -> None:
-        """Launch trials that a source chooses while others run."""
-        slurm_sweep.SlurmSweep(self.root, [], self.settings, build_spec(self.config)).launch_pool(source)
+    def _build_sweep(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> Any:
+        return slurm_sweep.SlurmSweep(root, batch, self.settings, spec, describe)
 
 
 def _build_sweeper_class() -> Any:
@@ -329,16 +310,17 @@ FILE_DATASETS = (Chat, Jsonl, Parquet, Prepared, Text)
 
 
 def find_missing_input(run: Run) -> str | None:
-    """Return the first setting of a run that names no file or folder of this machine, as typed; None where all do."""
-    for key, path in _list_inputs(run):
+    """Return the first setting of a run that names no file or folder of this machine, as typed; None where all do.
+
+    So it is of one that has begun, which needs them no longer or reports it.
+    """
+    if (Path(run.directory) / RUN).exists():
+        return None
+    inputs = {"checkpoint.resume": run.checkpoint.resume}
+    for name, corpus in run.dataset.corpora().items():
+        if isinstance(corpus, FILE_DATASETS):
+            inputs["dataset.path" if corpus is run.dataset else f"dataset.sources.{name}.path"] = corpus.path
+    for key, path in inputs.items():
         if path and not is_url(path) and not glob.has_magic(path) and not os.path.exists(os.path.expanduser(path)):
             return f"{key}={path}"
     return None
-
-
-def _list_inputs(run: Run) -> Iterator[tuple[str, str | None]]:
-    """Yield the settings that name an input, with their values."""
-    yield "checkpoint.resume", run.checkpoint.resume
-    for name, corpus in run.dataset.corpora().items():
-        if isinstance(corpus, FILE_DATASETS):
-            yield "dataset.path" if corpus is run.dataset else f"dataset.sources.{name}.path", corpus.path

@@ -22,7 +22,7 @@ from launchers import trials as sweep_trials
 from launchers.session import Describe, TrialSource, describe_nothing
 from launchers.slurm import queue, script, snapshot
 from launchers.slurm.script import JobShape, Submission, derive_job_shape
-from launchers.slurm.state import Lanes, adopt_jobs, assign_jobs, read_state
+from launchers.slurm.state import ALIVE, Lanes, adopt_jobs, assign_jobs, read_state
 from launchers.trials import Trial
 from titan.config.optional import advise_extra
 from titan.config.settings import format_setting, format_value
@@ -116,12 +116,10 @@ class SlurmSweep:
 
     def launch_pool(self, source: TrialSource) -> None:
         """Submit the trials that a source asks for, and wait, until it has none left; errors as in `launch`."""
-        self.trials = list(source.ask())
-        if not self.trials:
-            return
-        self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
-        self.source = source
-        self.launch()
+        self.trials, self.source = list(source.ask()), source
+        if self.trials:
+            self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
+            self.launch()
 
     def _ask_source(self, waiting: set[str], trial_states: Mapping[str, TrialState]) -> list[Trial]:
         """Tell the source which trials have ended; return those that it asks for, which are to be submitted."""
@@ -190,7 +188,8 @@ class SlurmSweep:
     def _submit_trials(self, todo: list[Trial]) -> list[Trial]:
         """Submit as many trials as the queue has room for; returns the others."""
         lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
-        free_slots, pending_chunks = self._count_free_slots(), self._group_trials(todo, lanes)
+        most, pending_chunks = self.settings.max_jobs, self._group_trials(todo, lanes)
+        free_slots = None if most is None else max(0, most - queue.count_jobs())
         unsubmitted: list[Trial] = []
         while pending_chunks:
             chunk = pending_chunks.pop(0)
@@ -210,31 +209,25 @@ class SlurmSweep:
                     unsubmitted, free_slots = unsubmitted + chunk, 0
         return unsubmitted
 
-    def _count_free_slots(self) -> int | None:
-        """Return how many more jobs the user may have in the queue."""
-        return None if self.settings.max_jobs is None else max(0, self.settings.max_jobs - queue.count_jobs())
-
     def _group_trials(self, todo: Sequence[Trial], lanes: Lanes | None) -> list[list[Trial]]:
-        """Group trials that are submitted together: as arrays, or one by one in lanes where no array can limit them."""
-        arrays = list(self._group_by_shape(todo))
-        return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
+        """Group trials that are submitted together: as arrays, or one by one in lanes where no array can limit them.
 
-    def _group_by_shape(self, todo: Sequence[Trial]) -> Iterator[list[Trial]]:
-        """Yield trials of the same shape, as many as an array may have; those of chains one by one."""
-        groups: list[tuple[JobShape, list[Trial]]] = []
+        An array has trials of the same shape, as many as it may have; those of chains come one by one.
+        """
+        groups: list[list[Trial]] = []
         for trial in todo:
             job_shape = self.shapes[trial.id]
-            group = next((trials for group_shape, trials in groups if group_shape == job_shape), None)
-            if group is None:
-                groups.append((job_shape, group := []))
-            group.append(trial)
-        for group_shape, group in groups:
-            max_size = (
-                1
-                if group_shape.cluster.chain
-                else min(self.settings.array_size or queue.read_array_limit(), queue.read_array_limit())
-            )
-            yield from (group[i : i + max_size] for i in range(0, len(group), max_size))
+            if group := next((group for group in groups if self.shapes[group[0].id] == job_shape), None):
+                group.append(trial)
+            else:
+                groups.append([trial])
+        arrays: list[list[Trial]] = []
+        for group in groups:
+            size = 1
+            if not self.shapes[group[0].id].cluster.chain:
+                size = min(self.settings.array_size or queue.read_array_limit(), queue.read_array_limit())
+            arrays += [group[i : i + size] for i in range(0, len(group), size)]
+        return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
 
     def _submit_chunk(self, chunk: list[Trial], lanes: Lanes | None) -> None:
         """Submit one array, or one trial's job or chain of jobs, which take a lane where there are any."""
@@ -242,20 +235,16 @@ class SlurmSweep:
         token = f"titan-{uuid.uuid4().hex[:12]}"
         job_shape = self.shapes[chunk[0].id]
         files = [sweep_trials.pickle_run(trial, self.folder / "points") for trial in chunk]
-        trial_list = self.folder / f"{token}.json"
-        write_json(
-            trial_list,
-            {"points": list(map(str, files)), "tasks": job_shape.cluster.tasks, "ranks_per_node": job_shape.ranks},
-        )
+        trial_list, tasks = self.folder / f"{token}.json", job_shape.cluster.tasks
+        write_json(trial_list, {"points": list(map(str, files)), "tasks": tasks, "ranks_per_node": job_shape.ranks})
         write_atomic(trial_list.with_suffix(".runs"), "".join(f"{trial.run.directory}\n" for trial in chunk))
         ids = [trial.id for trial in chunk]
         ledger.add_events(self.root, {"event": "sending", "token": token, "points": ids})
         jobs: list[str] = []
         try:
             for _ in range(max(1, job_shape.cluster.chain)):
-                jobs += self._run_sbatch(
-                    job_shape, self._build_submission(chunk, token, trial_list, jobs[-1] if jobs else dependency)
-                )
+                after = jobs[-1] if jobs else dependency
+                jobs += self._run_sbatch(job_shape, self._build_submission(chunk, token, trial_list, after))
         except SubmissionRejectedError as error:
             if not jobs:
                 ledger.add_events(self.root, {"event": "unsent", "points": ids, "reason": str(error)})
@@ -272,17 +261,9 @@ class SlurmSweep:
         if new_nodes := [node for node in bad_nodes if node not in self.excluded_nodes]:
             self.excluded_nodes += new_nodes
             print(f"cluster.exclude_bad={cluster.exclude_bad}: without {', '.join(new_nodes)}", flush=True)
-        return Submission(
-            self.folder,
-            trial_list,
-            self.root.name,
-            token,
-            self.code_folder,
-            len(chunk),
-            self.settings.at_once,
-            dependency,
-            tuple(bad_nodes),
-        )
+        name, at_once, count = self.root.name, self.settings.at_once, len(chunk)
+        nodes = tuple(bad_nodes)
+        return Submission(self.folder, trial_list, name, token, self.code_folder, count, at_once, dependency, nodes)
 
     def _run_sbatch(self, job_shape: JobShape, submission: Submission) -> list[str]:
         """Submit a script; returns the numbers of its jobs.
@@ -342,14 +323,9 @@ class SlurmSweep:
             return []
         with ledger.lock_sweep(self.root):
             adopt_jobs(self.root)
-            trial_states = self._read_trials()
-            return self._submit_trials(
-                [
-                    trial
-                    for trial in unsubmitted
-                    if trial_states[trial.id].state in OPEN_STATES and not is_done(trial.run)
-                ]
-            )
+            states = self._read_trials()
+            still_open = [trial for trial in unsubmitted if states[trial.id].state in OPEN_STATES]
+            return self._submit_trials([trial for trial in still_open if not is_done(trial.run)])
 
     def _print_state(self, trial: Trial, state: str, detail: str | None) -> None:
         """Print the state of a trial if it has changed."""
@@ -371,14 +347,8 @@ class SlurmSweep:
     def _describe_next_commands(self) -> str:
         """Return the commands that a user may want next."""
         directory = shorten_path(str(self.root))
-        jobs = sorted(
-            {
-                job.partition("_")[0]
-                for p in self._read_trials().values()
-                if p.state in ("queued", "running")
-                for job in p.jobs
-            }
-        )
+        running = [trial for trial in self._read_trials().values() if trial.state in ALIVE]
+        jobs = sorted({job.partition("_")[0] for trial in running for job in trial.jobs})
         cancel = f"; scancel {' '.join(jobs)} ends them" if jobs else ""
         if not jobs and len(self.trials) > 1:
             cancel = f"; python -m titan.compare {directory} compares them"
@@ -389,23 +359,19 @@ class SlurmSweep:
         todo = self._select_todo()
         lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
         for chunk in self._group_trials(todo, lanes):
-            self._show_script(chunk, lanes)
+            job_shape = self.shapes[chunk[0].id]
+            lane, dependency = lanes.take_lane() if lanes and len(chunk) == 1 else (None, None)
+            print(f"# {len(chunk)} x {job_shape}: {', '.join(p.label for p in chunk)}")
+            submission = self._build_submission(chunk, "TOKEN", self.folder / "TOKEN.json", dependency)
+            print(sanitize_lines(script.build_script(job_shape, submission)))
+            if lanes and lane is not None:
+                lanes.add_jobs(lane, [f"JOB_OF_{chunk[0].id}"])
         plans = self.describe(todo)
         if todo:
             print(plans.text)
         limits = [self.shapes[trial.id].compute_device_hours() for trial in todo]
         print(f"{format_cost(plans.device_hours, limits)} Nothing was submitted.", flush=True)
         return [0] * len(self.trials)
-
-    def _show_script(self, chunk: list[Trial], lanes: Lanes | None) -> None:
-        """Print the script of one array, or of one trial's jobs."""
-        job_shape = self.shapes[chunk[0].id]
-        lane, dependency = lanes.take_lane() if lanes and len(chunk) == 1 else (None, None)
-        print(f"# {len(chunk)} x {job_shape}: {', '.join(p.label for p in chunk)}")
-        submission = self._build_submission(chunk, "TOKEN", self.folder / "TOKEN.json", dependency)
-        print(sanitize_lines(script.build_script(job_shape, submission)))
-        if lanes and lane is not None:
-            lanes.add_jobs(lane, [f"JOB_OF_{chunk[0].id}"])
 
 
 def format_cost(predicted: Sequence[float | None], limits: Sequence[float | None]) -> str:

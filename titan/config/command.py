@@ -87,12 +87,14 @@ class Command(Generic[T]):
             argv: the words; None: those of this process.
         """
         words = list(sys.argv[1:] if argv is None else argv)
-        return exit_code(lambda: 0 if self._show_help(words) else self._run_body(body, words))
+        return exit_code(lambda: self._run_body(body, words))
 
     def parse(self, words: Sequence[str]) -> CommandLine[T]:
         """Return a parsed command line."""
         operands, rest = split_operands(self.settings, words)
-        self._check_options(rest)
+        for word in rest:
+            if (option := word.partition("=")[0]) in TRAIN_OPTIONS and option not in self.options:
+                raise ConfigError(describe_train_option(word))
         overrides = [word for word in rest if self.overrides and not self._declares(word)]
         assignments = [word for word in rest if word not in overrides]
         return CommandLine(parse_arguments(self.settings, [*operands, *assignments]), overrides, list(words))
@@ -100,12 +102,17 @@ class Command(Generic[T]):
     def format_help(self) -> str:
         """Return what `--help` prints."""
         notes = "\n\n".join(filter(None, (self.overrides, self.notes)))
-        return format_help(
-            self.name, self._list_usage(), self.summary, self.examples, describe_settings(self.settings), notes,
-            self.exit_codes,
-        )  # fmt: skip
+        operand = find_operand(self.settings)
+        keys = [f"{name}=VALUE" for name, key in list_keys(self.settings).items() if key.is_required]
+        usage = [*([operand.usage] if operand else []), *keys, "[KEY=VALUE ...]"]
+        usage += ["[OVERRIDE ...]"] if self.overrides else []
+        settings = describe_settings(self.settings)
+        return format_help(self.name, usage, self.summary, self.examples, settings, notes, self.exit_codes)
 
     def _run_body(self, body: Callable[[CommandLine[T]], int], words: list[str]) -> int:
+        if requested := {"-h", "--help", "--version"} & set(words):
+            print(describe_version() if requested == {"--version"} else self.format_help())
+            return 0
         try:
             return body(self.parse(words))
         except UnknownSettingError as error:
@@ -121,32 +128,12 @@ class Command(Generic[T]):
         matches = difflib.get_close_matches(error.key, names, n=1, cutoff=0.8 if is_exact else 0.6)
         return f"; did you mean {names[matches[0]]!r}?" if matches and "." not in error.key else error.hint
 
-    def _check_options(self, words: Sequence[str]) -> None:
-        """Raise ConfigError for an option that only titan.train has."""
-        for word in words:
-            option = word.partition("=")[0]
-            if option in TRAIN_OPTIONS and option not in self.options:
-                raise ConfigError(describe_train_option(word))
-
-    def _list_usage(self) -> list[str]:
-        """Return the kinds of words that the command takes."""
-        keys = [f"{name}=VALUE" for name, key in list_keys(self.settings).items() if key.is_required]
-        usage = [*keys, "[KEY=VALUE ...]", *(["[OVERRIDE ...]"] if self.overrides else [])]
-        operand = find_operand(self.settings)
-        return usage if operand is None else [operand.usage, *usage]
-
     def _declares(self, word: str) -> bool:
         """Return whether a word is KEY=VALUE of a setting of the command, or of one of its groups."""
         name, equals, _ = word.partition("=")
         keys = list_keys(self.settings)
         groups = {key.path[0] for key in keys.values() if len(key.path) > 1}
         return name in keys or (bool(equals) and name.partition(".")[0] in groups)
-
-    def _show_help(self, words: Sequence[str]) -> bool:
-        requested = {"-h", "--help", "--version"} & set(words)
-        if requested:
-            print(describe_version() if requested == {"--version"} else self.format_help())
-        return bool(requested)
 
 
 def describe_train_option(option: str) -> str:
@@ -166,32 +153,23 @@ def format_help(
     """Return the text of a command's `--help`, with the same sections in the same order for all commands.
 
     Args:
-        name: see `Command`.
-        usage: the kinds of words, in order.
-        summary: see `Command`.
-        examples: see `Command`.
-        notes: see `Command`.
-        exit_codes: see `Command`.
+        usage: the kinds of words, in order; for the others see `Command`.
     """
+    lines = {f"  python -m {name} {words}".rstrip(): comment for words, comment in examples.items()}
+    width = max((len(line) for line in lines if len(line) < COMMENT_COLUMN), default=0)
+    comments = (  # behind the example where there is room, else below it
+        f"{line:<{width}}   {comment}" if len(line) <= width else f"{line}\n{'':<{width}}   {comment}"
+        for line, comment in lines.items()
+    )
     sections = [
         summary,
         f"Usage: python -m {name} {' '.join(usage)}",
-        f"Examples:\n{_format_examples(name, examples)}",
+        "\n".join(["Examples:", *comments]),
         f"Settings:\n{settings_text.rstrip()}",
         notes.strip(),
         f"Exit codes: {exit_codes}",
     ]
     return "\n\n".join(filter(None, sections))
-
-
-def _format_examples(name: str, examples: Mapping[str, str]) -> str:
-    """Return a line per example, with its comment behind it where there is room, else below it."""
-    lines = {f"  python -m {name} {words}".rstrip(): comment for words, comment in examples.items()}
-    width = max((len(line) for line in lines if len(line) < COMMENT_COLUMN), default=0)
-    return "\n".join(
-        f"{line:<{width}}   {comment}" if len(line) <= width else f"{line}\n{'':<{width}}   {comment}"
-        for line, comment in lines.items()
-    )
 
 
 def describe_version() -> str:
