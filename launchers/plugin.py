@@ -179,12 +179,10 @@ class SweepLauncher(Launcher):
         return local_sweep.LocalSweep(root, batch, self.settings, spec, self._run_trial)
 
     def _run_trial(self, trial: Trial, body: Callable[[], int]) -> int:
-        """Run one trial in this process, with its callbacks; return its exit code."""
         return body() if trial.config is None else self.callbacks.around_job(body, trial.config)
 
 
 def _check_sweep_folder(config: DictConfig) -> None:
-    """Raise ConfigError for directories that a sweep can't have, before the sweeper creates them."""
     folder, subdir = str(config.hydra.sweep.dir), str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index, call-overload]
     if not folder.strip():
         raise ConfigError("hydra.sweep.dir=: names no directory; give one, or name=NAME.")

@@ -49,7 +49,6 @@ def read(file: Path) -> Run:
 
 
 def _collect_settings(value: Any) -> dict[str, tuple[str, ...]]:
-    """Return the names of the settings of each schema in a value."""
     settings, parts = {}, []
     if dataclasses.is_dataclass(value):
         names = tuple(field.name for field in dataclasses.fields(value))

@@ -56,30 +56,19 @@ class TrialSource(Protocol):
 
 @dataclass
 class SweepSession:
-    """One command line with -m, from the command to the launcher and back.
+    """One command line with -m, from the command to the launcher and back."""
 
-    Attributes:
-        trusted: packages that trials may import.
-        planner: takes the trials in place of a launch, if any.
-        describe: returns what a dry run prints about trials.
-        is_dry_run: whether no trial is to start; the launcher sets it when it is set up.
-        codes: the exit codes of the trials; the launcher adds them.
-        new_folders: folders that the sweep creates, innermost first; the launcher sets them.
-        directory: the sweep's; the launcher sets it.
-        given_overrides: of each trial, in place of those of a grid; empty: a grid's.
-        fixed_settings: those that are no part of the trials' names then.
-        outcomes: the run of each trial and its exit code, in order; the launcher adds them.
-    """
-
-    trusted: tuple[str, ...] = ()
-    planner: Planner | None = None
-    describe: Describe = describe_nothing
-    is_dry_run: bool = False
-    codes: list[int] = field(default_factory=list)
+    trusted: tuple[str, ...] = ()  # packages that trials may import
+    planner: Planner | None = None  # takes the trials in place of a launch, if any
+    describe: Describe = describe_nothing  # returns what a dry run prints about trials
+    is_dry_run: bool = False  # whether no trial is to start; the launcher sets it when it is set up
+    codes: list[int] = field(default_factory=list)  # the exit codes of the trials; the launcher adds them
+    # folders that the sweep creates, innermost first; the launcher sets them
     new_folders: list[Path] = field(default_factory=list)
-    directory: Path | None = None
-    given_overrides: Sequence[Sequence[str]] = ()
-    fixed_settings: frozenset[str] = frozenset()
+    directory: Path | None = None  # the sweep's; the launcher sets it
+    given_overrides: Sequence[Sequence[str]] = ()  # of each trial, in place of those of a grid; empty: a grid's
+    fixed_settings: frozenset[str] = frozenset()  # those that are no part of the trials' names then
+    # the run of each trial and its exit code, in order; the launcher adds them
     outcomes: list[tuple[Run, int]] = field(default_factory=list)
 
     def __call__(self, cfg: DictConfig) -> None:

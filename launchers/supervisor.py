@@ -42,15 +42,10 @@ POLL_SECONDS = 0.02
 
 @dataclass
 class Supervisor:
-    """Processes that this one starts, forwards signals to, waits for and ends.
+    """Processes that this one starts, forwards signals to, waits for and ends."""
 
-    Attributes:
-        processes: in the order in which they were started.
-        signals: how many requests to stop have come, see `forward_stop`.
-    """
-
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    signals: int = 0
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # in the order in which they were started
+    signals: int = 0  # how many requests to stop have come, see `forward_stop`
 
     def start(
         self, module: str, *arguments: str, env: Mapping[str, str] | None = None, log: IO[bytes] | None = None

@@ -55,21 +55,13 @@ MachineFinder = Callable[[Cluster], Machine]
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes:
-        id: see `find_trial_id`.
-        varied: its overrides, without those that all trials share.
-        run: the frozen run.
-        config: what Hydra composed, for callbacks.
-        digits: of sampled numbers in its label.
-    """
-
-    id: str
-    varied: tuple[str, ...]
-    run: Run
-    config: DictConfig | None = field(default=None, compare=False, repr=False)
-    digits: int = SHOWN_DIGITS
+    id: str  # see `find_trial_id`
+    varied: tuple[str, ...]  # its overrides, without those that all trials share
+    run: Run  # the frozen run
+    config: DictConfig | None = field(default=None, compare=False, repr=False)  # what Hydra composed, for callbacks
+    digits: int = SHOWN_DIGITS  # of sampled numbers in its label
 
     @property
     def label(self) -> str:
@@ -136,7 +128,6 @@ class ComposedTrial(NamedTuple):
 
 
 def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_grid: bool) -> list[ComposedTrial]:
-    """Return the trials with the steps that `sweep.budget` gives each."""
     sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(config.sweep), "sweep")
     if sweep.budget != "steps" and not is_grid:
         raise ConfigError(f"sweep.budget={sweep.budget}: needs all trials at once; leave hydra/sweeper out.")
@@ -227,7 +218,6 @@ def _show_progress(overrides: Sequence[Sequence[str]]) -> Iterator[Sequence[str]
 
 @contextmanager
 def _name_trial_in_errors(number: int, varied: Sequence[str]) -> Iterator[None]:
-    """Add to a ConfigError which trial it is about."""
     try:
         yield
     except ConfigError as error:
@@ -295,7 +285,6 @@ def _build_event(trial: Trial, root: Path) -> dict[str, Any]:
 
 
 def _collect_axes(trials: Sequence[Trial]) -> dict[str, tuple[str, ...]]:
-    """Return the settings that vary, with their values in the order of the sweep."""
     values_by_axis: dict[str, dict[str, None]] = {}
     for trial in trials:
         for override in trial.varied:
@@ -362,7 +351,6 @@ class Composer:
         return group or override.package is not None or override.is_hydra_override()
 
     def _copy_base(self, choices: tuple[str, ...]) -> DictConfig:
-        """Return a new configuration with these choices and no other values."""
         if choices not in self.bases:
             self.bases[choices] = self.loader.load_configuration(self.config_name, list(choices), RunMode.RUN)
         return copy.deepcopy(self.bases[choices])

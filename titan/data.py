@@ -92,7 +92,6 @@ def _check_data(directory: str, mix: RowMixture) -> None:
 
 
 def _check_steps(steps: range, settings: Settings, count: int) -> None:
-    """Raise ConfigError for steps behind the last one."""
     if steps[-1] > count:
         subject = "a run with these settings" if settings.run is None else f"the run in {settings.run}"
         raise ConfigError(
@@ -102,7 +101,6 @@ def _check_steps(steps: range, settings: Settings, count: int) -> None:
 
 
 def _parse_range(key: str, text: str) -> range:
-    """Return the numbers of `N` or `N-M`."""
     first, _, last = text.partition("-")
     if not (first.isdecimal() and (last or first).isdecimal() and MAX_NUMBER >= int(last or first) >= int(first)):
         raise ConfigError(f"{key}={text}: is not a number or a range; give one such as {key}=3 or {key}=3-5.")
@@ -110,7 +108,6 @@ def _parse_range(key: str, text: str) -> range:
 
 
 def _compose_recipe(directory: str | None, overrides: list[str]) -> Recipe:
-    """Compose the recipe of a run's last attempt with overrides."""
     if directory is None:
         return compose.compose_recipe(overrides)
     check_run_directory(directory)

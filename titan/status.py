@@ -67,14 +67,12 @@ COMMAND = Command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the state of a sweep or a run; returns the exit code."""
-    return COMMAND.run(_run_status, argv)
+    return COMMAND.run(_show_status, argv)
 
 
-def _run_status(command_line: CommandLine[Status]) -> int:
-    return _show_status(check_directory(command_line.settings.directory), command_line.settings)
-
-
-def _show_status(directory: Path, settings: Status) -> int:
+def _show_status(command_line: CommandLine[Status]) -> int:
+    settings = command_line.settings
+    directory = check_directory(settings.directory)
     watch = sys.stdout.isatty() if settings.watch is None else settings.watch
     while True:
         sweep = read_state(directory) or read_single_run(directory)
@@ -171,7 +169,6 @@ def format_table(sweep: SweepState, width: int) -> list[str]:
 
 
 def _list_reasons(trials: Sequence[TrialState], names: Sequence[str]) -> list[str]:
-    """Return lines on trials that have failed, that have slow ranks and that hang."""
     reasons = [f"{name}: {trial.reason}" for trial, name in zip(trials, names, strict=True) if trial.reason]
     running = [(Path(t.directory), name) for t, name in zip(trials, names, strict=True) if t.state == "running"]
     for describe in (_describe_slow_ranks, read_hang_sentence):

@@ -43,23 +43,16 @@ WARNING = re.compile(rb"^(?:titan: warning:|\S+ \S+ WARNING(?! step )) (.*)$", r
 
 @dataclass
 class SweepScreen:
-    """The trials of a sweep that have ended, and those that have not.
+    """The trials of a sweep that have ended, and those that have not."""
 
-    Attributes:
-        waiting: the trials that have not ended, in order; empty where a source chooses them.
-        at_once: how many run at the same time.
-        ended: how many trials have ended.
-        begun: when each running trial started, and the sizes of its logs then, by its id.
-        costs: of each finished trial the seconds beside its steps, and the seconds of its steps by their FLOPs.
-        warnings: those that were shown.
-    """
-
-    waiting: list[Trial]
-    at_once: int = 1
-    ended: int = 0
+    waiting: list[Trial]  # the trials that have not ended, in order; empty where a source chooses them
+    at_once: int = 1  # how many run at the same time
+    ended: int = 0  # how many trials have ended
+    # when each running trial started, and the sizes of its logs then, by its id
     begun: dict[str, tuple[float, dict[Path, int]]] = field(default_factory=dict)
+    # of each finished trial the seconds beside its steps, and the seconds of its steps by their FLOPs
     costs: list[tuple[float, float]] = field(default_factory=list)
-    warnings: set[bytes] = field(default_factory=set)
+    warnings: set[bytes] = field(default_factory=set)  # those that were shown
 
     def begin_trial(self, trial: Trial) -> Path:
         """Take a trial that is about to start; return the file for its output."""
@@ -133,29 +126,19 @@ STOPPED_BY = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
 
 @dataclass
 class LocalSweep:
-    """A sweep on this machine.
+    """A sweep on this machine."""
 
-    Attributes:
-        root: its directory.
-        trials: what is to run.
-        settings: the launcher's settings.
-        spec: what the sweep is for.
-        job: runs the body of one trial in this process.
-        processes: the process of each running trial, by the trial's index.
-        run_files: likewise, the file that holds its run.
-        supervisor: starts these processes, and ends them.
-        screen: shows the ends of trials.
-    """
-
-    root: Path
-    trials: Sequence[Trial]
-    settings: LocalLaunch
-    spec: SweepSpec
+    root: Path  # its directory
+    trials: Sequence[Trial]  # what is to run
+    settings: LocalLaunch  # the launcher's settings
+    spec: SweepSpec  # what the sweep is for
+    # runs the body of one trial in this process
     job: Callable[[Trial, Callable[[], int]], int] = lambda trial, body: body()
+    # the process of each running trial, by the trial's index
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    run_files: dict[int, Path] = field(default_factory=dict)
-    supervisor: Supervisor = field(default_factory=Supervisor)
-    screen: SweepScreen = field(default_factory=lambda: SweepScreen([]))
+    run_files: dict[int, Path] = field(default_factory=dict)  # likewise, the file that holds its run
+    supervisor: Supervisor = field(default_factory=Supervisor)  # starts these processes, and ends them
+    screen: SweepScreen = field(default_factory=lambda: SweepScreen([]))  # shows the ends of trials
 
     def launch(self) -> list[int]:
         """Run the trials that are not finished, and return the exit code of each.
@@ -266,7 +249,6 @@ class LocalSweep:
                 yield
 
     def _run_concurrently(self, todo: list[int]) -> dict[int, int]:
-        """Run `at_once` trials at a time, each in its own process."""
         codes: dict[int, int] = {}
         waiting, supervisor = list(todo), self.supervisor
         with supervisor.forward_stop(lambda: True):
@@ -292,7 +274,6 @@ class LocalSweep:
             print(f"{time.strftime('%H:%M:%S')}  started  {trial.label}", flush=True)
 
     def _collect_trial(self, index: int) -> int:
-        """Record the end of a trial, and return its exit code."""
         trial, code = self.trials[index], self.processes.pop(index).returncode
         file = self.run_files.pop(index)
         if self.supervisor.signals and code in STOPPED_BY:  # before it handled signals itself
@@ -306,7 +287,6 @@ class LocalSweep:
         ledger.add_events(self.root, {"event": "started", "id": trial.id})
 
     def _record_end(self, trial: Trial, code: int, reason: str | None) -> None:
-        """Record the end of a trial in the ledger, and why it failed; show it."""
         reason = None if code in (0, 130) else reason or f"exited with code {code}"
         self.screen.show_end(trial, code, reason)
         ledger.add_events(self.root, {"event": "ended", "id": trial.id, "code": code, "reason": reason})

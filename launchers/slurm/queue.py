@@ -96,7 +96,6 @@ def _list_own_jobs() -> list[SlurmJob]:
 
 
 def _list_jobs(numbers: list[str]) -> list[SlurmJob]:
-    """Return those of these jobs that Slurm still knows, of any user."""
     known_jobs = []
     for first in range(0, len(numbers), JOBS_PER_CALL):
         with contextlib.suppress(UnknownJobError):

@@ -30,21 +30,13 @@ from titan.sweep.job_exit import DIED, TERMINATING
 
 @dataclass(frozen=True)
 class JobShape:
-    """The resources of a job; trials of the same shape are submitted as one array.
+    """The resources of a job; trials of the same shape are submitted as one array."""
 
-    Attributes:
-        nodes: how many.
-        ranks: on each of them.
-        gpus: on each of them; 0 on CPUs.
-        cluster: what else is requested.
-        exclusive: whether the job has its nodes to itself.
-    """
-
-    nodes: int
-    ranks: int
-    gpus: int
-    cluster: Cluster
-    exclusive: bool = False
+    nodes: int  # how many
+    ranks: int  # on each of them
+    gpus: int  # on each of them; 0 on CPUs
+    cluster: Cluster  # what else is requested
+    exclusive: bool = False  # whether the job has its nodes to itself
 
     @property
     def devices(self) -> int:
@@ -80,29 +72,17 @@ def derive_job_shape(run: Run) -> JobShape:
 
 @dataclass(frozen=True)
 class Submission:
-    """What a script runs.
+    """What a script runs."""
 
-    Attributes:
-        folder: of scripts, exit records and lists: the sweep's `slurm/`.
-        trial_list: the file that names the trials, by their index in the array.
-        name: the job's, for people.
-        token: by which its jobs are found when their numbers were not recorded.
-        code: the folder that titan is imported from.
-        count: trials, each an element of the array; 1 makes no array.
-        at_once: elements that may run at the same time; None: all.
-        dependency: the jobs that have to end before, as sbatch's `afterany:` takes them; None: none.
-        bad_nodes: nodes that made earlier jobs fail, to exclude beside `cluster.exclude`.
-    """
-
-    folder: Path
-    trial_list: Path
-    name: str
-    token: str
-    code: Path
-    count: int
-    at_once: int | None = None
-    dependency: str | None = None
-    bad_nodes: tuple[str, ...] = ()
+    folder: Path  # of scripts, exit records and lists: the sweep's `slurm/`
+    trial_list: Path  # the file that names the trials, by their index in the array
+    name: str  # the job's, for people
+    token: str  # by which its jobs are found when their numbers were not recorded
+    code: Path  # the folder that titan is imported from
+    count: int  # trials, each an element of the array; 1 makes no array
+    at_once: int | None = None  # elements that may run at the same time; None: all
+    dependency: str | None = None  # the jobs that have to end before, as sbatch's `afterany:` takes them; None: none
+    bad_nodes: tuple[str, ...] = ()  # nodes that made earlier jobs fail, to exclude beside `cluster.exclude`
 
     @property
     def runs_file(self) -> Path:
@@ -341,7 +321,6 @@ def _fill_placeholders(template: str, cluster: Cluster) -> str:
 
 
 def _build_site_lines(shape: JobShape) -> list[str]:
-    """Return the lines that the site runs first."""
     cluster = shape.cluster
     lines = [f"module load {shlex.join(cluster.modules)} || exit 1"] if cluster.modules else []
     return [
@@ -352,7 +331,6 @@ def _build_site_lines(shape: JobShape) -> list[str]:
 
 
 def _build_variable_lines(shape: JobShape, submission: Submission) -> list[str]:
-    """Return the lines that set the script's variables, and where titan is imported from."""
     chain = f"{submission.trial_list}.over" if shape.cluster.chain else ""
     return [
         f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(submission.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",

@@ -56,7 +56,6 @@ def _collect_own_files(packages: Iterable[str]) -> dict[str, Path]:
 
 
 def _compute_digest(files: Mapping[str, Path]) -> str:
-    """Return 12 hex digits of a hash of names and contents."""
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):
         digest.update(f"{name}\0{file.stat().st_size}\0".encode())

@@ -328,7 +328,6 @@ class SlurmSweep:
             return self._submit_trials([trial for trial in still_open if not is_done(trial.run)])
 
     def _print_state(self, trial: Trial, state: str, detail: str | None) -> None:
-        """Print the state of a trial if it has changed."""
         if self.printed_states.get(trial.id) != state:
             self.printed_states[trial.id] = state
             suffix = f"  ({sanitize_line(detail)})" if detail else ""
@@ -345,7 +344,6 @@ class SlurmSweep:
             print(self._describe_next_commands(), flush=True)
 
     def _describe_next_commands(self) -> str:
-        """Return the commands that a user may want next."""
         directory = shorten_path(str(self.root))
         running = [trial for trial in self._read_trials().values() if trial.state in ALIVE]
         jobs = sorted({job.partition("_")[0] for trial in running for job in trial.jobs})
@@ -409,7 +407,6 @@ def _hide_job_variables() -> Iterator[None]:
 
 
 def _find_sbatch_message(error: Exception) -> str:
-    """Return sbatch's own message in the error that submitit raised."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     errors = [line for line in lines if "sbatch: error:" in line]
     line = errors[-1] if errors else next((line for line in lines if line.startswith("sbatch:")), lines[-1])
@@ -432,7 +429,6 @@ _REJECTIONS = {
 
 
 def _build_submission_error(message: str, shape: JobShape) -> SubmissionRejectedError | RunError:
-    """Return the error for a message of sbatch."""
     text = f"sbatch: {message.rstrip('.')}."
     if re.search(r"configuration is not available|CPU count|memory specification", message, re.IGNORECASE):
         return SubmissionRejectedError(f"{text} {_describe_request(shape)}")
@@ -459,7 +455,6 @@ def _name_setting(message: str, shape: JobShape) -> str:
 
 
 def _check_controller() -> None:
-    """Raise ConfigError where no Slurm controller answers."""
     try:
         queue.run_command("scontrol", "ping")
     except RunError as error:

@@ -44,17 +44,11 @@ def operand(label: str, help: str, default: Any = MISSING) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key of a command line.
+    """A key of a command line."""
 
-    Attributes:
-        path: names of the field and of the groups that it is in.
-        field: the field.
-        kind: its type.
-    """
-
-    path: tuple[str, ...]
-    field: dataclasses.Field[Any]
-    kind: Any
+    path: tuple[str, ...]  # names of the field and of the groups that it is in
+    field: dataclasses.Field[Any]  # the field
+    kind: Any  # its type
 
     @property
     def is_required(self) -> bool:
@@ -204,7 +198,6 @@ def _suggest_key(name: str, keys: dict[str, Key]) -> str:
 
 
 def _parse_value(argument: str, text: str, kind: Any) -> Any:
-    """The text as the type `kind` asks for it."""
     kinds = set(typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,))
     takes_text = str in kinds and not kinds & {int, float, bool}
     syntax = "'\"[{" if kinds - {str, type(None)} else "'\""  # a list or a dict only where the type has one

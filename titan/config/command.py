@@ -42,17 +42,11 @@ COMMENT_COLUMN = 80
 
 @dataclass(frozen=True)
 class CommandLine(Generic[T]):
-    """A parsed command line.
+    """A parsed command line."""
 
-    Attributes:
-        settings: the command's own.
-        overrides: the other words, for titan.train's settings.
-        words: all words, as typed.
-    """
-
-    settings: T
-    overrides: list[str]
-    words: list[str]
+    settings: T  # the command's own
+    overrides: list[str]  # the other words, for titan.train's settings
+    words: list[str]  # all words, as typed
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,6 @@ def _decode(item: dict[str, Any], roots: set[str]) -> Any:
 
 @cache
 def _find_class(module: str, name: str) -> tuple[Any, frozenset[str]]:
-    """Return a named tuple or dataclass, and the names of its fields."""
     cls: Any = importlib.import_module(module)
     for part in name.split("."):
         cls = getattr(cls, part)

@@ -67,7 +67,6 @@ def build_help(loader: ConfigLoader, axes: Sequence[str]) -> str:
 
 
 def _list_choices(loader: ConfigLoader, axes: Sequence[str]) -> list[str]:
-    """Return the lines of each axis: its choices, and what each is."""
     lines: list[str] = []
     for axis in (*axes, "hooks", "hydra/launcher", "recipe", "sweep"):
         options = loader.get_group_options(axis, ObjectType.CONFIG)
@@ -79,7 +78,6 @@ def _list_choices(loader: ConfigLoader, axes: Sequence[str]) -> list[str]:
 
 
 def _describe_choice(loader: Any, axis: str, option: str) -> str:
-    """Return what the file of a choice says about it."""
     for source in loader.repository.get_sources():
         file = _find_file(source, f"{axis}/{option}.yaml")
         if file is not None:
@@ -103,7 +101,6 @@ def cut_sentences(lines: Sequence[str]) -> str:
 
 
 def _find_file(source: Any, name: str) -> Any:
-    """Return the file that a configuration source reads `name` from, or None."""
     file: Any
     if source.scheme() == "file":
         file = Path(source.path) / name

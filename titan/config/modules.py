@@ -83,7 +83,6 @@ def _is_in(name: str, packages: Sequence[str]) -> bool:
 
 
 def _explain_rejection(part: str, name: str) -> str:
-    """Return why a part of Hydra's settings may not name a class, and the way out."""
     if library := describe_library(name.partition(".")[0]):
         return f"and {library}; take it out"
     if part in ("launcher", "sweeper"):

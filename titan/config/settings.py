@@ -187,7 +187,6 @@ def _describe_group(cls: type, path: str) -> str:
 
 
 def _name_first_fields(cls: type, count: int = 2) -> str:
-    """Return the first fields of a schema as they are typed."""
     if _suggest_target(cls):
         return "_target_:MODULE.CLASS"
     return ",".join(f"{name}:VALUE" for name in list(_list_fields(cls))[:count])
@@ -301,7 +300,6 @@ def _join_path(path: str, name: str) -> str:
 
 
 def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError for a class of a package that may not be named."""
     roots = ("titan", "experiments", *allowed)
     module, typed = name.rpartition(".")[0], f"{path}._target_={name}"
     if library := describe_library(name.partition(".")[0]):
@@ -316,7 +314,6 @@ def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
 
 
 def _resolve_class(cls: type, name: str, path: str, allowed: tuple[str, ...]) -> type:
-    """Return the class that `_target_` names, one of the kinds of a schema."""
     base = [ancestor for ancestor in cls.__mro__ if dataclasses.is_dataclass(ancestor)][-1]
     target_class = _import_target(name, path, allowed)
     if not issubclass(target_class, base):
@@ -326,7 +323,6 @@ def _resolve_class(cls: type, name: str, path: str, allowed: tuple[str, ...]) ->
 
 
 def _import_target(name: str, path: str, allowed: tuple[str, ...]) -> type:
-    """Return the dataclass that `_target_` names, when its package may be named."""
     _check_target(name, path, allowed)
     module, _, attribute = get_class_path(name).rpartition(".")
     typed = f"{path}._target_={name}"
@@ -536,6 +532,5 @@ def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[
 
 
 def _format_number(value: float) -> str:
-    """Return a limit as a user types it."""
     is_whole = isinstance(value, int) or (value == int(value) and value < 1e15)
     return str(int(value)) if is_whole else shorten_exponent(f"{value:g}")

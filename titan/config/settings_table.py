@@ -110,7 +110,6 @@ def _format_type(field: dataclasses.Field[Any], kind: Any) -> str:
 
 
 def _name_types(kind: Any) -> list[str]:
-    """The alternatives of a type, each as a word of a table."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return [name for argument in arguments for name in _name_types(argument)]

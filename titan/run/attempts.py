@@ -54,36 +54,21 @@ from titan.run.run import Run, as_config, flatten_config
 
 @dataclass(frozen=True)
 class Attempt:
-    """One execution of a run, between start or resume and its end.
+    """One execution of a run, between start or resume and its end."""
 
-    Attributes:
-        number: 1 for the first.
-        run_id: the same in all attempts of a run.
-        ids: what identifies science, execution and code.
-        corpora: the folder of each prepared corpus, by name.
-        checkpoint: the folder or URL to resume from; None to start from the seed, or from `weights`.
-        step: updates done in it; 0 at the start.
-        rows: rows of the data read in it; 0 at the start.
-        kind: "start", "resume", "continuation" or "fork" (from another run's checkpoint).
-        parent: "science_id@step" of the checkpoint of a fork, or "weights:digest" of initial weights.
-        weights: the folder of initial weights that replace those of the seed.
-        notes: messages about it, for example about checkpoints that can't be used.
-        prediction: of its step time and memory; None where the hardware is not described.
-        evaluated: digests of what it evaluates, see `titan.run.evaluated`.
-    """
-
-    number: int
-    run_id: str
-    ids: Ids
-    corpora: corpora.Folders
-    checkpoint: str | None
-    step: int
-    rows: int
-    kind: str
-    parent: str | None = None
-    weights: str | None = None
-    notes: tuple[str, ...] = ()
-    prediction: Prediction | None = None
+    number: int  # 1 for the first
+    run_id: str  # the same in all attempts of a run
+    ids: Ids  # what identifies science, execution and code
+    corpora: corpora.Folders  # the folder of each prepared corpus, by name
+    checkpoint: str | None  # the folder or URL to resume from; None to start from the seed, or from `weights`
+    step: int  # updates done in it; 0 at the start
+    rows: int  # rows of the data read in it; 0 at the start
+    kind: str  # "start", "resume", "continuation" or "fork" (from another run's checkpoint)
+    parent: str | None = None  # "science_id@step" of the checkpoint of a fork, or "weights:digest" of initial weights
+    weights: str | None = None  # the folder of initial weights that replace those of the seed
+    notes: tuple[str, ...] = ()  # messages about it, for example about checkpoints that can't be used
+    prediction: Prediction | None = None  # of its step time and memory; None where the hardware is not described
+    # digests of what it evaluates, see `titan.run.evaluated`
     evaluated: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -179,7 +164,6 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
 
 
 def _retire_copy(copies: Remote, step: int, setting: str) -> None:
-    """Mark a corrupt copy in `checkpoint.path` as not to be used."""
     try:
         copies.forget_step(step)
     except (OSError, CorruptCheckpointError) as error:
@@ -260,7 +244,6 @@ def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate |
 
 
 def _note_missing_steps(history: _History) -> tuple[str, ...]:
-    """Return a note where a run had checkpoints and has none any more."""
     result = history.result
     from_step = int(history.documents[-1].get("from_step", 0))
     last_step = max(from_step, int(result.get("step", 0)) if result.get("checkpoint") else 0)

@@ -148,7 +148,6 @@ def _reject_arguments(message: str, words: Sequence[str]) -> NoReturn:
 
 
 def _find_mode(overrides: Sequence[str]) -> str | None:
-    """Return the last `hydra.mode` of a command line."""
     return next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("hydra.mode=")), None)
 
 
@@ -228,7 +227,6 @@ def _read_resumed_arguments(word: str, args: argparse.Namespace) -> list[str]:
 
 
 def _read_last_attempt(folder: str, word: str) -> dict[str, Any]:
-    """Return the last document of a run's run.yaml."""
     from titan.run.directory import read_attempts  # only now: other command lines need not wait for what reads data
 
     directory = Path(folder)

@@ -148,7 +148,6 @@ def _build_commit_error(label: str, difference: str, directory: Path | None) -> 
 
 
 def _describe_commit(directory: Path | None) -> str:
-    """Return the commit that wrote a run, by its env.json."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         if directory is not None:
             code = untrusted.parse_object(untrusted.read_regular_file(directory / ENVIRONMENT))["code"]
@@ -190,7 +189,6 @@ def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[s
 
 
 def _parse_result(text: bytes) -> dict[str, Any]:
-    """Return the content of a `result.json`."""
     content = untrusted.parse_object(text)
     untrusted.check_type(content["finished"], bool, "finished")
     untrusted.check_type(content["step"], int, "step")
@@ -234,15 +232,10 @@ REPEATS = ("training.seed", "training.repeat")
 
 
 class ParentSweep(NamedTuple):
-    """What a run is in its sweep.
+    """What a run is in its sweep."""
 
-    Attributes:
-        name: of the sweep's directory.
-        variant: the settings that the sweep varies, with the run's values as typed, without seed and repeat.
-    """
-
-    name: str
-    variant: str
+    name: str  # of the sweep's directory
+    variant: str  # the settings that the sweep varies, with the run's values as typed, without seed and repeat
 
 
 def find_parent_sweep(run: Run) -> ParentSweep | None:

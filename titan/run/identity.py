@@ -166,7 +166,6 @@ def select_trial_settings(run: Run) -> dict[str, Any]:
 
 
 def _compute_settings_digest(settings: Mapping[str, Any]) -> str:
-    """Return the digest of settings under their frozen names."""
     hashed = {DIGEST_NAMES.get(name, name): value for name, value in settings.items()}
     if (schedule := settings.get("schedule")) in DIGEST_SCHEDULES:
         del hashed["schedule"]

@@ -28,17 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parent:
-    """What a run starts from.
+    """What a run starts from."""
 
-    Attributes:
-        id: "science_id@step" of a checkpoint, or "weights:digest" of initial weights; None for neither.
-        checkpoint: the checkpoint to fork from, where the run itself has none.
-        weights: the folder of initial weights, where the run itself has no checkpoint.
-    """
-
-    id: str | None = None
-    checkpoint: CheckpointCandidate | None = None
-    weights: str | None = None
+    id: str | None = None  # "science_id@step" of a checkpoint, or "weights:digest" of initial weights; None for neither
+    checkpoint: CheckpointCandidate | None = None  # the checkpoint to fork from, where the run itself has none
+    weights: str | None = None  # the folder of initial weights, where the run itself has no checkpoint
 
 
 def find_parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, has_checkpoint: bool) -> Parent:
@@ -58,8 +52,12 @@ def find_parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, has_c
         return Parent(str(recorded))
     if weights:
         return _find_weights(run, weights, recorded)
+    if resume and recorded:
+        return _find_recorded_fork(run, resume, recorded)
     if resume:
-        return _find_recorded_fork(run, resume, recorded) if recorded else _find_fork(run, resume, mix)
+        checkpoint = _load_fork(run, resume)
+        count_rows_read(run, mix, checkpoint.manifest)
+        return Parent(checkpoint.id, checkpoint)
     return Parent()
 
 
@@ -90,14 +88,7 @@ def _is_unchanged(run: Run, last: Mapping[str, Any]) -> bool:
     )
 
 
-def _find_fork(run: Run, resume: str, mix: RowMixture) -> Parent:
-    checkpoint = _load_fork(run, resume)
-    count_rows_read(run, mix, checkpoint.manifest)
-    return Parent(checkpoint.id, checkpoint)
-
-
 def _load_fork(run: Run, resume: str) -> CheckpointCandidate:
-    """Return the checkpoint that a run is to start from."""
     checkpoint = select.load_named(resume)
     check_resumable(checkpoint.manifest, resume)
     _check_model(run, checkpoint)
@@ -174,15 +165,10 @@ def count_rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The prepared data of a run.
+    """The prepared data of a run."""
 
-    Attributes:
-        folders: the folder of each prepared corpus, by name.
-        mix: all rows that the run may read.
-    """
-
-    folders: corpora.Folders
-    mix: RowMixture
+    folders: corpora.Folders  # the folder of each prepared corpus, by name
+    mix: RowMixture  # all rows that the run may read
 
 
 def prepare_data(run: Run, progress: Callable[[str], None] | None = None) -> PreparedData:

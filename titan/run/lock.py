@@ -74,17 +74,13 @@ def _check_links(directory: Path, more_names: Container[str]) -> None:
     """
     for folder in (directory, *(directory / name for name in WRITTEN_FOLDERS)):
         for entry in os.scandir(folder) if folder.is_dir() and not folder.is_symlink() else ():
-            is_harmless = folder == directory and not _is_followed(entry.name, more_names)
-            if entry.is_symlink() and not is_harmless:
+            is_written_here = is_written(entry.name) or entry.name in more_names
+            is_followed = folder != directory or (entry.name not in LINKED_FOLDERS and is_written_here)
+            if entry.is_symlink() and is_followed:
                 raise ConfigError(
                     f"hydra.run.dir={directory}: {entry.path} is a symbolic link to {os.readlink(entry.path)}, and a "
                     "run would write there; remove it, or replace it by what it links to."
                 )
-
-
-def _is_followed(name: str, more_names: Container[str]) -> bool:
-    """Return whether a run would follow a link of this name in its directory to where it may not write."""
-    return name not in LINKED_FOLDERS and (is_written(name) or name in more_names)
 
 
 def check_linked_folders(directory: Path, typed: str) -> None:

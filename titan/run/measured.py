@@ -56,25 +56,16 @@ class RunSteps(NamedTuple):
 
 
 class StepSpread(NamedTuple):
-    """The time of a step over several runs.
+    """The time of a step over several runs."""
 
-    Attributes:
-        seconds: the median of the runs' medians.
-        p10: the median of their 10% percentiles, in seconds.
-        p90: likewise of their 90% percentiles.
-        steps: how many all runs have timed.
-        fewest: steps of the run with the fewest.
-        interval: the 95% interval of the median, in seconds; None where there are too few steps.
-        runs: how many were measured.
-    """
-
-    seconds: float
-    p10: float
-    p90: float
-    steps: int
-    fewest: int
+    seconds: float  # the median of the runs' medians
+    p10: float  # the median of their 10% percentiles, in seconds
+    p90: float  # likewise of their 90% percentiles
+    steps: int  # how many all runs have timed
+    fewest: int  # steps of the run with the fewest
+    # the 95% interval of the median, in seconds; None where there are too few steps
     interval: tuple[float, float] | None
-    runs: int = 1
+    runs: int = 1  # how many were measured
 
     def describe(self) -> str:
         """Return the spread and the number of steps."""
@@ -168,24 +159,21 @@ CLASSES = {"model": "titan.model.schema.Llama", "optimizer": ""}
 
 
 class StepMeasurement(NamedTuple):
-    """The time of a step in a finished run.
+    """The time of a step in a finished run."""
 
-    Attributes:
-        directory: of the run.
-        settings: what decides the time of a step, as text by name.
-        steps: those of its last attempt, without the warm-up.
-    """
-
-    directory: str
-    settings: Mapping[str, str]
-    steps: RunSteps
+    directory: str  # of the run
+    settings: Mapping[str, str]  # what decides the time of a step, as text by name
+    steps: RunSteps  # those of its last attempt, without the warm-up
 
 
 def measure_step(run: Run) -> StepSpread:
     """Return the time of a step in the runs that `training.measured` names: the median over those that fit."""
     source = str(run.training.measured)
     measurements = _read_measurements(source)
-    settings = _collect_settings(as_config(run), run)
+    machine = {"device": run.machine.device, "name": run.machine.name, "cores": run.machine.cores}
+    layout = run.layout.degrees() | {"expert": run.layout.expert}
+    classes = {axis: get_kind(type(getattr(run, axis))) for axis in CLASSES}
+    settings = _build_settings(as_config(run), layout, run.microbatches, machine, classes)
     fitting = [m.steps for m in measurements if m.settings == settings]
     if not fitting:
         raise _build_mismatch_error(source, measurements, settings)
@@ -212,22 +200,11 @@ def _find_differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
     return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
-def _collect_settings(config: Mapping[str, Any], run: Run) -> dict[str, str]:
-    """Return what decides the time of a run's step."""
-    machine = {"device": run.machine.device, "name": run.machine.name, "cores": run.machine.cores}
-    classes = {axis: get_kind(type(getattr(run, axis))) for axis in CLASSES}
-    return _build_settings(
-        config, run.layout.degrees() | {"expert": run.layout.expert}, run.microbatches, machine, classes
-    )
-
-
 def _build_settings(
-    config: Mapping[str, Any],
-    layout: Mapping[str, int],
-    microbatches: int,
-    machine: Mapping[str, Any],
+    config: Mapping[str, Any], layout: Mapping[str, int], microbatches: int, machine: Mapping[str, Any],
     classes: Mapping[str, str],
-) -> dict[str, str]:
+) -> dict[str, str]:  # fmt: skip
+    """Return what decides the time of a run's step, as text by name."""
     config = complete_config(config, layout)
     values = {name: value for name, value in flatten_config(config).items() if not UNTIMED.fullmatch(name)}
     values |= {f"layout.{name}": degree for name, degree in layout.items()}
@@ -238,7 +215,6 @@ def _build_settings(
 
 
 def _read_measurements(source: str) -> list[StepMeasurement]:
-    """Return the measurements of the finished runs in a folder."""
     folder = Path(source).expanduser().resolve()
     files = [folder / RUN] if (folder / RUN).is_file() else sorted(folder.glob(f"*/{RUN}"))
     measurements = [_read_measurement(file.parent, *_read_times(file.parent)) for file in files]

@@ -48,14 +48,13 @@ def complete_config(config: Mapping[str, Any], layout: Mapping[str, int]) -> dic
         config: as run.yaml has it.
         layout: the recorded degrees of its layout.
     """
-    filled = {axis: _fill_axis(axis, v) if isinstance(v, Mapping) else v for axis, v in config.items()}
+    filled = {
+        axis: {**_read_defaults(axis), **MEANT_BY_ABSENCE.get(axis, {}), **v} if isinstance(v, Mapping) else v
+        for axis, v in config.items()
+    }
     if "parallelism" in filled:
         filled["parallelism"] = {**filled["parallelism"], **_resolve_parallelism(filled, layout)}
     return filled
-
-
-def _fill_axis(axis: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_read_defaults(axis), **MEANT_BY_ABSENCE.get(axis, {}), **values}
 
 
 @cache
@@ -75,7 +74,9 @@ def _resolve_parallelism(config: Mapping[str, Any], degrees: Mapping[str, int]) 
             _build_known(Memory, config.get("memory") or {}),
             _build_known(Precision, config.get("precision") or {}),
         )
-        layout = _build_layout(degrees)
+        layout = Layout(**{name: int(degrees.get(name, 1)) for name in DIMENSIONS})
+        # where the degree of `expert` is not known, all ranks share the experts
+        layout = replace(layout, expert=degrees.get("expert", layout.sharded * layout.tensor))
         resolved = {
             "prefetch": axes.parallelism.resolve_prefetch(layout),
             "accumulate": "whole" if axes.parallelism.accumulates_whole(layout) else "sharded",
@@ -92,9 +93,3 @@ def _build_known(schema: type, values: Mapping[str, Any]) -> Any:
     """Return the settings of an axis without those that this version lacks."""
     names = {f.name for f in fields(schema)}
     return build(schema, {name: value for name, value in values.items() if name in names})
-
-
-def _build_layout(degrees: Mapping[str, int]) -> Layout:
-    """Return the layout; where the degree of `expert` is not known, all ranks share the experts."""
-    layout = Layout(**{name: int(degrees.get(name, 1)) for name in DIMENSIONS})
-    return replace(layout, expert=degrees.get("expert", layout.sharded * layout.tensor))

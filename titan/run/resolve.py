@@ -92,7 +92,6 @@ def resolve(
 
 
 def _check_axes(recipe: Recipe) -> Recipe:
-    """Return a recipe whose axes have each been checked by themselves."""
     recipe.model.check()
     recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
     recipe.training.check()
@@ -128,7 +127,6 @@ def adapt_to_machine(run: Run, machine: Machine) -> Run:
 
 
 def _choose_scope(run: Run, remote: bool = False) -> Run:
-    """Return the run with the scope of compilation that "auto" means for it."""
     if run.compile.scope != "auto":
         return run
     scope, reason = choose_scope(run, remote)

@@ -49,19 +49,12 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A run and its shrunk version.
+    """A run and its shrunk version."""
 
-    Attributes:
-        target: the run.
-        run: the shrunk one, on CPU ranks.
-        changes: settings that differ, with the run's value and the shrunk one.
-        uncovered: what the shrunk run can't show, in words.
-    """
-
-    target: Run
-    run: Run
-    changes: dict[str, tuple[Any, Any]]
-    uncovered: tuple[str, ...]
+    target: Run  # the run
+    run: Run  # the shrunk one, on CPU ranks
+    changes: dict[str, tuple[Any, Any]]  # settings that differ, with the run's value and the shrunk one
+    uncovered: tuple[str, ...]  # what the shrunk run can't show, in words
 
 
 def shrink_run(target: Run, machine: Machine, directory: str) -> Shrunk:
@@ -171,18 +164,20 @@ def _as_recipe(run: Run) -> Recipe:
 
 def _shrink_recipe(run: Run, layout: Layout) -> Recipe:
     model = shrink_model(run, layout)
+    rows = Synthetic(tokens=65536, vocab=min(model.vocab, 128), mask_documents=run.dataset.mask_documents)
     microbatches = count_microbatches(run, layout)
     return replace(
         _as_recipe(run),
         model=model,
-        dataset=_shrink_dataset(run, model.vocab),
+        dataset=replace(rows, longest=SEQ_LEN // 3) if rows.mask_documents else rows,
         schedule=_replace_known(run.schedule, warmup=1),
         training=_shrink_training(run, layout, microbatches),
         evaluation=Evaluation(every=0, tokens=0),
-        precision=_emulate(run),
+        precision=replace(run.precision, emulate=True) if run.precision.eight_bit else run.precision,
         parallelism=_shrink_parallelism(run, layout, microbatches),
         memory=run.memory,
-        compile=_choose_backend(run),
+        # the same graphs, and no kernels
+        compile=run.compile if run.compile.scope == "off" else replace(run.compile, backend="aot_eager"),
         checkpoint=replace(
             run.checkpoint,
             mode="sync" if run.checkpoint.mode == "off" else run.checkpoint.mode,
@@ -224,11 +219,6 @@ def _shrink_training(run: Run, layout: Layout, microbatches: int) -> Training:
     )  # fmt: skip
 
 
-def _shrink_dataset(run: Run, vocab: int) -> Synthetic:
-    rows = Synthetic(tokens=65536, vocab=min(vocab, 128), mask_documents=run.dataset.mask_documents)
-    return replace(rows, longest=SEQ_LEN // 3) if rows.mask_documents else rows
-
-
 def _shrink_parallelism(run: Run, layout: Layout, microbatches: int) -> Parallelism:
     old = run.parallelism
     stages = count_stages(run, layout) if layout.pipeline > 1 else old.stages
@@ -247,22 +237,12 @@ def _shrink_parallelism(run: Run, layout: Layout, microbatches: int) -> Parallel
     )
 
 
-def _emulate(run: Run) -> Any:
-    return replace(run.precision, emulate=True) if run.precision.eight_bit else run.precision
-
-
-def _choose_backend(run: Run) -> Compile:
-    """Return the scope of compilation with a backend that makes the same graphs, and no kernels."""
-    return run.compile if run.compile.scope == "off" else replace(run.compile, backend="aot_eager")
-
-
 def _replace_known(settings: Any, **values: Any) -> Any:
     names = {field.name for field in dataclasses.fields(settings)}
     return replace(settings, **{name: value for name, value in values.items() if name in names})
 
 
 def _list_changes(target: Run, run: Run) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of model, layout and batch that differ, by dotted name."""
     changes: dict[str, tuple[Any, Any]] = {}
     for axis in ("model", "parallelism", "training"):
         old, new = getattr(target, axis), getattr(run, axis)
@@ -367,7 +347,8 @@ def shrink_model(run: Run, layout: Layout) -> Any:
 def count_layers(run: Run, layout: Layout) -> int:
     """Return the fewest blocks that have every kind of block, and as many on each stage or a remainder, as the run."""
     model, stages = run.model, count_stages(run, layout)
-    period = math.lcm(getattr(model, "moe_every", 1), getattr(model, "nope_every", 1), _find_period(run))
+    every = run.memory.every if run.memory.checkpointing == "every_n" else 1
+    period = math.lcm(getattr(model, "moe_every", 1), getattr(model, "nope_every", 1), every)
     fewest = max(2, period + min(1, getattr(model, "first_dense", 0)))
     layers = stages * -(-fewest // stages)
     return layers + (1 if model.layers % run.staging.count else 0)
@@ -398,10 +379,6 @@ def choose_size(candidates: Iterable[int], divides: bool, *divisors: int) -> int
     """
     product, sizes = math.prod(divisors), list(candidates)
     return next((size for size in sizes if (size % product == 0) == divides), sizes[0])
-
-
-def _find_period(run: Run) -> int:
-    return run.memory.every if run.memory.checkpointing == "every_n" else 1
 
 
 def _shrink_heads(run: Run, layout: Layout) -> dict[str, int]:

@@ -72,7 +72,8 @@ def describe_small_work(run: Run) -> str:
     if not reasons:
         return ""
     seq_len = context if is_short else training.seq_len
-    batch = _suggest_batch(run, seq_len)
+    rank_rows = math.ceil(FEW_TOKENS * run.layout.context / seq_len)  # that give each GPU enough tokens
+    batch = max(ranks * rank_rows, math.ceil(training.global_batch / seq_len)) * seq_len
     changes = [f"training.seq_len={seq_len}"] * is_short
     changes += [f"training.global_batch={batch} or more"] * (batch != training.global_batch)
     settings = f"training.seq_len={training.seq_len} training.global_batch={training.global_batch}"
@@ -82,14 +83,6 @@ def describe_small_work(run: Run) -> str:
 
 
 def _find_training_recipe(run: Run) -> str | None:
-    """Return titan's recipe for training the model, where no recipe is chosen."""
     is_chosen = any(override.lstrip("+").startswith("recipe=") for override in run.overrides)
     files = [] if is_chosen else sorted((CONF / "recipe").glob("train_*.yaml"))
     return next((f.stem for f in files if f"/model: {run.choices.get('model')}\n" in f.read_text()), None)
-
-
-def _suggest_batch(run: Run, seq_len: int) -> int:
-    """Return the least global batch in tokens that gives each GPU enough of rows of some length."""
-    rank_rows = math.ceil(FEW_TOKENS * run.layout.context / seq_len)
-    rows = max(run.layout.data_ranks * rank_rows, math.ceil(run.training.global_batch / seq_len))
-    return rows * seq_len

@@ -35,6 +35,10 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
     training, choices = run.training, run.choices
     memory = fit.estimate_memory(run, run.layout, run.microbatches, run.machine.device).gib
     memory_per_rank = f"estimated memory {memory:.1f} GiB per rank"
+    predicted = ""  # where the cluster's hardware is not described
+    if attempt.prediction is not None:
+        predicted = f", predicted step {format_rounded(attempt.prediction.step_seconds.value)} s"
+    later = [f"{phase.rows * training.seq_len:,} from step {phase.step:,}" for phase in training.phases[1:]]
     print_table(
         {
             "run": f"{shorten_path(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
@@ -45,7 +49,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             **_describe_data(run, mix),
             "batch": f"{training.global_batch:,} tokens = {format_plural(training.rows, 'row')}; "
             f"{run.rank_rows} per rank in {format_plural(run.microbatches, 'micro-batch', 'micro-batches')}"
-            f"{_describe_growth(run)}",
+            f"{'; ' * bool(later)}{', '.join(later)}",
             "steps": f"{training.steps:,}, {format_count(training.total_tokens)} tokens; "
             f"{choices.get('optimizer', '')}, lr {format_value(run.optimizer.lr)}, {choices.get('schedule', '')}; seed "
             f"{training.seed}",
@@ -54,7 +58,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             "layout": f"{choices.get('parallelism', '')}: {run.layout}",
             **_describe_dimensions(run),
             **{f"{'' if i else 'applied':<9}{i + 1}": step for i, step in enumerate(applied)},
-            "devices": f"{run.machine.describe()}; {memory_per_rank}{_describe_prediction(attempt)}",
+            "devices": f"{run.machine.describe()}; {memory_per_rank}{predicted}",
         }
     )
 
@@ -72,12 +76,6 @@ def _name_own_class(value: Any) -> str:
     """Return the path of a class outside of titan in brackets; empty for titan's own."""
     path = get_kind(type(value))
     return "" if path.startswith("titan.") else f" ({path})"
-
-
-def _describe_prediction(attempt: Attempt) -> str:
-    """Return the predicted time of a step; empty where the cluster's hardware is not described."""
-    prediction = attempt.prediction
-    return "" if prediction is None else f", predicted step {format_rounded(prediction.step_seconds.value)} s"
 
 
 def _describe_data(run: Run, mix: RowMixture) -> dict[str, str]:
@@ -106,13 +104,6 @@ def _describe_data(run: Run, mix: RowMixture) -> dict[str, str]:
     return {"data": heading, **{f"  {name}": shares[name] + line for name, line in lines.items()}}
 
 
-def _describe_growth(run: Run) -> str:
-    """Return the later sizes of a batch that grows."""
-    seq_len = run.training.seq_len
-    later = [f"{phase.rows * seq_len:,} from step {phase.step:,}" for phase in run.training.phases[1:]]
-    return "; " + ", ".join(later) if later else ""
-
-
 PURPOSES = {
     "pipeline": "pass on hidden states",
     "replicate": "all-reduce the gradients of replicas",
@@ -137,7 +128,6 @@ def _describe_dimensions(run: Run) -> dict[str, str]:
 
 
 def _describe_stages(run: Run) -> str:
-    """Return the layers of each stage, the schedule, and the share of a step in which ranks are idle."""
     layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
     schedule = run.staging.schedule.rpartition("/")[2]
     batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
@@ -148,7 +138,6 @@ def _describe_stages(run: Run) -> str:
 
 
 def _abbreviate_list(items: list[Any]) -> list[Any]:
-    """Return the items, or the first and the last of many."""
     return items if len(items) <= 8 else [*items[:4], "...", items[-1]]
 
 
@@ -162,9 +151,14 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         "metrics": shorten_path(f"{run.directory}/metrics.jsonl"),
         "loss curve": shorten_path(result["plot"]) if result.get("plot") else "not drawn",
         **find_viewers(run.metrics, Path(shorten_path(run.directory))),
-        **_describe_generate(run, result),
-        **_describe_next(run, result),
     }
+    if result.get("checkpoint") and result.get("sample"):
+        package = type(run.model).__module__.partition(".")[0]
+        variables = _format_variables("", [] if package in ("titan", "experiments") else [package])
+        directory = shlex.quote(shorten_path(run.directory))
+        rows["generate"] = f'{variables}python -m titan.generate {directory} prompt="..."'
+    if result.get("checkpoint"):
+        rows["continue" if result["finished"] else "resume"] = build_next_command(run, result)
     hook_note = f" ({hook})" if (hook := describe_hook_end(result)) else ""
     status = "Done" if result["finished"] else "Stopped"
     print(f"\n{status} after step {result['step']:,} of {run.training.steps:,}{hook_note}.")
@@ -175,36 +169,12 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         print("\n".join("  " + line for line in f"{start}|{text}".splitlines()))
 
 
-def _describe_next(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the command that resumes or continues the run, if there is a checkpoint."""
-    if not result.get("checkpoint"):
-        return {}
-    return {"continue" if result["finished"] else "resume": build_next_command(run, result)}
-
-
-def _describe_generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the command that generates text, if there is a checkpoint and a tokenizer."""
-    if not result.get("checkpoint") or not result.get("sample"):
-        return {}
-    package = type(run.model).__module__.partition(".")[0]
-    variables = _format_variables("", [] if package in ("titan", "experiments") else [package])
-    directory = shlex.quote(shorten_path(run.directory))
-    return {"generate": f'{variables}python -m titan.generate {directory} prompt="..."'}
-
-
 def _describe_loss(result: Mapping[str, Any]) -> str:
-    """Return the first and the last training loss, and the validation loss."""
-    validation, bits = result.get("validation_loss"), result.get("bits_per_byte")
-    timed = result.get("tokens_per_second") or result.get("last_loss") is not None
-    return (
-        (
-            f"{format_loss(result.get('first_loss'))} -> {format_loss(result.get('last_loss'))}"
-            if timed
-            else "no step in this attempt"
-        )
-        + (f", validation {format_loss(validation)}" if validation is not None else "")
-        + (f" ({bits:.3f} bits/byte)" if bits is not None else "")
-    )
+    first, last, validation, bits = map(result.get, ("first_loss", "last_loss", "validation_loss", "bits_per_byte"))
+    timed = result.get("tokens_per_second") or last is not None
+    text = f"{format_loss(first)} -> {format_loss(last)}" if timed else "no step in this attempt"
+    text += f", validation {format_loss(validation)}" if validation is not None else ""
+    return text + (f" ({bits:.3f} bits/byte)" if bits is not None else "")
 
 
 def describe_evaluation(figures: Mapping[str, Any]) -> str:
@@ -222,7 +192,6 @@ def describe_evaluation(figures: Mapping[str, Any]) -> str:
 
 
 def _describe_sources(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the line with the validation loss of each source of a mixture."""
     parts = []
     for key, loss in result.items():
         kind, _, name = key.partition("/")

@@ -242,7 +242,6 @@ def advise_on_experiment(name: str) -> str:
 
 
 def _list_choices(name: str) -> list[str]:
-    """Return the choices of an experiment as they are typed."""
     files = [file for group in SHOWN_GROUPS for file in sorted((FOLDER / name / "conf" / group).glob("*.yaml"))]
     return [
         f"{file.parent.name}=[{file.stem}]" if file.parent.name == "hooks" else f"{file.parent.name}={file.stem}"

@@ -168,7 +168,7 @@ def select_recorded(recorded: Sequence[str], typed: Iterable[str]) -> list[str]:
                 f"{word}: the run has recorded this setting, which {foreign}, and nothing shows that you "
                 "have typed it for a run of yours; type it here if you trust it, or another value."
             )
-    return [part for word in selected for part in _split_option(word)]
+    return [part for word in selected for part in (word.split(" ", 1) if word.startswith("-") else [word])]
 
 
 def list_packages(typed: Iterable[str]) -> tuple[str, ...]:
@@ -231,11 +231,6 @@ def _join_options(words: Iterable[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
-
-
-def _split_option(word: str) -> list[str]:
-    """Return an option and its value, or another word."""
-    return word.split(" ", 1) if word.startswith("-") else [word]
 
 
 def find_foreign(word: str, packages: Sequence[str] = ()) -> str | None:
