@@ -109,11 +109,7 @@ def silence_sweeper(cfg: DictConfig) -> None:
 
 
 def describe_best(root: Path, objective: str) -> str:
-    """Return the line on the best trial that a sweeper has found; empty where it names none.
-
-    Args:
-        objective: the number that the sweeper gets of each trial.
-    """
+    """Return the line on the best trial that a sweeper has found; empty where it names none."""
     try:
         content: Any = next(iter(untrusted.parse_yaml((root / RESULTS).read_text())), None)
         untrusted.check_type(content["best_params"], dict[str, Any], "best_params")

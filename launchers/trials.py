@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from launchers import run_file
-from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config import settings
@@ -50,7 +49,6 @@ TERMINAL_SECONDS = 0.1
 """The time between two progress lines on a terminal."""
 MANY_TRIALS = 20
 """From so many trials on, a log has progress lines too."""
-MachineFinder = Callable[[Cluster], Machine]
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,6 @@ def expand_trials(
     """Compose and check every trial, and choose its folder: the one that it has had, or a new one.
 
     Args:
-        loader: Hydra's configuration loader.
-        config: Hydra's configuration of the sweep.
-        first: Hydra's number of the first trial.
         remote: see `titan.run.compose.freeze_run`.
         trusted: see `titan.run.compose.freeze_run`.
         fixed_settings: the settings that do not vary, of a sweeper that comes with one batch of trials after another,
@@ -96,7 +91,7 @@ def expand_trials(
     """
     root = Path(os.path.abspath(config.hydra.sweep.dir))
     composer = Composer(loader, config)
-    find_machine = _cache_machines(devices.describe_remote_node if remote else _detect_machine)
+    find_machine = _cache_machines()
     shared = [o for o, count in Counter(o for trial in overrides for o in trial).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
         raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a sweep.")
@@ -188,20 +183,16 @@ def _compose_trial(composer: Composer, overrides: Sequence[str], number: int, na
     return cfg
 
 
-def _detect_machine(cluster: Cluster) -> Machine:
-    return devices.detect_machine(cluster.device)
-
-
-def _cache_machines(find_machine: MachineFinder) -> MachineFinder:
-    """Return `find_machine` with a cache by description of the nodes: finding GPUs takes seconds on some machines."""
+def _cache_machines() -> compose.MachineFinder:
+    """Return `get_machine` with a cache by description of the nodes: finding GPUs takes seconds on some machines."""
     machines: list[tuple[Cluster, Machine]] = []
 
-    def find_cached_machine(cluster: Cluster) -> Machine:
-        if not any(cluster == cached_cluster for cached_cluster, _ in machines):
-            machines.append((cluster, find_machine(cluster)))
-        return next(machine for cached_cluster, machine in machines if cached_cluster == cluster)
+    def find_machine(cluster: Cluster, remote: bool) -> Machine:
+        if not any(cluster == known_cluster for known_cluster, _ in machines):
+            machines.append((cluster, compose.get_machine(cluster, remote)))
+        return next(machine for known_cluster, machine in machines if known_cluster == cluster)
 
-    return find_cached_machine
+    return find_machine
 
 
 def _show_progress(overrides: Sequence[Sequence[str]]) -> Iterator[Sequence[str]]:

@@ -95,7 +95,6 @@ def find_own_code_error(error: BaseException, packages: Sequence[str] | None = N
     Such as "mine/lion.py:12 in step (TypeError: ...)"; None where no such code was running.
 
     Args:
-        error: with its traceback.
         packages: the user's; None: all that is neither titan's nor installed.
     """
     package_folder = Path(__file__).resolve().parent

@@ -20,7 +20,6 @@ def copy_code(folder: Path, packages: Iterable[str] = ()) -> Path:
     """Copy titan's code to a folder in `folder`, named by a digest of its content, unless it is there already.
 
     Args:
-        folder: of the sweep.
         packages: the user's own packages, which are copied too unless they are installed.
 
     Returns:

@@ -58,33 +58,20 @@ class QueueFullError(SubmissionRejectedError):
 
 @dataclass
 class SlurmSweep:
-    """A sweep that is submitted to Slurm.
+    """A sweep that is submitted to Slurm."""
 
-    Attributes:
-        root: the sweep's directory.
-        trials: what is to run.
-        settings: the launcher's settings.
-        spec: what the sweep is for.
-        describe: returns what a dry run prints about trials beside their scripts.
-        printed_states: the last state of each trial that was printed.
-        excluded_nodes: nodes that were printed as excluded.
-        shapes: the resources of each trial, by its id.
-        source: chooses more trials while others run, if any.
-        finished_ids: the trials that it knows have ended.
-    """
-
-    root: Path
-    trials: Sequence[Trial]
-    settings: SlurmLaunch
-    spec: SweepSpec
-    describe: Describe = describe_nothing
-    printed_states: dict[str, str] = field(default_factory=dict)
-    excluded_nodes: list[str] = field(default_factory=list)
-    source: TrialSource | None = None
-    finished_ids: set[str] = field(default_factory=set)
+    root: Path  # the sweep's directory
+    trials: Sequence[Trial]  # what is to run
+    settings: SlurmLaunch  # the launcher's
+    spec: SweepSpec  # what the sweep is for
+    describe: Describe = describe_nothing  # returns what a dry run prints about trials beside their scripts
+    printed_states: dict[str, str] = field(default_factory=dict)  # the last state of each trial that was printed
+    excluded_nodes: list[str] = field(default_factory=list)  # nodes that were printed as excluded
+    source: TrialSource | None = None  # chooses more trials while others run, if any
+    finished_ids: set[str] = field(default_factory=set)  # the trials that it knows have ended
 
     def __post_init__(self) -> None:
-        self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
+        self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}  # resources, by id
         self.folder = self.root / ledger.SLURM
         self.code_folder = snapshot.ROOT
 

@@ -28,7 +28,7 @@ from titan.model.loss import compute_loss_in_chunks
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.run import identity
-from titan.run.schema import PLUGGABLE
+from titan.run.axes import PLUGGABLE
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 PUBLISHED = {

@@ -36,7 +36,6 @@ def operand(label: str, help: str, default: Any = MISSING) -> Any:
 
     Args:
         label: its name in `--help`, such as RUN.
-        help: one line for `--help`.
         default: the value without such a word; `MISSING` where the user must give one.
     """
     return dataclasses.field(default=default, metadata={**setting(default, help).metadata, "operand": label})

@@ -51,34 +51,22 @@ class CommandLine(Generic[T]):
 
 @dataclass(frozen=True)
 class Command(Generic[T]):
-    """A command: what it accepts, and its help.
+    """A command: what it accepts, and its help."""
 
-    Attributes:
-        name: of the module that is run, such as titan.status.
-        summary: one sentence.
-        examples: the words of example command lines, and what each does.
-        settings: a frozen dataclass that declares its first words and keys.
-        overrides: a sentence on what other words are; empty: they are rejected.
-        notes: text below the settings.
-        exit_codes: their meanings.
-        options: those of `TRAIN_OPTIONS` that it accepts.
-    """
-
-    name: str
-    summary: str
-    examples: Mapping[str, str]
-    settings: type[T]
-    overrides: str = ""
-    notes: str = ""
-    exit_codes: str = EXIT_CODES
-    options: tuple[str, ...] = ()
+    name: str  # of the module that is run, such as titan.status
+    summary: str  # one sentence
+    examples: Mapping[str, str]  # the words of example command lines, and what each does
+    settings: type[T]  # a frozen dataclass that declares its first words and keys
+    overrides: str = ""  # a sentence on what other words are; empty: they are rejected
+    notes: str = ""  # text below the settings
+    exit_codes: str = EXIT_CODES  # their meanings
+    options: tuple[str, ...] = ()  # those of `TRAIN_OPTIONS` that it accepts
 
     def run(self, body: Callable[[CommandLine[T]], int], argv: Sequence[str] | None = None) -> int:
         """Carry out a command line, and return the exit code; print what --help and --version ask for.
 
         Args:
             body: takes the parsed command line; returns the exit code.
-            argv: the words; None: those of this process.
         """
         words = list(sys.argv[1:] if argv is None else argv)
         return exit_code(lambda: self._run_body(body, words))

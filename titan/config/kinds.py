@@ -52,11 +52,7 @@ def get_class_path(name: str) -> str:
 
 
 def describe_library(package: str) -> str | None:
-    """Return what a package is that can't have a user's own classes; None for all others.
-
-    Args:
-        package: the first part of a dotted path.
-    """
+    """Return what a package is that can't have a user's own classes; None for all others."""
     if package in sys.stdlib_module_names:
         return f"{package} is a module of Python"
     return f"{package} is a library that titan uses" if package in REQUIREMENTS else None

@@ -66,8 +66,6 @@ def setting(
     """Declare a field of a schema.
 
     Args:
-        default: its default value; `MISSING` where the user must give one.
-        help: one line for `--help` and the documentation.
         science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
         at_least: the least value of a number (of each number, in a tuple).
         cap: the largest plausible number; unlike `at_most` it follows from no property of the setting.
@@ -120,8 +118,6 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
 
     Args:
         cls: a dataclass; a `_target_` in `data` may name another one with a method `build` instead.
-        data: plain containers, as Hydra composed them.
-        path: the dotted key of `data`, for messages.
         allowed: packages whose classes `_target_` may name, beside titan and experiments.
 
     Raises:
@@ -411,8 +407,6 @@ def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
     """Raise ConfigError for a text that can't be a name, a path or a word of a script, and for a redacted URL.
 
     Args:
-        text: the value of a setting, or a part of it.
-        typed: the setting and its value, for the message.
         any_text: whether it may be empty, long and have several lines.
     """
     if "\0" in text:

@@ -19,7 +19,6 @@ def atomic_file(
     """Open a temporary file beside `path` that replaces it when the block ends; on an error it is removed.
 
     Args:
-        path: the file; its folder exists.
         mode: permissions, before the process's umask.
         sync: flush the file and its folder to the disk first, so that it survives a crash of the machine.
         temporary: the temporary file's path, where several machines may write the same file

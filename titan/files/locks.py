@@ -29,7 +29,6 @@ def acquire(descriptor: int, label: str, patience: float | None = None) -> None:
     """Lock an open file.
 
     Args:
-        label: the setting that names its folder, for messages.
         patience: seconds to wait for the lock; None: unlimited.
 
     Raises:

@@ -34,9 +34,7 @@ def check_output_file(
     """Return the path of a file that a command will write.
 
     Args:
-        name: the value of `to=`.
         endings: those that the command has a format for, such as .json; empty: any.
-        sources: files that the command reads.
 
     Raises:
         ConfigError: when it has another ending, can't be written (it is a directory, or its directory does not exist
@@ -103,7 +101,6 @@ def write_output_file(file: Path, content: Any, *, makes_folder: bool = False, r
     """Write a text, or plain data as JSON.
 
     Args:
-        file: from `check_output_file`.
         replaces_own: replace only a file that titan wrote; for one that `check_output_file` has not checked.
     """
     if replaces_own and not _can_replace(file):

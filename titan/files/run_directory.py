@@ -82,11 +82,7 @@ def check_name(name: str) -> None:
 
 
 def check_length(directory: str, typed: str) -> None:
-    """Raise ConfigError for a directory whose path is too long for file systems, with a run's files in it.
-
-    Args:
-        typed: the setting and its value.
-    """
+    """Raise ConfigError for a directory whose path is too long for file systems, with a run's files in it."""
     folders = [folder for folder in directory.split("/") if folder]
     longest = max((len(os.fsencode(folder)) for folder in folders), default=0)
     if longest > LONGEST_FOLDER:

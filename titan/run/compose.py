@@ -29,13 +29,16 @@ from titan.console.text import is_secret, redact, redact_nested
 from titan.errors import ConfigError, UnknownSettingError
 from titan.files.run_directory import check_name
 from titan.run import command_line, hydra_node, hydra_private, synonyms, trust
+from titan.run.axes import PLUGGABLE
 from titan.run.hydra_errors import HydraErrors, list_names
 from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, HydraSession, compose_config, drop_hydra_node
 from titan.run.resolve import resolve, resolve_open_layout
 from titan.run.run import Run
-from titan.run.schema import PLUGGABLE, Recipe
+from titan.run.schema import Recipe
 from titan.sweep.schema import GRID, LAUNCHER_MODULE, LAUNCHERS, OPTUNA, OptunaSearch, Sweep
 from titan.training.schema import LossTerm
+
+MachineFinder = Callable[[Cluster, bool], Machine]
 
 
 def register_configs() -> None:
@@ -89,12 +92,17 @@ def compose_run(overrides: Sequence[str], ranks: int | None = None, remote: bool
         return freeze_run(compose_config(overrides), ranks=ranks, remote=remote, trusted=trusted)
 
 
+def get_machine(cluster: Cluster, remote: bool) -> Machine:
+    """Return this machine, or the node that a scheduler will provide."""
+    return devices.describe_remote_node(cluster) if remote else devices.detect_machine(cluster.device)
+
+
 def freeze_run(
     cfg: DictConfig,
     directory: str | None = None,
     ranks: int | None = None,
     remote: bool = False,
-    find_machine: Callable[[Cluster], Machine] | None = None,
+    find_machine: MachineFinder = get_machine,
     trusted: tuple[str, ...] = (),
     is_searched: bool = False,
 ) -> Run:
@@ -102,9 +110,8 @@ def freeze_run(
 
     Args:
         directory: where results go; None: `hydra.run.dir`.
-        ranks: see `titan.run.resolve.resolve`.
         remote: the run is for the nodes that `cluster` describes, not for this machine.
-        find_machine: returns the machine of the run; None: detect it.
+        find_machine: see `get_machine`.
         trusted: packages that may be imported: `titan.config.modules.list_trusted_packages`.
         is_searched: whether its layout is searched, so that it need not work: `titan.run.resolve`.
     """
@@ -116,19 +123,13 @@ def freeze_run(
     settings.check_text(directory, f"hydra.run.dir={directory}")
     hydra_node.set_output_dir(cfg, directory)
     recipe = _build_recipe(cfg, trusted)
-    if find_machine is None:
-        machine = (
-            devices.describe_remote_node(recipe.cluster) if remote else devices.detect_machine(recipe.cluster.device)
-        )
-    else:
-        machine = find_machine(recipe.cluster)
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
     typed: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
     overrides = tuple(redact(str(override)) for override in typed)
     resolve_recipe = resolve_open_layout if is_searched else resolve
     return resolve_recipe(
         recipe,
-        machine,
+        find_machine(recipe.cluster, remote),
         directory,
         ranks=ranks,
         remote=remote,

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from titan.errors import ConfigError
 from titan.files import locks, untrusted
 from titan.files.run_directory import RUN, foreign_files
+from titan.run.axes import find_unknown_setting
 from titan.run.run import Run, as_config
-from titan.run.schema import Recipe, find_unknown_setting
+from titan.run.schema import Recipe
 
 RESULT, ENVIRONMENT, LOCK = "result.json", "env.json", ".lock"
 """Names in a run's directory."""
@@ -78,7 +79,6 @@ def parse_attempts(text: str, label: str, directory: Path | None = None) -> list
     """Return the documents in the text of a run.yaml.
 
     Args:
-        label: the setting that names the file's folder, for messages.
         directory: the run's, whose env.json names the commit that wrote it; None where there is none.
 
     Raises:

@@ -54,9 +54,6 @@ def separate_figures(records: list[Record], documents: Documents) -> list[Record
     """Return the lines of metrics.jsonl with figures of content that changed later under `evaluation/NAME@DIGEST/...`.
 
     Attempts that recorded no digest count as of the last content.
-
-    Args:
-        documents: of the attempts.
     """
     digests = {document["attempt"]: document.get(KEY, {}) for document in documents}
     last = {name: digest for of_attempt in digests.values() for name, digest in of_attempt.items()}

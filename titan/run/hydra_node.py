@@ -84,12 +84,7 @@ def redact_config(cfg: Any) -> Any:
 
 
 def build_options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
-    """Return the options of the command line beside overrides, for the command that resumes the run.
-
-    Args:
-        folder: titan's folder of configuration files.
-        name: the primary configuration in it.
-    """
+    """Return the options of the command line beside overrides, for the command that resumes the run."""
     sources = {source.provider: str(source.path) for source in cfg.hydra.runtime.config_sources}
     words = [] if sources.get("main") == folder else ["--config-path", sources["main"]]
     words += [] if cfg.hydra.job.config_name == name else ["--config-name", str(cfg.hydra.job.config_name)]

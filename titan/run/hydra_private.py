@@ -78,7 +78,6 @@ def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool =
     """Compose as `hydra.compose` does, within a `HydraSession`, for a sweep too.
 
     Args:
-        name: of the primary configuration.
         log: configure logging by `hydra.verbose`, and print what the configuration was composed from.
     """
     hydra = GlobalHydra.instance().hydra

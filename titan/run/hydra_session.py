@@ -62,22 +62,22 @@ class FileGuard:
             result = source.load_config(name)
             searched = OmegaConf.select(result.config, SEARCH_PATH)
             folders = OmegaConf.to_container(searched) if OmegaConf.is_config(searched) else searched
-            self._check_content(result, name, {SEARCH_PATH: folders})
+            self.check_file(result, name, {SEARCH_PATH: folders})
 
-    def check_file(self, result: ConfigResult, name: str) -> None:
+    def check_file(self, result: ConfigResult, name: str, content: Any = None) -> None:
         """Raise ConfigError where a file of a folder that is not trusted sets what only the user may set.
 
         Args:
             result: the file's content, below the package that it is merged into.
             name: its path in its folder, without its suffix.
+            content: the part of the content that counts; None: all of it.
         """
-        self._check_content(result, name, OmegaConf.to_container(result.config, resolve=False))
-
-    def _check_content(self, result: ConfigResult, name: str, content: Any) -> None:
         scheme, _, folder = result.path.partition("://")
         path = Path(os.path.normpath(Path(os.path.abspath(folder), f"{name.removesuffix('.yaml')}.yaml")))
         if self._is_trusted(scheme, name, path):
             return
+        if content is None:
+            content = OmegaConf.to_container(result.config, resolve=False)
         for key, value in trust.list_leaves("", content):
             risk, leaf = explain_file_risk(key, value), (key.removeprefix(trust.SWEPT), value)
             is_own = leaf[0] in self.typed or trust.is_listed(leaf, self.packages)

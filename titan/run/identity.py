@@ -86,10 +86,7 @@ def _select_differing(path: str, value: Any, default: bool, science: bool) -> di
     """Return the science (or else the execution) settings of a schema that differ from their defaults.
 
     Args:
-        path: the dotted name of the schema.
-        value: its instance.
         default: whether its settings are science, where they don't say.
-        science: see `select_settings`.
     """
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(value):

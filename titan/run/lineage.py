@@ -39,7 +39,6 @@ def find_parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, has_c
     """Return what `run` starts from.
 
     Args:
-        attempts: the documents of its earlier attempts.
         has_checkpoint: whether the run itself has a checkpoint, and so no longer needs its parent.
 
     Raises:

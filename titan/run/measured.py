@@ -24,8 +24,8 @@ from titan.files import untrusted
 from titan.files.run_directory import RUN
 from titan.metrics.reader import METRICS, read_records
 from titan.metrics.schema import WARM
+from titan.run.axes import complete_config, read_degrees
 from titan.run.directory import ENVIRONMENT, RESULT, is_finished, read_attempts
-from titan.run.recorded_config import complete_config, read_degrees
 from titan.run.run import as_config, flatten_config
 
 if TYPE_CHECKING:

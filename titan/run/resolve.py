@@ -19,10 +19,9 @@ from titan.hooks import schema as hooks
 from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.parallelism.resolve_layout import resolve_layout
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
-from titan.run.budget import apply_decay, apply_hours, apply_tokens
+from titan.run.budget import apply_decay, apply_hours, apply_learning_rate, apply_tokens
 from titan.run.checks import check_run
 from titan.run.compile_scope import choose_scope
-from titan.run.learning_rate import apply_learning_rate
 from titan.run.run import Run
 from titan.run.schema import Recipe
 
@@ -210,7 +209,6 @@ def resolve_open_layout(
     shards over all devices, and `parallelism` has the settings of the recipe.
 
     Args:
-        machine: a node.
         options: those of `resolve`.
     """
     devices = count_devices(recipe, machine, list_typed_settings(recipe, overrides))
@@ -230,7 +228,6 @@ def count_devices(recipe: Recipe, machine: Machine, typed: Mapping[str, Any]) ->
     """Return the devices that layouts are searched for; None: as many as the layout of the recipe asks for.
 
     Args:
-        machine: a node.
         typed: settings that are typed; all degrees together make the number.
     """
     cluster = recipe.cluster

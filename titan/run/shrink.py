@@ -42,7 +42,7 @@ SAVED_STEP = 2
 MOST_RANKS = 64
 LOSS_CHUNK = 24
 KNOWN_MODELS = (Llama, Qwen3Moe, DeepseekV3, Llama4)
-"""Models whose settings `titan.run.shrink_model` knows."""
+"""Models whose settings `shrink_model` knows."""
 TIMEOUT = 120.0
 """Seconds that a shrunk run's collectives may take."""
 
@@ -59,10 +59,6 @@ class Shrunk:
 
 def shrink_run(target: Run, machine: Machine, directory: str) -> Shrunk:
     """Return a run shrunk to this machine's CPU.
-
-    Args:
-        target: the run whose layout is to be proven.
-        directory: where the shrunk run may write.
 
     Raises:
         ConfigError: when the shrunk run can't be composed, or has too many ranks.
@@ -332,9 +328,6 @@ def shrink_model(run: Run, layout: Layout) -> Any:
     Kept are: whether heads share keys and values, whether heads make up the width, each kind of block, shared experts,
     groups of experts, and whether the sizes that ranks divide leave a remainder. A setting that is not known here keeps
     its value: sizes of one's own models too.
-
-    Args:
-        layout: the shrunk one.
     """
     model = run.model
     sizes: dict[str, Any] = _shrink_heads(run, layout) | _shrink_widths(run, layout) | _shrink_experts(run, layout)

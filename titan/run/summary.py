@@ -235,10 +235,8 @@ def format_next_command(
     """Return the command that resumes a run, with the environment that it needs.
 
     Args:
-        words: its choices and overrides.
         modules: of its settings, which the recorded command can't permit.
         packages: outside of titan that it names.
-        overrides: to add.
     """
     overrides = [*overrides, *([f"modules={format_value(modules)}"] if modules else [])]
     named_packages = [name for name in packages if name not in ("experiments", *modules)]

@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 
 from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError, UnknownSettingError
-from titan.run.schema import PLUGGABLE, Recipe
+from titan.run.axes import PLUGGABLE
+from titan.run.schema import Recipe
 
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "training.steps": ("max_steps", "total_steps", "num_steps", "train_iters", "max_iters", "steps"),
@@ -134,12 +135,7 @@ EXPERTS = ("experts", "num_experts", "n_experts", "num_local_experts", "expert_f
 
 
 def build_error(typed: str, key: str, known_keys: frozenset[str]) -> UnknownSettingError | None:
-    """Return the error that answers a name of other software; None where nothing is known.
-
-    Args:
-        typed: the setting with its value.
-        known_keys: every setting of the composed configuration.
-    """
+    """Return the error that answers a name of other software; None where nothing is known."""
     advice = _find_advice(key, typed.partition("=")[2], known_keys)
     if advice is None:
         return None
@@ -357,12 +353,7 @@ SUBMITIT = {
 
 
 def describe_launcher_setting(key: str, typed: str) -> str | None:
-    """Return the error message for a setting of another launcher; None for other settings.
-
-    Args:
-        key: its dotted name.
-        typed: the whole override.
-    """
+    """Return the error message for a setting of another launcher; None for other settings."""
     name = key.removeprefix("hydra.launcher.")
     if name == key or name not in SUBMITIT:
         return None

@@ -20,9 +20,9 @@ from titan.metrics.tracker_run import RunDescription
 from titan.metrics.trackers import open_trackers
 from titan.run import evaluated, identity
 from titan.run.attempts import Attempt
+from titan.run.axes import PLUGGABLE
 from titan.run.directory import find_parent_sweep, read_attempts
 from titan.run.run import Run, as_config
-from titan.run.schema import PLUGGABLE
 from titan.schedule.schema import Factors
 
 
