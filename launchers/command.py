@@ -1,4 +1,4 @@
-"""Carry out a command line of titan.train: one run on this machine, one run on a cluster, or a sweep."""
+"""Carry out a command line of titan.train: one run on this machine or a cluster, a sweep, or its --help."""
 
 from __future__ import annotations
 
@@ -203,7 +203,8 @@ def _prepare(
                 raise ConfigError(f"sweep={sweep}: is a sweep; add -m.")
             modules.check_hydra(cfg, args.typed)
             check_weights(cfg, args.typed)
-            hydra_node.log_composition(cfg, args.config_name or CONFIG, args.overrides)
+            if cfg.hydra.verbose:  # set the levels of the loggers it names, and print what Hydra composed from
+                hydra_private.compose_mode(args.overrides, args.config_name or CONFIG, RunMode.RUN, log=True)
         args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
         yield args, cfg
 

@@ -97,12 +97,10 @@ def expand_trials(
         raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a sweep.")
     composed: list[ComposedTrial] = []
     for number, trial_overrides in enumerate(_show_progress(overrides)):
-        fixed_overrides = (
-            shared
-            if fixed_settings is None
-            else [o for o in trial_overrides if o.partition("=")[0].lstrip("+~") in fixed_settings]
-        )
-        varied = tuple(redact(o) for o in trial_overrides if o not in fixed_overrides)
+        fixed = shared
+        if fixed_settings is not None:
+            fixed = [o for o in trial_overrides if o.partition("=")[0].lstrip("+~") in fixed_settings]
+        varied = tuple(redact(o) for o in trial_overrides if o not in fixed)
         with _name_trial_in_errors(number, varied):
             cfg = _compose_trial(composer, trial_overrides, first + number, _build_folder_name(varied))
             directory = str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
@@ -255,44 +253,43 @@ def register_trials(root: Path, trials: Sequence[Trial], spec: ledger.SweepSpec)
     """Record the sweep: what it is for, and the trials that the ledger does not have yet."""
     root.mkdir(parents=True, exist_ok=True)
     previous = ledger.read_spec(root)
-    axes = {k: tuple(dict.fromkeys((*previous.axes.get(k, ()), *v))) for k, v in _collect_axes(trials).items()}
-    ledger.write_spec(root, replace(spec, axes={**previous.axes, **axes}))
+    values_by_axis = {name: dict.fromkeys(values) for name, values in previous.axes.items()}
+    for override in (override for trial in trials for override in trial.varied):
+        key, _, value = override.partition("=")
+        values_by_axis.setdefault(key, {})[value] = None
+    ledger.write_spec(root, replace(spec, axes={name: tuple(values) for name, values in values_by_axis.items()}))
     recorded_steps = {trial.id: trial.steps for trial in ledger.read_trials(root)}
-    new_trials = [trial for trial in trials if recorded_steps.get(trial.id) != trial.run.training.steps]
-    ledger.add_events(root, *(_build_event(trial, root) for trial in new_trials))
+    events: list[dict[str, Any]] = [
+        {
+            "event": "point",
+            "id": trial.id,
+            "directory": str(Path(trial.run.directory).relative_to(root)),
+            "overrides": trial.varied,
+            "steps": trial.run.training.steps,
+            "devices": trial.run.layout.devices,
+            "asked": identity.compute_portable_trial_id(trial.run),
+            "settings": trial_settings.collect_settings(trial.run),
+        }
+        for trial in trials
+        if recorded_steps.get(trial.id) != trial.run.training.steps
+    ]
+    ledger.add_events(root, *events)
 
 
-def _build_event(trial: Trial, root: Path) -> dict[str, Any]:
-    return {
-        "event": "point",
-        "id": trial.id,
-        "directory": str(Path(trial.run.directory).relative_to(root)),
-        "overrides": trial.varied,
-        "steps": trial.run.training.steps,
-        "devices": trial.run.layout.devices,
-        "asked": identity.compute_portable_trial_id(trial.run),
-        "settings": trial_settings.collect_settings(trial.run),
-    }
-
-
-def _collect_axes(trials: Sequence[Trial]) -> dict[str, tuple[str, ...]]:
-    values_by_axis: dict[str, dict[str, None]] = {}
-    for trial in trials:
-        for override in trial.varied:
-            key, _, value = override.partition("=")
-            values_by_axis.setdefault(key, {})[value] = None
-    return {key: tuple(values) for key, values in values_by_axis.items()}
-
-
-def pickle_run(trial: Trial, folder: Path) -> Path:
+def write_run(trial: Trial, folder: Path) -> Path:
     """Write a trial's run into a file, for its process or job to read."""
-    file = folder / f"{trial.id}.pickle"
+    file = folder / f"{trial.id}.json"
     run_file.write(trial.run, file)
     return file
 
 
 class Composer:
-    """Composes trials as `loader.load_sweep_config(config, overrides)` would, with the sweep's Hydra `config`."""
+    """Composes trials as `loader.load_sweep_config(config, overrides)` would, with the sweep's Hydra `config`.
+
+    Hydra composes in two steps: the choices on the command line (AXIS=CHOICE) decide which files are merged, and then
+    the single values replace what these say. Trials of a sweep differ mostly in values, so the result of the first step
+    is kept for each set of choices, and a trial is a copy of it with the trial's own values.
+    """
 
     def __init__(self, loader: ConfigLoaderImpl, config: DictConfig) -> None:
         self.loader, self.config = loader, config
@@ -308,11 +305,16 @@ class Composer:
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """Return the composed configuration of one trial."""
         lines = [*self.hydra_overrides, *overrides]
-        self._parse_overrides(lines)
+        new_lines = [line for line in dict.fromkeys(lines) if line not in self.parsed_overrides]
+        if new_lines:
+            parsed_lines = OverridesParser.create().parse_overrides(new_lines)
+            self.parsed_overrides |= dict(zip(new_lines, parsed_lines, strict=True))
         parsed = [self.parsed_overrides[line] for line in lines]
         choices = tuple(o.input_line or "" for o in parsed if self._is_choice(o))
         values = [o for o in parsed if not self._is_choice(o)]
-        cfg = self._copy_base(choices)
+        if choices not in self.bases:
+            self.bases[choices] = self.loader.load_configuration(self.config_name, list(choices), RunMode.RUN)
+        cfg = copy.deepcopy(self.bases[choices])
         try:
             self._apply_values(cfg, values, parsed)
         except OmegaConfBaseException as error:
@@ -326,13 +328,6 @@ class Composer:
             self.options[group] = self.loader.get_group_options(group, ObjectType.CONFIG)
         return self.options[group]
 
-    def _parse_overrides(self, lines: Sequence[str]) -> None:
-        new_lines = [line for line in dict.fromkeys(lines) if line not in self.parsed_overrides]
-        if new_lines:
-            self.parsed_overrides |= dict(
-                zip(new_lines, OverridesParser.create().parse_overrides(new_lines), strict=True)
-            )
-
     def _is_choice(self, override: Override) -> bool:
         """Return whether an override decides what is merged, as Hydra sees it; so do overrides of Hydra itself."""
         key = override.key_or_group
@@ -340,11 +335,6 @@ class Composer:
             self.groups[key] = self.loader.repository.group_exists(key)
         group = self.groups[key] and not isinstance(override.value(), dict)
         return group or override.package is not None or override.is_hydra_override()
-
-    def _copy_base(self, choices: tuple[str, ...]) -> DictConfig:
-        if choices not in self.bases:
-            self.bases[choices] = self.loader.load_configuration(self.config_name, list(choices), RunMode.RUN)
-        return copy.deepcopy(self.bases[choices])
 
     def _apply_values(self, cfg: DictConfig, values: list[Override], parsed: list[Override]) -> None:
         """Set a trial's values, and what Hydra records of overrides."""

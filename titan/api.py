@@ -169,10 +169,10 @@ class Result(_Folder):
     """The outcome of a run, as its last attempt wrote it to result.json.
 
     What it says are attributes, None where it lacks one: `tokens` read; `science_id`, the identity of what was learned;
-    `first_loss` and `last_loss`, the training loss of the first
-    and the last step, `validation_loss` and `bits_per_byte` of the last evaluation, all in nats per token;
-    `tokens_per_second` of all ranks together, without warm-up steps; `mfu`, model FLOP utilization; `memory_gib`, the
-    peak memory of a rank; `seconds`, the duration of the last attempt.
+    `first_loss` and `last_loss`, the training loss of the first and the last step, `validation_loss` and
+    `bits_per_byte` of the last evaluation, all in nats per token; `tokens_per_second` of all ranks together, without
+    warm-up steps; `mfu`, model FLOP utilization; `memory_gib`, the peak memory of a rank; `seconds`, the duration of
+    the last attempt.
 
     Attributes:
         directory: the run's directory.

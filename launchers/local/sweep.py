@@ -165,16 +165,21 @@ class LocalSweep:
         Raises:
             KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
         """
-        supervisor = self.supervisor
         try:
-            with supervisor.forward_stop(lambda: True):
-                while self._start_asked(source) or self.processes:
-                    time.sleep(POLL_SECONDS)
-                    for index in [i for i, process in self.processes.items() if process.poll() is not None]:
-                        source.tell(self.trials[index], self._collect_trial(index))
+            self._run_processes(
+                partial(self._start_asked, source), lambda index, code: source.tell(self.trials[index], code)
+            )
         finally:
-            supervisor.end_processes(0)
-        if supervisor.signals:
+            self.supervisor.end_processes(0)
+
+    def _run_processes(self, start: Callable[[], bool], end: Callable[[int, int], object]) -> None:
+        """Run processes until `start` has started none and none is left; call `end` with each one's index and code."""
+        with self.supervisor.forward_stop(lambda: True):
+            while start() or self.processes:
+                time.sleep(POLL_SECONDS)
+                for index in [i for i, process in self.processes.items() if process.poll() is not None]:
+                    end(index, self._collect_trial(index))
+        if self.supervisor.signals:
             raise KeyboardInterrupt
 
     def _start_asked(self, source: TrialSource) -> bool:
@@ -210,14 +215,10 @@ class LocalSweep:
         """Print how many trials are finished, and the next command."""
         root = shorten_path(str(self.root))
         finished_count = sum(is_done(t.run) for t in self.trials)
-        advice = (
-            f"python -m titan.compare {root} compares them"
-            if finished_count
-            else f"python -m titan.status {root} shows why"
-        )
+        advice = f"titan.compare {root} compares them" if finished_count else f"titan.status {root} shows why"
         total = format_plural(len(self.trials), "trial")
         hint = "" if finished_count == len(self.trials) else "; the same command continues the others"
-        print(f"\nfinished: {finished_count} of {total}{hint}; {advice}.", flush=True)
+        print(f"\nfinished: {finished_count} of {total}{hint}; python -m {advice}.", flush=True)
 
     def _run_in_turn(self, todo: list[int]) -> dict[int, int]:
         """Run one trial after the other, each with this terminal to itself."""
@@ -225,7 +226,7 @@ class LocalSweep:
         codes = {}
         for number, index in enumerate(todo, 1):
             trial = self.trials[index]
-            self._record_start(trial)
+            ledger.add_events(self.root, {"event": "started", "id": trial.id})
             reasons: list[str] = []
             body = partial(run_local, trial.run, apart=True, report=reasons.append)
             with self._show_or_redirect(f"[{number}/{len(todo)}] {trial.label}", self.screen.begin_trial(trial)):
@@ -250,23 +251,21 @@ class LocalSweep:
 
     def _run_concurrently(self, todo: list[int]) -> dict[int, int]:
         codes: dict[int, int] = {}
-        waiting, supervisor = list(todo), self.supervisor
-        with supervisor.forward_stop(lambda: True):
-            while self.processes or (waiting and not supervisor.signals):
-                while waiting and not supervisor.signals and len(self.processes) < self.settings.at_once:
-                    self._start_trial(waiting.pop(0))
-                time.sleep(POLL_SECONDS)
-                for index in [i for i, process in self.processes.items() if process.poll() is not None]:
-                    codes[index] = self._collect_trial(index)
-        if supervisor.signals:
-            raise KeyboardInterrupt
+        waiting = list(todo)
+
+        def start_waiting() -> bool:
+            while waiting and not self.supervisor.signals and len(self.processes) < self.settings.at_once:
+                self._start_trial(waiting.pop(0))
+            return False
+
+        self._run_processes(start_waiting, codes.__setitem__)
         return codes
 
     def _start_trial(self, index: int) -> None:
         trial = self.trials[index]
-        file = self.run_files[index] = sweep_trials.pickle_run(trial, self.root / "points")
-        run_file.remove_reason(file)
-        self._record_start(trial)
+        file = self.run_files[index] = sweep_trials.write_run(trial, self.root / "points")
+        run_file.write_reason(file, "")
+        ledger.add_events(self.root, {"event": "started", "id": trial.id})
         with self.screen.begin_trial(trial).open("ab") as log:
             module, parent = "launchers.local.trial", str(os.getpid())
             self.processes[index] = self.supervisor.start(module, str(file), parent, log=log)
@@ -282,9 +281,6 @@ class LocalSweep:
         code = 1 if code < 0 else code
         self._record_end(trial, code, reason)
         return code
-
-    def _record_start(self, trial: Trial) -> None:
-        ledger.add_events(self.root, {"event": "started", "id": trial.id})
 
     def _record_end(self, trial: Trial, code: int, reason: str | None) -> None:
         reason = None if code in (0, 130) else reason or f"exited with code {code}"

@@ -69,12 +69,13 @@ def find_jobs(ids: Iterable[str]) -> dict[str, SlurmJob]:
 
 def find_sent_jobs(token: str) -> list[SlurmJob]:
     """Return the jobs with a token, in the order of their numbers; those that ended long ago are missing."""
-    return sorted((job for job in _list_own_jobs() if token in (job.token, job.name[-len(token) :])), key=_parse_number)
+    jobs = [job for job in list_own_jobs() if token in (job.token, job.name[-len(token) :])]
+    return sorted(jobs, key=lambda job: [int(part) for part in job.id.split("_")])
 
 
 def count_jobs() -> int:
     """Return how many jobs of this user wait or run; each element of an array counts."""
-    return sum(job.is_alive for job in _list_own_jobs())
+    return sum(job.is_alive for job in list_own_jobs())
 
 
 def read_array_limit() -> int:
@@ -85,12 +86,7 @@ def read_array_limit() -> int:
     return int(match[1]) if match else DEFAULT_ARRAY
 
 
-def _parse_number(job: SlurmJob) -> tuple[int, int]:
-    first, _, index = job.id.partition("_")
-    return int(first), int(index or 0)
-
-
-def _list_own_jobs() -> list[SlurmJob]:
+def list_own_jobs() -> list[SlurmJob]:
     """Return all jobs of this user that Slurm still knows, ended ones too."""
     return _run_squeue("--me")
 
@@ -106,13 +102,12 @@ def _list_jobs(numbers: list[str]) -> list[SlurmJob]:
 def _run_squeue(option: str) -> list[SlurmJob]:
     """Return squeue's jobs, each element of an array as one."""
     text = run_command("squeue", option, "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%N|%j|%k")
-    return [_parse_line(line) for line in text.splitlines() if "|" in line]
-
-
-def _parse_line(line: str) -> SlurmJob:
-    """Parse a line of squeue; the comment comes last, for it may be the user's own and hold any character."""
-    number, state, reason, nodes, name, comment = [*line.split("|", 5), *[""] * 5][:6]
-    return SlurmJob(number, state, reason, nodes, comment, name)
+    jobs = []
+    for line in text.splitlines():
+        if "|" in line:  # the comment comes last, for it may be the user's own and hold any character
+            number, state, reason, nodes, name, comment = [*line.split("|", 5), *[""] * 5][:6]
+            jobs.append(SlurmJob(number, state, reason, nodes, comment, name))
+    return jobs
 
 
 def _read_accounts(ids: set[str]) -> dict[str, SlurmJob]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from titan.run import identity, own_code
@@ -25,8 +25,18 @@ def copy_code(folder: Path, packages: Iterable[str] = ()) -> Path:
     Returns:
         The folder to import from.
     """
-    code, files = identity.describe_code(), _collect_files() | _collect_own_files(packages)
-    copy = folder / "code" / _compute_digest(files)
+    code = identity.describe_code()
+    # of site-packages only titan's own
+    parts = [part for part in PARTS if (ROOT / part).is_dir() and (part != "experiments" or (ROOT / "conf").is_dir())]
+    files = {str(file.relative_to(ROOT)): file for part in parts for file in own_code.walk_files(ROOT / part)}
+    for package in packages:
+        if package not in PARTS and not own_code.is_installed(package):
+            files |= own_code.find_files(package)
+    digest = hashlib.sha256()
+    for name, file in sorted(files.items()):
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    copy = folder / "code" / digest.hexdigest()[:12]
     if copy.is_dir():
         return copy
     temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
@@ -40,23 +50,3 @@ def copy_code(folder: Path, packages: Iterable[str] = ()) -> Path:
     except OSError:  # another launcher was faster
         shutil.rmtree(temporary)
     return copy
-
-
-def _collect_files() -> dict[str, Path]:
-    """Return all files of titan's code; of site-packages only titan's own."""
-    parts = [part for part in PARTS if (ROOT / part).is_dir() and (part != "experiments" or (ROOT / "conf").is_dir())]
-    return {str(file.relative_to(ROOT)): file for part in parts for file in own_code.walk_files(ROOT / part)}
-
-
-def _collect_own_files(packages: Iterable[str]) -> dict[str, Path]:
-    """Return the files of packages that are not installed, by their paths in the copy."""
-    uninstalled = [package for package in packages if package not in PARTS and not own_code.is_installed(package)]
-    return {name: file for package in uninstalled for name, file in own_code.find_files(package).items()}
-
-
-def _compute_digest(files: Mapping[str, Path]) -> str:
-    digest = hashlib.sha256()
-    for name, file in sorted(files.items()):
-        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""The state of a sweep's trials, from its ledger, the jobs' exit records and Slurm. Free of torch."""
+"""The state of a sweep's trials, from its ledger, the jobs' exit records and Slurm; and their lanes. Free of torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def reconcile_trial(directory: Path, trial: TrialState, jobs: dict[str, SlurmJob
     if running := next((job for job in live_jobs if job.is_running), None):
         return replace(trial, state="running", job=running.id, reason=None)
     if live_jobs:
-        reason = "; ".join(filter(None, (trial.reason, _describe_wait(live_jobs[0])))) or None
+        wait = "" if live_jobs[0].reason in ("", "None") else f"waits: {live_jobs[0].reason}"
+        reason = "; ".join(filter(None, (trial.reason, wait))) or None
         return replace(trial, state="queued", job=live_jobs[0].id, reason=reason)
     if trial.state in ("failed", "stopped"):
         return trial
@@ -70,11 +71,6 @@ def reconcile_trial(directory: Path, trial: TrialState, jobs: dict[str, SlurmJob
             or "ended without reporting an error"
         )
     return replace(trial, state=state, reason=reason)  # type: ignore[arg-type]
-
-
-def _describe_wait(job: SlurmJob) -> str | None:
-    """Return why a job waits, where Slurm gives a reason."""
-    return None if job.reason in ("", "None") else f"waits: {job.reason}"
 
 
 def adopt_jobs(directory: Path) -> None:
@@ -110,7 +106,13 @@ ALIVE = ("queued", "running")
 
 
 class Lanes:
-    """The jobs of a sweep that have not ended, by lane; those in no lane precede all later ones."""
+    """The jobs of a sweep that have not ended, by lane; those in no lane precede all later ones.
+
+    They limit a whole sweep to `hydra.launcher.at_once` jobs: so many lanes, in each of which jobs run one by one.
+    Slurm itself limits how many elements of one job array run. Trials of several shapes are several arrays, and those
+    that are submitted later are further ones: then each trial is a separate job in one of the lanes, and depends on all
+    jobs before it in its lane. So the limit holds while no launcher waits, and when a job is requeued or cancelled.
+    """
 
     def __init__(self, count: int, trials: Iterable[TrialState]) -> None:
         self.jobs: list[list[str]] = [[] for _ in range(count)]

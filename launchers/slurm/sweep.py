@@ -221,7 +221,7 @@ class SlurmSweep:
         lane, dependency = lanes.take_lane() if lanes else (None, None)
         token = f"titan-{uuid.uuid4().hex[:12]}"
         job_shape = self.shapes[chunk[0].id]
-        files = [sweep_trials.pickle_run(trial, self.folder / "points") for trial in chunk]
+        files = [sweep_trials.write_run(trial, self.folder / "points") for trial in chunk]
         trial_list, tasks = self.folder / f"{token}.json", job_shape.cluster.tasks
         write_json(trial_list, {"points": list(map(str, files)), "tasks": tasks, "ranks_per_node": job_shape.ranks})
         write_atomic(trial_list.with_suffix(".runs"), "".join(f"{trial.run.directory}\n" for trial in chunk))

@@ -252,7 +252,7 @@ def test_what_is_shown_of_a_configuration_has_no_secret(laptop: Path, capsys: py
 
 def test_a_frozen_point_is_its_users_alone(laptop: Path) -> None:
     point = trials.Trial("a", (), compose_test_run([*TINY]))
-    assert trials.pickle_run(point, laptop).stat().st_mode & 0o777 == 0o600
+    assert trials.write_run(point, laptop).stat().st_mode & 0o777 == 0o600
 
 
 def test_where_data_come_from_is_written_down_without_secrets(laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

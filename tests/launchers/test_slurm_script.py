@@ -159,7 +159,7 @@ def test_a_comment_is_the_users_own_and_the_name_finds_the_job(tmp_path: Path, m
     line = f"7|PENDING|None||{name}|team|a b\n8|RUNNING|None|n1|other|x|titan-0123456789ab\n9|RUNNING|None|n1|other|\n"
     monkeypatch.setattr(queue, "run_command", lambda *command: line)
     assert [found.id for found in queue.find_sent_jobs("titan-0123456789ab")] == ["7"]
-    assert queue._list_own_jobs()[0] == queue.SlurmJob("7", "PENDING", "None", "", "team|a b", name)
+    assert queue.list_own_jobs()[0] == queue.SlurmJob("7", "PENDING", "None", "", "team|a b", name)
 
 
 @pytest.mark.full

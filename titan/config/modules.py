@@ -73,21 +73,20 @@ def check_hydra(cfg: DictConfig, overrides: Sequence[str]) -> None:
     for part, packages in HYDRA_PACKAGES.items():
         for name in _iterate_imports(content.get(part)):
             if name.startswith("logging.config") or not _is_in(name, (*packages, *trusted)):
-                raise ConfigError(f"hydra.{part}: names {name}, {_explain_rejection(part, name)}.")
+                if library := describe_library(name.partition(".")[0]):
+                    reason = f"and {library}; take it out"
+                elif part in ("launcher", "sweeper"):
+                    reason = f"which is no {part}; leave it out, and choose hydra/{part}=CHOICE"
+                else:
+                    own = f"give modules=[{name.partition('.')[0]}]"
+                    reason = f"and only you may let code be imported; take it out, or {own}"
+                raise ConfigError(f"hydra.{part}: names {name}, {reason}.")
             if part == "callbacks" and _is_in(name, packages):
                 _check_callback(name)
 
 
 def _is_in(name: str, packages: Sequence[str]) -> bool:
     return name.startswith(tuple(f"{package}." for package in packages))
-
-
-def _explain_rejection(part: str, name: str) -> str:
-    if library := describe_library(name.partition(".")[0]):
-        return f"and {library}; take it out"
-    if part in ("launcher", "sweeper"):
-        return f"which is no {part}; leave it out, and choose hydra/{part}=CHOICE"
-    return f"and only you may let code be imported; take it out, or give modules=[{name.partition('.')[0]}]"
 
 
 def _check_callback(name: str) -> None:

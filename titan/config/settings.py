@@ -124,22 +124,26 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
         ConfigError: on an unknown key, a wrong type, a value out of range or a missing value.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path}={format_value(data)}: expected {_describe_group(cls, path)}.")
+        expected = f"a group of settings; choose one of {path}'s choices instead"
+        if "." in path:
+            expected = f"names and values, such as {path}={{{_name_first_fields(cls, 1)}}}"
+        raise ConfigError(f"{path}={format_value(data)}: expected {expected}.")
     data = dict(data)
     has_target = "_target_" in data
     if has_target and hasattr(cls, "build"):
-        cls = _resolve_class(cls, format_value(data.pop("_target_")), path, allowed)
+        base = [ancestor for ancestor in cls.__mro__ if dataclasses.is_dataclass(ancestor)][-1]
+        name = format_value(data.pop("_target_"))
+        if not issubclass(cls := _import_target(name, path, allowed), base):
+            base_path = f"{base.__module__}.{base.__qualname__}"
+            raise ConfigError(f"{path}._target_={name}: is no {base_path}; derive it from that class.")
     values = build_fields(cls, data, path, allowed)
     if not has_target and _suggest_target(cls):
         raise ConfigError(f"{path}._target_ is missing: it names the class, such as mine.module.Class.")
     for name, field in _list_fields(cls).items():
         if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
             field_path, help_text = _join_path(path, name), field.metadata.get("help") or "a value is needed"
-            way_out = (
-                f"{field_path}=VALUE"
-                if get_value_schema(_read_type_hints(cls)[name]) is None
-                else f"+{path}@{field_path}.NAME=CHOICE"
-            )
+            is_plain = get_value_schema(_read_type_hints(cls)[name]) is None
+            way_out = f"{field_path}=VALUE" if is_plain else f"+{path}@{field_path}.NAME=CHOICE"
             raise ConfigError(f"{field_path} is missing: {help_text}; give it as {way_out}.")
     return cls(**values)
 
@@ -147,21 +151,23 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
 def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the values of those fields of the schema `cls` that `data` has; see `build`."""
     fields, hints = _list_fields(cls), _read_type_hints(cls)
+    names = [_join_path(path, name) for name in fields]
     for key in data:
         if key not in fields:
-            raise _build_unknown_error(
-                cls, _join_path(path, str(key)), data[key], [_join_path(path, n) for n in fields]
-            )
-    values = {}
+            raise _build_unknown_error(cls, _join_path(path, str(key)), data[key], names)
+    values: dict[str, Any] = {}
     for name, value in sorted(data.items(), key=_imports_last):
         field_path, kind = _join_path(path, name.rstrip("_")), hints[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, field_path, allowed)
         elif (nested := get_value_schema(kind)) is not None and isinstance(value, Mapping):
-            values[name] = _build_named(nested, value, field_path, allowed)
+            for key in value:  # names that the user chooses, whose order stays
+                check_text(str(key), f"{field_path}.{key}")
+            order = sorted(value.items(), key=_imports_last)
+            built = {key: build(nested, part, _join_path(field_path, str(key)), allowed) for key, part in order}
+            values[name] = {str(key): built[key] for key in value}
         else:
-            siblings = (_join_path(path, sibling) for sibling in fields)
-            values[name] = _check_value(value, kind, fields[name], field_path, siblings)
+            values[name] = _check_value(value, kind, fields[name], field_path, names)
     return values
 
 
@@ -173,13 +179,6 @@ def _build_unknown_error(cls: type, path: str, value: Any, names: Iterable[str])
         path = _join_path(path, str(name))
     typed = f"{path}={format_value(value)}"
     return UnknownSettingError(f"{typed}: there is no such setting{hint}", typed, path, hint)
-
-
-def _describe_group(cls: type, path: str) -> str:
-    """Return what a user gives in place of a single value where a schema's settings are expected."""
-    if "." not in path:
-        return f"a group of settings; choose one of {path}'s choices instead"
-    return f"names and values, such as {path}={{{_name_first_fields(cls, 1)}}}"
 
 
 def _name_first_fields(cls: type, count: int = 2) -> str:
@@ -202,15 +201,6 @@ def _read_type_hints(cls: type) -> dict[str, Any]:
 
 def _list_fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(cls) if field.init}
-
-
-def _build_named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """Return instances of a schema by names that the user chooses, in their order."""
-    for name in data:
-        check_text(str(name), f"{path}.{name}")
-    order = sorted(data.items(), key=_imports_last)
-    built = {name: build(cls, value, _join_path(path, str(name)), allowed) for name, value in order}
-    return {str(name): built[name] for name in data}
 
 
 def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
@@ -309,15 +299,6 @@ def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
         )
 
 
-def _resolve_class(cls: type, name: str, path: str, allowed: tuple[str, ...]) -> type:
-    base = [ancestor for ancestor in cls.__mro__ if dataclasses.is_dataclass(ancestor)][-1]
-    target_class = _import_target(name, path, allowed)
-    if not issubclass(target_class, base):
-        base_path = f"{base.__module__}.{base.__qualname__}"
-        raise ConfigError(f"{path}._target_={name}: is no {base_path}; derive it from that class.")
-    return target_class
-
-
 def _import_target(name: str, path: str, allowed: tuple[str, ...]) -> type:
     _check_target(name, path, allowed)
     module, _, attribute = get_class_path(name).rpartition(".")
@@ -336,12 +317,6 @@ def _import_target(name: str, path: str, allowed: tuple[str, ...]) -> type:
         raise ConfigError(
             f"{typed}: no such class (module {module!r} has no attribute {attribute!r}); correct the name."
         )
-    _check_class(cls, typed)
-    return cls  # type: ignore[no-any-return]
-
-
-def _check_class(cls: Any, typed: str) -> None:
-    """Raise ConfigError for what is no dataclass with a method `build`, and for settings that no decorator sees."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and hasattr(cls, "build")):
         raise ConfigError(f"{typed}: must be a dataclass with a method build; name another class.")
     if inspect.get_annotations(cls) and "__dataclass_fields__" not in vars(cls):
@@ -349,6 +324,7 @@ def _check_class(cls: Any, typed: str) -> None:
     is_own = not cls.__module__.startswith("titan.")  # titan's datasets of several sources are built elsewhere
     if is_own and getattr(cls.build, "__isabstractmethod__", False):
         raise ConfigError(f"{typed}: has no method build; define it.")
+    return cls
 
 
 def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str, siblings: Iterable[str] = ()) -> Any:
@@ -359,22 +335,18 @@ def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str
     try:
         converted = _convert_value(value, kind, path, words, unit)
     except ConfigError as error:
+        if ": expected " not in str(error):
+            raise
         texts = (text for text in _iterate_scalars(value) if isinstance(text, str))
         advice = next(filter(None, (advise(text, unit, siblings) for text in texts)), "")
-        raise ConfigError(_add_meaning(str(error), advice, field.metadata.get("help", ""))) from None
+        meaning = f" ({field.metadata['help']})" if field.metadata.get("help") else ""  # which has its unit
+        raise ConfigError(f"{str(error).rstrip('.')}{advice}{meaning}.") from None
     typed = f"{path}={format_value(value)}"
     for number in converted if isinstance(converted, tuple) else (converted,):
         _check_range(number, limits, typed, words)
     for scalar in _iterate_scalars(converted):
         _check_scalar(scalar, field.metadata, typed)
     return converted
-
-
-def _add_meaning(sentence: str, advice: str, help: str) -> str:
-    """Return the sentence on a value of the wrong type with advice, and the setting's meaning, which has its unit."""
-    if ": expected " not in sentence:
-        return sentence
-    return f"{sentence.rstrip('.')}{advice}{f' ({help})' if help else ''}."
 
 
 def _iterate_scalars(value: Any) -> Iterator[Any]:
@@ -397,10 +369,8 @@ def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
         if not math.isfinite(value):
             raise ConfigError(f"{typed}: must be a finite number.")
         if abs(value) > cap:
-            raise ConfigError(
-                f"{typed}: must be at "
-                f"{f'most {_format_number(cap)}' if value > 0 else f'least -{_format_number(cap)}'}."
-            )
+            bound = f"most {_format_number(cap)}" if value > 0 else f"least -{_format_number(cap)}"
+            raise ConfigError(f"{typed}: must be at {bound}.")
 
 
 def check_text(text: str, typed: str, *, any_text: bool = False) -> None:

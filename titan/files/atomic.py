@@ -37,7 +37,7 @@ def atomic_file(
         temporary.unlink(missing_ok=True)
         raise
     if sync:
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 def write_atomic(
@@ -51,11 +51,6 @@ def write_atomic(
 def write_json(path: Path, content: Any, *, sync: bool = False) -> None:
     """Write JSON as a whole file, in one line; see `atomic_file`."""
     write_atomic(path, json.dumps(content), sync=sync)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    sync_path(folder)
 
 
 def sync_path(path: Path) -> None:

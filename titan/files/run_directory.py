@@ -1,4 +1,4 @@
-"""The directory of a run as a user names it: one sentence about what is wrong with it. Free of torch."""
+"""The directory of a run as a user names it, its name, and the names of the files in it. Free of torch."""
 
 from __future__ import annotations
 
@@ -28,16 +28,11 @@ def check_run_directory(name: str | Path) -> Path:
     """Return the path of a run's directory."""
     directory = check_directory(name)
     if not (directory / RUN).is_file():
-        problem = describe_runs_below(name) or _describe_run_above(name) or f"holds no run (a run has a {RUN})"
-        advice = "" if ";" in problem else "; give a run's directory, such as runs/NAME"
-        raise ConfigError(f"{name}: {problem}{advice}.")
+        above = next((folder for folder in directory.parents[:2] if (folder / RUN).is_file()), None)
+        absent = f"holds no run (a run has a {RUN}); give a run's directory, such as runs/NAME"
+        problem = absent if above is None else f"is a part of a run; give {above}"
+        raise ConfigError(f"{name}: {describe_runs_below(name) or problem}.")
     return directory
-
-
-def _describe_run_above(name: str | Path) -> str | None:
-    """Return what a directory within a run's directory is; None for others."""
-    above = next((folder for folder in Path(name).expanduser().parents[:2] if (folder / RUN).is_file()), None)
-    return None if above is None else f"is a part of a run; give {above}"
 
 
 def describe_runs_below(name: str | Path) -> str | None:

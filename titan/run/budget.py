@@ -1,4 +1,4 @@
-"""How many steps a budget of tokens or device-hours makes. Free of torch."""
+"""What a recipe's budget means: the steps that tokens or device-hours make, and `optimizer.lr=auto`. Free of torch."""
 
 from __future__ import annotations
 
@@ -162,7 +162,11 @@ def describe_origin(training: Training) -> str:
 
 
 def apply_decay(recipe: Recipe) -> Recipe:
-    """Return the recipe with the steps and the decay that `checkpoint.decay_steps` means for its checkpoint."""
+    """Return the recipe with the steps and the decay that `checkpoint.decay_steps` means for its checkpoint.
+
+    With the schedule wsd one long run at a constant learning rate serves many lengths: each branch begins at one of its
+    checkpoints and decays for a few steps (Hu et al. 2024, arXiv:2404.06395; Haegele et al. 2024, arXiv:2405.18392).
+    """
     count, resume = recipe.checkpoint.decay_steps, recipe.checkpoint.resume
     if count is None:
         return recipe

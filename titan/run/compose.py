@@ -18,7 +18,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from titan.cluster import devices
 from titan.cluster.devices import Machine
@@ -121,7 +121,8 @@ def freeze_run(
     hydra_node.check(cfg)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     settings.check_text(directory, f"hydra.run.dir={directory}")
-    hydra_node.set_output_dir(cfg, directory)
+    with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):  # as Hydra does when a job begins
+        cfg.hydra.runtime.output_dir = directory
     recipe = _build_recipe(cfg, trusted)
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
     typed: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)

@@ -22,24 +22,22 @@ RESULT, ENVIRONMENT, LOCK = "result.json", "env.json", ".lock"
 """Names in a run's directory."""
 
 _REQUIRED: dict[str, Any] = {
-    "attempt": int, "run_id": str, "overrides": list[str], "ids": dict[str, str],
-    "science": dict[str, Any], "config": dict[str, Any],
+    "attempt": int, "run_id": str, "overrides": list[str], "ids": dict[str, str], "ids.science": str,
+    "science": dict[str, Any], "config": dict[str, Any], "config.training": dict[str, Any],
+    "config.training.steps": int,
 }  # fmt: skip
 """What later attempts need of a document in run.yaml, by the types of the values."""
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "training": dict.fromkeys(("steps", "seed", "repeat", "seq_len", "global_batch"), int),
-    "precision": {"compute": str},
-    "compile": {"scope": str},
-    "cluster": {"device": str},
-    "optimizer": {"lr": float},
-    "checkpoint": dict.fromkeys(("path", "resume", "weights"), str | None),
-}
-"""The settings of a document's `config` that are read one by one, by axis; each axis is a mapping."""
 _OPTIONAL: dict[str, Any] = {
     "parent": str | None, "from_step": int, "notes": list[str], "options": list[str],
     "choices": dict[str, Any], "layout": dict[str, int], "kind": str | None, "name": str | None,
     "own_code": dict[str, str], "evaluated": dict[str, str], "microbatches": int, "expert": int, "began": str,
+    **{f"science.{axis}": str for axis in Recipe.axes()},
+    **{f"config.{axis}": dict[str, Any] for axis in (*Recipe.axes(), "hooks")},
+    **{f"config.training.{name}": int for name in ("seed", "repeat", "seq_len", "global_batch")},
+    "config.precision.compute": str, "config.compile.scope": str, "config.cluster.device": str,
+    "config.optimizer.lr": float, **{f"config.checkpoint.{name}": str | None for name in ("path", "resume", "weights")},
 }  # fmt: skip
+"""What else is read of it."""
 _RESULT: dict[str, Any] = {
     **dict.fromkeys(("tokens", "attempt"), int),
     **dict.fromkeys(("first_loss", "last_loss", "validation_loss", "bits_per_byte", "mfu", "seconds"), float | None),
@@ -112,28 +110,15 @@ def _check_document(document: Any, first: Any) -> None:
         KeyError: naming what is missing.
     """
     untrusted.check_type(document, dict[str, Any], "it")
-    for name, kind in _REQUIRED.items():
-        untrusted.check_type(document[name], kind, name)
-    for name, kind in _OPTIONAL.items():
-        if name in document:
-            untrusted.check_type(document[name], kind, name)
-    untrusted.check_type(document["ids"]["science"], str, "ids.science")
-    for axis in Recipe.axes():
-        untrusted.check_type(document["science"].get(axis, ""), str, f"science.{axis}")
-    _check_config(document["config"])
+    for path, kind in (_REQUIRED | _OPTIONAL).items():
+        *folders, name = path.split(".")
+        values = document
+        for folder in folders:
+            values = values.get(folder, {})
+        if name in values or path in _REQUIRED:
+            untrusted.check_type(values[name], kind, path)
     if document["run_id"] != first["run_id"]:
         raise ValueError(f"it is of another run, {untrusted.describe_value(document['run_id'])}")
-
-
-def _check_config(config: dict[str, Any]) -> None:
-    """Compare the resolved configuration of an attempt with what titan writes; errors as in `_check_document`."""
-    for axis in (*Recipe.axes(), "hooks"):
-        untrusted.check_type(config.get(axis, {}), dict[str, Any], f"config.{axis}")
-    untrusted.check_type(config["training"]["steps"], int, "config.training.steps")
-    for axis, settings in _SETTINGS.items():
-        for name, kind in settings.items():
-            if name in config.get(axis, {}):
-                untrusted.check_type(config[axis][name], kind, f"config.{axis}.{name}")
 
 
 def _build_read_error(label: str, reason: str) -> ConfigError:
@@ -164,10 +149,10 @@ def is_finished(directory: Path, steps: int = 0) -> bool:
 
 def describe_hook_end(result: Mapping[str, Any]) -> str | None:
     """Return which hook ended the run of a `result.json` before its last step, and why; None where none did."""
-    hook_end = result.get("ended_by") or {}
-    return (
-        f"hooks.{hook_end.get('hook')}: {hook_end.get('reason')}" if hook_end and not result.get("finished") else None
-    )
+    hook_end = result.get("ended_by")
+    if not hook_end or result.get("finished"):
+        return None
+    return f"hooks.{hook_end.get('hook')}: {hook_end.get('reason')}"
 
 
 def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[str, Any], str | None]:
@@ -177,7 +162,11 @@ def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[s
         sciences: the science ids that the run has had, if known: a result with another one is another run's.
     """
     try:
-        content = _parse_result(untrusted.read_regular_file(directory / RESULT))
+        content = untrusted.parse_object(untrusted.read_regular_file(directory / RESULT))
+        untrusted.check_type(content["finished"], bool, "finished")
+        untrusted.check_type(content["step"], int, "step")
+        for name, value in content.items():
+            untrusted.check_type(value, _RESULT.get(name.partition("/")[0], Any), name)
     except FileNotFoundError:
         return {}, None
     except (OSError, ValueError, KeyError) as error:
@@ -186,15 +175,6 @@ def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[s
     if sciences and content.get("science_id", "") not in {*sciences, ""}:
         return {}, f"result.json is of another run ({untrusted.describe_value(content['science_id'])}) and not used"
     return content, None
-
-
-def _parse_result(text: bytes) -> dict[str, Any]:
-    content = untrusted.parse_object(text)
-    untrusted.check_type(content["finished"], bool, "finished")
-    untrusted.check_type(content["step"], int, "step")
-    for name, value in content.items():
-        untrusted.check_type(value, _RESULT.get(name.partition("/")[0], Any), name)
-    return content
 
 
 def is_locked(directory: Path) -> bool:
@@ -216,15 +196,10 @@ def is_done(run: Run) -> bool:
 def is_ended_by_hook(run: Run, last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
     """Return whether a hook that the run still has, with the same settings, ended it before its last step."""
     hook = result.get("ended_by", {}).get("hook")
-    last_config, config = last["config"], as_config(run)
-    is_same_attempt = (
-        result.get("attempt") == last["attempt"] and last_config["training"]["steps"] == run.training.steps
-    )
-    return (
-        is_same_attempt
-        and hook in config.get("hooks", {})
-        and last_config.get("hooks", {}).get(hook) == config["hooks"][hook]
-    )
+    hooks, last_hooks = (config.get("hooks", {}) for config in (as_config(run), last["config"]))
+    is_same_attempt = result.get("attempt") == last["attempt"]
+    has_same_steps = last["config"]["training"]["steps"] == run.training.steps
+    return is_same_attempt and has_same_steps and hook in hooks and last_hooks.get(hook) == hooks[hook]
 
 
 REPEATS = ("training.seed", "training.repeat")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.errors import InstantiationException
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 
 from titan.console.text import redact_nested
 from titan.errors import ConfigError, RunError
@@ -47,19 +46,14 @@ def check(cfg: DictConfig) -> None:
             "hydra.job.chdir=true: paths are relative to the working directory of the command, which a run never "
             "changes; leave it out, results go to hydra.run.dir."
         )
-    _check_logging(cfg)
+    choice = cfg.hydra.runtime.choices.get("hydra/job_logging")
+    overrides = [o for o in cfg.hydra.overrides.hydra if o.lstrip("+~").startswith("hydra.job_logging")]
+    overrides += [] if choice in LOGGING else [f"hydra/job_logging={choice}"]
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: ranks write log/rank-N.log of the run, and nothing else; leave it out.")
     subdir = cfg.hydra.output_subdir
     if subdir is not None and (not subdir.strip(". ") or "/" in subdir or subdir in FILES - {".hydra"}):
         raise ConfigError(f"hydra.output_subdir={subdir}: must name a new folder in the run's directory, or be null.")
-
-
-def _check_logging(cfg: DictConfig) -> None:
-    choice = cfg.hydra.runtime.choices.get("hydra/job_logging")
-    overrides = [o for o in cfg.hydra.overrides.hydra if o.lstrip("+~").startswith("hydra.job_logging")]
-    if choice not in LOGGING:
-        overrides.append(f"hydra/job_logging={choice}")
-    if overrides:
-        raise ConfigError(f"{overrides[0]}: ranks write log/rank-N.log of the run, and nothing else; leave it out.")
 
 
 def build_files(cfg: DictConfig) -> dict[str, Any]:
@@ -92,18 +86,6 @@ def build_options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
     return (*words, *(o for o in cfg.hydra.overrides.hydra if o.lstrip("+").startswith(KEPT_OVERRIDES)))
 
 
-def set_output_dir(cfg: DictConfig, directory: str) -> None:
-    """Set `hydra.runtime.output_dir` to the run's directory, as Hydra does when a job begins."""
-    with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
-        cfg.hydra.runtime.output_dir = directory
-
-
-def log_composition(cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
-    """With `hydra.verbose`: set the levels of the loggers it names, and print what Hydra composed from."""
-    if cfg.hydra.verbose:
-        hydra_private.compose_mode(overrides, name, RunMode.RUN, log=True)
-
-
 class HydraCallbacks:
     """The instantiated callbacks of a command line; `titan.config.modules.check_hydra` checks what they import."""
 
@@ -120,8 +102,14 @@ class HydraCallbacks:
         except InstantiationException as error:
             reason = " ".join(str(error).split("\n")[0].split()).rstrip(".:")
             raise ConfigError(f"hydra.callbacks: {reason}; correct the callback's settings.") from error
-        if remote:
-            _check_called(self.callbacks.callbacks)
+        for callback in self.callbacks.callbacks if remote else ():
+            names = [n for n in ON_JOB if getattr(type(callback), n, None) not in (None, getattr(Callback, n))]
+            if names:
+                raise ConfigError(
+                    f"hydra.callbacks: {type(callback).__name__}.{names[0]} would be called where no job runs; leave "
+                    "the callback out, or run jobs one after the other on this machine (hydra/launcher=local, "
+                    "at_once=1)."
+                )
 
     def around_run(self, body: Callable[[], int], name: str) -> int:
         """Execute a single run with all its callbacks; return its exit code."""
@@ -143,10 +131,11 @@ class HydraCallbacks:
             self.callbacks.on_job_start(config=cfg, task_function=lambda _: body())
             try:
                 code = body()
-                _record_end(job_return, None if code == 0 else RunError(f"the run ended with exit code {code}."), code)
+                job_return.status = JobStatus.FAILED if code else JobStatus.COMPLETED
+                job_return.return_value = RunError(f"the run ended with exit code {code}.") if code else code
                 return code
             except BaseException as error:
-                _record_end(job_return, error, 1)
+                job_return.status, job_return.return_value = JobStatus.FAILED, error
                 raise
             finally:
                 self.callbacks.on_job_end(config=cfg, job_return=job_return)
@@ -157,20 +146,3 @@ def _build_job_return(cfg: DictConfig) -> JobReturn:
     node = OmegaConf.masked_copy(cfg, ["hydra"])
     overrides = [str(o) for o in cfg.hydra.overrides.task]
     return JobReturn(overrides=overrides, cfg=job, hydra_cfg=node, working_dir=os.getcwd(), task_name="train")
-
-
-def _record_end(job_return: JobReturn, error: BaseException | None, code: int) -> None:
-    job_return.status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
-    job_return.return_value = code if error is None else error
-
-
-def _check_called(callbacks: Sequence[Any]) -> None:
-    for callback in callbacks:
-        overridden = [
-            name for name in ON_JOB if getattr(type(callback), name, None) not in (None, getattr(Callback, name))
-        ]
-        if overridden:
-            raise ConfigError(
-                f"hydra.callbacks: {type(callback).__name__}.{overridden[0]} would be called where no job runs; leave "
-                "the callback out, or run jobs one after the other on this machine (hydra/launcher=local, at_once=1)."
-            )

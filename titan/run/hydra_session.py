@@ -1,4 +1,4 @@
-"""Hydra, set up for one composition."""
+"""Hydra, set up for one composition, with a guard of the files that it may merge."""
 
 from __future__ import annotations
 
@@ -48,7 +48,13 @@ def list_own_folders() -> list[str]:
 
 
 class FileGuard:
-    """Checks the files that a loader merges for one command line."""
+    """Checks what the files of a typed search path set, as a loader merges them for one command line.
+
+    They may start no programs and read no secrets, unless the user types these or trusts them.
+    `hydra.searchpath=[...]`, --config-dir and --config-path name a folder for one command, such as one in a repository
+    that was cloned. Its owner says nothing about its author: who clones owns the files. So a folder is the user's own
+    where $TITAN_CONF names it, besides titan's and those of installed packages.
+    """
 
     def __init__(self, conf: Path, overrides: Iterable[str]) -> None:
         """Take titan's own folder of configuration files, and the overrides, whose values replace those of files."""

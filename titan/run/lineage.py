@@ -1,7 +1,7 @@
-"""What a run starts from: another run's checkpoint (a fork), initial weights, or neither.
+"""What a run starts from: its data, and another run's checkpoint (a fork), initial weights, or neither.
 
-The first attempt decides it, and it is part of the run's science: later attempts continue from what was recorded then,
-even if the other run has changed since.
+The first attempt decides the latter, and it is part of the run's science: later attempts continue from what was
+recorded then, even if the other run has changed since.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class PreparedData:
 
 
 def prepare_data(run: Run, progress: Callable[[str], None] | None = None) -> PreparedData:
-    """Prepare what is missing of a run's data, and open them.
+    """Prepare what is missing of a run's data, and open them, which may take hours.
 
     Raises:
         ConfigError: when the data, or the model or the batch with these data, can't be used.

@@ -1,4 +1,7 @@
-"""Resolve a recipe on a machine to a run: derive and check all that is possible before work starts. Free of torch."""
+"""Resolve a recipe on a machine to a run: derive and check all that is possible before work starts. Free of torch.
+
+Of a recipe whose layout is still to be searched, all but its layout is checked (`resolve_open_layout`).
+"""
 
 from __future__ import annotations
 

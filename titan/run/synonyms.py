@@ -1,4 +1,7 @@
-"""Names of settings that users bring from other software, and titan's. Free of torch."""
+"""What to write in place of names that titan lacks: those of other software, and of unknown choices. Free of torch.
+
+docs/slurm.md has the settings of other launchers as a table.
+"""
 
 from __future__ import annotations
 
