@@ -73,8 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show_data(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     steps, row_numbers = settings.list_steps(), settings.list_rows()
-    recipe = _compose_recipe(settings.run, command_line.overrides)
-    _check_steps(steps, settings, recipe.training.steps)
+    if settings.run is not None:
+        check_run_directory(settings.run)
+    resumed = [] if settings.run is None else [f"{RESUME}{settings.run}"]
+    recipe = compose.compose_recipe([*resumed, *command_line.overrides])
+    if steps[-1] > (count := recipe.training.steps):
+        subject = "a run with these settings" if settings.run is None else f"the run in {settings.run}"
+        raise ConfigError(
+            f"step={settings.step}: {subject} has {format_plural(count, 'step')}; give one of them, or a larger "
+            "training.steps."
+        )
     mix, tokenizer = _open_data(recipe)
     if settings.run and not any(o.lstrip("+").startswith("dataset") for o in command_line.overrides):
         _check_data(settings.run, mix)
@@ -91,27 +99,11 @@ def _check_data(directory: str, mix: RowMixture) -> None:
     recompose.check_science(directory, document, {**document["science"], "data": compute_data_digest(mix)}, ())
 
 
-def _check_steps(steps: range, settings: Settings, count: int) -> None:
-    if steps[-1] > count:
-        subject = "a run with these settings" if settings.run is None else f"the run in {settings.run}"
-        raise ConfigError(
-            f"step={settings.step}: {subject} has {format_plural(count, 'step')}; give one of them, or a larger "
-            "training.steps."
-        )
-
-
 def _parse_range(key: str, text: str) -> range:
     first, _, last = text.partition("-")
     if not (first.isdecimal() and (last or first).isdecimal() and MAX_NUMBER >= int(last or first) >= int(first)):
         raise ConfigError(f"{key}={text}: is not a number or a range; give one such as {key}=3 or {key}=3-5.")
     return range(int(first), int(last or first) + 1)
-
-
-def _compose_recipe(directory: str | None, overrides: list[str]) -> Recipe:
-    if directory is None:
-        return compose.compose_recipe(overrides)
-    check_run_directory(directory)
-    return compose.compose_recipe([f"{RESUME}{directory}", *overrides])
 
 
 def _open_data(recipe: Recipe) -> tuple[RowMixture, Tokenizer | None]:
