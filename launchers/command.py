@@ -27,7 +27,7 @@ from titan.errors import ConfigError, exit_code
 from titan.run import certificate, command_line, hydra_node, hydra_private, hydra_session, lock, trust
 from titan.run.compose import check_weights, freeze_run, register_configs
 from titan.run.hydra_errors import HydraErrors
-from titan.run.hydra_session import CONF, CONFIG, HydraSession, compose_config
+from titan.run.hydra_session import CONF, CONFIG, compose_config, open_hydra
 from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.run.small_work import warn_of_small_work
@@ -62,7 +62,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
             print(describe_version())
             return 0
         if args.help:
-            with HydraSession(args) as loader:
+            with open_hydra(args) as loader:
                 print(build_help(loader, Recipe.axes()))
             return 0
         if args.multirun or cfg is None:
@@ -196,7 +196,7 @@ def _prepare(
         if args.version or args.help or command_line.asks_to_show(args):
             yield args, None
             return
-        with HydraSession(args):
+        with open_hydra(args):
             cfg = compose_config(args.overrides, args.config_name)
             sweep = cfg.hydra.runtime.choices.get("sweep")
             if sweep not in (None, "null") and not args.resumed:  # a trial of a named sweep can be resumed by itself
@@ -224,14 +224,14 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
     if args.multirun and names:
         command_line.check_sweep_name(names[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{names[-1]}")
-    with HydraSession(args) as loader:
+    with open_hydra(args) as loader:
         if args.multirun:
             session.trusted = modules.list_trusted_packages(args.typed)
             cfg = compose_config(args.overrides, args.config_name, RunMode.MULTIRUN)
             modules.check_hydra(cfg, args.typed)
             silence_sweeper(cfg)
         else:
-            hydra_session.guard_loader(loader, CONF, args.config_name or CONFIG, args.overrides)
+            hydra_session.guard_loader(loader, args.config_name or CONFIG, args.overrides)
     try:
         with _redact_output() if args.cfg or args.info else contextlib.nullcontext():
             hydra_private.hand_over(args, session, str(CONF), args.config_name or CONFIG)

@@ -34,7 +34,6 @@ from titan.console.text import redact, sanitize_line
 from titan.errors import ConfigError
 from titan.run import compose, hydra_session, identity, small_work, trust
 from titan.run.hydra_private import ConfigLoaderImpl, get_overrides_dirname
-from titan.run.hydra_session import CONF
 from titan.run.run import Run
 from titan.run.synonyms import check_optional
 from titan.sweep import budget, ledger, trial_settings
@@ -300,7 +299,7 @@ class Composer:
         self.options: dict[str, list[str]] = {}
         self.bases: dict[tuple[str, ...], DictConfig] = {}
         typed = [*self.hydra_overrides, *OmegaConf.to_container(config.hydra.overrides.task)]  # type: ignore[misc]
-        hydra_session.guard_loader(loader, CONF, self.config_name, typed)
+        hydra_session.guard_loader(loader, self.config_name, typed)
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """Return the composed configuration of one trial."""

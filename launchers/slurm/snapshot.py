@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from titan.run import identity, own_code
+from titan.run import identity
 
 ROOT = Path(__file__).resolve().parents[2]
 """The folder that titan is imported from: a checkout, or site-packages."""
@@ -28,10 +28,10 @@ def copy_code(folder: Path, packages: Iterable[str] = ()) -> Path:
     code = identity.describe_code()
     # of site-packages only titan's own
     parts = [part for part in PARTS if (ROOT / part).is_dir() and (part != "experiments" or (ROOT / "conf").is_dir())]
-    files = {str(file.relative_to(ROOT)): file for part in parts for file in own_code.walk_files(ROOT / part)}
+    files = {str(file.relative_to(ROOT)): file for part in parts for file in identity.walk_files(ROOT / part)}
     for package in packages:
-        if package not in PARTS and not own_code.is_installed(package):
-            files |= own_code.find_files(package)
+        if package not in PARTS and not identity.is_installed(package):
+            files |= identity.find_files(package)
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):
         digest.update(f"{name}\0{file.stat().st_size}\0".encode())

@@ -31,7 +31,7 @@ from titan.console.text import sanitize_line, sanitize_lines
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic, write_json
 from titan.files.run_directory import shorten_path
-from titan.run import own_code
+from titan.run import identity
 from titan.run.directory import is_done
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
@@ -89,7 +89,7 @@ class SlurmSweep:
         with ledger.lock_sweep(self.root):
             sweep_trials.register_trials(self.root, self.trials, self.spec)
             adopt_jobs(self.root)
-            packages = sorted({package for trial in self.trials for package in own_code.find_packages(trial.run)})
+            packages = sorted({package for trial in self.trials for package in identity.find_packages(trial.run)})
             self.code_folder = snapshot.copy_code(self.folder, packages) if self.settings.snapshot else snapshot.ROOT
             unsubmitted = self._submit_first(self._select_todo())
         if not self.settings.wait:

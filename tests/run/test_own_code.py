@@ -17,7 +17,7 @@ from launchers.slurm import snapshot
 from launchers.start import run_local
 from tests.support.runs import TINY
 from tests.support.tiers import full
-from titan.run import identity, own_code
+from titan.run import identity
 from titan.run.compose import compose_run
 from titan.run.run import Run
 
@@ -70,8 +70,8 @@ def ids(run: Run) -> str:
     ],
 )
 def test_packages_that_a_run_names(override: str, packages: list[str], own: Path) -> None:
-    assert list(own_code.find_packages(of(override))) == packages
-    assert own_code.find_packages(compose_run(["name=x"])) == ()
+    assert list(identity.find_packages(of(override))) == packages
+    assert identity.find_packages(compose_run(["name=x"])) == ()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def test_untracked_experiments_count(experiment: Path) -> None:
     run = compose_run(["name=x", "+hooks.a={_target_:experiments.own_code_example.model.Logs}"])
     before = ids(run)
-    assert own_code.find_packages(run) == ("experiments",)
+    assert identity.find_packages(run) == ("experiments",)
     (experiment / "more.py").write_text("")
     assert ids(run) != before
 

@@ -16,7 +16,7 @@ from launchers.trials import Composer
 from titan.config import modules
 from titan.run import compose
 from titan.run.hydra_errors import HydraErrors
-from titan.run.hydra_session import HydraSession, compose_config
+from titan.run.hydra_session import compose_config, open_hydra
 from titan.run.run import Run
 from titan.run.synonyms import check_optional
 
@@ -26,7 +26,7 @@ DIRECTORY = "hydra.run.dir="
 @cache
 def _load_composer(folders: str) -> Composer:
     """Return the composer for what $TITAN_CONF adds to titan's own choices."""
-    with HydraSession() as loader:
+    with open_hydra() as loader:
         return Composer(loader, compose_config([]))
 
 

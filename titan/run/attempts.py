@@ -24,7 +24,7 @@ import yaml
 
 from titan.checkpoint import manifest, select
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
-from titan.checkpoint.remote import Remote, open_remote
+from titan.checkpoint.remote import open_remote
 from titan.checkpoint.select import CheckpointCandidate
 from titan.config.kinds import get_kind
 from titan.config.settings import format_value
@@ -36,7 +36,7 @@ from titan.files.atomic import write_atomic
 from titan.files.run_directory import RUN, shorten_path
 from titan.metrics.reader import METRICS, ends_with_attempt
 from titan.model.schema import Llama
-from titan.run import certificate, evaluated, hydra_private, identity, own_code, prediction
+from titan.run import certificate, evaluated, hydra_private, identity, prediction
 from titan.run.directory import (
     ENVIRONMENT,
     is_ended_by_hook,
@@ -88,7 +88,7 @@ def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
             return None
         _check_last(run, history.result, history.last, notes)
         notes += (*_note_missing_steps(history), *history.result_notes)
-        notes += own_code.note_changes(run, history.documents[-1])
+        notes += identity.note_code_changes(run, history.documents[-1])
     digests = evaluated.compute_digests(run.evaluation)
     notes += evaluated.note_changes(digests, history.documents)
     prediction, problem = predict(run)
@@ -139,15 +139,22 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
         ConfigError: when there is none before it, or it is another run's.
     """
     damaged_path, directory = str(attempt.checkpoint), Path(run.directory)
-    if not _is_own(run, damaged_path):
+    copies = open_remote(run.checkpoint.path, run.directory) if run.checkpoint.path else None
+    folder = damaged_path.rpartition("/")[0]
+    if folder == str(directory / "checkpoints"):
+        manifest.mark_damaged(Path(damaged_path))
+    elif copies is not None and folder == copies.url:
+        try:
+            copies.forget_step(attempt.step)
+        except (OSError, CorruptCheckpointError) as error:
+            raise ConfigError(
+                f"checkpoint.path={run.checkpoint.path}: step-{attempt.step} there is damaged, and can't be set aside "
+                f"({error}); fix this."
+            ) from error
+    else:  # of the run that this one was forked from
         raise ConfigError(
             f"checkpoint.resume={run.checkpoint.resume}: {damaged_path} is damaged: {problem}; give another one."
         )
-    copies = open_remote(run.checkpoint.path, run.directory) if run.checkpoint.path else None
-    if copies is not None and damaged_path.startswith(copies.url):
-        _retire_copy(copies, attempt.step, f"checkpoint.path={run.checkpoint.path}")
-    else:
-        manifest.mark_damaged(Path(damaged_path))
     earlier = read_attempts(directory)
     last, more_notes = select.find_latest(directory, run.checkpoint.path, attempt.run_id)
     notes = (*attempt.notes, f"checkpoint {Path(damaged_path).name} is damaged and not used: {problem}")
@@ -161,15 +168,6 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
     attempt = replace(attempt, checkpoint=checkpoint.path if checkpoint else None, step=step, rows=rows, notes=notes)
     correct_start(directory, attempt)
     return attempt
-
-
-def _retire_copy(copies: Remote, step: int, setting: str) -> None:
-    try:
-        copies.forget_step(step)
-    except (OSError, CorruptCheckpointError) as error:
-        raise ConfigError(
-            f"{setting}: step-{step} there is damaged, and can't be set aside ({error}); fix this."
-        ) from error
 
 
 def withdraw_attempt(run: Run, attempt: Attempt) -> None:
@@ -217,14 +215,6 @@ def _read_remote_attempts(run: Run) -> list[dict[str, Any]]:
     except OSError:  # `select.find_latest` reports it
         return []
     return parse_attempts(text.decode(errors="replace"), f"checkpoint.path={run.checkpoint.path}") if text else []
-
-
-def _is_own(run: Run, checkpoint: str) -> bool:
-    """Return whether a checkpoint is the run's, not the one that it was forked from."""
-    own_folders = [str(Path(run.directory) / "checkpoints")]
-    if run.checkpoint.path:
-        own_folders.append(open_remote(run.checkpoint.path, run.directory).url)
-    return checkpoint.rpartition("/")[0] in own_folders
 
 
 def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate | None, notes: tuple[str, ...]) -> None:
@@ -311,7 +301,7 @@ def _build_document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> d
         "microbatches": run.microbatches,
         "config": as_config(run),
         "science": dict(science),
-        **({own_code.KEY: digests} if (digests := own_code.compute_digests(run)) else {}),
+        **({identity.OWN_CODE: digests} if (digests := identity.compute_code_digests(run)) else {}),
         **({evaluated.KEY: dict(attempt.evaluated)} if attempt.evaluated else {}),
         **({prediction.KEY: prediction.to_document(attempt.prediction)} if attempt.prediction else {}),
         **({certificate.KEY: found.summarize()} if (found := certificate.find(run)) else {}),

@@ -31,7 +31,7 @@ from titan.files.run_directory import check_name
 from titan.run import command_line, hydra_node, hydra_private, synonyms, trust
 from titan.run.axes import PLUGGABLE
 from titan.run.hydra_errors import HydraErrors, list_names
-from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, HydraSession, compose_config, drop_hydra_node
+from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, compose_config, drop_hydra_node, open_hydra
 from titan.run.resolve import resolve, resolve_open_layout
 from titan.run.run import Run
 from titan.run.schema import Recipe
@@ -87,7 +87,7 @@ def _build_launcher_nodes() -> dict[str, DictConfig]:
 def compose_run(overrides: Sequence[str], ranks: int | None = None, remote: bool = False) -> Run:
     """Return the checked Run of a list of overrides; see `freeze_run`; raises `ConfigError`."""
     register_configs()
-    with HydraErrors(overrides), HydraSession():
+    with HydraErrors(overrides), open_hydra():
         trusted = modules.list_trusted_packages(overrides)
         return freeze_run(compose_config(overrides), ranks=ranks, remote=remote, trusted=trusted)
 
@@ -205,7 +205,7 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
     register_configs()
     args = command_line.parse(arguments)
     command_line.reject_shown(args)
-    with HydraErrors(args.overrides), HydraSession(args):
+    with HydraErrors(args.overrides), open_hydra(args):
         command_line.check(args)
         cfg = compose_config(args.overrides, args.config_name)
         check_weights(cfg, args.typed)

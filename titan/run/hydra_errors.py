@@ -17,7 +17,7 @@ from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError, UnknownSettingError
 from titan.files.run_directory import RUN
 from titan.run import command_line, hydra_node, synonyms
-from titan.run.hydra_session import ExtraConfigs, HydraSession, compose_config
+from titan.run.hydra_session import ExtraConfigs, compose_config, open_hydra
 from titan.run.schema import Recipe
 from titan.run.synonyms import OPTIONAL_GROUPS, describe_unknown_choice
 
@@ -133,7 +133,7 @@ class HydraErrors:
         groups = (*Recipe.axes(), "hydra/sweeper", "hydra/launcher")
         choices = [o for o in self.overrides if _parse_key(o) in groups and not parse(o).is_sweep_override()]
         try:
-            with HydraSession():
+            with open_hydra():
                 cfg = compose_config(choices)
         except (HydraException, OmegaConfBaseException, ConfigError):
             return list(Recipe.axes())

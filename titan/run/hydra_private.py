@@ -75,7 +75,7 @@ def build_option_parser() -> argparse.ArgumentParser:
 
 
 def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool = False) -> DictConfig:
-    """Compose as `hydra.compose` does, within a `HydraSession`, for a sweep too.
+    """Compose as `hydra.compose` does, within `open_hydra`, for a sweep too.
 
     Args:
         log: configure logging by `hydra.verbose`, and print what the configuration was composed from.

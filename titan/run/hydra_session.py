@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,54 +48,39 @@ def list_own_folders() -> list[str]:
     return [os.path.abspath(folder) for folder in folders]
 
 
-class FileGuard:
-    """Checks what the files of a typed search path set, as a loader merges them for one command line.
+def guard_loader(loader: ConfigLoader, name: str, overrides: Collection[str]) -> None:
+    """Let a loader check what each file that it merges from now on sets; raise ConfigError for the file `name` now.
 
-    They may start no programs and read no secrets, unless the user types these or trusts them.
-    `hydra.searchpath=[...]`, --config-dir and --config-path name a folder for one command, such as one in a repository
-    that was cloned. Its owner says nothing about its author: who clones owns the files. So a folder is the user's own
-    where $TITAN_CONF names it, besides titan's and those of installed packages.
+    The files of a typed search path may start no programs and read no secrets, unless the user types these or trusts
+    them. `hydra.searchpath=[...]`, --config-dir and --config-path name a folder for one command, such as one in a
+    repository that was cloned. Its owner says nothing about its author: who clones owns the files. So a folder is the
+    user's own where $TITAN_CONF names it, besides titan's and those of installed packages.
     """
+    trusted_folders = (CONF, CONF.parent / "experiments", *map(Path, list_own_folders()))
+    typed, packages = trust.list_typed(overrides), trust.list_packages(overrides)
 
-    def __init__(self, conf: Path, overrides: Iterable[str]) -> None:
-        """Take titan's own folder of configuration files, and the overrides, whose values replace those of files."""
-        self.trusted_folders = (conf, conf.parent / "experiments", *map(Path, list_own_folders()))
-        self.typed, self.packages = trust.list_typed(overrides), trust.list_packages(overrides)
-
-    def check_primary(self, loader: ConfigLoader, name: str) -> None:
-        """Check which folders the primary configuration adds, before Hydra searches them and imports packages."""
-        source = next((source for source in loader.get_sources() if source.is_config(name)), None)
-        if source is not None:
-            result = source.load_config(name)
-            searched = OmegaConf.select(result.config, SEARCH_PATH)
-            folders = OmegaConf.to_container(searched) if OmegaConf.is_config(searched) else searched
-            self.check_file(result, name, {SEARCH_PATH: folders})
-
-    def check_file(self, result: ConfigResult, name: str, content: Any = None) -> None:
-        """Raise ConfigError where a file of a folder that is not trusted sets what only the user may set.
-
-        Args:
-            result: the file's content, below the package that it is merged into.
-            name: its path in its folder, without its suffix.
-            content: the part of the content that counts; None: all of it.
-        """
+    def check_file(result: ConfigResult, name: str, content: Any = None) -> None:
         scheme, _, folder = result.path.partition("://")
         path = Path(os.path.normpath(Path(os.path.abspath(folder), f"{name.removesuffix('.yaml')}.yaml")))
-        if self._is_trusted(scheme, name, path):
+        is_in_trusted_folder = scheme == "file" and any(path.is_relative_to(folder) for folder in trusted_folders)
+        # who names a package runs its code
+        if is_in_trusted_folder or (scheme != "file" and not os.path.normpath(name).startswith("..")):
             return
         if content is None:
             content = OmegaConf.to_container(result.config, resolve=False)
         for key, value in trust.list_leaves("", content):
             risk, leaf = explain_file_risk(key, value), (key.removeprefix(trust.SWEPT), value)
-            is_own = leaf[0] in self.typed or trust.is_listed(leaf, self.packages)
+            is_own = leaf[0] in typed or trust.is_listed(leaf, packages)
             if risk and not is_own and not trust.was_typed((key, value)):
                 raise ConfigError(_describe_risk(key, value, risk, path, os.path.abspath(folder)))
 
-    def _is_trusted(self, scheme: str, name: str, path: Path) -> bool:
-        """Return whether a file is in a trusted folder, or in a package: who names a package runs its code."""
-        if scheme == "file":
-            return any(path.is_relative_to(folder) for folder in self.trusted_folders)
-        return not os.path.normpath(name).startswith("..")
+    source = next((source for source in loader.get_sources() if source.is_config(name)), None)
+    if source is not None:  # which folders it adds, before Hydra searches them and imports packages
+        result = source.load_config(name)
+        searched = OmegaConf.select(result.config, SEARCH_PATH)
+        folders = OmegaConf.to_container(searched) if OmegaConf.is_config(searched) else searched
+        check_file(result, name, {SEARCH_PATH: folders})
+    hydra_private.watch_files(loader, check_file)
 
 
 def explain_file_risk(key: str, value: Any) -> str | None:
@@ -126,13 +112,6 @@ def _describe_risk(key: str, value: Any, risk: str, path: Path, folder: str) -> 
     )
 
 
-def guard_loader(loader: ConfigLoader, conf: Path, name: str, overrides: Collection[str]) -> None:
-    """Let a loader check each file that it merges from now on; see `FileGuard`."""
-    guard = FileGuard(conf, overrides)
-    guard.check_primary(loader, name)
-    hydra_private.watch_files(loader, guard.check_file)
-
-
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF = next(p for p in (PACKAGE / "conf", PACKAGE.parent / "conf") if p.is_dir())
 """The folder of configuration files: inside the package in a wheel, beside it in a checkout."""
@@ -153,7 +132,7 @@ class ExtraConfigs(SearchPathPlugin):
     search_folders: ClassVar[tuple[str, ...]] = ()
     """The folders of `hydra.searchpath`. A class variable, since Hydra makes the instance."""
     config_dir: ClassVar[str | None] = None
-    """The folder of --config-dir, within a `HydraSession`."""
+    """The folder of --config-dir, within `open_hydra`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the other folders."""
@@ -168,28 +147,24 @@ class ExtraConfigs(SearchPathPlugin):
             search_path.append("command-line", f"file://{os.path.abspath(self.config_dir)}")
 
 
-class HydraSession:
-    """Hydra, initialized for one composition. A context manager; gives the loader, which knows the choices."""
-
-    def __init__(self, args: argparse.Namespace | None = None) -> None:
-        self.folder = getattr(args, "config_path", None) or str(CONF)
-        self.extra = getattr(args, "config_dir", None)
-
-    def __enter__(self) -> ConfigLoader:
-        GlobalHydra.instance().clear()
-        ExtraConfigs.config_dir = self.extra
-        try:
-            initialize_config_dir(os.path.abspath(self.folder), job_name="train", version_base=BASE)
-        finally:
-            ExtraConfigs.config_dir = None
-        return GlobalHydra.instance().config_loader()
-
-    def __exit__(self, *error: object) -> None:
+@contextmanager
+def open_hydra(args: argparse.Namespace | None = None) -> Iterator[ConfigLoader]:
+    """Initialize Hydra for one composition; give the loader, which knows the choices."""
+    GlobalHydra.instance().clear()
+    ExtraConfigs.config_dir = getattr(args, "config_dir", None)
+    folder = getattr(args, "config_path", None) or str(CONF)
+    try:
+        initialize_config_dir(os.path.abspath(folder), job_name="train", version_base=BASE)
+    finally:
+        ExtraConfigs.config_dir = None
+    try:
+        yield GlobalHydra.instance().config_loader()
+    finally:
         GlobalHydra.instance().clear()
 
 
 def compose_config(overrides: Sequence[str], name: str | None = None, mode: RunMode = RunMode.RUN) -> DictConfig:
-    """Return what overrides compose, Hydra's own node included, within a `HydraSession`.
+    """Return what overrides compose, Hydra's own node included, within `open_hydra`.
 
     Raises:
         ConfigError: for a choice that does not exist, or has no name, and for a file that sets what only the user may.
@@ -199,7 +174,7 @@ def compose_config(overrides: Sequence[str], name: str | None = None, mode: RunM
     def list_choices(group: str) -> list[str]:
         return loader.get_group_options(group, ObjectType.CONFIG)
 
-    guard_loader(loader, CONF, name or CONFIG, overrides)
+    guard_loader(loader, name or CONFIG, overrides)
     try:
         if mode == RunMode.RUN:
             cfg = compose(name or CONFIG, list(overrides), return_hydra_config=True)

@@ -17,7 +17,7 @@ from titan.console.progress import format_duration, format_loss, print_table
 from titan.estimate import fit
 from titan.files.run_directory import shorten_path
 from titan.metrics.trackers import find_viewers
-from titan.run import budget, hydra_session, own_code
+from titan.run import budget, hydra_session, identity
 from titan.run.budget import describe_hours
 from titan.run.directory import describe_hook_end, read_result
 from titan.run.run import Run
@@ -34,6 +34,9 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
     """Print the run's settings, and what was `applied` to the model in which order, before the first step."""
     training, choices = run.training, run.choices
     memory = fit.estimate_memory(run, run.layout, run.microbatches, run.machine.device).gib
+    origin = f" of {attempt.parent}" if attempt.kind == "fork" else ""
+    state = f"attempt {attempt.number}, {attempt.kind}{origin} from step {attempt.step}"
+    state = "new" if attempt.kind == "start" else state
     memory_per_rank = f"estimated memory {memory:.1f} GiB per rank"
     predicted = ""  # where the cluster's hardware is not described
     if attempt.prediction is not None:
@@ -41,7 +44,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
     later = [f"{phase.rows * training.seq_len:,} from step {phase.step:,}" for phase in training.phases[1:]]
     print_table(
         {
-            "run": f"{shorten_path(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
+            "run": f"{shorten_path(run.directory)}  ({state}, science id {attempt.ids.science})",
             **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(attempt.notes)},
             "model": f"{choices.get('model', '')}: {run.model.describe_size()}, "
             f"{format_plural(run.model.layers, 'layer')} of width {run.model.dim}, "
@@ -67,7 +70,7 @@ def _describe_extensions(run: Run) -> dict[str, str]:
     """Return a line each on loss terms, hooks and packages outside of titan; none where there are none."""
     terms = [f"{name} {term.coefficient:g}{_name_own_class(term)}" for name, term in run.training.terms.items()]
     hooks = [f"{name}{_name_own_class(hook)}" for name, hook in (run.hooks or {}).items()]
-    uses = [f"{package} ({', '.join(names) or 'imported'})" for package, names in own_code.list_uses(run).items()]
+    uses = [f"{package} ({', '.join(names) or 'imported'})" for package, names in identity.list_uses(run).items()]
     lines = {"loss terms": terms, "hooks": hooks, "own code": uses}
     return {name: ", ".join(parts) for name, parts in lines.items() if parts}
 
@@ -222,15 +225,11 @@ def build_next_command(run: Run, result: Mapping[str, Any]) -> str:
     """Return the command that resumes the run, or continues a finished one."""
     overrides = budget.build_continuation(run, run.training.steps * 2) if result["finished"] else []
     words = (*run.choices.values(), *run.overrides)
-    return format_next_command(run.directory, words, run.modules, own_code.find_packages(run), overrides)
+    return format_next_command(run.directory, words, run.modules, identity.find_packages(run), overrides)
 
 
 def format_next_command(
-    directory: str,
-    words: Iterable[str],
-    modules: Sequence[str],
-    packages: Iterable[str],
-    overrides: Sequence[str] = (),
+    directory: str, words: Iterable[str], modules: Sequence[str], packages: Iterable[str], overrides: Sequence[str] = ()
 ) -> str:
     """Return the command that resumes a run, with the environment that it needs.
 
@@ -256,13 +255,6 @@ def _name_own_files(texts: Iterable[str]) -> bool:
     words = {*re.findall(r"[\w.-]+", " ".join(map(str, texts)))}
     folders = map(Path, hydra_session.list_own_folders())
     return any(file.stem in words for folder in folders for file in folder.rglob("*.yaml"))
-
-
-def _describe_attempt(attempt: Attempt) -> str:
-    if attempt.kind == "start":
-        return "new"
-    origin = f" of {attempt.parent}" if attempt.kind == "fork" else ""
-    return f"attempt {attempt.number}, {attempt.kind}{origin} from step {attempt.step}"
 
 
 def _describe_speed(result: Mapping[str, Any]) -> str:
