@@ -1,6 +1,6 @@
 """Tables of settings for the documentation, generated from the schemas.
 
-`python -m titan.config.settings_table` rewrites every table in `docs/*.md` between
+`python -m tests.support.settings_table` rewrites every table in `docs/*.md` between
 
     <!-- settings: PREFIX = MODULE.CLASS -->
     <!-- end of settings -->
