@@ -24,13 +24,12 @@ from titan.config import modules
 from titan.config.command import describe_version, format_help
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
-from titan.run import certificate, command_line, hydra_node, hydra_private, hydra_session, lock, trust
-from titan.run.compose import check_weights, freeze_run, register_configs
+from titan.run import certificate, command_line, directory, hydra_node, hydra_private, hydra_session, trust
+from titan.run.compose import check_weights, freeze_run, register_configs, warn_of_small_work
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, compose_config, open_hydra
 from titan.run.run import Run
 from titan.run.schema import Recipe
-from titan.run.small_work import warn_of_small_work
 from titan.run.synonyms import describe_value_error
 from titan.sweep.schema import GRID
 
@@ -70,7 +69,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
         launcher = plugin.find_scheduler_launcher(cfg) if ranks is None else None
         run = _freeze(args, cfg, ranks=ranks, remote=launcher is not None)
         certificate.check(run)
-        _remember(run, leaves=lock.list_linked_folders(Path(run.directory)))
+        _remember(run, leaves=directory.list_linked_folders(Path(run.directory)))
         warn_of_small_work(run)
         callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
     return callbacks.around_run(

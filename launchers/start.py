@@ -23,9 +23,8 @@ from titan.errors import ConfigError, ReasonReceiver, RunError, describe_machine
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.run import attempts, summary
 from titan.run.attempts import check_same_without_data, list_hydra_folders
-from titan.run.directory import read_attempts
+from titan.run.directory import lock_directory, read_attempts
 from titan.run.lineage import check_start, prepare_data
-from titan.run.lock import lock_directory
 from titan.run.run import Run
 
 Report = Callable[[Exception], object]

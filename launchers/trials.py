@@ -32,7 +32,7 @@ from titan.console.numbers import format_plural
 from titan.console.progress import LOG_SECONDS, progress_line
 from titan.console.text import redact, sanitize_line
 from titan.errors import ConfigError
-from titan.run import compose, hydra_session, identity, small_work, trust
+from titan.run import compose, hydra_session, identity, trust
 from titan.run.hydra_private import ConfigLoaderImpl, get_overrides_dirname
 from titan.run.run import Run
 from titan.run.synonyms import check_optional
@@ -105,7 +105,7 @@ def expand_trials(
             directory = str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
             run = compose.freeze_run(cfg, directory, remote=remote, find_machine=find_machine, trusted=trusted)
         trust.remember_typed([*run.options, *run.overrides])
-        small_work.warn_of_small_work(run)
+        compose.warn_of_small_work(run)
         composed.append(ComposedTrial(varied, run, cfg if config.hydra.callbacks else None))
     is_grid = fixed_settings is None
     return _name_trials(_equalise_steps(composed, config, is_grid), root, is_grid, is_planned)

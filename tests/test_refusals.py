@@ -589,7 +589,7 @@ def test_directory_that_can_not_be_written_to() -> None:
 
 def test_directory_in_use() -> None:
     run = tiny()
-    imports = "from titan.run.lock import lock_directory; from pathlib import Path"
+    imports = "from titan.run.directory import lock_directory; from pathlib import Path"
     program = f"{imports}\nwith lock_directory(Path({run.directory!r})): "
     other = subprocess.Popen(
         [sys.executable, "-c", program + "print(1, flush=True); input()"],

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from launchers import start
 from launchers.command import compose_single, launch_sweep, plan_command
-from launchers.scratch import make_scratch_folder
+from launchers.supervisor import make_scratch_folder
 from titan.checkpoint import manifest
 from titan.cluster import devices, rank_info
 from titan.cluster.environment import prepare_environment

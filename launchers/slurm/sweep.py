@@ -1,26 +1,30 @@
 """Submit the trials of a sweep to Slurm through submitit, and wait for them or leave. Free of torch.
 
 Trials of the same shape are one job array, or several where the site limits their size; where `at_once` concerns more
-than one array, each trial is a separate job (`launchers.slurm.state`). Before a submission the ledger records its token
+than one array, each trial is a separate job (`launchers.slurm.state.Lanes`). Before a submission the ledger records its token
 and its trials, afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
+import json
 import os
 import re
+import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launchers import trials as sweep_trials
 from launchers.session import Describe, TrialSource, describe_nothing
-from launchers.slurm import queue, script, snapshot
+from launchers.slurm import script
+from launchers.slurm import state as slurm
 from launchers.slurm.script import JobShape, Submission, derive_job_shape
 from launchers.slurm.state import ALIVE, Lanes, adopt_jobs, assign_jobs, read_state
 from launchers.trials import Trial
@@ -73,7 +77,7 @@ class SlurmSweep:
     def __post_init__(self) -> None:
         self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}  # resources, by id
         self.folder = self.root / ledger.SLURM
-        self.code_folder = snapshot.ROOT
+        self.code_folder = ROOT
 
     def launch(self) -> list[int]:
         """Submit the trials that are not finished; returns the exit code of each, 0 for those that are not waited for.
@@ -90,7 +94,7 @@ class SlurmSweep:
             sweep_trials.register_trials(self.root, self.trials, self.spec)
             adopt_jobs(self.root)
             packages = sorted({package for trial in self.trials for package in identity.find_packages(trial.run)})
-            self.code_folder = snapshot.copy_code(self.folder, packages) if self.settings.snapshot else snapshot.ROOT
+            self.code_folder = copy_code(self.folder, packages) if self.settings.snapshot else ROOT
             unsubmitted = self._submit_first(self._select_todo())
         if not self.settings.wait:
             self._print_unsubmitted(unsubmitted)
@@ -130,7 +134,7 @@ class SlurmSweep:
         """Raise ConfigError without submitit or Slurm, and with limits that no trial can keep."""
         if importlib.util.find_spec("submitit") is None:
             raise ConfigError(f"hydra/launcher=slurm: needs submitit; {advise_extra('slurm')}.")
-        if not (self.settings.dry_run or queue.is_available()):
+        if not (self.settings.dry_run or slurm.is_available()):
             raise ConfigError(
                 "hydra/launcher=slurm: Slurm's commands are not installed here; run this where sbatch is, or give "
                 "hydra.launcher.dry_run=true."
@@ -176,7 +180,7 @@ class SlurmSweep:
         """Submit as many trials as the queue has room for; returns the others."""
         lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
         most, pending_chunks = self.settings.max_jobs, self._group_trials(todo, lanes)
-        free_slots = None if most is None else max(0, most - queue.count_jobs())
+        free_slots = None if most is None else max(0, most - slurm.count_jobs())
         unsubmitted: list[Trial] = []
         while pending_chunks:
             chunk = pending_chunks.pop(0)
@@ -212,7 +216,7 @@ class SlurmSweep:
         for group in groups:
             size = 1
             if not self.shapes[group[0].id].cluster.chain:
-                size = min(self.settings.array_size or queue.read_array_limit(), queue.read_array_limit())
+                size = min(self.settings.array_size or slurm.read_array_limit(), slurm.read_array_limit())
             arrays += [group[i : i + size] for i in range(0, len(group), size)]
         return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
 
@@ -443,10 +447,53 @@ def _name_setting(message: str, shape: JobShape) -> str:
 
 def _check_controller() -> None:
     try:
-        queue.run_command("scontrol", "ping")
+        slurm.run_command("scontrol", "ping")
     except RunError as error:
         reason = str(error).rpartition("fatal: ")[2]
         raise ConfigError(
             f"hydra/launcher=slurm: no Slurm controller answers here ({reason}); run this on a login node of a "
             "cluster, or give hydra.launcher.dry_run=true."
         ) from error
+
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder that titan is imported from: a checkout, or site-packages."""
+PARTS = ("titan", "launchers", "conf", "experiments")
+
+
+def copy_code(folder: Path, packages: Iterable[str] = ()) -> Path:
+    """Copy titan's code to a folder in `folder`, named by a digest of its content, unless it is there already.
+
+    So jobs in the queue run what was submitted.
+
+    Args:
+        packages: the user's own packages, which are copied too unless they are installed.
+
+    Returns:
+        The folder to import from.
+    """
+    code = identity.describe_code()
+    # of site-packages only titan's own
+    parts = [part for part in PARTS if (ROOT / part).is_dir() and (part != "experiments" or (ROOT / "conf").is_dir())]
+    files = {str(file.relative_to(ROOT)): file for part in parts for file in identity.walk_files(ROOT / part)}
+    for package in packages:
+        if package not in PARTS and not identity.is_installed(package):
+            files |= identity.find_files(package)
+    digest = hashlib.sha256()
+    for name, file in sorted(files.items()):
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    copy = folder / "code" / digest.hexdigest()[:12]
+    if copy.is_dir():
+        return copy
+    temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
+    for name, file in files.items():
+        target = temporary / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+    (temporary / identity.FROZEN).write_text(json.dumps({"code": code, "diff": identity.read_git_diff()}))
+    try:
+        temporary.rename(copy)
+    except OSError:  # another launcher was faster
+        shutil.rmtree(temporary)
+    return copy

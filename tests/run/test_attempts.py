@@ -31,9 +31,8 @@ from titan.errors import ConfigError, exit_code
 from titan.files.run_directory import BEGUN, FILES
 from titan.run import attempts, directory
 from titan.run.attempts import Attempt
-from titan.run.directory import is_locked, parse_attempts, read_attempts
+from titan.run.directory import is_locked, lock_directory, parse_attempts, read_attempts
 from titan.run.lineage import prepare_data
-from titan.run.lock import lock_directory
 from titan.run.run import Run
 from titan.sweep import ledger
 
@@ -279,7 +278,7 @@ def test_lives_are_recorded_as_documents() -> None:
 def test_life_of_a_dead_process_can_be_locked_again(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from titan.run.lock import lock_directory
+from titan.run.directory import lock_directory
 with lock_directory(Path({str(tmp_path / "run")!r})):
     print("held", flush=True)
     input()

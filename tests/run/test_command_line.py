@@ -29,7 +29,7 @@ from titan.errors import ConfigError, exit_code
 from titan.run import attempts, command_line, summary, synonyms
 from titan.run.command_line import quote_value
 from titan.run.compose import compose_run
-from titan.run.lock import lock_directory
+from titan.run.directory import lock_directory
 from titan.run.run import Run
 from titan.sweep.schema import SlurmLaunch
 

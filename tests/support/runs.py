@@ -31,9 +31,8 @@ from titan.metrics.reader import read_records
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
 from titan.run.attempts import Attempt
-from titan.run.directory import read_attempts
+from titan.run.directory import lock_directory, read_attempts
 from titan.run.lineage import prepare_data
-from titan.run.lock import lock_directory
 from titan.run.run import Run, as_model
 from titan.training import worker
 from titan.training.trainer import Trainer

@@ -39,6 +39,7 @@ from titan.model.schema import Llama
 from titan.run import certificate, evaluated, hydra_private, identity, prediction
 from titan.run.directory import (
     ENVIRONMENT,
+    build_write_error,
     is_ended_by_hook,
     is_locked,
     parse_attempts,
@@ -47,7 +48,6 @@ from titan.run.directory import (
 )
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, PreparedData, count_rows_read, find_parent
-from titan.run.lock import build_write_error
 from titan.run.prediction import Prediction, predict
 from titan.run.run import Run, as_config, flatten_config
 

@@ -21,8 +21,8 @@ from titan.config.command import describe_train_option
 from titan.errors import ConfigError
 from titan.files.run_directory import check_name, describe_runs_below, is_sweep_directory
 from titan.run import hydra_private, trust
+from titan.run.directory import check_linked_folders
 from titan.run.hydra_session import CONF
-from titan.run.lock import check_linked_folders
 from titan.run.schema import Recipe
 from titan.run.synonyms import advise_on_option
 
