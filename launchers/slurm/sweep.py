@@ -1,8 +1,8 @@
 """Submit the trials of a sweep to Slurm through submitit, and wait for them or leave. Free of torch.
 
 Trials of the same shape are one job array, or several where the site limits their size; where `at_once` concerns more
-than one array, each trial is a separate job (`launchers.slurm.state.Lanes`). Before a submission the ledger records its token
-and its trials, afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
+than one array, each trial is a separate job (`launchers.slurm.state.Lanes`). Before a submission the ledger records its
+token and its trials, afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
 """
 
 from __future__ import annotations

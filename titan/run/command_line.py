@@ -21,7 +21,7 @@ from titan.config.command import describe_train_option
 from titan.errors import ConfigError
 from titan.files.run_directory import check_name, describe_runs_below, is_sweep_directory
 from titan.run import hydra_private, trust
-from titan.run.directory import check_linked_folders
+from titan.run.directory import check_linked_folders, read_attempts
 from titan.run.hydra_session import CONF
 from titan.run.schema import Recipe
 from titan.run.synonyms import advise_on_option
@@ -227,8 +227,6 @@ def _read_resumed_arguments(word: str, args: argparse.Namespace) -> list[str]:
 
 
 def _read_last_attempt(folder: str, word: str) -> dict[str, Any]:
-    from titan.run.directory import read_attempts  # only now: other command lines need not wait for what reads data
-
     directory = Path(folder)
     if folder.strip() and (directory / "run.yaml").is_file() and (attempts := read_attempts(directory)):
         return attempts[-1]
