@@ -324,12 +324,18 @@ def _list_choices(loader: ConfigLoader, axes: Sequence[str]) -> list[str]:
 
 def _describe_choice(loader: Any, axis: str, option: str) -> str:
     for source in loader.repository.get_sources():
-        file = _find_file(source, f"{axis}/{option}.yaml")
-        if file is not None:
-            with file.open(encoding="utf-8") as lines:
-                return cut_sentences(
-                    [line[2:].strip() for line in lines if line.startswith("# ") and "@package" not in line]
-                )
+        package, *folders = source.path.split("/")
+        if source.scheme() == "file":
+            file = Path(source.path) / f"{axis}/{option}.yaml"
+        elif source.scheme() == "pkg":
+            file = importlib.resources.files(package).joinpath(*folders, f"{axis}/{option}.yaml")
+        else:
+            continue
+        if file.is_file():
+            lines = file.read_text(encoding="utf-8").splitlines()
+            return cut_sentences(
+                [line[2:].strip() for line in lines if line.startswith("# ") and "@package" not in line]
+            )
     return LAUNCHERS.get(option, "") if axis == "hydra/launcher" else ""
 
 
@@ -343,14 +349,3 @@ def cut_sentences(lines: Sequence[str]) -> str:
     text = " ".join(lines)
     end = re.search(r"[.?](?= |$)", text)
     return text[: end.end()] if end else first
-
-
-def _find_file(source: Any, name: str) -> Any:
-    file: Any
-    if source.scheme() == "file":
-        file = Path(source.path) / name
-    elif source.scheme() == "pkg":
-        file = importlib.resources.files(source.path.split("/")[0]).joinpath(*source.path.split("/")[1:], name)
-    else:
-        return None
-    return file if file.is_file() else None

@@ -5,9 +5,9 @@ Nothing here imports torch: what does is loaded by name, once this process is to
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -112,7 +112,11 @@ def _run_attempt(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) 
     """Train while the data are prepared, where they are streamed; a ConfigError before the first step withdraws the
     attempt."""
     try:
-        with _prepare_meanwhile(run, attempt):
+        with contextlib.ExitStack() as meanwhile:
+            if run.dataset.stream:
+                log = Path(run.directory) / "log" / "prepare.log"
+                prepared = import_module(PREPARE).prepared_meanwhile(run.dataset, attempt.corpora, log)
+                meanwhile.enter_context(prepared)
             code = train()
     except ConfigError:
         attempts.withdraw_attempt(run, attempt)
@@ -120,17 +124,6 @@ def _run_attempt(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) 
     if code == 2:
         attempts.withdraw_attempt(run, attempt)
     return code
-
-
-def _prepare_meanwhile(run: Run, attempt: attempts.Attempt) -> AbstractContextManager[None]:
-    """While it is open, data that a run reads before all of them are prepared are prepared."""
-    if not run.dataset.stream:
-        return nullcontext()
-    log = Path(run.directory) / "log" / "prepare.log"
-    preparation: AbstractContextManager[None] = import_module(PREPARE).prepared_meanwhile(
-        run.dataset, attempt.corpora, log
-    )
-    return preparation
 
 
 def _start_ranks(run: Run, attempt: attempts.Attempt, apart: bool, report: ReasonReceiver) -> int:

@@ -101,7 +101,13 @@ def expand_trials(
             fixed = [o for o in trial_overrides if o.partition("=")[0].lstrip("+~") in fixed_settings]
         varied = tuple(redact(o) for o in trial_overrides if o not in fixed)
         with _name_trial_in_errors(number, varied):
-            cfg = _compose_trial(composer, trial_overrides, first + number, _build_folder_name(varied))
+            cfg = composer(trial_overrides)
+            with open_dict(cfg):
+                cfg.hydra.job.id = cfg.hydra.job.num = first + number
+                if cfg.hydra.sweep.subdir == AUTO:
+                    cfg.hydra.sweep.subdir = _build_folder_name(varied)
+                cfg.name = f"{Path(cfg.hydra.sweep.dir).name}/{cfg.hydra.sweep.subdir}"
+            check_optional(composer.list_choices, cfg)
             directory = str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
             run = compose.freeze_run(cfg, directory, remote=remote, find_machine=find_machine, trusted=trusted)
         trust.remember_typed([*run.options, *run.overrides])
@@ -166,18 +172,6 @@ def find_trial_id(run: Run, varied: Sequence[str], ledger_trials: Sequence[ledge
         return trial_id
     matching_ids = [trial.id for trial in ledger_trials if trial.asked == identity.compute_portable_trial_id(run)]
     return matching_ids[0] if len(matching_ids) == 1 else trial_id
-
-
-def _compose_trial(composer: Composer, overrides: Sequence[str], number: int, name: str) -> DictConfig:
-    cfg = composer(overrides)
-    with open_dict(cfg):
-        cfg.hydra.job.id = cfg.hydra.job.num = number
-        if cfg.hydra.sweep.subdir == AUTO:
-            cfg.hydra.sweep.subdir = name
-        folder = Path(cfg.hydra.sweep.dir)
-        cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
-    check_optional(composer.list_choices, cfg)
-    return cfg
 
 
 def _cache_machines() -> compose.MachineFinder:
@@ -315,7 +309,14 @@ class Composer:
             self.bases[choices] = self.loader.load_configuration(self.config_name, list(choices), RunMode.RUN)
         cfg = copy.deepcopy(self.bases[choices])
         try:
-            self._apply_values(cfg, values, parsed)
+            self.loader.validate_sweep_overrides_legal(values, RunMode.RUN, from_shell=True)
+            ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+            tasks = [o for o in parsed if not o.is_hydra_override()]
+            cfg.hydra.overrides.task = [o.input_line for o in tasks]
+            names = cfg.hydra.job.config.override_dirname
+            cfg.hydra.job.override_dirname = get_overrides_dirname(
+                tasks, names.exclude_keys, names.item_sep, names.kv_sep
+            )
         except OmegaConfBaseException as error:
             raise ConfigCompositionException from error
         OmegaConf.copy_cache(from_config=self.config, to_config=cfg)
@@ -334,14 +335,3 @@ class Composer:
             self.groups[key] = self.loader.repository.group_exists(key)
         group = self.groups[key] and not isinstance(override.value(), dict)
         return group or override.package is not None or override.is_hydra_override()
-
-    def _apply_values(self, cfg: DictConfig, values: list[Override], parsed: list[Override]) -> None:
-        """Set a trial's values, and what Hydra records of overrides."""
-        self.loader.validate_sweep_overrides_legal(values, RunMode.RUN, from_shell=True)
-        ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
-        task_overrides = [o for o in parsed if not o.is_hydra_override()]
-        cfg.hydra.overrides.task = [o.input_line for o in task_overrides]
-        dirname_settings = cfg.hydra.job.config.override_dirname
-        cfg.hydra.job.override_dirname = get_overrides_dirname(
-            task_overrides, dirname_settings.exclude_keys, dirname_settings.item_sep, dirname_settings.kv_sep
-        )

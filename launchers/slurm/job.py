@@ -60,16 +60,12 @@ def main(arguments: list[str]) -> int:
         ranks = int(trial_list["ranks_per_node"])
         if trial_list["tasks"] == "node" and LOCAL_RANK not in os.environ:
             return _run_node(arguments, ranks)
-        return _run_rank(Path(trial), ranks, attempt)
-
-
-def _run_rank(trial: Path, ranks: int, attempt: Path) -> int:
-    rank_info = _build_rank_info(os.environ, ranks, attempt)
-    cores = os.environ.get("SLURM_CPUS_PER_TASK")
-    divide_cores(os.environ, ranks, None if cores is None else int(cores))  # of the node, where Slurm has not
-    prepare_environment(os.environ)
-    report = partial(report_error, _locate_error_file(attempt, rank_info.rank), rank_info.rank)
-    return run_body(partial(_run_training, trial, rank_info, attempt), report)
+        rank_info = _build_rank_info(os.environ, ranks, attempt)
+        cores = os.environ.get("SLURM_CPUS_PER_TASK")
+        divide_cores(os.environ, ranks, None if cores is None else int(cores))  # of the node, where Slurm has not
+        prepare_environment(os.environ)
+        report = partial(report_error, _locate_error_file(attempt, rank_info.rank), rank_info.rank)
+        return run_body(partial(_run_training, Path(trial), rank_info, attempt), report)
 
 
 def _run_training(trial: Path, rank_info: RankInfo, attempt: Path) -> int:

@@ -267,17 +267,12 @@ def _build_extra_options(shape: JobShape, submission: Submission) -> dict[str, A
     options |= {"signal": f"{choose_signal(cluster).name.removeprefix('SIG')}@{cluster.signal_seconds}"}
     options |= {"no-requeue" if cluster.chain else "requeue": True}
     options |= {"reservation": cluster.reservation} if cluster.reservation else {}
-    options |= {"mem": memory} if (memory := _format_memory(shape)) else {}
-    return options | dict(cluster.sbatch or {})
-
-
-def _format_memory(shape: JobShape) -> str | None:
-    """Return the memory of each node as sbatch takes it, where 0 is all of it; None for Slurm's default."""
-    cluster = shape.cluster
-    if shape.exclusive and cluster.node_memory_gib is None:
-        return "0"
     memory_gib = cluster.node_memory_gib or (cluster.rank_memory_gib or 0) * shape.ranks
-    return f"{round(memory_gib * 1024)}M" if memory_gib else None
+    if shape.exclusive and cluster.node_memory_gib is None:
+        options["mem"] = "0"  # all of each node's
+    elif memory_gib:
+        options["mem"] = f"{round(memory_gib * 1024)}M"
+    return options | dict(cluster.sbatch or {})
 
 
 def build_script(shape: JobShape, submission: Submission) -> str:
@@ -296,38 +291,16 @@ def build_script(shape: JobShape, submission: Submission) -> str:
 
 def build_command(shape: JobShape, submission: Submission) -> str:
     """Return the lines of bash that the script runs."""
-    prologue, epilogue = (_fill_placeholders(template, shape.cluster) for template in (PROLOGUE, EPILOGUE))
-    return "\n".join(
-        [
-            *_build_site_lines(shape),
-            *_build_variable_lines(shape, submission),
-            prologue,
-            _build_srun_line(shape, submission),
-            epilogue,
-        ]
-    )
-
-
-def _fill_placeholders(template: str, cluster: Cluster) -> str:
-    signal_exit_code = str(128 + choose_signal(cluster))
-    for name, value in (
-        ("AGAIN", str(EXIT_REQUEUE)),
-        ("DIED", DIED),
-        ("TERMINATING", TERMINATING),
-        ("ASKED", signal_exit_code),
-    ):
-        template = template.replace(name, value)
-    return template.strip()
-
-
-def _build_site_lines(shape: JobShape) -> list[str]:
-    cluster = shape.cluster
-    lines = [f"module load {shlex.join(cluster.modules)} || exit 1"] if cluster.modules else []
-    return [
-        *lines,
-        *cluster.setup,
-        *(f"export {name}={shlex.quote(value)}" for name, value in (cluster.environment or {}).items()),
-    ]
+    cluster, asked = shape.cluster, str(128 + choose_signal(shape.cluster))
+    prologue, epilogue = PROLOGUE.strip(), EPILOGUE.strip()
+    values = {"AGAIN": str(EXIT_REQUEUE), "DIED": DIED, "TERMINATING": TERMINATING, "ASKED": asked}
+    for name, value in values.items():
+        prologue, epilogue = prologue.replace(name, value), epilogue.replace(name, value)
+    site_lines = [f"module load {shlex.join(cluster.modules)} || exit 1"] if cluster.modules else []
+    site_lines += cluster.setup
+    site_lines += [f"export {name}={shlex.quote(value)}" for name, value in (cluster.environment or {}).items()]
+    variables, srun = _build_variable_lines(shape, submission), _build_srun_line(shape, submission)
+    return "\n".join([*site_lines, *variables, prologue, srun, epilogue])
 
 
 def _build_variable_lines(shape: JobShape, submission: Submission) -> list[str]:
@@ -351,14 +324,7 @@ def _build_srun_line(shape: JobShape, submission: Submission) -> str:
     words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--unbuffered"]
     words += [f"--cpus-per-task={per_task}"] if per_task else []  # since Slurm 22.05 srun does not take it from sbatch
     words += [*_build_pyxis_options(shape), *cluster.srun]
-    inner = [
-        *_build_apptainer_prefix(shape, submission),
-        python,
-        "-u",
-        "-m",
-        "launchers.slurm.job",
-        str(submission.trial_list),
-    ]
+    inner = [*_build_apptainer_prefix(shape), python, "-u", "-m", "launchers.slurm.job", str(submission.trial_list)]
     return f'{shlex.join(words)} --output="$attempt/%n/%t.out" {shlex.join(inner)} "$attempt" 2>>"$attempt.out"'
 
 
@@ -370,7 +336,7 @@ def _build_pyxis_options(shape: JobShape) -> list[str]:
     return [f"--container-image={cluster.image}", *mounts, f"--container-workdir={os.getcwd()}"]
 
 
-def _build_apptainer_prefix(shape: JobShape, submission: Submission) -> list[str]:
+def _build_apptainer_prefix(shape: JobShape) -> list[str]:
     cluster = shape.cluster
     if cluster.container != "apptainer":
         return []

@@ -95,7 +95,12 @@ class SlurmSweep:
             adopt_jobs(self.root)
             packages = sorted({package for trial in self.trials for package in identity.find_packages(trial.run)})
             self.code_folder = copy_code(self.folder, packages) if self.settings.snapshot else ROOT
-            unsubmitted = self._submit_first(self._select_todo())
+            try:
+                unsubmitted = self._submit_trials(self._select_todo())
+            except (RunError, SubmissionRejectedError):
+                if "queued" in self.printed_states.values():
+                    print(f"The jobs submitted before continue. {self._describe_next_commands()}", flush=True)
+                raise
         if not self.settings.wait:
             self._print_unsubmitted(unsubmitted)
             return [0] * len(self.trials)
@@ -151,15 +156,6 @@ class SlurmSweep:
                 f"hydra.launcher.max_jobs={self.settings.max_jobs}: is less than the cluster.chain={longest_chain} "
                 "jobs of one chain; give at least as many."
             )
-
-    def _submit_first(self, todo: list[Trial]) -> list[Trial]:
-        """Submit as `_submit_trials` does; when a later job is rejected, print how to continue with those before."""
-        try:
-            return self._submit_trials(todo)
-        except (RunError, SubmissionRejectedError):
-            if any(state == "queued" for state in self.printed_states.values()):
-                print(f"The jobs submitted before continue. {self._describe_next_commands()}", flush=True)
-            raise
 
     def _select_todo(self) -> list[Trial]:
         """Return the trials that are neither finished nor with Slurm."""

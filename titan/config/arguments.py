@@ -98,8 +98,14 @@ def parse_arguments(cls: type[T], argv: Sequence[str]) -> T:
             the wrong type or out of range, and a missing value.
     """
     words, assignments = split_operands(cls, argv)
-    values = _read_operands(cls, words) | _read_assignments(list_keys(cls), assignments)
-    return typing.cast(T, settings.build(cls, values))
+    first, values = find_operand(cls), {}
+    if first is not None:
+        if "" in words or (not words and first.is_required):
+            label, meaning = first.field.metadata["operand"], first.field.metadata["help"]
+            raise ConfigError(f"{label} is missing: {meaning}; give it as the first word, before KEY=VALUE.")
+        if words:
+            values = {first.field.name: words if first.takes_several else words[0]}
+    return typing.cast(T, settings.build(cls, values | _read_assignments(list_keys(cls), assignments)))
 
 
 def split_operands(cls: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -139,16 +145,6 @@ def _is_assignment(word: str, keys: dict[str, Key]) -> bool:
         return False
     is_path = "/" in key and not re.match(r"\+|~[^/]|hydra/", key)
     return bool(equals) and not is_path and not os.path.exists(word)  # Path.exists raises for a long value
-
-
-def _read_operands(cls: type, words: Sequence[str]) -> dict[str, Any]:
-    first = find_operand(cls)
-    if first is None:
-        return {}
-    if "" in words or (not words and first.is_required):
-        label, meaning = first.field.metadata["operand"], first.field.metadata["help"]
-        raise ConfigError(f"{label} is missing: {meaning}; give it as the first word, before KEY=VALUE.")
-    return {first.field.name: list(words) if first.takes_several else words[0]} if words else {}
 
 
 def _read_assignments(keys: dict[str, Key], assignments: Sequence[str]) -> dict[str, Any]:

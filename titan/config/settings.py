@@ -345,7 +345,10 @@ def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str
     for number in converted if isinstance(converted, tuple) else (converted,):
         _check_range(number, limits, typed, words)
     for scalar in _iterate_scalars(converted):
-        _check_scalar(scalar, field.metadata, typed)
+        if isinstance(scalar, str):
+            check_text(scalar, typed, any_text=field.metadata.get("any_text", False))
+        elif isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
+            _check_plausible(scalar, field.metadata.get("cap") or LARGEST_NUMBERS[type(scalar)], typed)
     return converted
 
 
@@ -360,17 +363,12 @@ def _iterate_scalars(value: Any) -> Iterator[Any]:
         yield from _iterate_scalars(element)
 
 
-def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
-    """Raise ConfigError for implausible numbers, and for texts that can't be a name or a path."""
-    if isinstance(value, str):
-        check_text(value, typed, any_text=metadata.get("any_text", False))
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        cap = metadata.get("cap") or LARGEST_NUMBERS[type(value)]
-        if not math.isfinite(value):
-            raise ConfigError(f"{typed}: must be a finite number.")
-        if abs(value) > cap:
-            bound = f"most {_format_number(cap)}" if value > 0 else f"least -{_format_number(cap)}"
-            raise ConfigError(f"{typed}: must be at {bound}.")
+def _check_plausible(number: float, cap: float, typed: str) -> None:
+    if not math.isfinite(number):
+        raise ConfigError(f"{typed}: must be a finite number.")
+    if abs(number) > cap:
+        bound = f"most {_format_number(cap)}" if number > 0 else f"least -{_format_number(cap)}"
+        raise ConfigError(f"{typed}: must be at {bound}.")
 
 
 def check_text(text: str, typed: str, *, any_text: bool = False) -> None:

@@ -44,16 +44,12 @@ def acquire(descriptor: int, label: str, patience: float | None = None) -> None:
                 raise
             time.sleep(0.05)
         except OSError as error:
-            raise ConfigError(_describe_lock_error(label, error)) from error
-
-
-def _describe_lock_error(label: str, error: OSError) -> str:
-    if error.errno not in _UNSUPPORTED_ERRORS:
-        return f"{label}: can't be locked ({error.strerror}); choose another folder."
-    return (
-        f"{label}: its file system has no file locks (flock: {error.strerror}), which keep two jobs out of one "
-        "directory; mount it with file locks (Lustre: -o flock), or choose a folder on another file system."
-    )
+            if error.errno not in _UNSUPPORTED_ERRORS:
+                raise ConfigError(f"{label}: can't be locked ({error.strerror}); choose another folder.") from error
+            raise ConfigError(
+                f"{label}: its file system has no file locks (flock: {error.strerror}), which keep two jobs out of one "
+                "directory; mount it with file locks (Lustre: -o flock), or choose a folder on another file system."
+            ) from error
 
 
 def is_locked(file: Path) -> bool:

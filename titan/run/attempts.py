@@ -87,7 +87,10 @@ def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
         if _is_finished(run, history):
             return None
         _check_last(run, history.result, history.last, notes)
-        notes += (*_note_missing_steps(history), *history.result_notes)
+        steps = (history.documents[-1].get("from_step", 0), history.result.get("checkpoint") and history.result["step"])
+        if history.last is None and any(steps):
+            notes += (f"there is no checkpoint any more of a run that had got to step {max(s or 0 for s in steps)}",)
+        notes += history.result_notes
         notes += identity.note_code_changes(run, history.documents[-1])
     digests = evaluated.compute_digests(run.evaluation)
     notes += evaluated.note_changes(digests, history.documents)
@@ -231,15 +234,6 @@ def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate |
             f"training.steps={run.training.steps}: the run in {run.directory} is finished and has no checkpoint to "
             "continue from; choose another name."
         )
-
-
-def _note_missing_steps(history: _History) -> tuple[str, ...]:
-    result = history.result
-    from_step = int(history.documents[-1].get("from_step", 0))
-    last_step = max(from_step, int(result.get("step", 0)) if result.get("checkpoint") else 0)
-    if not last_step or history.last is not None:
-        return ()
-    return (f"there is no checkpoint any more of a run that had got to step {last_step}",)
 
 
 def _build_attempt(run: Run, history: _History, ids: Ids, data: PreparedData, origin: Parent) -> Attempt:

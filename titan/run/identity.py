@@ -29,7 +29,6 @@ import titan
 from titan.config import kinds
 from titan.config.settings import to_plain
 from titan.console.text import redact_nested
-from titan.hooks.schema import Hook
 from titan.optimizer.external.packages import compute_files_digest, find_version, is_own
 
 if TYPE_CHECKING:
@@ -85,7 +84,13 @@ def select_settings(run: Run, *, science: bool) -> dict[str, Any]:
         if type(value) is not declared[axis] and default == science:
             settings[axis] = kinds.get_kind(type(value))
         settings |= _select_differing(axis, value, default, science)
-    return settings | _select_hook_settings(run.hooks or {}, science)
+    for name, hook in (run.hooks or {}).items():
+        if hook.science == science:
+            settings[f"hooks.{name}"] = kinds.get_kind(type(hook))
+        settings |= _select_differing(f"hooks.{name}", hook, hook.science, science)
+    changing = [name for name, hook in (run.hooks or {}).items() if hook.science]
+    # of several that change what is learned, the order too
+    return settings | ({"hooks": changing} if science and len(changing) > 1 else {})
 
 
 def _select_differing(path: str, value: Any, default: bool, science: bool) -> dict[str, Any]:
@@ -103,17 +108,6 @@ def _select_differing(path: str, value: Any, default: bool, science: bool) -> di
         if (default if mark is None else mark) == science and setting != DIGEST_DEFAULTS.get(name, field.default):
             settings[name] = redact_nested(to_plain(setting))
     return settings
-
-
-def _select_hook_settings(hooks: Mapping[str, Hook], science: bool) -> dict[str, Any]:
-    """Return the settings of hooks, with the class of each; of several that change what is learned, the order too."""
-    settings: dict[str, Any] = {}
-    for name, hook in hooks.items():
-        if hook.science == science:
-            settings[f"hooks.{name}"] = kinds.get_kind(type(hook))
-        settings |= _select_differing(f"hooks.{name}", hook, hook.science, science)
-    changing = [name for name, hook in hooks.items() if hook.science]
-    return settings | ({"hooks": changing} if science and len(changing) > 1 else {})
 
 
 def collect_science(run: Run, data_digest: str, parent: str | None) -> dict[str, Any]:

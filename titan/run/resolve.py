@@ -112,8 +112,11 @@ def _apply_machine(recipe: Recipe, machine: Machine, remote: bool) -> Recipe:
         precision = replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
         recipe = replace(recipe, precision=precision)
     recipe = replace(recipe, precision=recipe.precision.drop_unused_settings())
-    if _uses_flex_attention(recipe, machine, remote):
-        recipe = replace(recipe, training=replace(recipe.training, attention="flex"))
+    masked = recipe.dataset.mask_documents or recipe.model.needs_mask(recipe.training.seq_len)
+    if recipe.training.attention == "auto" and masked and machine.device == "cuda":
+        has_triton = remote or importlib.util.find_spec("triton") is not None
+        if has_triton and recipe.model.head_size >= FLEX_WIDTH:
+            recipe = replace(recipe, training=replace(recipe.training, attention="flex"))
     return recipe
 
 
@@ -133,14 +136,6 @@ def _choose_scope(run: Run, remote: bool = False) -> Run:
         return run
     scope, reason = choose_scope(run, remote)
     return replace(run, compile=replace(run.compile, scope=scope), compile_why=reason)
-
-
-def _uses_flex_attention(recipe: Recipe, machine: Machine, remote: bool) -> bool:
-    """Return whether `training.attention=auto` is FlexAttention: for masks, on GPUs, where Triton is installed."""
-    masked = recipe.dataset.mask_documents or recipe.model.needs_mask(recipe.training.seq_len)
-    if recipe.training.attention != "auto" or not masked or machine.device != "cuda":
-        return False
-    return recipe.model.head_size >= FLEX_WIDTH and (remote or importlib.util.find_spec("triton") is not None)
 
 
 def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: bool) -> Layout:

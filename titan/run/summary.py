@@ -126,18 +126,13 @@ def _describe_dimensions(run: Run) -> dict[str, str]:
             groups = [" ".join(map(str, _abbreviate_list(list(group)))) for group in run.layout.list_groups(name)]
             lines[f"  {name} {degree}"] = f"ranks {' | '.join(_abbreviate_list(groups))} {PURPOSES[name]}"
     if run.staging.count > 1:
-        lines["  stages"] = _describe_stages(run)
+        layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
+        batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
+        lines["  stages"] = (
+            f"layers {' | '.join(_abbreviate_list(layers))}; {run.staging.schedule.rpartition('/')[2]} with {batches}, "
+            f"ranks idle {run.staging.idle:.0%} of a step"
+        )
     return lines
-
-
-def _describe_stages(run: Run) -> str:
-    layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
-    schedule = run.staging.schedule.rpartition("/")[2]
-    batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
-    return (
-        f"layers {' | '.join(_abbreviate_list(layers))}; {schedule} with {batches}, "
-        f"ranks idle {run.staging.idle:.0%} of a step"
-    )
 
 
 def _abbreviate_list(items: list[Any]) -> list[Any]:

@@ -187,7 +187,12 @@ def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None
             return f"write {name}"
     if word in PERIODS and (name := f"{AXES.get(axis, axis)}.every") in known_keys:
         return f"write {name}=STEPS"
-    return _advise_on_kinds(axis, rest, known_keys) or _advise_on_word(key, word)
+    if (advice := _advise_on_kinds(axis, rest, known_keys)) or key in AXES:
+        return advice or f"write {AXES[key]}"
+    setting = suggest_setting(word)
+    if setting is None or ("." not in key and setting.partition("=")[0].endswith(f".{word}")):
+        return None  # the nearest setting is suggested
+    return f"write {setting}"
 
 
 def _advise_on_kinds(axis: str, rest: str, known_keys: frozenset[str]) -> str | None:
@@ -205,15 +210,6 @@ def _advise_on_kinds(axis: str, rest: str, known_keys: frozenset[str]) -> str | 
         )
     owners = [kind for kind, cls in kinds.items() if kind != "base" and name in {f.name for f in fields(cls)}]
     return f"choose {axis}={' or '.join(owners)} for it" if owners else None
-
-
-def _advise_on_word(key: str, word: str) -> str | None:
-    if key in AXES:
-        return f"write {AXES[key]}"
-    setting = suggest_setting(word)
-    if setting is None or ("." not in key and setting.partition("=")[0].endswith(f".{word}")):
-        return None  # the nearest setting is suggested
-    return f"write {setting}"
 
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments"
