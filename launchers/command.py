@@ -84,9 +84,6 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
         job: takes the run of a command line without -m; returns the exit code.
         sweep_job: takes the trials of one with -m; returns their exit codes.
         is_searched: whether the layout of the run is searched, so that it need not work.
-
-    Raises:
-        ConfigError: when the run can't work, or the command line asks for anything else.
     """
     with _prepare(argv, accepted=("multirun",)) as (args, cfg):
         if args.multirun or cfg is None:
@@ -161,11 +158,7 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
 
 
 def compose_trial(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Run:
-    """Return the checked run of a trial, on this machine or on those that its launcher reaches; see `compose_single`.
-
-    Raises:
-        ConfigError: when the run can't work, or the command line asks for anything else.
-    """
+    """Return the checked run of a trial, here or on what its launcher reaches; for the arguments see `compose_single`."""
     with _prepare(arguments, recorded, accepted=()) as (args, cfg):
         run = _freeze(args, cfg, remote=plugin.find_scheduler_launcher(cfg) is not None)
     _remember(run, arguments)  # a launcher is not among the run's overrides
@@ -324,6 +317,7 @@ def _list_choices(loader: ConfigLoader, axes: Sequence[str]) -> list[str]:
 
 def _describe_choice(loader: Any, axis: str, option: str) -> str:
     for source in loader.repository.get_sources():
+        file: Any
         package, *folders = source.path.split("/")
         if source.scheme() == "file":
             file = Path(source.path) / f"{axis}/{option}.yaml"

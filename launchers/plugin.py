@@ -169,7 +169,8 @@ class SweepLauncher(Launcher):
     def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
         """Launch checked trials; return their exit codes."""
         self.check_inputs(batch)
-        return self._build_sweep(root, batch, spec, describe).launch()
+        codes: list[int] = self._build_sweep(root, batch, spec, describe).launch()
+        return codes
 
     def launch_pool(self, source: TrialSource) -> None:
         """Launch trials that a source chooses while others run."""
@@ -272,9 +273,6 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig, describe: 
     """Launch a single run as a sweep of one trial, with the run's directory; return the exit code.
 
     That directory identifies the trial: it holds one run.
-
-    Raises:
-        ConfigError: when the directory holds something else, or a process is running in it.
     """
     from titan.run import attempts, summary  # only now: --help need not wait for what reads data
 

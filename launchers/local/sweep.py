@@ -160,11 +160,7 @@ class LocalSweep:
         return [codes[index] for index in range(len(self.trials))]
 
     def launch_pool(self, source: TrialSource) -> None:
-        """Run the trials that a source asks for, each in its own process, until it has none left.
-
-        Raises:
-            KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
-        """
+        """Run the trials that a source asks for, each in its own process, until it has none left."""
         try:
             self._run_processes(
                 partial(self._start_asked, source), lambda index, code: source.tell(self.trials[index], code)

@@ -26,9 +26,6 @@ def read_json(content: bytes, allowed: Sequence[str] = ()) -> Any:
 
     Args:
         allowed: packages whose classes it may name, beside titan and experiments.
-
-    Raises:
-        ValueError: when it is something else.
     """
     roots = {"titan", "experiments", *allowed}
     try:

@@ -112,8 +112,9 @@ def _is_gone(owner: str, pid: int, path: Path, seconds: float = STALE_SECONDS) -
     if owner == identify_machine() and pid and not platform.is_alive(pid):
         return True
     try:
-        entries = [path, *(path.iterdir() if path.is_dir() else ())]
-        return time.time() - max(entry.stat().st_mtime for entry in entries) > seconds
+        entries: list[Path] = [path, *(path.iterdir() if path.is_dir() else ())]
+        latest: float = max(entry.stat().st_mtime for entry in entries)
+        return time.time() - latest > seconds
     except OSError:  # it was removed
         return True
 

@@ -47,12 +47,7 @@ def resolve_inside(folder: Path, name: object) -> Path:
 
 @contextmanager
 def open_regular_file(file: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; a pipe would block.
-
-    Raises:
-        OSError: when it can't be read.
-        ValueError: when it is not a regular file.
-    """
+    """Open a regular file for reading; a pipe would block."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as content:
         if stat.S_ISDIR(mode := os.fstat(descriptor).st_mode):
@@ -137,9 +132,6 @@ def check_type(value: object, kind: Any, name: str) -> None:
 
     Args:
         kind: the annotation. `float` admits an int, `int` no bool; a tuple is a list in the file.
-
-    Raises:
-        ValueError: naming the first part that is of another type.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:

@@ -73,11 +73,7 @@ class Attempt:
 
 
 def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
-    """Decide what the directory means, and record the attempt that starts; None where the run is finished.
-
-    Raises:
-        ConfigError: when the directory holds something else.
-    """
+    """Decide what the directory means, and record the attempt that starts; None where the run is finished."""
     history = _read_history(run)
     origin = find_parent(run, history.documents, data.mix, has_checkpoint=history.last is not None)
     science = identity.collect_science(run, corpora.compute_data_digest(data.mix), origin.id)

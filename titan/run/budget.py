@@ -31,9 +31,6 @@ def apply_tokens(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
     Args:
         overrides: as typed; steps that they set contradict a budget, steps of files are superseded.
-
-    Raises:
-        ConfigError: for more than one of steps, tokens and hours.
     """
     training = recipe.training
     budget_settings = [

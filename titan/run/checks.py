@@ -391,6 +391,8 @@ def _list_sharding_faults(run: Run, remote: bool) -> Faults:
 def _list_model_sharding_faults(run: Run) -> Faults:
     """What only FSDP does where a strategy shards the whole model in another way."""
     parallelism, sharding = run.parallelism, run.parallelism.model_sharding
+    if sharding is None:
+        return
     rejected = {
         f"parallelism.reshard={parallelism.reshard}": isinstance(parallelism.reshard, int),
         f"parallelism.accumulate={parallelism.accumulate}": parallelism.accumulate == "whole",
@@ -401,7 +403,7 @@ def _list_model_sharding_faults(run: Run) -> Faults:
         f"parallelism.expert={parallelism.expert}": run.layout.expert > 1,
         "memory.offload=true": run.memory.offload,
     }
-    for setting, is_set in rejected.items() if sharding is not None else ():
+    for setting, is_set in rejected.items():
         yield (
             is_set,
             f"{setting}: only FSDP has it, and {sharding._target_} shards the model (parallelism.groups); leave one of "

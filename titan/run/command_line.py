@@ -45,9 +45,6 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
 
     Args:
         recorded: a run's own command line, to which this one is added.
-
-    Raises:
-        ConfigError: for an unknown option, and for options that exclude each other.
     """
     args = _parse_options(words)
     resumed = [word for word in args.overrides if word.startswith(RESUME)]
@@ -84,12 +81,7 @@ def reject_shown(args: argparse.Namespace, accepted: Sequence[str] = ()) -> None
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for overrides that have no effect.
-
-    Raises:
-        ConfigError: naming the override.
-        HydraException: for a syntax error.
-    """
+    """Raise ConfigError for overrides that have no effect."""
     overrides = OverridesParser.create().parse_overrides(list(args.overrides))
     for override in overrides:
         group, value = override.key_or_group, None if override.is_sweep_override() else override.value()

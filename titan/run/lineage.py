@@ -171,11 +171,7 @@ class PreparedData:
 
 
 def prepare_data(run: Run, progress: Callable[[str], None] | None = None) -> PreparedData:
-    """Prepare what is missing of a run's data, and open them, which may take hours.
-
-    Raises:
-        ConfigError: when the data, or the model or the batch with these data, can't be used.
-    """
+    """Prepare what is missing of a run's data, and open them, which may take hours."""
     folders = corpora.prepare_corpora(run.dataset, progress)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     _check_data(run, mix)

@@ -51,9 +51,6 @@ def resolve(
         ranks: how many ranks a launcher has started already; None when titan is to start them.
         remote: `machine` is a node that a scheduler will provide, not this one.
         is_layout_open: see `Run`; its memory is not checked.
-
-    Raises:
-        ConfigError: for combinations that can't work.
     """
     check_name(recipe.name)
     check_length(directory, f"hydra.run.dir={directory}")
