@@ -158,7 +158,7 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
 
 
 def compose_trial(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Run:
-    """Return the checked run of a trial, here or on what its launcher reaches; for the arguments see `compose_single`."""
+    """Return the checked run of a trial, here or on what its launcher reaches; see `compose_single`."""
     with _prepare(arguments, recorded, accepted=()) as (args, cfg):
         run = _freeze(args, cfg, remote=plugin.find_scheduler_launcher(cfg) is not None)
     _remember(run, arguments)  # a launcher is not among the run's overrides

@@ -222,8 +222,8 @@ RUNS = (
     define_fault(
         "config: more micro-batches than rows",
         "titan/run/checks.py",
-        "        run.microbatches > run.rank_rows,\n",
-        "        False,\n",
+        "if run.microbatches > run.rank_rows:",
+        "if False:",
         "test_refusals.py::test_refused_before_anything_is_written[cpu:parallelism.microbatches=100]",
     ),
     define_fault(

@@ -1,6 +1,6 @@
 """Check combinations of settings across axes, in one place, before any work starts. Free of torch.
 
-Each function of `CHECKS` yields what an axis rejects, in order: whether it holds, and the sentence that says so.
+Each function of `CHECKS` yields the sentences of what it rejects, of which the first ends the command.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from titan.run.run import Run
 
-    Faults = Iterator[tuple[object, str]]
+    Faults = Iterator[str]
 
 DEEP_EP_CAPABILITY, DEEP_EP_MULTIPLE, DEEP_EP_TOP_K = 9.0, 8, 32
 """What DeepEP's kernels need: the compute capability, the number that divides a token's width, the most experts."""
@@ -64,9 +64,8 @@ def check_run(run: Run, started: bool = False, remote: bool = False) -> None:
 
 
 def _reject(faults: Faults) -> None:
-    for holds, sentence in faults:
-        if holds:
-            raise ConfigError(sentence)
+    for sentence in faults:
+        raise ConfigError(sentence)
 
 
 def _list_split_faults(run: Run, remote: bool) -> Faults:
@@ -77,9 +76,8 @@ def _list_split_faults(run: Run, remote: bool) -> Faults:
             largest = math.gcd(*(getattr(model, other) for other in model.SPLIT))
             divisor = next(d for d in range(degree - 1, 0, -1) if largest % d == 0)
             yield (
-                True,
                 f"parallelism.tensor={degree}: does not divide model.{name}={getattr(model, name)}; "
-                f"give a divisor of it, such as {divisor}.",
+                f"give a divisor of it, such as {divisor}."
             )
     if not is_titan_class(type(model)):
         sequence = TECHNIQUES["sequence_parallel"].is_on(run)
@@ -95,9 +93,8 @@ def _list_growth_faults(run: Run, remote: bool) -> Faults:
             plan_stages(run.parallelism, run.layout, run.model, run.training.seq_len, count)
         except ConfigError as error:
             yield (
-                True,
                 f"training.grow: {tokens} tokens make {count} micro-batches of "
-                f"{format_plural(run.microbatch_rows, 'row')}, and then {error}",
+                f"{format_plural(run.microbatch_rows, 'row')}, and then {error}"
             )
         larger = replace(run, training=replace(run.training, global_batch=tokens, grow=()))
         fit.check_memory(larger, run.layout, run.machine, count, remote)
@@ -106,49 +103,48 @@ def _list_growth_faults(run: Run, remote: bool) -> Faults:
 def _list_precision_faults(run: Run, remote: bool) -> Faults:
     """Types that can't be combined, and 8-bit matmuls where no kernel computes them."""
     precision, machine = run.precision, run.machine
-    yield (
-        precision.weights == "bf16" and precision.compute != "bf16",
-        f"precision.weights=bf16: requires precision.compute=bf16, not {precision.compute}; give precision=bf16_pure.",
-    )
+    if precision.weights == "bf16" and precision.compute != "bf16":
+        yield (
+            f"precision.weights=bf16: requires precision.compute=bf16, not {precision.compute}; give "
+            "precision=bf16_pure."
+        )
     if not precision.eight_bit:
         return
     label = f"precision.matmuls={precision.matmuls}"
-    yield (
-        precision.compute != "bf16",
-        f"{label}: requires precision.compute=bf16, not {precision.compute}; give that type.",
-    )
+    if precision.compute != "bf16":
+        yield f"{label}: requires precision.compute=bf16, not {precision.compute}; give that type."
     least = CAPABILITY[precision.matmuls]
     has_format = machine.device == "cuda" and (machine.capability is None or machine.capability >= least)
     subject = "the cluster" if remote and machine.device == "cuda" else "this machine"
-    yield (  # a capability is not known of AMD's GPUs, and before the job has its node
-        not (precision.emulate or has_format),
-        f"{label}: requires {HARDWARE[least]}, and {subject} has {machine.name}; give precision.emulate=true to "
-        "emulate it slowly, or precision=bf16.",
-    )
+    if not (precision.emulate or has_format):  # unknown of AMD's GPUs, and before the job has its node
+        yield (
+            f"{label}: requires {HARDWARE[least]}, and {subject} has {machine.name}; give precision.emulate=true to "
+            "emulate it slowly, or precision=bf16."
+        )
     matmuls = run.model.matmuls()
     for pattern in precision.skip:
-        yield (
-            not any(fnmatchcase(name, pattern) for name in matmuls),
-            f"precision.skip={format_value(precision.skip)}: no matmul of the model is named {pattern}; names are such "
-            f"as {next(iter(matmuls))} and head{suggest_pattern(pattern, matmuls)}",
-        )
+        if not any(fnmatchcase(name, pattern) for name in matmuls):
+            yield (
+                f"precision.skip={format_value(precision.skip)}: no matmul of the model is named {pattern}; names are "
+                f"such as {next(iter(matmuls))} and head{suggest_pattern(pattern, matmuls)}"
+            )
     choice, multiple = precision.select_layers(matmuls, run.layout.tensor), QUANT_BLOCK[precision.matmuls]
-    yield (
-        not choice.quantized,
-        f"{label}: applies to no matmul of the model: {choice.describe_exclusions()}; change these, or give "
-        "precision=bf16.",
-    )
-    yield (
-        "head" in choice.quantized and run.training.loss_chunk is not None,
-        f"training.loss_chunk={run.training.loss_chunk}: computes the head in {precision.compute}, and {label} "
-        "includes the head; give precision.skip=[head], or null.",
-    )
+    if not choice.quantized:
+        yield (
+            f"{label}: applies to no matmul of the model: {choice.describe_exclusions()}; change these, or give "
+            "precision=bf16."
+        )
+    if "head" in choice.quantized and run.training.loss_chunk is not None:
+        yield (
+            f"training.loss_chunk={run.training.loss_chunk}: computes the head in {precision.compute}, and {label} "
+            "includes the head; give precision.skip=[head], or null."
+        )
     tokens = run.microbatch_rows * run.training.seq_len // run.layout.context
-    yield (
-        tokens % multiple and precision.weight_grads_in_8_bits,
-        f"{label}: a micro-batch of a rank has {tokens} tokens, and weight gradients need a multiple of {multiple}; "
-        "give another training.seq_len or training.global_batch.",
-    )
+    if tokens % multiple and precision.weight_grads_in_8_bits:
+        yield (
+            f"{label}: a micro-batch of a rank has {tokens} tokens, and weight gradients need a multiple of "
+            f"{multiple}; give another training.seq_len or training.global_batch."
+        )
 
 
 def _list_dispatcher_faults(run: Run, remote: bool) -> Faults:
@@ -160,26 +156,21 @@ def _list_dispatcher_faults(run: Run, remote: bool) -> Faults:
         warn_once("parallelism.dispatcher=deepep: has no effect, because no ranks share experts.")
         return
     capability = machine.capability or DEEP_EP_CAPABILITY
-    for lacks, need in (
-        (
-            machine.device != "cuda" or capability < DEEP_EP_CAPABILITY,
-            f"needs CUDA and a Hopper GPU or newer, and the machine has {machine.name}; give one such as cluster=h100",
-        ),
-        (
-            run.precision.compute != "bf16",
-            f"computes in bf16, and precision.compute={run.precision.compute}; give precision=bf16",
-        ),
-        (model.dim % DEEP_EP_MULTIPLE, f"model.dim={model.dim} is no multiple of {DEEP_EP_MULTIPLE}; change it"),
-        (
-            top_k > DEEP_EP_TOP_K,
-            f"a token has at most {DEEP_EP_TOP_K} experts, and model.top_k={top_k}; change it",
-        ),
-        (
-            not remote and importlib.util.find_spec("deep_ep") is None,
-            "needs the package deep_ep, version 2; install it from github.com/deepseek-ai/DeepEP",
-        ),
-    ):
-        yield lacks, f"parallelism.dispatcher=deepep: {need}, or parallelism.dispatcher=alltoall."
+    needs = []
+    if machine.device != "cuda" or capability < DEEP_EP_CAPABILITY:
+        needs.append(
+            f"needs CUDA and a Hopper GPU or newer, and the machine has {machine.name}; give one such as cluster=h100"
+        )
+    if run.precision.compute != "bf16":
+        needs.append(f"computes in bf16, and precision.compute={run.precision.compute}; give precision=bf16")
+    if model.dim % DEEP_EP_MULTIPLE:
+        needs.append(f"model.dim={model.dim} is no multiple of {DEEP_EP_MULTIPLE}; change it")
+    if top_k > DEEP_EP_TOP_K:
+        needs.append(f"a token has at most {DEEP_EP_TOP_K} experts, and model.top_k={top_k}; change it")
+    if not remote and importlib.util.find_spec("deep_ep") is None:
+        needs.append("needs the package deep_ep, version 2; install it from github.com/deepseek-ai/DeepEP")
+    for need in needs:
+        yield f"parallelism.dispatcher=deepep: {need}, or parallelism.dispatcher=alltoall."
 
 
 def _list_halves_faults(run: Run, remote: bool) -> Faults:
@@ -189,17 +180,17 @@ def _list_halves_faults(run: Run, remote: bool) -> Faults:
     if run.layout.expert == 1:
         warn_once("parallelism.halves=true: has no effect, because no ranks share experts.")
         return
-    yield (
-        run.parallelism.dispatcher == "deepep",
-        "parallelism.halves=true: nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
-        "parallelism.dispatcher=alltoall, or parallelism.halves=false.",
-    )
-    yield (
-        run.microbatch_rows < 2,
-        f"parallelism.halves=true: needs micro-batches of two rows on each rank, and with "
-        f"parallelism.microbatches={run.microbatches} they have one; give fewer, a larger training.global_batch, "
-        "or parallelism.halves=false.",
-    )
+    if run.parallelism.dispatcher == "deepep":
+        yield (
+            "parallelism.halves=true: nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
+            "parallelism.dispatcher=alltoall, or parallelism.halves=false."
+        )
+    if run.microbatch_rows < 2:
+        yield (
+            f"parallelism.halves=true: needs micro-batches of two rows on each rank, and with "
+            f"parallelism.microbatches={run.microbatches} they have one; give fewer, a larger training.global_batch, "
+            "or parallelism.halves=false."
+        )
 
 
 def _list_pairs_faults(run: Run, remote: bool) -> Faults:
@@ -207,33 +198,33 @@ def _list_pairs_faults(run: Run, remote: bool) -> Faults:
     parallelism = run.parallelism
     if not parallelism.pairs:
         return
+    way_out = "or parallelism.pairs=false."
+    if run.layout.expert == 1:
+        yield (
+            "parallelism.pairs=true: no ranks share experts, so that nothing is exchanged; give "
+            f"parallelism.expert=auto, {way_out}"
+        )
+    if parallelism.dispatcher == "deepep":
+        yield (
+            "parallelism.pairs=true: nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
+            f"parallelism.dispatcher=alltoall, {way_out}"
+        )
+    if parallelism.halves:
+        yield (
+            "parallelism.pairs=true: parallelism.halves=true computes beside the same exchanges; give "
+            f"parallelism.halves=false, {way_out}"
+        )
     overlaps = list_overlaps(parallelism) if run.layout.pipeline > 1 else []
-    other = next((overlap for overlap in overlaps if not overlap.is_pair), None)
-    for lacks, need in (
-        (
-            run.layout.expert == 1,
-            "no ranks share experts, so that nothing is exchanged; give parallelism.expert=auto",
-        ),
-        (
-            parallelism.dispatcher == "deepep",
-            "nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
-            "parallelism.dispatcher=alltoall",
-        ),
-        (
-            parallelism.halves,
-            "parallelism.halves=true computes beside the same exchanges; give parallelism.halves=false",
-        ),
-        (
-            not overlaps,
-            "the pipeline's schedule has no pairs; give parallelism=pp parallelism.schedule=DualPipeV",
-        ),
-        (
-            other,
-            f"{other} in parallelism.schedule={parallelism.schedule} is no forward and backward pass of two stages; "
-            "correct it",
-        ),
-    ):
-        yield lacks, f"parallelism.pairs=true: {need}, or parallelism.pairs=false."
+    if not overlaps:
+        yield (
+            "parallelism.pairs=true: the pipeline's schedule has no pairs; give parallelism=pp "
+            f"parallelism.schedule=DualPipeV, {way_out}"
+        )
+    if other := next((overlap for overlap in overlaps if not overlap.is_pair), None):
+        yield (
+            f"parallelism.pairs=true: {other} in parallelism.schedule={parallelism.schedule} is no forward and "
+            f"backward pass of two stages; correct it, {way_out}"
+        )
 
 
 def _list_exchange_faults(run: Run, remote: bool) -> Faults:
@@ -247,14 +238,16 @@ def _list_exchange_faults(run: Run, remote: bool) -> Faults:
             warn_once(f"{typed}: has no effect, because FSDP shards nothing; choose parallelism=fsdp.")
         else:
             is_old = not remote and () < read_torch_version() < EXCHANGE_TORCH
-            yield is_old, f"{typed}: needs torch 2.13; install it, or remove the setting."
+            if is_old:
+                yield f"{typed}: needs torch 2.13; install it, or remove the setting."
     if parallelism.symmetric_memory:
-        yield run.machine.device != "cuda", "parallelism.symmetric_memory=true: needs a CUDA device; give false."
-        yield (
-            parallelism.reduce_buffers > 1,
-            f"parallelism.symmetric_memory=true: has one buffer, and parallelism.reduce_buffers="
-            f"{parallelism.reduce_buffers}; give 1, or symmetric_memory=false.",
-        )
+        if run.machine.device != "cuda":
+            yield "parallelism.symmetric_memory=true: needs a CUDA device; give false."
+        if parallelism.reduce_buffers > 1:
+            yield (
+                f"parallelism.symmetric_memory=true: has one buffer, and parallelism.reduce_buffers="
+                f"{parallelism.reduce_buffers}; give 1, or symmetric_memory=false."
+            )
 
 
 def _list_accumulation_faults(run: Run, remote: bool) -> Faults:
@@ -265,7 +258,7 @@ def _list_accumulation_faults(run: Run, remote: bool) -> Faults:
     rows = max(math.ceil(phase.rows / run.layout.data_ranks) for phase in run.training.phases)
     most = max(run.microbatches, math.ceil(rows / run.microbatch_rows))  # in the step with the largest batch
     for reason in accumulation.iterate_obstacles(run, run.layout, most):
-        yield True, f"precision.accumulate={accumulate}: {reason}, or precision.accumulate=fp32."
+        yield f"precision.accumulate={accumulate}: {reason}, or precision.accumulate=fp32."
 
 
 def _list_audit_faults(run: Run, remote: bool) -> Faults:
@@ -273,21 +266,21 @@ def _list_audit_faults(run: Run, remote: bool) -> Faults:
     layout, label = run.layout, f"debug.audit={run.debug.audit}"
     if not run.debug.audit or run.is_layout_open:
         return
-    yield (
-        layout.pipeline > 1,
-        f"{label}: the stages of a pipeline run forward only together with backward; give parallelism.pipeline=1, "
-        "or debug.audit=0.",
-    )
-    yield (
-        run.compile.scope == "model",
-        f"{label}: with compile=model nothing but the loss can be compared; give compile=block, or debug.audit=0.",
-    )
+    if layout.pipeline > 1:
+        yield (
+            f"{label}: the stages of a pipeline run forward only together with backward; give parallelism.pipeline=1, "
+            "or debug.audit=0."
+        )
+    if run.compile.scope == "model":
+        yield (
+            f"{label}: with compile=model nothing but the loss can be compared; give compile=block, or debug.audit=0."
+        )
     shared = f" (parallelism.expert={layout.expert})" if layout.expert > 1 else ""
-    yield (
-        layout.data_ranks // max(1, layout.expert // (layout.context * layout.tensor)) < 2,
-        f"{label}: no other rank computes the same part of the model{shared}; give parallelism.replicate=2 or "
-        "parallelism.shard=2 times as many ranks, or debug.audit=0.",
-    )
+    if layout.data_ranks // max(1, layout.expert // (layout.context * layout.tensor)) < 2:
+        yield (
+            f"{label}: no other rank computes the same part of the model{shared}; give parallelism.replicate=2 or "
+            "parallelism.shard=2 times as many ranks, or debug.audit=0."
+        )
 
 
 def _list_tensor_faults(run: Run, remote: bool) -> Faults:
@@ -302,10 +295,12 @@ def _list_tensor_faults(run: Run, remote: bool) -> Faults:
             "a CUDA device": run.machine.device == "cuda",
         }
         missing = [name for name, is_met in needed.items() if not is_met]
-        yield missing, f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false."
+        if missing:
+            yield f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false."
     if parallelism.regather is True and degree > 1:
         obstacles = list_regather_obstacles(run, run.layout)
-        yield obstacles, f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto."
+        if obstacles:
+            yield f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto."
 
 
 def _list_context_faults(run: Run, remote: bool) -> Faults:
@@ -315,37 +310,36 @@ def _list_context_faults(run: Run, remote: bool) -> Faults:
     halves = " (a head and a tail each)" if parallelism.balance else ""
     cuts = [f"context {layout.context}{halves}"] if layout.context > 1 else []
     cuts += [f"tensor {layout.tensor}"] if layout.tensor > 1 and parallelism.sequence_parallel else []
-    yield (
-        length % multiple,
-        f"training.seq_len={length}: must be a multiple of {multiple} to be split over {' and '.join(cuts)}; "
-        f"the nearest is {max(1, round(length / multiple)) * multiple}.",
-    )
+    if length % multiple:
+        yield (
+            f"training.seq_len={length}: must be a multiple of {multiple} to be split over {' and '.join(cuts)}; "
+            f"the nearest is {max(1, round(length / multiple)) * multiple}."
+        )
     heads = run.model.heads // layout.tensor
-    yield (
-        parallelism.context_method == "ulysses" and heads % layout.context,
-        f"parallelism.context_method=ulysses: context {layout.context} does not divide a rank's {heads} heads; "
-        "give allgather or ring, or another parallelism.context.",
-    )
+    if parallelism.context_method == "ulysses" and heads % layout.context:
+        yield (
+            f"parallelism.context_method=ulysses: context {layout.context} does not divide a rank's {heads} heads; "
+            "give allgather or ring, or another parallelism.context."
+        )
 
 
 def _list_attention_faults(run: Run, remote: bool) -> Faults:
     """Kernels that a device lacks, and those that can't mask documents and chunks in a ring."""
     choice, is_cpu = run.training.attention, run.machine.device == "cpu"
-    yield is_cpu and choice == "flex", "training.attention=flex: its backward pass needs a GPU; give auto."
-    yield (
-        is_cpu and choice in ("cudnn", "efficient"),
-        f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math.",
-    )
+    if is_cpu and choice == "flex":
+        yield "training.attention=flex: its backward pass needs a GPU; give auto."
+    if is_cpu and choice in ("cudnn", "efficient"):
+        yield f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math."
     ring = run.layout.context > 1 and run.parallelism.context_method == "ring"
     masks = run.dataset.mask_documents or run.model.needs_mask(run.training.seq_len)
     chunks = "chunks (training.seq_len is above model.attention_chunk)"
     masked = "documents (dataset.mask_documents=true)" if run.dataset.mask_documents else chunks
     alternatives = "auto or math" if is_cpu else "auto, flex or math"
-    yield (
-        ring and masks and choice not in ("auto", "flex", "math"),
-        f"training.attention={choice}: in a ring this kernel can't mask {masked}; give {alternatives}, or another "
-        "parallelism.context_method.",
-    )
+    if ring and masks and choice not in ("auto", "flex", "math"):
+        yield (
+            f"training.attention={choice}: in a ring this kernel can't mask {masked}; give {alternatives}, or another "
+            "parallelism.context_method."
+        )
 
 
 def _list_sharding_faults(run: Run, remote: bool) -> Faults:
@@ -354,38 +348,33 @@ def _list_sharding_faults(run: Run, remote: bool) -> Faults:
     shards_nothing = layout.sharded == 1 or layout.only_replicated
     for name in ("reshard", "accumulate", "prefetch"):
         value = getattr(parallelism, name)
-        yield (
-            value not in ("auto", 0) and shards_nothing,
-            f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or auto.",
-        )
+        if value not in ("auto", 0) and shards_nothing:
+            yield f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or auto."
     if parallelism.groups:
-        yield (
-            layout.sharded * layout.replicate == 1 or layout.only_replicated,
-            f"parallelism.groups={','.join(parallelism.groups)}: no weights are sharded here; give parallelism=fsdp, "
-            "or no group.",
-        )
+        if layout.sharded * layout.replicate == 1 or layout.only_replicated:
+            yield (
+                f"parallelism.groups={','.join(parallelism.groups)}: no weights are sharded here; give "
+                "parallelism=fsdp, or no group."
+            )
         strategy.check_groups(parallelism.groups, run.model.parameter_names(), layout, run.model.tied)
         yield from _list_model_sharding_faults(run)
-    if isinstance(parallelism.reshard, int):
+    if isinstance(parallelism.reshard, int) and (
+        layout.sharded % parallelism.reshard or layout.sharded == parallelism.reshard
+    ):
         yield (
-            layout.sharded % parallelism.reshard or layout.sharded == parallelism.reshard,
             f"parallelism.reshard={parallelism.reshard}: weights are sharded over {layout.sharded} ranks; give a "
-            "smaller divisor of that, always or never.",
+            "smaller divisor of that, always or never."
         )
     phases = f"parallelism.schedule={schedule} computes gradients of weights and of activations in two phases, which"
-    yield (
-        parallelism.reshard not in ("auto", "never") and run.staging.splits_backward,
-        f"parallelism.reshard={parallelism.reshard}: {phases} gives wrong results if weights are freed in between; "
-        "give auto or never.",
-    )
-    yield (
-        parallelism.accumulate == "sharded" and run.staging.splits_backward,
-        f"parallelism.accumulate=sharded: {phases} FSDP can't reduce together; give auto or whole.",
-    )
-    yield (
-        run.memory.offload and shards_nothing,
-        "memory.offload=true: only sharded weights can be in host memory; give parallelism=fsdp.",
-    )
+    if parallelism.reshard not in ("auto", "never") and run.staging.splits_backward:
+        yield (
+            f"parallelism.reshard={parallelism.reshard}: {phases} gives wrong results if weights are freed in between; "
+            "give auto or never."
+        )
+    if parallelism.accumulate == "sharded" and run.staging.splits_backward:
+        yield f"parallelism.accumulate=sharded: {phases} FSDP can't reduce together; give auto or whole."
+    if run.memory.offload and shards_nothing:
+        yield "memory.offload=true: only sharded weights can be in host memory; give parallelism=fsdp."
 
 
 def _list_model_sharding_faults(run: Run) -> Faults:
@@ -404,11 +393,11 @@ def _list_model_sharding_faults(run: Run) -> Faults:
         "memory.offload=true": run.memory.offload,
     }
     for setting, is_set in rejected.items():
-        yield (
-            is_set,
-            f"{setting}: only FSDP has it, and {sharding._target_} shards the model (parallelism.groups); leave one of "
-            "them out.",
-        )
+        if is_set:
+            yield (
+                f"{setting}: only FSDP has it, and {sharding._target_} shards the model (parallelism.groups); leave "
+                "one of them out."
+            )
 
 
 def _list_expert_faults(run: Run, remote: bool) -> Faults:
@@ -422,23 +411,19 @@ def _list_expert_faults(run: Run, remote: bool) -> Faults:
         )
     if degree == 1:
         return
-    yield (
-        not experts,
-        f"{label}: the model has no experts; give 1, or a model with experts such as qwen3_moe_debug.",
-    )
+    if not experts:
+        yield f"{label}: the model has no experts; give 1, or a model with experts such as qwen3_moe_debug."
     fitting = [d for d in range(1, experts + 1) if experts % d == 0 and ranks % d == 0]
     divided = f"{experts} experts" if experts % degree else f"the {ranks} ranks of shard, context and tensor"
-    yield degree not in fitting, f"{label}: can't divide {divided}; give one of {', '.join(map(str, fitting))}."
-    yield (
-        layout.tensor > 1 and not run.parallelism.sequence_parallel,
-        f"{label}: tensor ranks must have different tokens; give parallelism.sequence_parallel=true, or 1.",
-    )
+    if degree not in fitting:
+        yield f"{label}: can't divide {divided}; give one of {', '.join(map(str, fitting))}."
+    if layout.tensor > 1 and not run.parallelism.sequence_parallel:
+        yield f"{label}: tensor ranks must have different tokens; give parallelism.sequence_parallel=true, or 1."
     names = [f"layers.{i}.feed_forward.experts" for i in range(run.model.layers)]
     for group in strategy.assign_groups(names, run.parallelism.groups or {}).values():
         yield (
-            True,
             f"parallelism.groups.{group}: matches experts, which {label} divides over ranks already; give 1, or match "
-            "other modules.",
+            "other modules."
         )
 
 
@@ -446,34 +431,31 @@ def _list_memory_faults(run: Run, remote: bool) -> Faults:
     """Kinds of activation checkpointing that need other settings."""
     memory, scope, kind = run.memory, run.compile.scope, run.memory.checkpointing
     alternative = _name_budget_alternative(run)
-    yield (
-        kind == "every_n" and memory.every > run.model.layers,
-        f"memory.every={memory.every}: the model has {format_plural(run.model.layers, 'layer')}, so none would be "
-        "recomputed; give fewer.",
-    )
-    yield (
-        kind == "budget" and run.debug.detect_anomaly,
-        "memory=budget: needs the compiler, and compiled blocks hide the operation that anomalies are traced to; give "
-        f"debug.detect_anomaly=false, or {alternative} with compile=off.",
-    )
-    yield (
-        kind == "budget" and scope == "off",
-        f"memory=budget: needs the compiler; give compile=block, or {alternative}.",
-    )
-    yield (
-        scope != "off" and keeps_scales(run),
-        "memory=selective: would save MXFP8's scales, for which Inductor has no CPU kernels; give compile=off, "
-        "memory=full or compile.backend=aot_eager.",
-    )
-    yield (
-        kind == "budget" and run.compile.backend == "eager",
-        "compile.backend=eager: saves all activations and ignores memory=budget; give inductor or aot_eager.",
-    )
-    yield (
-        kind == "selective" and run.staging.splits_backward,
-        f"memory=selective: parallelism.schedule={run.staging.schedule} runs the backward pass in two phases, which "
-        "selective checkpointing does not support; give memory=full or none, or another schedule such as 1F1B.",
-    )
+    if kind == "every_n" and memory.every > run.model.layers:
+        yield (
+            f"memory.every={memory.every}: the model has {format_plural(run.model.layers, 'layer')}, so none would be "
+            "recomputed; give fewer."
+        )
+    if kind == "budget" and run.debug.detect_anomaly:
+        yield (
+            "memory=budget: needs the compiler, and compiled blocks hide the operation that anomalies are traced to; "
+            f"give debug.detect_anomaly=false, or {alternative} with compile=off."
+        )
+    if kind == "budget" and scope == "off":
+        yield f"memory=budget: needs the compiler; give compile=block, or {alternative}."
+    if scope != "off" and keeps_scales(run):
+        yield (
+            "memory=selective: would save MXFP8's scales, for which Inductor has no CPU kernels; give compile=off, "
+            "memory=full or compile.backend=aot_eager."
+        )
+    if kind == "budget" and run.compile.backend == "eager":
+        yield "compile.backend=eager: saves all activations and ignores memory=budget; give inductor or aot_eager."
+    if kind == "selective" and run.staging.splits_backward:
+        yield (
+            f"memory=selective: parallelism.schedule={run.staging.schedule} runs the backward pass in two phases, "
+            "which selective checkpointing does not support; give memory=full or none, or another schedule such as "
+            "1F1B."
+        )
 
 
 CHECKS = (
@@ -502,20 +484,18 @@ def _check_machine(run: Run) -> None:
 
 def _list_debug_faults(run: Run, remote: bool) -> Faults:
     """Anomalies that can't be traced, and more micro-batches than rows."""
-    yield (
-        run.compile.scope != "off" and run.debug.detect_anomaly,
-        "debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off.",
-    )
-    yield (
-        run.layout.tensor > 1 and run.debug.detect_anomaly,
-        f"debug.detect_anomaly=true: torch can't trace what parallelism.tensor={run.layout.tensor} shards; give "
-        "parallelism.tensor=1.",
-    )
-    yield (
-        run.microbatches > run.rank_rows,
-        f"parallelism.microbatches={run.microbatches}: more than the rows of a rank per step, "
-        f"training.global_batch / training.seq_len / ranks; give at most {run.rank_rows}.",
-    )
+    if run.compile.scope != "off" and run.debug.detect_anomaly:
+        yield "debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off."
+    if run.layout.tensor > 1 and run.debug.detect_anomaly:
+        yield (
+            f"debug.detect_anomaly=true: torch can't trace what parallelism.tensor={run.layout.tensor} shards; give "
+            "parallelism.tensor=1."
+        )
+    if run.microbatches > run.rank_rows:
+        yield (
+            f"parallelism.microbatches={run.microbatches}: more than the rows of a rank per step, "
+            f"training.global_batch / training.seq_len / ranks; give at most {run.rank_rows}."
+        )
 
 
 def _list_compiler_faults(run: Run, remote: bool) -> Faults:
@@ -524,14 +504,11 @@ def _list_compiler_faults(run: Run, remote: bool) -> Faults:
         changes = [_name_budget_alternative(run)] if run.memory.checkpointing == "budget" else []
         changes += ["parallelism.async_tensor=false"] if run.parallelism.async_tensor else []
         yield (
-            True,
             f"compile={run.choices.get('compile', 'block')}: torch.compile can't work here: {lacking}; "
-            f"fix this, or give {' '.join([*changes, 'compile=off'])}.",
+            f"fix this, or give {' '.join([*changes, 'compile=off'])}."
         )
-    yield (
-        run.precision.eight_bit and not remote and importlib.util.find_spec("torchao") is None,
-        f"precision.matmuls={run.precision.matmuls}: needs torchao; {advise_extra('float8')}.",
-    )
+    if run.precision.eight_bit and not remote and importlib.util.find_spec("torchao") is None:
+        yield f"precision.matmuls={run.precision.matmuls}: needs torchao; {advise_extra('float8')}."
 
 
 def _name_budget_alternative(run: Run) -> str:
@@ -543,36 +520,33 @@ def _list_checkpoint_faults(run: Run, remote: bool) -> Faults:
     """Settings about saved checkpoints where none are saved, and a format that lacks the model."""
     checkpoint, cls = run.checkpoint, type(run.model)
     is_off = checkpoint.mode == "off"
-    yield (
-        is_off and run.cluster.restarts,
-        f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.",
-    )
+    if is_off and run.cluster.restarts:
+        yield f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync."
     for name, value in (("export", checkpoint.export), ("path", checkpoint.path)):
+        if is_off and value:
+            yield f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async."
+    if checkpoint.export in ("hf", "meta") and run.model.logit_cap is not None:
         yield (
-            is_off and value,
-            f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async.",
+            f"checkpoint.export={checkpoint.export}: models of this format do not cap logits, and model.logit_cap="
+            f"{format_value(run.model.logit_cap)}; give checkpoint.export=null, or model.logit_cap=null."
         )
-    yield (
-        checkpoint.export in ("hf", "meta") and run.model.logit_cap is not None,
-        f"checkpoint.export={checkpoint.export}: models of this format do not cap logits, and model.logit_cap="
-        f"{format_value(run.model.logit_cap)}; give checkpoint.export=null, or model.logit_cap=null.",
-    )
-    yield (
-        checkpoint.export == "meta" and cls is not Llama,
-        f"checkpoint.export=meta: this format exists for Llama only, and the model is a {cls.__name__}; give "
-        f"checkpoint.export={'hf' if cls in FAMILIES.values() else 'null'}.",
-    )
-    yield (
-        checkpoint.export == "hf" and cls not in FAMILIES.values(),
-        f"checkpoint.export=hf: Hugging Face has no model {get_kind(cls)}; give checkpoint.export=null ({OWN_MODELS}).",
-    )
+    if checkpoint.export == "meta" and cls is not Llama:
+        yield (
+            f"checkpoint.export=meta: this format exists for Llama only, and the model is a {cls.__name__}; give "
+            f"checkpoint.export={'hf' if cls in FAMILIES.values() else 'null'}."
+        )
+    if checkpoint.export == "hf" and cls not in FAMILIES.values():
+        yield (
+            f"checkpoint.export=hf: Hugging Face has no model {get_kind(cls)}; give checkpoint.export=null "
+            f"({OWN_MODELS})."
+        )
 
 
 def _list_evaluation_faults(run: Run, remote: bool) -> Faults:
     """Texts to evaluate where the data have no tokenizer."""
     for name in ("sets", "tasks"):
-        yield (
-            getattr(run.evaluation, name) and isinstance(run.dataset, Synthetic),
-            f"evaluation.{name}: dataset=synthetic has no tokenizer to read text with; choose a dataset of text, or "
-            "leave it out.",
-        )
+        if getattr(run.evaluation, name) and isinstance(run.dataset, Synthetic):
+            yield (
+                f"evaluation.{name}: dataset=synthetic has no tokenizer to read text with; choose a dataset of text, "
+                "or leave it out."
+            )
