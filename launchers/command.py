@@ -24,7 +24,7 @@ from titan.config import modules
 from titan.config.command import describe_version, format_help
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
-from titan.run import certificate, command_line, directory, hydra_node, hydra_private, hydra_session, trust
+from titan.run import certificate, command_line, directory, hydra_private, hydra_session, trust
 from titan.run.compose import check_weights, freeze_run, register_configs, warn_of_small_work
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, compose_config, open_hydra
@@ -71,7 +71,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
         certificate.check(run)
         _remember(run, leaves=directory.list_linked_folders(Path(run.directory)))
         warn_of_small_work(run)
-        callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
+        callbacks = hydra_session.HydraCallbacks(cfg, remote=launcher is not None)
     return callbacks.around_run(
         lambda: plugin.launch_single(launcher, run, cfg, describe) if launcher else job(run), CONFIG
     )

@@ -33,7 +33,7 @@ from titan.console.text import is_url
 from titan.dataset.schema import Chat, Jsonl, Parquet, Prepared, Text
 from titan.errors import ConfigError
 from titan.files.run_directory import RUN, check_length
-from titan.run import certificate, hydra_node, hydra_private, synonyms
+from titan.run import certificate, hydra_private, hydra_session, synonyms
 from titan.run.directory import is_done
 from titan.run.run import Run
 from titan.sweep import ledger, objective
@@ -81,7 +81,7 @@ class SweepLauncher(Launcher):
         _check_sweep_folder(config)
         searches = str(config.hydra.sweeper.get("_target_")) == OPTUNA
         uses_processes = self.remote or searches or getattr(self.settings, "at_once", 1) != 1
-        self.callbacks = hydra_node.HydraCallbacks(config, remote=uses_processes, instances=hydra_context.callbacks)
+        self.callbacks = hydra_session.HydraCallbacks(config, remote=uses_processes, instances=hydra_context.callbacks)
         folder = Path(config.hydra.sweep.dir)
         settings.check_text(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
         self.session.directory = self.root
@@ -221,7 +221,7 @@ def _build_sweeper_class() -> Any:
     class GridSweeper(base_class):  # type: ignore[misc]
         def setup(self, **arguments: Any) -> None:
             super().setup(**arguments)
-            self.config = hydra_node.redact_config(arguments["config"])  # it goes into multirun.yaml
+            self.config = hydra_session.redact_config(arguments["config"])  # it goes into multirun.yaml
             OmegaConf.copy_cache(arguments["config"], self.config)  # so that ${now:} is the same moment in both
 
         def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:

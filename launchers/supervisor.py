@@ -97,12 +97,6 @@ class Supervisor:
             process.wait()
 
     @contextmanager
-    def forward_signals(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Forward these signals to the processes while the block runs."""
-        with handle_signals(lambda number, frame: self.send_signal(number), numbers):
-            yield
-
-    @contextmanager
     def forward_stop(self, announces: Callable[[], bool]) -> Iterator[None]:
         """Forward each request to stop as SIGTERM while the block runs, and count them.
 

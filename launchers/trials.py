@@ -154,7 +154,11 @@ def _name_trials(composed: Sequence[ComposedTrial], root: Path, is_grid: bool, i
                 f"{', '.join([f'trial {number + 1} of the sweep', *varied])}: is the same as another; leave one out."
             )
         if trial not in trials_by_id:
-            run = _assign_folder(run, trial, root, directories, [c.run.directory for c in trials_by_id.values()])
+            used = {*directories.values(), *(Path(t.run.directory) for t in trials_by_id.values())}
+            folder = directories.get(trial, Path(run.directory))
+            if trial not in directories and (len(folder.name) > LONGEST_NAME or folder in used):
+                folder = folder.with_name(f"{folder.name[:LONGEST_NAME]}-{trial[:6]}")
+            run = replace(run, directory=str(folder), name=f"{root.name}/{folder.relative_to(root)}")
             trials_by_id[trial] = Trial(trial, varied, run, cfg, digits)
         named.append(trials_by_id[trial])
     return named
@@ -217,18 +221,6 @@ def _build_folder_name(varied: Sequence[str]) -> str:
         value = re.sub(r"[^A-Za-z0-9_.+-]+", "-", override.partition("=")[2]).strip("-_.")
         words.append(f"{short if short_names[short] == 1 else key}-{value}".replace("/", "-"))
     return "_".join(words) or "run"
-
-
-def _assign_folder(
-    run: Run, trial: str, root: Path, directories: dict[str, Path], used_directories: Sequence[str]
-) -> Run:
-    """Return the run in the folder that its trial has had, else in one that no other trial has."""
-    directory = Path(run.directory)
-    if trial in directories:
-        directory = directories[trial]
-    elif len(directory.name) > LONGEST_NAME or directory in directories.values() or str(directory) in used_directories:
-        directory = directory.with_name(f"{directory.name[:LONGEST_NAME]}-{trial[:6]}")
-    return replace(run, directory=str(directory), name=f"{root.name}/{directory.relative_to(root)}")
 
 
 def note_mixed(root: Path, trials: Sequence[Trial], has_budget: bool) -> None:

@@ -138,7 +138,7 @@ def _locate_error_file(attempt: Path, rank: int) -> Path:
 def _run_node(arguments: list[str], count: int) -> int:
     """Start the ranks of this node, forward signals to them, and exit with the highest of their exit codes."""
     ranks = Supervisor()
-    with ranks.forward_signals(scheduler_signals(os.environ)):
+    with handle_signals(lambda number, frame: ranks.send_signal(number), scheduler_signals(os.environ)):
         shared = {name: value for name, value in os.environ.items() if name != "SLURM_CPUS_PER_TASK"}  # the node's
         for local_rank in range(count):
             ranks.start("launchers.slurm.job", *arguments, env={**shared, LOCAL_RANK: str(local_rank)})

@@ -224,17 +224,12 @@ def adopt_jobs(directory: Path) -> None:
         trial_ids = ledger.list_submitted_trials(directory, token)
         job_ids = [job.id for job in find_sent_jobs(token)]
         if job_ids:
-            jobs = assign_jobs(trial_ids, _expand_array(job_ids, len(trial_ids)))
-            ledger.add_events(directory, {"event": "sent", "token": token, "jobs": jobs})
+            if len(trial_ids) > 1:  # all elements of the array: Slurm forgets those first that ended first
+                job_ids = [f"{job_ids[0].partition('_')[0]}_{index}" for index in range(len(trial_ids))]
+            ledger.add_events(directory, {"event": "sent", "token": token, "jobs": assign_jobs(trial_ids, job_ids)})
         elif time.time() - sent_at > UNKNOWN_SECONDS:
             reason = "its submission was interrupted"
             ledger.add_events(directory, {"event": "unsent", "points": trial_ids, "reason": reason})
-
-
-def _expand_array(job_ids: list[str], count: int) -> list[str]:
-    """Return all elements of the array that some belong to: Slurm forgets those first that ended first."""
-    first = job_ids[0].partition("_")[0]
-    return [f"{first}_{index}" for index in range(count)] if count > 1 else job_ids
 
 
 def assign_jobs(ids: list[str], jobs: list[str]) -> dict[str, list[str]]:

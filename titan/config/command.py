@@ -98,17 +98,14 @@ class Command(Generic[T]):
         try:
             return body(self.parse(words))
         except UnknownSettingError as error:
-            hint = self._choose_hint(error)
+            # the command's nearest key, unless titan.train's is nearer
+            names = {key.rpartition(".")[2]: key for key in list_keys(self.settings)}
+            cutoff = 0.8 if error.hint.endswith(f".{error.key}'?") else 0.6
+            matches = [] if "." in error.key else difflib.get_close_matches(error.key, names, n=1, cutoff=cutoff)
+            hint = f"; did you mean {names[matches[0]]!r}?" if matches else error.hint
             raise ConfigError(
                 f"{error.typed}: there is no such setting{hint} See --help and python -m titan.train --cfg job."
             ) from error
-
-    def _choose_hint(self, error: UnknownSettingError) -> str:
-        """Return the end of the sentence: the command's nearest key, unless titan.train's is nearer."""
-        names = {key.rpartition(".")[2]: key for key in list_keys(self.settings)}
-        is_exact = error.hint.endswith(f".{error.key}'?")
-        matches = difflib.get_close_matches(error.key, names, n=1, cutoff=0.8 if is_exact else 0.6)
-        return f"; did you mean {names[matches[0]]!r}?" if matches and "." not in error.key else error.hint
 
     def _declares(self, word: str) -> bool:
         """Return whether a word is KEY=VALUE of a setting of the command, or of one of its groups."""

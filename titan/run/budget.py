@@ -219,7 +219,12 @@ def compute_learning_rate(recipe: Recipe) -> float:
     rate = float(f"{step_law.compute_learning_rate(parameters, tokens):.{DIGITS}g}")
     _check_range("parameters without embedding and head", step_law.PARAMETERS, parameters, rate)
     _check_range("tokens", step_law.TOKENS, tokens, rate)
-    _check_batch(recipe, tokens)
+    batch, own = step_law.compute_batch(tokens), recipe.training.global_batch
+    if max(batch / own, own / batch) > step_law.BATCH_FACTOR:
+        warn_once(
+            f"optimizer.lr=auto: the rule goes with a global batch of {format_count(batch)} tokens, and "
+            f"training.global_batch={own}; give a batch within a factor of {step_law.BATCH_FACTOR:g}, or a number."
+        )
     return rate
 
 
@@ -253,13 +258,4 @@ def _check_range(unit: str, published: step_law.Range, value: float, rate: float
         warn_once(
             f"optimizer.lr=auto: {format_value(rate)} is an extrapolation: the rule is of runs with {published} "
             f"{unit}, and {words}; compare it with its neighbours in a sweep, or give a number."
-        )
-
-
-def _check_batch(recipe: Recipe, tokens: int) -> None:
-    batch, own = step_law.compute_batch(tokens), recipe.training.global_batch
-    if max(batch / own, own / batch) > step_law.BATCH_FACTOR:
-        warn_once(
-            f"optimizer.lr=auto: the rule goes with a global batch of {format_count(batch)} tokens, and "
-            f"training.global_batch={own}; give a batch within a factor of {step_law.BATCH_FACTOR:g}, or a number."
         )

@@ -32,10 +32,10 @@ from titan.console.text import is_secret, redact, redact_nested
 from titan.errors import ConfigError, UnknownSettingError
 from titan.estimate import fit
 from titan.files.run_directory import check_name
-from titan.run import command_line, hydra_node, hydra_private, synonyms, trust
+from titan.run import command_line, hydra_private, hydra_session, synonyms, trust
 from titan.run.axes import PLUGGABLE
 from titan.run.hydra_errors import HydraErrors, list_names
-from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, compose_config, drop_hydra_node, open_hydra
+from titan.run.hydra_session import CONF, ExtraConfigs, compose_config, drop_hydra_node, open_hydra
 from titan.run.resolve import resolve, resolve_open_layout
 from titan.run.run import Run
 from titan.run.schema import Recipe
@@ -125,7 +125,7 @@ def freeze_run(
     HydraConfig.instance().set_config(cfg)
     if str(cfg.name) and not str(cfg.hydra.run.dir).strip():  # the name first: the directory follows from it
         raise ConfigError("hydra.run.dir=: names no directory; give one, or name=NAME.")
-    hydra_node.check(cfg)
+    hydra_session.check_node(cfg)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     settings.check_text(directory, f"hydra.run.dir={directory}")
     with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):  # as Hydra does when a job begins
@@ -143,8 +143,8 @@ def freeze_run(
         remote=remote,
         choices=choices,
         overrides=overrides,
-        hydra=hydra_node.build_files(cfg),
-        options=hydra_node.build_options(cfg, str(CONF), CONFIG),
+        hydra=hydra_session.build_files(cfg),
+        options=hydra_session.build_options(cfg),
     )
 
 

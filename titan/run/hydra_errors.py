@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError, UnknownSettingError
 from titan.files.run_directory import RUN
-from titan.run import command_line, hydra_node, synonyms
+from titan.run import command_line, hydra_session, synonyms
 from titan.run.hydra_session import ExtraConfigs, compose_config, open_hydra
 from titan.run.schema import Recipe
 from titan.run.synonyms import OPTIONAL_GROUPS, describe_unknown_choice
@@ -110,7 +110,7 @@ class HydraErrors:
         typed = self._find_typed_override(key)
         if key in OPTIONAL_GROUPS:  # its folder is there only when there are any
             return ConfigError(describe_unknown_choice(key, typed.partition("=")[2], ()))
-        if advice := synonyms.describe_launcher_setting(key, typed) or hydra_node.advise_key(key, typed):
+        if advice := synonyms.describe_launcher_setting(key, typed) or hydra_session.advise_key(key, typed):
             return ConfigError(advice)
         keys = self._list_keys()
         if "@" in key:  # a group at a package, which no defaults list has

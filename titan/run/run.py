@@ -35,7 +35,7 @@ class Run(Shown, Recipe):
     directory: str  # where results go, absolute
     choices: Mapping[str, str] = field(default_factory=dict)  # the option chosen in each config group
     overrides: tuple[str, ...] = ()  # the command line, as typed, with a number for optimizer.lr=auto
-    # what Hydra's own files say, by path in the run's directory: `titan.run.hydra_node.build_files`
+    # what Hydra's own files say, by path in the run's directory: `titan.run.hydra_session.build_files`
     hydra: Mapping[str, Any] = field(default_factory=dict, repr=False)
     options: tuple[str, ...] = ()  # options of the command line that say where choices come from, such as --config-dir
 

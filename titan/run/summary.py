@@ -141,9 +141,15 @@ def _abbreviate_list(items: list[Any]) -> list[Any]:
 
 def show_result(run: Run, result: Mapping[str, Any]) -> None:
     """Print the results of a run."""
+    sources = []  # the validation loss of each source of a mixture
+    for key, loss in result.items():
+        kind, _, name = key.partition("/")
+        if kind == "validation_loss" and name:
+            bits = result.get(f"bits_per_byte/{name}")
+            sources.append(f"{name} {format_loss(loss)}" + (f" ({bits:.3f} bits/byte)" if bits is not None else ""))
     rows = {
         "loss": _describe_loss(result),
-        **_describe_sources(result),
+        **({"  by source": ", ".join(sources)} if sources else {}),
         "speed": _describe_speed(result),
         "checkpoint": shorten_path(result["checkpoint"]) if result.get("checkpoint") else "none saved",
         "metrics": shorten_path(f"{run.directory}/metrics.jsonl"),
@@ -187,16 +193,6 @@ def describe_evaluation(figures: Mapping[str, Any]) -> str:
     shown = list(named.values())[:SHOWN_FIGURES]
     more = [f"{len(named) - len(shown)} more in metrics.jsonl"] if len(named) > len(shown) else []
     return ", ".join([*loss, *shown, *more])
-
-
-def _describe_sources(result: Mapping[str, Any]) -> dict[str, str]:
-    parts = []
-    for key, loss in result.items():
-        kind, _, name = key.partition("/")
-        if kind == "validation_loss" and name:
-            bits = result.get(f"bits_per_byte/{name}")
-            parts.append(f"{name} {format_loss(loss)}" + (f" ({bits:.3f} bits/byte)" if bits is not None else ""))
-    return {"  by source": ", ".join(parts)} if parts else {}
 
 
 def show_finished(run: Run) -> None:
