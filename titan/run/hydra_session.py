@@ -321,8 +321,5 @@ class HydraCallbacks:
 
 
 def _build_job_return(cfg: DictConfig) -> JobReturn:
-    node = OmegaConf.masked_copy(cfg, ["hydra"])
-    overrides = [str(o) for o in cfg.hydra.overrides.task]
-    return JobReturn(
-        overrides=overrides, cfg=drop_hydra_node(cfg), hydra_cfg=node, working_dir=os.getcwd(), task_name="train"
-    )
+    node, words = OmegaConf.masked_copy(cfg, ["hydra"]), [str(o) for o in cfg.hydra.overrides.task]
+    return JobReturn(words, drop_hydra_node(cfg), node, working_dir=os.getcwd(), task_name="train")
