@@ -185,9 +185,11 @@ class Result(_Folder):
     exit_code: int = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name not in (*FIGURES, "tokens", "science_id"):
+        defaults = {**dict.fromkeys(FIGURES), "tokens": 0, "science_id": ""}
+        if name not in defaults:
             raise AttributeError(name)
-        return self.values.get(name)
+        value = self.values.get(name)
+        return defaults[name] if value is None else value
 
     @property
     def finished(self) -> bool:
