@@ -430,11 +430,7 @@ class SavedRun(_Folder):
         return _build_columns(merge_steps(records, history.find_step_limits(documents)))
 
     def frame(self) -> Any:
-        """The metrics as a pandas DataFrame with one row per step.
-
-        Raises:
-            ConfigError: when pandas is not installed.
-        """
+        """The metrics as a pandas DataFrame with one row per step."""
         return import_optional("pandas", "frame()").DataFrame(dict(self.metrics)).set_index("step")
 
 
@@ -519,11 +515,7 @@ class NotebookComparison(Comparison):
         return f"<p>{escape(self.headline)}</p>{build_table([*answers, *failures])}"
 
     def frame(self) -> Any:
-        """The runs as a pandas DataFrame with one row each, and the columns of the command's CSV file.
-
-        Raises:
-            ConfigError: when pandas is not installed.
-        """
+        """The runs as a pandas DataFrame with one row each, and the columns of the command's CSV file."""
         return import_optional("pandas", "frame()").read_csv(StringIO(format_csv(self)))
 
     def list_answers(self) -> list[tuple[str, list[str]]]:
