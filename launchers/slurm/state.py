@@ -66,7 +66,10 @@ def find_jobs(ids: Iterable[str]) -> dict[str, SlurmJob]:
     ids = set(ids)
     if not ids:
         return {}
-    queued_jobs = _list_jobs(sorted({job.partition("_")[0] for job in ids}))
+    numbers, queued_jobs = sorted({job.partition("_")[0] for job in ids}), []  # those that Slurm still knows
+    for first in range(0, len(numbers), JOBS_PER_CALL):
+        with contextlib.suppress(UnknownJobError):
+            queued_jobs += _run_squeue(f"--jobs={','.join(numbers[first : first + JOBS_PER_CALL])}")
     # an array that was cancelled before it started has one line, under its own number
     whole_arrays = {job.id.partition("_")[0]: job for job in queued_jobs if "_" not in job.id or "[" in job.id}
     jobs_by_id = {
@@ -98,14 +101,6 @@ def read_array_limit() -> int:
 def list_own_jobs() -> list[SlurmJob]:
     """Return all jobs of this user that Slurm still knows, ended ones too."""
     return _run_squeue("--me")
-
-
-def _list_jobs(numbers: list[str]) -> list[SlurmJob]:
-    known_jobs = []
-    for first in range(0, len(numbers), JOBS_PER_CALL):
-        with contextlib.suppress(UnknownJobError):
-            known_jobs += _run_squeue(f"--jobs={','.join(numbers[first : first + JOBS_PER_CALL])}")
-    return known_jobs
 
 
 def _run_squeue(option: str) -> list[SlurmJob]:

@@ -179,17 +179,11 @@ def _read_key(argument: str, keys: dict[str, Key]) -> str:
     if not equals or not name:
         raise ConfigError(f"{argument}: not understood; give KEY=VALUE, or see --help.")
     if name not in keys:
-        raise ConfigError(f"{argument}: there is no such setting{_suggest_key(name, keys)}")
+        members, hint = [key for key in keys if key.startswith(f"{name}.")], suggest_nearest(name, keys)
+        if members or (hint == "." and len(keys) <= FEW_KEYS):
+            hint = f"; there are {', '.join(members or keys)}."
+        raise ConfigError(f"{argument}: there is no such setting{hint}")
     return name
-
-
-def _suggest_key(name: str, keys: dict[str, Key]) -> str:
-    """Return the end of a sentence: the nearest key, the keys of a group, or all keys where they are few."""
-    members = [key for key in keys if key.startswith(f"{name}.")]
-    nearest = suggest_nearest(name, keys)
-    if members or (nearest == "." and len(keys) <= FEW_KEYS):
-        return f"; there are {', '.join(members or keys)}."
-    return nearest
 
 
 def _parse_value(argument: str, text: str, kind: Any) -> Any:

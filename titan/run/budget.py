@@ -81,16 +81,12 @@ def apply_hours(compiled: Run, run: Run) -> Run:
     """
     if run.training.hours is None:
         return run
-    steps = _read_steps(run) or _count_steps_in_hours(compiled)
+    attempts = read_attempts(Path(run.directory))
+    begun = attempts[-1]["config"]["training"] if attempts else {}  # of the run in the directory
+    has_budget = begun.get("hours") == run.training.hours
+    steps = int(begun["steps"]) if has_budget else _count_steps_in_hours(compiled)
     run.schedule.check(steps)
     return dataclasses.replace(run, training=dataclasses.replace(run.training, steps=steps))
-
-
-def _read_steps(run: Run) -> int | None:
-    """Return the steps of the run that the directory holds, if it had the same budget."""
-    attempts = read_attempts(Path(run.directory))
-    training = attempts[-1]["config"]["training"] if attempts else {}
-    return int(training["steps"]) if training.get("hours") == run.training.hours else None
 
 
 def _count_steps_in_hours(run: Run) -> int:

@@ -230,7 +230,9 @@ def format_next_command(
     """
     overrides = [*overrides, *([f"modules={format_value(modules)}"] if modules else [])]
     named_packages = [name for name in packages if name not in ("experiments", *modules)]
-    folders = os.environ.get(hydra_session.VARIABLE, "") if _name_own_files(words) else ""
+    named = {*re.findall(r"[\w.-]+", " ".join(map(str, words)))}  # files of a folder of $TITAN_CONF among them
+    own_files = (file for folder in hydra_session.list_own_folders() for file in Path(folder).rglob("*.yaml"))
+    folders = os.environ.get(hydra_session.VARIABLE, "") if any(file.stem in named for file in own_files) else ""
     command = shlex.join(["python", "-m", "titan.train", f"resume={shorten_path(directory)}", *overrides])
     return _format_variables(folders, named_packages) + command
 
@@ -239,13 +241,6 @@ def _format_variables(folders: str, packages: Sequence[str]) -> str:
     """Return the variables of the environment before a command: of configuration folders, and of packages to import."""
     values = {hydra_session.VARIABLE: folders, VARIABLE: ",".join(packages)}
     return "".join(f"{name}={shlex.quote(value)} " for name, value in values.items() if value)
-
-
-def _name_own_files(texts: Iterable[str]) -> bool:
-    """Return whether choices and overrides name a file of a folder of $TITAN_CONF."""
-    words = {*re.findall(r"[\w.-]+", " ".join(map(str, texts)))}
-    folders = map(Path, hydra_session.list_own_folders())
-    return any(file.stem in words for folder in folders for file in folder.rglob("*.yaml"))
 
 
 def _describe_speed(result: Mapping[str, Any]) -> str:
