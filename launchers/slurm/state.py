@@ -73,7 +73,7 @@ def find_jobs(ids: Iterable[str]) -> dict[str, SlurmJob]:
     # an array that was cancelled before it started has one line, under its own number
     whole_arrays = {job.id.partition("_")[0]: job for job in queued_jobs if "_" not in job.id or "[" in job.id}
     jobs_by_id = {
-        name: replace(whole_arrays[first], id=name) for name in ids if (first := name.partition("_")[0]) in whole_arrays
+        name: replace(whole_arrays[array], id=name) for name in ids if (array := name.partition("_")[0]) in whole_arrays
     }
     jobs_by_id |= {job.id: job for job in queued_jobs if job.id in ids}
     return jobs_by_id | _read_accounts(ids - jobs_by_id.keys())
