@@ -28,7 +28,6 @@ def fork_ranks(body: Callable[[RankInfo], int], size: int, folder: Path, timeout
     This process may have used torch, but no backward pass: threads do not survive a fork.
 
     Args:
-        body: takes the rank's info, and returns its exit code.
         folder: a new folder for their output, errors and rendezvous.
         timeout: seconds after which they are killed.
 

@@ -21,7 +21,8 @@ from titan.console.numbers import format_count, format_fixed, format_interval, f
 from titan.errors import ConfigError, RunError
 from titan.estimate import plan as estimate
 from titan.files.atomic import write_json
-from titan.run import identity, summary
+from titan.files.run_directory import shorten_path
+from titan.run import identity
 from titan.run.directory import read_result
 from titan.run.run import Run
 from titan.sweep import ladder as ladders
@@ -342,7 +343,7 @@ class Climb:
             print(f"  {_name(trunk, rung)}: {_format_prediction(predicted)}, measured {format_fixed(loss)}: {verdict}")
         self._print_speedups(speedups)
         self._record(prediction, [(p, loss) for trunk, rung, p, loss in rows if rung == trunk.rungs[-1]])
-        print(f"python -m titan.law {summary.shorten_path(str(self.root))} shows the law of all sizes.", flush=True)
+        print(f"python -m titan.law {shorten_path(str(self.root))} shows the law of all sizes.", flush=True)
 
     def _print_speedups(self, speedups: Sequence[RungSpeedup]) -> None:
         """Print the measured speed-up of each variant at each rung."""

@@ -6,6 +6,7 @@ launchers only from a module under `hydra_plugins`; `register_plugins` makes one
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 import types
@@ -23,17 +24,17 @@ from omegaconf import DictConfig, OmegaConf
 from launchers import ladder, trials
 from launchers.local import sweep as local_sweep
 from launchers.search.sweeper import OptunaSweeper
-from launchers.session import Describe, SweepSession, TrialSource
+from launchers.session import Describe, SweepSession, TrialSource, describe_nothing
 from launchers.slurm import sweep as slurm_sweep
 from launchers.trials import Trial
-from titan.config import launcher_hints, settings
+from titan.config import settings
 from titan.config.warning import warn_once
+from titan.console.text import is_url
+from titan.dataset.schema import Chat, Jsonl, Parquet, Prepared, Text
 from titan.errors import ConfigError
-from titan.files.run_directory import RUN
-from titan.run import certificate, hydra_node, hydra_private
-from titan.run.completion import is_done
-from titan.run.input_paths import find_missing_input
-from titan.run.paths import check_length
+from titan.files.run_directory import RUN, check_length
+from titan.run import certificate, hydra_private, hydra_session, synonyms
+from titan.run.directory import is_done
 from titan.run.run import Run
 from titan.sweep import ledger, objective
 from titan.sweep.labels import clean_override
@@ -56,7 +57,7 @@ class SweepLauncher(Launcher):
         for key, value in plain.items():
             typed = f"hydra.launcher.{key}={settings.format_value(value)}"
             if key not in self.settings_class.__dataclass_fields__ and (
-                advice := launcher_hints.describe_setting(f"hydra.launcher.{key}", typed)
+                advice := synonyms.describe_launcher_setting(f"hydra.launcher.{key}", typed)
             ):
                 raise ConfigError(advice)
         self.settings = settings.build(self.settings_class, plain, "hydra.launcher")
@@ -80,7 +81,7 @@ class SweepLauncher(Launcher):
         _check_sweep_folder(config)
         searches = str(config.hydra.sweeper.get("_target_")) == OPTUNA
         uses_processes = self.remote or searches or getattr(self.settings, "at_once", 1) != 1
-        self.callbacks = hydra_node.HydraCallbacks(config, remote=uses_processes, instances=hydra_context.callbacks)
+        self.callbacks = hydra_session.HydraCallbacks(config, remote=uses_processes, instances=hydra_context.callbacks)
         folder = Path(config.hydra.sweep.dir)
         settings.check_text(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
         self.session.directory = self.root
@@ -100,10 +101,14 @@ class SweepLauncher(Launcher):
         self.session.codes += codes
         codes_by_id = dict(zip([trial.id for trial in unique_trials], codes, strict=True))
         self.session.outcomes += [(trial.run, codes_by_id[trial.id]) for trial in batch]
-        return [
-            self._build_return(trial, trial_overrides, codes_by_id[trial.id], worst)
-            for trial, trial_overrides in zip(batch, job_overrides, strict=True)
-        ]
+        returned = []
+        for trial, trial_overrides in zip(batch, job_overrides, strict=True):
+            value: float = codes_by_id[trial.id]  # which the sweeper of a grid ignores
+            if worst is not None:
+                directory = Path(trial.run.directory)
+                value = objective.read_objective(build_sweep(self.config), directory, codes_by_id[trial.id], worst)
+            returned.append(JobReturn(overrides=trial_overrides, status=JobStatus.COMPLETED, _return_value=value))
+        return returned
 
     @property
     def root(self) -> Path:
@@ -119,14 +124,19 @@ class SweepLauncher(Launcher):
 
     def start(self, batch: Sequence[Trial]) -> list[int]:
         """Plan or launch checked trials; return their exit codes."""
-        planner = self.session.planner
-        return planner(batch) if planner else self._launch(self.root, batch)
+        if self.session.planner:
+            return self.session.planner(batch)
+        return self.launch_trials(self.root, batch, build_spec(self.config), self.session.describe)
 
     def check_inputs(self, batch: Sequence[Trial]) -> None:
-        """Raise ConfigError where a trial lacks a certificate, or on this machine a file."""
-        if self.remote:
-            return
-        _check_inputs(batch)
+        """Raise ConfigError where a trial lacks a certificate, or reads what is not there, before any trial starts."""
+        for number, trial in enumerate(batch, 1):
+            certificate.check(trial.run)
+            if (missing := find_missing_input(trial.run)) is not None:
+                raise ConfigError(
+                    f"{missing}: there is no such file or folder; correct the path (trial {number} of the sweep, "
+                    f"{trial.label}; nothing was started)."
+                )
 
     @property
     def has_learning_sweeper(self) -> bool:
@@ -143,13 +153,9 @@ class SweepLauncher(Launcher):
         return frozenset(override.key_or_group for override in typed if not override.is_sweep_override())
 
     def check_feedback(self, batch: Sequence[Trial]) -> float:
-        """Return the objective of failed trials, for a sweeper that learns from results.
-
-        Raises:
-            ConfigError: when there will be no results, or the settings contradict each other.
-        """
-        sweeper = self.config.hydra.runtime.choices.get("hydra/sweeper")
-        if build_sweep(self.config).sizes is not None:
+        """Return the objective of failed trials, for a sweeper that learns from results."""
+        sweep, sweeper = build_sweep(self.config), self.config.hydra.runtime.choices.get("hydra/sweeper")
+        if sweep.sizes is not None:
             raise ConfigError(
                 f"hydra/sweeper={sweeper}: a ladder has its own order of runs; leave it or sweep.sizes out."
             )
@@ -157,54 +163,27 @@ class SweepLauncher(Launcher):
             raise ConfigError(f"hydra/sweeper={sweeper}: chooses trials by the results of others; plan a grid instead.")
         if not getattr(self.settings, "wait", True):
             raise ConfigError(f"hydra.launcher.wait=false: hydra/sweeper={sweeper} needs the results; leave it out.")
-        sweep = build_sweep(self.config)
         objective.check(sweep, [trial.run for trial in batch])
         return objective.find_worst_value(sweep, OmegaConf.to_container(self.config.hydra.sweeper))  # type: ignore[arg-type]
 
-    def _build_return(self, trial: Trial, overrides: Sequence[str], code: int, worst: float | None) -> JobReturn:
-        """Return what the sweeper gets of a trial: its objective, or in a grid, whose sweeper ignores it, the code."""
-        return_value = (
-            code
-            if worst is None
-            else objective.read_objective(build_sweep(self.config), Path(trial.run.directory), code, worst)
-        )
-        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=return_value)
+    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
+        """Launch checked trials; return their exit codes."""
+        self.check_inputs(batch)
+        codes: list[int] = self._build_sweep(root, batch, spec, describe).launch()
+        return codes
 
     def launch_pool(self, source: TrialSource) -> None:
         """Launch trials that a source chooses while others run."""
-        local_sweep.LocalSweep(self.root, [], self.settings, build_spec(self.config)).launch_pool(source)
+        self._build_sweep(self.root, [], build_spec(self.config), describe_nothing).launch_pool(source)
 
-    def _launch(self, root: Path, batch: Sequence[Trial]) -> list[int]:
-        return self.launch_trials(root, batch, build_spec(self.config), self.session.describe)
-
-    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
-        """Launch checked trials; return their exit codes."""
-        _check_inputs(batch)
-        return local_sweep.LocalSweep(root, batch, self.settings, spec, self._run_trial).launch()
+    def _build_sweep(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> Any:
+        return local_sweep.LocalSweep(root, batch, self.settings, spec, self._run_trial)
 
     def _run_trial(self, trial: Trial, body: Callable[[], int]) -> int:
-        """Run one trial in this process, with its callbacks; return its exit code."""
         return body() if trial.config is None else self.callbacks.around_job(body, trial.config)
 
 
-def _check_inputs(batch: Sequence[Trial]) -> None:
-    """Raise ConfigError where a trial that has not begun reads what is not there, before any trial starts."""
-    for number, trial in enumerate(batch, 1):
-        certificate.check(trial.run)
-        if (missing := _find_missing_input(trial)) is not None:
-            raise ConfigError(
-                f"{missing}: there is no such file or folder; correct the path (trial {number} of the sweep, "
-                f"{trial.label}; nothing was started)."
-            )
-
-
-def _find_missing_input(trial: Trial) -> str | None:
-    """Return the input that a trial lacks; None where it has begun, and needs it no longer or reports it."""
-    return None if (Path(trial.run.directory) / RUN).exists() else find_missing_input(trial.run)
-
-
 def _check_sweep_folder(config: DictConfig) -> None:
-    """Raise ConfigError for directories that a sweep can't have, before the sweeper creates them."""
     folder, subdir = str(config.hydra.sweep.dir), str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index, call-overload]
     if not folder.strip():
         raise ConfigError("hydra.sweep.dir=: names no directory; give one, or name=NAME.")
@@ -225,16 +204,14 @@ class SlurmLauncher(SweepLauncher):
 
     settings_class, remote = SlurmLaunch, True
 
-    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
-        """Launch checked trials; return their exit codes."""
+    def check_inputs(self, batch: Sequence[Trial]) -> None:
+        """Warn where a trial reads what is not on this machine."""
         for trial in batch:
-            if (missing := _find_missing_input(trial)) is not None:
+            if (missing := find_missing_input(trial.run)) is not None:
                 warn_once(f"{missing}: is not on this machine; the job fails unless its nodes have it.")
-        return slurm_sweep.SlurmSweep(root, batch, self.settings, spec, describe).launch()
 
-    def launch_pool(self, source: TrialSource) -> None:
-        """Launch trials that a source chooses while others run."""
-        slurm_sweep.SlurmSweep(self.root, [], self.settings, build_spec(self.config)).launch_pool(source)
+    def _build_sweep(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> Any:
+        return slurm_sweep.SlurmSweep(root, batch, self.settings, spec, describe)
 
 
 def _build_sweeper_class() -> Any:
@@ -244,7 +221,7 @@ def _build_sweeper_class() -> Any:
     class GridSweeper(base_class):  # type: ignore[misc]
         def setup(self, **arguments: Any) -> None:
             super().setup(**arguments)
-            self.config = hydra_node.redact_config(arguments["config"])  # it goes into multirun.yaml
+            self.config = hydra_session.redact_config(arguments["config"])  # it goes into multirun.yaml
             OmegaConf.copy_cache(arguments["config"], self.config)  # so that ${now:} is the same moment in both
 
         def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
@@ -280,11 +257,7 @@ def build_spec(cfg: DictConfig) -> SweepSpec:
 
 
 def find_scheduler_launcher(cfg: DictConfig) -> SweepLauncher | None:
-    """Return the launcher of a single run; None where the run stays on this machine.
-
-    Raises:
-        ConfigError: for a launcher that is not titan's, and for unknown settings of it.
-    """
+    """Return the launcher of a single run; None where the run stays on this machine."""
     node = OmegaConf.to_container(cfg.hydra.launcher)
     name = str(node.pop("_target_", "")).rpartition(".")[2] if isinstance(node, dict) else ""
     if name not in LAUNCHER_CLASSES:
@@ -300,9 +273,6 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig, describe: 
     """Launch a single run as a sweep of one trial, with the run's directory; return the exit code.
 
     That directory identifies the trial: it holds one run.
-
-    Raises:
-        ConfigError: when the directory holds something else, or a process is running in it.
     """
     from titan.run import attempts, summary  # only now: --help need not wait for what reads data
 
@@ -311,7 +281,7 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig, describe: 
     sweep = ledger.read(directory)
     attempts.check_directory(run, has_own_job=bool(sweep and any(trial.jobs for trial in sweep.trials)))
     if is_done(run):
-        summary.show_finished(run, attempts.read_finished_run(run))
+        summary.show_finished(run)
         return 0
     trial = Trial(SINGLE_TRIAL_ID, (), run)
     return launcher.launch_trials(directory, [trial], build_spec(cfg), describe)[0]
@@ -329,3 +299,24 @@ def register_plugins() -> None:
         kind.__module__ = LAUNCHER_MODULE
         setattr(module, kind.__name__, kind)
         Plugins.instance().register(kind)
+
+
+FILE_DATASETS = (Chat, Jsonl, Parquet, Prepared, Text)
+"""Datasets whose path is a file, a folder, a glob or a URL."""
+
+
+def find_missing_input(run: Run) -> str | None:
+    """Return the first setting of a run that names no file or folder of this machine, as typed; None where all do.
+
+    So it is of one that has begun, which needs them no longer or reports it.
+    """
+    if (Path(run.directory) / RUN).exists():
+        return None
+    inputs = {"checkpoint.resume": run.checkpoint.resume}
+    for name, corpus in run.dataset.corpora().items():
+        if isinstance(corpus, FILE_DATASETS):
+            inputs["dataset.path" if corpus is run.dataset else f"dataset.sources.{name}.path"] = corpus.path
+    for key, path in inputs.items():
+        if path and not is_url(path) and not glob.has_magic(path) and not os.path.exists(os.path.expanduser(path)):
+            return f"{key}={path}"
+    return None

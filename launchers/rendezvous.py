@@ -90,9 +90,6 @@ def _join_by_file(file: Path, rank_info: RankInfo) -> Any:
 
     The file is written in place: if it exists before the ranks start, no client of a shared folder caches that it is
     missing, and each sees what was written into it when it next looks.
-
-    Raises:
-        RunError: when rank 0 wrote nothing in time.
     """
     if rank_info.rank == 0:
         _allow_connections(rank_info.world_size)
@@ -106,11 +103,7 @@ def _join_by_file(file: Path, rank_info: RankInfo) -> Any:
 
 
 def _allow_connections(ranks: int) -> None:
-    """Raise this process's limit of open files so that all ranks can connect to a store in it.
-
-    Raises:
-        ConfigError: when the system's limit forbids that.
-    """
+    """Raise this process's limit of open files so that all ranks can connect to a store in it."""
     needed_files = CONNECTIONS * ranks + OPEN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and needed_files > hard:

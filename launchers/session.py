@@ -7,17 +7,23 @@ over, and titan's launcher runs trials by itself: so the session is that functio
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from omegaconf import DictConfig
 
 from launchers.trials import Trial
+from titan.console.numbers import format_fixed
 from titan.errors import ConfigError
+from titan.files import untrusted
+from titan.files.run_directory import shorten_path
 from titan.run.run import Run
 from titan.sweep import ledger
+from titan.sweep.labels import format_label
+from titan.sweep.schema import GRID
 
 
 class TrialPlans(NamedTuple):
@@ -50,30 +56,19 @@ class TrialSource(Protocol):
 
 @dataclass
 class SweepSession:
-    """One command line with -m, from the command to the launcher and back.
+    """One command line with -m, from the command to the launcher and back."""
 
-    Attributes:
-        trusted: packages that trials may import.
-        planner: takes the trials in place of a launch, if any.
-        describe: returns what a dry run prints about trials.
-        is_dry_run: whether no trial is to start; the launcher sets it when it is set up.
-        codes: the exit codes of the trials; the launcher adds them.
-        new_folders: folders that the sweep creates, innermost first; the launcher sets them.
-        directory: the sweep's; the launcher sets it.
-        given_overrides: of each trial, in place of those of a grid; empty: a grid's.
-        fixed_settings: those that are no part of the trials' names then.
-        outcomes: the run of each trial and its exit code, in order; the launcher adds them.
-    """
-
-    trusted: tuple[str, ...] = ()
-    planner: Planner | None = None
-    describe: Describe = describe_nothing
-    is_dry_run: bool = False
-    codes: list[int] = field(default_factory=list)
+    trusted: tuple[str, ...] = ()  # packages that trials may import
+    planner: Planner | None = None  # takes the trials in place of a launch, if any
+    describe: Describe = describe_nothing  # returns what a dry run prints about trials
+    is_dry_run: bool = False  # whether no trial is to start; the launcher sets it when it is set up
+    codes: list[int] = field(default_factory=list)  # the exit codes of the trials; the launcher adds them
+    # folders that the sweep creates, innermost first; the launcher sets them
     new_folders: list[Path] = field(default_factory=list)
-    directory: Path | None = None
-    given_overrides: Sequence[Sequence[str]] = ()
-    fixed_settings: frozenset[str] = frozenset()
+    directory: Path | None = None  # the sweep's; the launcher sets it
+    given_overrides: Sequence[Sequence[str]] = ()  # of each trial, in place of those of a grid; empty: a grid's
+    fixed_settings: frozenset[str] = frozenset()  # those that are no part of the trials' names then
+    # the run of each trial and its exit code, in order; the launcher adds them
     outcomes: list[tuple[Run, int]] = field(default_factory=list)
 
     def __call__(self, cfg: DictConfig) -> None:
@@ -81,11 +76,7 @@ class SweepSession:
         raise ConfigError("hydra/launcher: this launcher is not titan's; choose hydra/launcher=local.")
 
     def find_exit_code(self) -> int:
-        """Return the exit code of the sweep: 0 when every trial succeeded.
-
-        Raises:
-            ConfigError: when it had no trials.
-        """
+        """Return the exit code of the sweep: 0 when every trial succeeded."""
         if not self.codes:
             raise ConfigError("-m: the sweep has no trials; give values, such as optimizer.lr=1e-3,3e-3.")
         return next((code for code in self.codes if code), 0)
@@ -100,3 +91,31 @@ class SweepSession:
         with contextlib.suppress(OSError):
             for folder in self.new_folders:
                 folder.rmdir()
+
+
+RESULTS = "optimization_results.yaml"
+"""The file in a sweep's directory that names the best trial."""
+LOGGERS = ("alembic", "hydra_plugins")
+"""Loggers of sweepers, and of the databases that they may use."""
+
+
+def silence_sweeper(cfg: DictConfig) -> None:
+    """Leave out a sweeper's lines of set-up, unless `hydra.verbose` asks for all."""
+    sweeper = str(cfg.hydra.sweeper.get("_target_"))
+    if sweeper == GRID or cfg.hydra.verbose:
+        return
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def describe_best(root: Path, objective: str) -> str:
+    """Return the line on the best trial that a sweeper has found; empty where it names none."""
+    try:
+        content: Any = next(iter(untrusted.parse_yaml((root / RESULTS).read_text())), None)
+        untrusted.check_type(content["best_params"], dict[str, Any], "best_params")
+        untrusted.check_type(content["best_value"], float, "best_value")
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    label = format_label([f"{name}={value}" for name, value in content["best_params"].items()])
+    file = shorten_path(str(root / RESULTS))
+    return f"best: {label}, {objective} {format_fixed(content['best_value'])}; see {file}\n"

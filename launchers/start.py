@@ -5,9 +5,9 @@ Nothing here imports torch: what does is loaded by name, once this process is to
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,13 +22,10 @@ from titan.debug.verdict import HangError
 from titan.errors import ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.run import attempts, summary
-from titan.run.directory import read_attempts
-from titan.run.lineage import check_start
-from titan.run.lock import lock_directory
-from titan.run.prepared_data import prepare_data
-from titan.run.records import list_hydra_folders
+from titan.run.attempts import check_same_without_data, list_hydra_folders
+from titan.run.directory import lock_directory, read_attempts
+from titan.run.lineage import check_start, prepare_data
 from titan.run.run import Run
-from titan.run.same_experiment import check_same_without_data
 
 Report = Callable[[Exception], object]
 
@@ -62,8 +59,8 @@ def run_local(run: Run, apart: bool = False, report: ReasonReceiver = ignore_rea
         for restart in range(run.cluster.restarts + 1):
             failures.report("")  # what an earlier attempt reported is no reason for the end of this one
             attempt = _begin_attempt(run)
-            if isinstance(attempt, attempts.FinishedRun):
-                summary.show_finished(run, attempt)
+            if attempt is None:
+                summary.show_finished(run)
                 return 0
             train = partial(_start_ranks, run, attempt, apart or run.cluster.restarts > 0, failures.report)
             code = _run_attempt(run, attempt, train)
@@ -97,7 +94,7 @@ class Failures:
         return bool(self.reason) and earlier == self.previous
 
 
-def _begin_attempt(run: Run) -> attempts.Attempt | attempts.FinishedRun:
+def _begin_attempt(run: Run) -> attempts.Attempt | None:
     """Prepare the data, then decide what the directory means.
 
     Preparing may take hours: what can be rejected without them is rejected before it.
@@ -115,7 +112,11 @@ def _run_attempt(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) 
     """Train while the data are prepared, where they are streamed; a ConfigError before the first step withdraws the
     attempt."""
     try:
-        with _prepare_meanwhile(run, attempt):
+        with contextlib.ExitStack() as meanwhile:
+            if run.dataset.stream:
+                log = Path(run.directory) / "log" / "prepare.log"
+                prepared = import_module(PREPARE).prepared_meanwhile(run.dataset, attempt.corpora, log)
+                meanwhile.enter_context(prepared)
             code = train()
     except ConfigError:
         attempts.withdraw_attempt(run, attempt)
@@ -123,17 +124,6 @@ def _run_attempt(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) 
     if code == 2:
         attempts.withdraw_attempt(run, attempt)
     return code
-
-
-def _prepare_meanwhile(run: Run, attempt: attempts.Attempt) -> AbstractContextManager[None]:
-    """While it is open, data that a run reads before all of them are prepared are prepared."""
-    if not run.dataset.stream:
-        return nullcontext()
-    log = Path(run.directory) / "log" / "prepare.log"
-    preparation: AbstractContextManager[None] = import_module(PREPARE).prepared_meanwhile(
-        run.dataset, attempt.corpora, log
-    )
-    return preparation
 
 
 def _start_ranks(run: Run, attempt: attempts.Attempt, apart: bool, report: ReasonReceiver) -> int:
@@ -157,8 +147,8 @@ def run_rank0(run: Run, rank_info: RankInfo, report: Report = _ignore_error) -> 
             lock_directory(Path(run.directory), patience, list_hydra_folders(run)),
         ):
             attempt = _begin_attempt(run)
-            if isinstance(attempt, attempts.FinishedRun):
-                summary.show_finished(run, attempt)
+            if attempt is None:
+                summary.show_finished(run)
                 rendezvous.send(store, rank_info, 0)
                 return 0
             rendezvous.send(store, rank_info, (run, attempt))

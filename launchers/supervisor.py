@@ -11,27 +11,31 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from launchers.scratch import make_scratch_folder
 from titan.cluster import rank_error
 from titan.cluster.environment import divide_cores, prepare_environment, use_loopback
 from titan.cluster.rank_error import RankError
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.signals import STOP_MESSAGE, handle_signals, is_repeat
 from titan.console import output
-from titan.console.text import sanitize_lines
+from titan.console.text import sanitize_line, sanitize_lines
 from titan.debug.verdict import Messages
-from titan.errors import ReasonReceiver, ignore_reason
+from titan.errors import ConfigError, ReasonReceiver, ignore_reason
+from titan.files.leases import identify_machine
+from titan.files.platform import is_alive
 
 GRACE_SECONDS = 10.0
 """How long ranks may take to end after one of them failed."""
@@ -42,15 +46,10 @@ POLL_SECONDS = 0.02
 
 @dataclass
 class Supervisor:
-    """Processes that this one starts, forwards signals to, waits for and ends.
+    """Processes that this one starts, forwards signals to, waits for and ends."""
 
-    Attributes:
-        processes: in the order in which they were started.
-        signals: how many requests to stop have come, see `forward_stop`.
-    """
-
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    signals: int = 0
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # in the order in which they were started
+    signals: int = 0  # how many requests to stop have come, see `forward_stop`
 
     def start(
         self, module: str, *arguments: str, env: Mapping[str, str] | None = None, log: IO[bytes] | None = None
@@ -96,12 +95,6 @@ class Supervisor:
         self.send_signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
-
-    @contextmanager
-    def forward_signals(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Forward these signals to the processes while the block runs."""
-        with handle_signals(lambda number, frame: self.send_signal(number), numbers):
-            yield
 
     @contextmanager
     def forward_stop(self, announces: Callable[[], bool]) -> Iterator[None]:
@@ -221,3 +214,52 @@ def _find_error(folder: Path, codes: list[int | None], first_failed: int) -> Ran
         return cause
     text = f"rank {first_failed} exited with code {code} without reporting an error"
     return RankError(rank=first_failed, text=text, plain=True)
+
+
+SCRATCH_PREFIX = "titan-scratch-"
+
+
+@contextmanager
+def make_scratch_folder() -> Iterator[Path]:
+    """Make a folder, named after this machine and process, that is removed when the block ends."""
+    remove_old_folders(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=f"{SCRATCH_PREFIX}{identify_machine()}-{os.getpid()}-") as folder:
+        yield Path(folder)
+
+
+def remove_old_folders(parent: Path) -> None:
+    """Remove this user's folders of processes that were on this machine and have ended."""
+    for folder in parent.glob(f"{SCRATCH_PREFIX}{identify_machine()}-*-*"):
+        pid = folder.name.removeprefix(f"{SCRATCH_PREFIX}{identify_machine()}-").partition("-")[0]
+        with suppress(OSError):  # removed meanwhile
+            status = folder.lstat()
+            is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_own_folder and pid.isdecimal() and not is_alive(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+SHOWN_LINES = 5
+"""Of what a failed command printed last."""
+OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables that would have the other interpreter import this environment's packages."""
+
+
+def check_interpreter(python: str) -> str:
+    """Return the path of an interpreter."""
+    found = shutil.which(os.path.expanduser(python))
+    if found is None:
+        raise ConfigError(f"python={python}: is no program here; give the interpreter of an environment with titan.")
+    return found
+
+
+def run_module(python: str, module: str, words: Sequence[str]) -> int:
+    """Run a module, and return its exit code; after a failure the last lines that it printed are shown.
+
+    The interpreter imports nothing of the working directory (`PYTHONSAFEPATH`), which may be a checkout of this titan.
+    """
+    env = {key: value for key, value in os.environ.items() if key not in OWN_VARIABLES} | {"PYTHONSAFEPATH": "1"}
+    command = [check_interpreter(python), "-m", module, *words]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", check=False)
+    for line in (result.stderr.splitlines() or ["(it printed nothing)"])[-SHOWN_LINES:] if result.returncode else ():
+        print(f"titan: python={sanitize_line(python)}: {sanitize_line(line)}", file=sys.stderr)
+    return result.returncode

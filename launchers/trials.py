@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from launchers import run_file
-from launchers.composer import Composer
-from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config import settings
@@ -27,9 +32,10 @@ from titan.console.numbers import format_plural
 from titan.console.progress import LOG_SECONDS, progress_line
 from titan.console.text import redact, sanitize_line
 from titan.errors import ConfigError
-from titan.run import compose, identity, small_work, trust
-from titan.run.hydra_choices import check_optional
+from titan.run import compose, hydra_session, identity, trust
+from titan.run.hydra_private import ConfigLoaderImpl, get_overrides_dirname
 from titan.run.run import Run
+from titan.run.synonyms import check_optional
 from titan.sweep import budget, ledger, trial_settings
 from titan.sweep.labels import SHOWN_DIGITS, count_distinguishing_digits, format_label
 from titan.sweep.schema import Sweep
@@ -42,26 +48,17 @@ TERMINAL_SECONDS = 0.1
 """The time between two progress lines on a terminal."""
 MANY_TRIALS = 20
 """From so many trials on, a log has progress lines too."""
-MachineFinder = Callable[[Cluster], Machine]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes:
-        id: see `find_trial_id`.
-        varied: its overrides, without those that all trials share.
-        run: the frozen run.
-        config: what Hydra composed, for callbacks.
-        digits: of sampled numbers in its label.
-    """
-
-    id: str
-    varied: tuple[str, ...]
-    run: Run
-    config: DictConfig | None = field(default=None, compare=False, repr=False)
-    digits: int = SHOWN_DIGITS
+    id: str  # see `find_trial_id`
+    varied: tuple[str, ...]  # its overrides, without those that all trials share
+    run: Run  # the frozen run
+    config: DictConfig | None = field(default=None, compare=False, repr=False)  # what Hydra composed, for callbacks
+    digits: int = SHOWN_DIGITS  # of sampled numbers in its label
 
     @property
     def label(self) -> str:
@@ -82,9 +79,6 @@ def expand_trials(
     """Compose and check every trial, and choose its folder: the one that it has had, or a new one.
 
     Args:
-        loader: Hydra's configuration loader.
-        config: Hydra's configuration of the sweep.
-        first: Hydra's number of the first trial.
         remote: see `titan.run.compose.freeze_run`.
         trusted: see `titan.run.compose.freeze_run`.
         fixed_settings: the settings that do not vary, of a sweeper that comes with one batch of trials after another,
@@ -96,24 +90,28 @@ def expand_trials(
     """
     root = Path(os.path.abspath(config.hydra.sweep.dir))
     composer = Composer(loader, config)
-    find_machine = _cache_machines(devices.describe_remote_node if remote else _detect_machine)
+    find_machine = _cache_machines()
     shared = [o for o, count in Counter(o for trial in overrides for o in trial).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
         raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a sweep.")
     composed: list[ComposedTrial] = []
     for number, trial_overrides in enumerate(_show_progress(overrides)):
-        fixed_overrides = (
-            shared
-            if fixed_settings is None
-            else [o for o in trial_overrides if o.partition("=")[0].lstrip("+~") in fixed_settings]
-        )
-        varied = tuple(redact(o) for o in trial_overrides if o not in fixed_overrides)
+        fixed = shared
+        if fixed_settings is not None:
+            fixed = [o for o in trial_overrides if o.partition("=")[0].lstrip("+~") in fixed_settings]
+        varied = tuple(redact(o) for o in trial_overrides if o not in fixed)
         with _name_trial_in_errors(number, varied):
-            cfg = _compose_trial(composer, trial_overrides, first + number, _build_folder_name(varied))
+            cfg = composer(trial_overrides)
+            with open_dict(cfg):
+                cfg.hydra.job.id = cfg.hydra.job.num = first + number
+                if cfg.hydra.sweep.subdir == AUTO:
+                    cfg.hydra.sweep.subdir = _build_folder_name(varied)
+                cfg.name = f"{Path(cfg.hydra.sweep.dir).name}/{cfg.hydra.sweep.subdir}"
+            check_optional(composer.list_choices, cfg)
             directory = str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
             run = compose.freeze_run(cfg, directory, remote=remote, find_machine=find_machine, trusted=trusted)
         trust.remember_typed([*run.options, *run.overrides])
-        small_work.warn_of_small_work(run)
+        compose.warn_of_small_work(run)
         composed.append(ComposedTrial(varied, run, cfg if config.hydra.callbacks else None))
     is_grid = fixed_settings is None
     return _name_trials(_equalise_steps(composed, config, is_grid), root, is_grid, is_planned)
@@ -128,7 +126,6 @@ class ComposedTrial(NamedTuple):
 
 
 def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_grid: bool) -> list[ComposedTrial]:
-    """Return the trials with the steps that `sweep.budget` gives each."""
     sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(config.sweep), "sweep")
     if sweep.budget != "steps" and not is_grid:
         raise ConfigError(f"sweep.budget={sweep.budget}: needs all trials at once; leave hydra/sweeper out.")
@@ -157,7 +154,11 @@ def _name_trials(composed: Sequence[ComposedTrial], root: Path, is_grid: bool, i
                 f"{', '.join([f'trial {number + 1} of the sweep', *varied])}: is the same as another; leave one out."
             )
         if trial not in trials_by_id:
-            run = _assign_folder(run, trial, root, directories, [c.run.directory for c in trials_by_id.values()])
+            used = {*directories.values(), *(Path(t.run.directory) for t in trials_by_id.values())}
+            folder = directories.get(trial, Path(run.directory))
+            if trial not in directories and (len(folder.name) > LONGEST_NAME or folder in used):
+                folder = folder.with_name(f"{folder.name[:LONGEST_NAME]}-{trial[:6]}")
+            run = replace(run, directory=str(folder), name=f"{root.name}/{folder.relative_to(root)}")
             trials_by_id[trial] = Trial(trial, varied, run, cfg, digits)
         named.append(trials_by_id[trial])
     return named
@@ -177,32 +178,16 @@ def find_trial_id(run: Run, varied: Sequence[str], ledger_trials: Sequence[ledge
     return matching_ids[0] if len(matching_ids) == 1 else trial_id
 
 
-def _compose_trial(composer: Composer, overrides: Sequence[str], number: int, name: str) -> DictConfig:
-    cfg = composer(overrides)
-    with open_dict(cfg):
-        cfg.hydra.job.id = cfg.hydra.job.num = number
-        if cfg.hydra.sweep.subdir == AUTO:
-            cfg.hydra.sweep.subdir = name
-        folder = Path(cfg.hydra.sweep.dir)
-        cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
-    check_optional(composer.list_choices, cfg)
-    return cfg
-
-
-def _detect_machine(cluster: Cluster) -> Machine:
-    return devices.detect_machine(cluster.device)
-
-
-def _cache_machines(find_machine: MachineFinder) -> MachineFinder:
-    """Return `find_machine` with a cache by description of the nodes: finding GPUs takes seconds on some machines."""
+def _cache_machines() -> compose.MachineFinder:
+    """Return `get_machine` with a cache by description of the nodes: finding GPUs takes seconds on some machines."""
     machines: list[tuple[Cluster, Machine]] = []
 
-    def find_cached_machine(cluster: Cluster) -> Machine:
-        if not any(cluster == cached_cluster for cached_cluster, _ in machines):
-            machines.append((cluster, find_machine(cluster)))
-        return next(machine for cached_cluster, machine in machines if cached_cluster == cluster)
+    def find_machine(cluster: Cluster, remote: bool) -> Machine:
+        if not any(cluster == known_cluster for known_cluster, _ in machines):
+            machines.append((cluster, compose.get_machine(cluster, remote)))
+        return next(machine for known_cluster, machine in machines if known_cluster == cluster)
 
-    return find_cached_machine
+    return find_machine
 
 
 def _show_progress(overrides: Sequence[Sequence[str]]) -> Iterator[Sequence[str]]:
@@ -219,7 +204,6 @@ def _show_progress(overrides: Sequence[Sequence[str]]) -> Iterator[Sequence[str]
 
 @contextmanager
 def _name_trial_in_errors(number: int, varied: Sequence[str]) -> Iterator[None]:
-    """Add to a ConfigError which trial it is about."""
     try:
         yield
     except ConfigError as error:
@@ -239,18 +223,6 @@ def _build_folder_name(varied: Sequence[str]) -> str:
     return "_".join(words) or "run"
 
 
-def _assign_folder(
-    run: Run, trial: str, root: Path, directories: dict[str, Path], used_directories: Sequence[str]
-) -> Run:
-    """Return the run in the folder that its trial has had, else in one that no other trial has."""
-    directory = Path(run.directory)
-    if trial in directories:
-        directory = directories[trial]
-    elif len(directory.name) > LONGEST_NAME or directory in directories.values() or str(directory) in used_directories:
-        directory = directory.with_name(f"{directory.name[:LONGEST_NAME]}-{trial[:6]}")
-    return replace(run, directory=str(directory), name=f"{root.name}/{directory.relative_to(root)}")
-
-
 def note_mixed(root: Path, trials: Sequence[Trial], has_budget: bool) -> None:
     """Print a sentence where the trials that a directory does not have differ from its others in unvaried settings."""
     if not (earlier := ledger.read_trials(root)):
@@ -266,38 +238,92 @@ def register_trials(root: Path, trials: Sequence[Trial], spec: ledger.SweepSpec)
     """Record the sweep: what it is for, and the trials that the ledger does not have yet."""
     root.mkdir(parents=True, exist_ok=True)
     previous = ledger.read_spec(root)
-    axes = {k: tuple(dict.fromkeys((*previous.axes.get(k, ()), *v))) for k, v in _collect_axes(trials).items()}
-    ledger.write_spec(root, replace(spec, axes={**previous.axes, **axes}))
+    values_by_axis = {name: dict.fromkeys(values) for name, values in previous.axes.items()}
+    for override in (override for trial in trials for override in trial.varied):
+        key, _, value = override.partition("=")
+        values_by_axis.setdefault(key, {})[value] = None
+    ledger.write_spec(root, replace(spec, axes={name: tuple(values) for name, values in values_by_axis.items()}))
     recorded_steps = {trial.id: trial.steps for trial in ledger.read_trials(root)}
-    new_trials = [trial for trial in trials if recorded_steps.get(trial.id) != trial.run.training.steps]
-    ledger.add_events(root, *(_build_event(trial, root) for trial in new_trials))
+    events: list[dict[str, Any]] = [
+        {
+            "event": "point",
+            "id": trial.id,
+            "directory": str(Path(trial.run.directory).relative_to(root)),
+            "overrides": trial.varied,
+            "steps": trial.run.training.steps,
+            "devices": trial.run.layout.devices,
+            "asked": identity.compute_portable_trial_id(trial.run),
+            "settings": trial_settings.collect_settings(trial.run),
+        }
+        for trial in trials
+        if recorded_steps.get(trial.id) != trial.run.training.steps
+    ]
+    ledger.add_events(root, *events)
 
 
-def _build_event(trial: Trial, root: Path) -> dict[str, Any]:
-    return {
-        "event": "point",
-        "id": trial.id,
-        "directory": str(Path(trial.run.directory).relative_to(root)),
-        "overrides": trial.varied,
-        "steps": trial.run.training.steps,
-        "devices": trial.run.layout.devices,
-        "asked": identity.compute_portable_trial_id(trial.run),
-        "settings": trial_settings.collect_settings(trial.run),
-    }
-
-
-def _collect_axes(trials: Sequence[Trial]) -> dict[str, tuple[str, ...]]:
-    """Return the settings that vary, with their values in the order of the sweep."""
-    values_by_axis: dict[str, dict[str, None]] = {}
-    for trial in trials:
-        for override in trial.varied:
-            key, _, value = override.partition("=")
-            values_by_axis.setdefault(key, {})[value] = None
-    return {key: tuple(values) for key, values in values_by_axis.items()}
-
-
-def pickle_run(trial: Trial, folder: Path) -> Path:
+def write_run(trial: Trial, folder: Path) -> Path:
     """Write a trial's run into a file, for its process or job to read."""
-    file = folder / f"{trial.id}.pickle"
+    file = folder / f"{trial.id}.json"
     run_file.write(trial.run, file)
     return file
+
+
+class Composer:
+    """Composes trials as `loader.load_sweep_config(config, overrides)` would, with the sweep's Hydra `config`.
+
+    Hydra composes in two steps: the choices on the command line (AXIS=CHOICE) decide which files are merged, and then
+    the single values replace what these say. Trials of a sweep differ mostly in values, so the result of the first step
+    is kept for each set of choices, and a trial is a copy of it with the trial's own values.
+    """
+
+    def __init__(self, loader: ConfigLoaderImpl, config: DictConfig) -> None:
+        self.loader, self.config = loader, config
+        self.hydra_overrides: list[str] = list(OmegaConf.to_container(config.hydra.overrides.hydra))  # type: ignore[arg-type]
+        self.config_name = config.hydra.job.config_name
+        self.parsed_overrides: dict[str, Override] = {}
+        self.groups: dict[str, bool] = {}
+        self.options: dict[str, list[str]] = {}
+        self.bases: dict[tuple[str, ...], DictConfig] = {}
+        typed = [*self.hydra_overrides, *OmegaConf.to_container(config.hydra.overrides.task)]  # type: ignore[misc]
+        hydra_session.guard_loader(loader, self.config_name, typed)
+
+    def __call__(self, overrides: Sequence[str]) -> DictConfig:
+        """Return the composed configuration of one trial."""
+        lines = [*self.hydra_overrides, *overrides]
+        new_lines = [line for line in dict.fromkeys(lines) if line not in self.parsed_overrides]
+        if new_lines:
+            parsed_lines = OverridesParser.create().parse_overrides(new_lines)
+            self.parsed_overrides |= dict(zip(new_lines, parsed_lines, strict=True))
+        parsed = [self.parsed_overrides[line] for line in lines]
+        choices = tuple(o.input_line or "" for o in parsed if self._is_choice(o))
+        values = [o for o in parsed if not self._is_choice(o)]
+        if choices not in self.bases:
+            self.bases[choices] = self.loader.load_configuration(self.config_name, list(choices), RunMode.RUN)
+        cfg = copy.deepcopy(self.bases[choices])
+        try:
+            self.loader.validate_sweep_overrides_legal(values, RunMode.RUN, from_shell=True)
+            ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+            tasks = [o for o in parsed if not o.is_hydra_override()]
+            cfg.hydra.overrides.task = [o.input_line for o in tasks]
+            names = cfg.hydra.job.config.override_dirname
+            cfg.hydra.job.override_dirname = get_overrides_dirname(
+                tasks, names.exclude_keys, names.item_sep, names.kv_sep
+            )
+        except OmegaConfBaseException as error:
+            raise ConfigCompositionException from error
+        OmegaConf.copy_cache(from_config=self.config, to_config=cfg)
+        return cfg
+
+    def list_choices(self, group: str) -> list[str]:
+        """Return the choices in a group."""
+        if group not in self.options:
+            self.options[group] = self.loader.get_group_options(group, ObjectType.CONFIG)
+        return self.options[group]
+
+    def _is_choice(self, override: Override) -> bool:
+        """Return whether an override decides what is merged, as Hydra sees it; so do overrides of Hydra itself."""
+        key = override.key_or_group
+        if key not in self.groups:
+            self.groups[key] = self.loader.repository.group_exists(key)
+        group = self.groups[key] and not isinstance(override.value(), dict)
+        return group or override.package is not None or override.is_hydra_override()

@@ -172,20 +172,12 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("dataset.cache='\"a\tb\"'", "control character"),
     # types
     ("training.steps=ten", "training.steps=ten: expected a whole number"),
-    ("training.steps=1.5", "expected a whole number"),
-    ("training.steps=true", "expected a whole number"),
     ("training.steps=null", "training.steps=null|whole number"),
     ("training.steps=", "training.steps=: expected a whole number"),
     ("training.steps=[1,2]", "training.steps=[1,2]: expected a whole number"),
-    ("training.steps={a:1}", "training.steps={a:1}: expected a whole number"),
     ("training.steps=???", "training.steps is missing|training.steps=VALUE"),
-    ("training.steps=inf", "training.steps=inf|whole number"),
-    ("optimizer.lr=fast", "optimizer.lr=fast: expected a number"),
-    ("optimizer.lr=nan", "optimizer.lr=nan: must be above 0"),
-    ("optimizer.implementation=maybe", "fused, foreach, for-loop"),
     ("optimizer.moments=fp8", "optimizer.moments=fp8|auto, fp32, bf16"),
     ("optimizer.moments=bf16 optimizer.betas=[0.9,0.999]", "optimizer.betas=[0.9,0.999]|0.996|optimizer.moments=fp32"),
-    ("optimizer=muon optimizer.adjust=none", "match_rms_adamw, original"),
     ("optimizer.groups={a:{match:['*rms.weight']}}", "did you mean '*norm.weight'?"),
     ("optimizer.groups={a:{match:[zebra*]}}", "optimizer.groups.a.match=[zebra*]|norm.weight|no parameter"),
     ("optimizer.groups={a:{match:[layers.6.*]}}", "matches layers.6.*"),
@@ -195,32 +187,18 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("optimizer.groups={a:{match:['norm*'],rate:1}}", "optimizer.groups.a.rate=1: there is no such setting"),
     ("optimizer.groups={a:{match:norm}}", "optimizer.groups.a.match=norm: expected a list"),
     ("optimizer.groups=3", "optimizer.groups=3: expected"),
-    ("training.clip_norm=off", "a number or null"),
     ("schedule.warmup=soon", "a number or auto"),
-    ("parallelism.shard=many", "a number or auto"),
     ("optimizer.betas=0.9", "optimizer.betas=[a,b]"),
     ("optimizer.betas=[0.9]", "a list of 2 values"),
-    ("optimizer.betas=[0.9,x]", "expected a number"),
     ("dataset.tokenizer=[a]", "expected text"),
     ("modules=mine", "modules=[mine]"),
     # ranges
     ("training.steps=0", "training.steps=0: must be at least 1"),
     ("optimizer.lr=0", "optimizer.lr=0: must be above 0"),
     ("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9,1]: must be at least 0 and below 1"),
-    ("training.seq_len=1", "at least 2"),
-    ("training.seed=-1", "at least 0"),
-    ("schedule.decay=1.5", "at most 1"),
-    ("training.clip_norm=0", "above 0"),
-    ("dataset.validation=1", "below 1"),
-    ("dataset.prefetch=9999", "at most 1024"),
-    ("parallelism.shard=-2", "at least -1 or auto"),
-    ("parallelism.microbatches=0", "at least 1 or auto"),
-    ("cluster.devices=0", "at least 1 or auto"),
     ("schedule=cosin", "did you mean 'cosine'?|Choices: constant, cosine, inverse_sqrt, linear, wsd"),
     ("schedule=constant schedule.final_lr=0.1", "schedule.final_lr=0.1|no effect|choose schedule=wsd"),
     ("schedule.final_weight_decay=0.5", "schedule.final_weight_decay=0.5|no effect|schedule.weight_decay_shape=linear"),
-    ("compile.backend=nvcc", "inductor, aot_eager, eager"),
-    ("metrics.wandb_mode=onlin", "did you mean 'online'?"),
     # what users of other software write
     ("--batch-size 32", "--batch-size: there is no such option|training.global_batch=TOKENS"),
     ("--training.steps 100", "--training.steps: there is no such option|training.steps=100;"),
@@ -290,13 +268,8 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("name=../x", "name=../x|another, or hydra.run.dir=DIR"),
     # data
     ("dataset.skip=3", "dataset.skip=[a,b]"),
-    ("dataset.skip=[3,5]", "expected a list"),
     ("dataset.skip=[[5,3]]", "[[5,3]]|first <= last"),
-    ("dataset.skip=[[1,2,3]]", "a list of 2 values"),
-    ("dataset.block=0", "dataset.block=0|at least 1"),
     ("dataset.stream=true", "dataset.stream=true|set dataset.window"),
-    ("dataset.on_error=ignore", "choose one of refuse, skip"),
-    ("dataset.workers=many", "a number or auto"),
     ("training.grow=[[1000,4100]]", "training.grow: a batch=4100|nearest is 4096"),
     ("training.grow=[[1000,2048]]", "training.grow=[[1000,2048]]|must increase"),
     ("training.grow=[[9000,4096],[8000,8192]]", "must increase from one pair to the next"),
@@ -589,7 +562,7 @@ def test_directory_that_can_not_be_written_to() -> None:
 
 def test_directory_in_use() -> None:
     run = tiny()
-    imports = "from titan.run.lock import lock_directory; from pathlib import Path"
+    imports = "from titan.run.directory import lock_directory; from pathlib import Path"
     program = f"{imports}\nwith lock_directory(Path({run.directory!r})): "
     other = subprocess.Popen(
         [sys.executable, "-c", program + "print(1, flush=True); input()"],

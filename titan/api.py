@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from launchers import start
 from launchers.command import compose_single, launch_sweep, plan_command
-from launchers.scratch import make_scratch_folder
+from launchers.supervisor import make_scratch_folder
 from titan.checkpoint import manifest
 from titan.cluster import devices, rank_info
 from titan.cluster.environment import prepare_environment
@@ -55,7 +55,7 @@ from titan.errors import EXIT_REQUEUE, ConfigError, ReasonReceiver, RunError, de
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
 from titan.evaluate import run_evaluation
-from titan.files.run_directory import check_run_directory
+from titan.files.run_directory import check_run_directory, shorten_path
 from titan.generate import run_generation
 from titan.generation.schema import Settings as GenerationSettings
 from titan.law import Settings as LawSettings
@@ -69,7 +69,7 @@ from titan.report.law_findings import LawFindings, collect_findings
 from titan.report.render import law_text
 from titan.report.render.export import format_csv
 from titan.report.render.sentences import format_answers, format_lead
-from titan.run import certificate, evaluated, summary
+from titan.run import certificate, evaluated
 from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
 from titan.sweep import ledger
@@ -158,52 +158,60 @@ class _Folder(Shown):
         return str(self.directory)
 
 
+FIGURES = (
+    "first_loss", "last_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "mfu", "memory_gib", "seconds",
+)  # fmt: skip
+"""The numbers of result.json that `Result` has as attributes."""
+
+
 @dataclass(frozen=True, repr=False)
 class Result(_Folder):
     """The outcome of a run, as its last attempt wrote it to result.json.
 
+    What it says are attributes, None where it lacks one: `tokens` read; `science_id`, the identity of what was learned;
+    `first_loss` and `last_loss`, the training loss of the first and the last step, `validation_loss` and
+    `bits_per_byte` of the last evaluation, all in nats per token; `tokens_per_second` of all ranks together, without
+    warm-up steps; `mfu`, model FLOP utilization; `memory_gib`, the peak memory of a rank; `seconds`, the duration of
+    the last attempt.
+
     Attributes:
         directory: the run's directory.
-        finished: whether all steps are done; False when a signal stopped the run.
-        step: optimizer updates done.
-        tokens: tokens read.
-        first_loss: training loss of the first step, nats per token; None when not finite.
-        last_loss: training loss of the last step, nats per token; None when not finite.
-        validation_loss: of the last evaluation, nats per token; None without one.
-        bits_per_byte: of the last evaluation; None without one.
-        tokens_per_second: of all ranks together, without warm-up steps; None when no step was timed.
-        mfu: model FLOP utilization; None when the device's peak is unknown.
-        memory_gib: peak memory of a rank.
-        seconds: duration of the last attempt.
-        checkpoint: folder of the last checkpoint; None when nothing was saved.
-        science_id: identity of what was learned.
         values: everything in result.json.
         exit_code: what the command exits with: 0, 130 after Ctrl-C or SIGTERM, 75 when a scheduler asks to stop.
     """
 
     directory: Path
-    finished: bool
-    step: int
-    tokens: int = 0
-    first_loss: float | None = None
-    last_loss: float | None = None
-    validation_loss: float | None = None
-    bits_per_byte: float | None = None
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    memory_gib: float | None = None
-    seconds: float | None = None
-    checkpoint: Path | None = None
-    science_id: str = ""
     values: Mapping[str, Any] = field(default_factory=dict, repr=False)
     exit_code: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        defaults = {**dict.fromkeys(FIGURES), "tokens": 0, "science_id": ""}
+        if name not in defaults:
+            raise AttributeError(name)
+        value = self.values.get(name)
+        return defaults[name] if value is None else value
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done; False when a signal stopped the run."""
+        return bool(self.values.get("finished"))
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates done."""
+        return int(self.values.get("step") or 0)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The folder of the last checkpoint; None when nothing was saved."""
+        return Path(self.values["checkpoint"]) if self.values.get("checkpoint") else None
 
     def list_facts(self) -> dict[str, str]:
         """Return what a reader wants to know first, by name, for notebooks."""
         figures = {name: getattr(self, name) for name in ("last_loss", "validation_loss", "tokens_per_second")}
         state = f"{'finished' if self.finished else 'unfinished'}, step {self.step:,}"
         shown = {name: format_rounded(value) for name, value in figures.items() if value is not None}
-        return {"directory": summary.shorten_path(str(self.directory)), "state": state, **shown}
+        return {"directory": shorten_path(str(self.directory)), "state": state, **shown}
 
     @cached_property
     def losses(self) -> NDArray[np.float64]:
@@ -236,6 +244,13 @@ def train(run: Run, *, in_process: bool = False, quiet: bool = False) -> Result:
     if code not in STOPPED:
         _check_code(code, reasons, f"{run.directory}: the run ended with exit code {code}; see log/ in it.")
     return _read_outcome(Path(run.directory), code)
+
+
+def _read_outcome(directory: Path, code: int) -> Result:
+    """What the last attempt wrote; of one that was killed while it stopped, the steps that metrics.jsonl has."""
+    saved = open_run(directory)
+    result = saved.result or Result(directory, {"step": int(saved.metrics["step"].max(initial=0))})
+    return replace(result, exit_code=code)
 
 
 def launch(run: Run, *, in_process: bool = True, quiet: bool = False, report: ReasonReceiver = ignore_reason) -> int:
@@ -288,16 +303,12 @@ class SavedSweep(_Folder):
         return {format_label(t.overrides): f"{t.state}{f': {t.reason}' if t.reason else ''}" for t in self.trials}
 
     def frame(self) -> Any:
-        """The trials as a pandas DataFrame with one row each: settings, state, and figures of result.json.
-
-        Raises:
-            ConfigError: when pandas is not installed.
-        """
+        """The trials as a pandas DataFrame with one row each: settings, state, and figures of result.json."""
         rows = [
             {
                 **dict(override.split("=", 1) for override in trial.overrides),
                 **{name: getattr(trial, name) for name in ("state", "reason", "directory")},
-                **{name: getattr(_build_result(Path(trial.directory)), name) for name in RESULT_FIGURES},
+                **{name: read_result(Path(trial.directory))[0].get(name) for name in FIGURES},
             }
             for trial in self.trials
         ]
@@ -336,38 +347,30 @@ def _check_process(function: str = "train") -> None:
         raise ConfigError(f"api.{function}: handles signals, which only the main thread can; call it from there.")
 
 
-def _read_outcome(directory: Path, code: int) -> Result:
-    """What the last attempt wrote; of one that was killed while it stopped, the steps that metrics.jsonl has."""
-    saved = open_run(directory)
-    result = saved.result or Result(directory, finished=False, step=int(saved.metrics["step"].max(initial=0)))
-    return replace(result, exit_code=code)
-
-
 @dataclass(frozen=True)
 class AttemptRecord:
     """One document of run.yaml: one execution of a run between start or resume and its end.
 
+    Its keys are attributes too: `kind` ("start", "resume", "continuation" or "fork"), `began` (in ISO format),
+    `from_step` (updates done before it), `overrides` (the command line), `ids`, `layout` (the degree of each mesh
+    dimension) and `config` (resolved).
+
     Attributes:
-        number: 1 for the first.
-        kind: "start", "resume", "continuation" or "fork".
-        began: the time in ISO format.
-        from_step: updates done before it.
-        overrides: the command line.
-        ids: `science`, `group`, `execution` and `code`.
-        layout: the degree of each mesh dimension.
-        config: the resolved configuration.
         document: everything in the document.
     """
 
-    number: int
-    kind: str
-    began: str
-    from_step: int
-    overrides: tuple[str, ...]
-    ids: Mapping[str, str]
-    layout: Mapping[str, int]
-    config: Mapping[str, Any] = field(repr=False)
     document: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def number(self) -> int:
+        """1 for the first."""
+        return int(self.document["attempt"])
+
+    def __getattr__(self, name: str) -> Any:
+        defaults = {"kind": "", "began": "", "from_step": 0, "overrides": (), "ids": {}, "layout": {}, "config": {}}
+        if name not in defaults:
+            raise AttributeError(name)
+        return self.document.get(name) or defaults[name]
 
 
 @dataclass(frozen=True)
@@ -389,22 +392,23 @@ class SavedRun(_Folder):
     def list_facts(self) -> dict[str, str]:
         """Return what a reader wants to know first, by name, for notebooks."""
         last: Mapping[str, Any] = next(read_last_steps(self.directory / METRICS), {"step": 0})
-        return (self.result or Result(self.directory, False, last["step"], last_loss=last.get("loss"))).list_facts()
+        return (self.result or Result(self.directory, {**last, "last_loss": last.get("loss")})).list_facts()
 
     @cached_property
     def attempts(self) -> tuple[AttemptRecord, ...]:
         """The attempts of the run, oldest first."""
-        return tuple(map(_parse_attempt, read_attempts(self.directory)))
+        return tuple(map(AttemptRecord, read_attempts(self.directory)))
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The resolved configuration of the last attempt, by axis."""
-        return self.attempts[-1].config
+        config: Mapping[str, Any] = self.attempts[-1].config
+        return config
 
     @cached_property
     def result(self) -> Result | None:
         """The outcome that the last attempt wrote; None while it runs, and when it was killed."""
-        result = _build_result(self.directory)
+        result = Result(self.directory, read_result(self.directory)[0])
         return result if result.values.get("attempt") == self.attempts[-1].number else None
 
     @cached_property
@@ -426,11 +430,7 @@ class SavedRun(_Folder):
         return _build_columns(merge_steps(records, history.find_step_limits(documents)))
 
     def frame(self) -> Any:
-        """The metrics as a pandas DataFrame with one row per step.
-
-        Raises:
-            ConfigError: when pandas is not installed.
-        """
+        """The metrics as a pandas DataFrame with one row per step."""
         return import_optional("pandas", "frame()").DataFrame(dict(self.metrics)).set_index("step")
 
 
@@ -446,49 +446,11 @@ def open_run(directory: str | os.PathLike[str]) -> SavedRun:
     return run
 
 
-def _parse_attempt(document: Mapping[str, Any]) -> AttemptRecord:
-    return AttemptRecord(
-        number=int(document["attempt"]),
-        kind=str(document.get("kind") or ""),
-        began=str(document.get("began") or ""),
-        from_step=int(document.get("from_step") or 0),
-        overrides=tuple(document.get("overrides") or ()),
-        ids=dict(document["ids"]),
-        layout=dict(document.get("layout") or {}),
-        config=dict(document["config"]),
-        document=document,
-    )
-
-
-def _build_result(directory: Path) -> Result:
-    values, _ = read_result(directory)
-    figures: dict[str, Any] = {name: values.get(name) for name in RESULT_FIGURES}
-    return Result(
-        directory=directory,
-        finished=bool(values.get("finished")),
-        step=int(values.get("step") or 0),
-        tokens=int(values.get("tokens") or 0),
-        checkpoint=Path(values["checkpoint"]) if values.get("checkpoint") else None,
-        science_id=str(values.get("science_id") or ""),
-        values=values,
-        **figures,
-    )
-
-
-RESULT_FIGURES = (
-    "first_loss", "last_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "mfu", "memory_gib", "seconds",
-)  # fmt: skip
-"""Numbers of result.json that `Result` has as they are."""
-
-
 def _build_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
     names = dict.fromkeys(["step", *(name for record in records for name in record)])
     columns = {name: [record.get(name) for record in records] for name in names}
-    return {name: _build_column(values) for name, values in columns.items() if not any(map(_is_nested, values))}
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, (list, dict))
+    flat = {n: values for n, values in columns.items() if not any(isinstance(v, (list, dict)) for v in values)}
+    return {name: _build_column(values) for name, values in flat.items()}
 
 
 def _build_column(values: Sequence[Any]) -> NDArray[Any]:
@@ -553,11 +515,7 @@ class NotebookComparison(Comparison):
         return f"<p>{escape(self.headline)}</p>{build_table([*answers, *failures])}"
 
     def frame(self) -> Any:
-        """The runs as a pandas DataFrame with one row each, and the columns of the command's CSV file.
-
-        Raises:
-            ConfigError: when pandas is not installed.
-        """
+        """The runs as a pandas DataFrame with one row each, and the columns of the command's CSV file."""
         return import_optional("pandas", "frame()").read_csv(StringIO(format_csv(self)))
 
     def list_answers(self) -> list[tuple[str, list[str]]]:

@@ -6,6 +6,8 @@ restart an interrupted conversion, rerun its command. Only files that a conversi
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 import os
 import shutil
@@ -103,14 +105,16 @@ def convert_weights(settings: Convert, target: Path) -> tuple[Weights, list[Path
 
     weights = open_weights(settings.source, "", verify=True)
     tokenizer_files.check_packages(weights.tokenizer, settings.format, f"to={settings.to}")
-    _check_apart(Path(weights.path), target, settings)
+    if Path(weights.path).resolve() == target.resolve():
+        raise ConfigError(f"to={settings.to}: is the folder of {settings.source}; choose another folder.")
     names, size, write = _plan_files(weights, settings, target)
     _check_space(target, size)
     _mark_target(target)
     try:
         with show_progress(size) as show:
             write(show)
-        _record_files(target)
+        write_atomic(target / RECORD, "".join(f"{name}\n" for name in sorted(_list_written(target))), sync=True)
+        (target / MARK).unlink()
     except OSError as error:
         raise RunError(
             f"to={settings.to}: can't be written ({error.strerror or error}); fix this and rerun the same command."
@@ -140,7 +144,6 @@ def _plan_files(
 
 
 def _check_target(settings: Convert, target: Path) -> None:
-    """Raise ConfigError when the target can't be written, before anything is read."""
     if settings.meta_ranks > 1 and settings.format != "meta":
         raise ConfigError(f"meta_ranks={settings.meta_ranks}: applies to format=meta only; remove it.")
     source = Path(settings.source).expanduser().absolute()
@@ -183,18 +186,6 @@ def _read_record(target: Path) -> set[str]:
         return set()
 
 
-def _record_files(target: Path) -> None:
-    """Record the files of a finished conversion, and remove the marker file."""
-    write_atomic(target / RECORD, "".join(f"{name}\n" for name in sorted(_list_written(target))), sync=True)
-    (target / MARK).unlink()
-
-
-def _check_apart(source: Path, target: Path, settings: Convert) -> None:
-    """Raise ConfigError when the target is the source."""
-    if source.resolve() == target.resolve():
-        raise ConfigError(f"to={settings.to}: is the folder of {settings.source}; choose another folder.")
-
-
 def _check_space(target: Path, size: int) -> None:
     """Raise ConfigError when the disk is too small; files to be replaced count as free space."""
     existing = next(folder for folder in (target, *target.parents) if folder.is_dir())
@@ -224,20 +215,12 @@ def _mark_target(target: Path) -> None:
 @contextmanager
 def show_progress(size: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that adds written bytes to a progress bar of `size`, on a terminal with tqdm installed."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield lambda _: None
         return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda _: None
-        return
+    tqdm = importlib.import_module("tqdm").tqdm
     with tqdm(total=size, unit="B", unit_scale=True, dynamic_ncols=True) as progress_bar:
-
-        def show(written_bytes: int) -> None:
-            progress_bar.update(written_bytes)
-
-        yield show
+        yield progress_bar.update
 
 
 def _print_report(weights: Weights, settings: Convert, files: list[Path], seconds: float) -> None:

@@ -41,22 +41,14 @@ class Settings:
     characters: int = setting(200, "of each document; 0: all", at_least=0)
 
     def list_steps(self) -> range:
-        """Return the steps.
-
-        Raises:
-            ConfigError: when they are no range that begins at 1 or later.
-        """
+        """Return the steps."""
         steps = _parse_range("step", self.step)
         if steps.start < 1:
             raise ConfigError(f"step={self.step}: the first step is 1.")
         return steps
 
     def list_rows(self) -> range | None:
-        """Return the row numbers; None for all.
-
-        Raises:
-            ConfigError: when they are no range.
-        """
+        """Return the row numbers; None for all."""
         return None if self.rows is None else _parse_range("rows", self.rows)
 
 
@@ -81,8 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show_data(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     steps, row_numbers = settings.list_steps(), settings.list_rows()
-    recipe = _compose_recipe(settings.run, command_line.overrides)
-    _check_steps(steps, settings, recipe.training.steps)
+    if settings.run is not None:
+        check_run_directory(settings.run)
+    resumed = [] if settings.run is None else [f"{RESUME}{settings.run}"]
+    recipe = compose.compose_recipe([*resumed, *command_line.overrides])
+    if steps[-1] > (count := recipe.training.steps):
+        subject = "a run with these settings" if settings.run is None else f"the run in {settings.run}"
+        raise ConfigError(
+            f"step={settings.step}: {subject} has {format_plural(count, 'step')}; give one of them, or a larger "
+            "training.steps."
+        )
     mix, tokenizer = _open_data(recipe)
     if settings.run and not any(o.lstrip("+").startswith("dataset") for o in command_line.overrides):
         _check_data(settings.run, mix)
@@ -99,34 +99,11 @@ def _check_data(directory: str, mix: RowMixture) -> None:
     recompose.check_science(directory, document, {**document["science"], "data": compute_data_digest(mix)}, ())
 
 
-def _check_steps(steps: range, settings: Settings, count: int) -> None:
-    """Raise ConfigError for steps behind the last one."""
-    if steps[-1] > count:
-        subject = "a run with these settings" if settings.run is None else f"the run in {settings.run}"
-        raise ConfigError(
-            f"step={settings.step}: {subject} has {format_plural(count, 'step')}; give one of them, or a larger "
-            "training.steps."
-        )
-
-
 def _parse_range(key: str, text: str) -> range:
-    """Return the numbers of `N` or `N-M`.
-
-    Raises:
-        ConfigError: for anything else.
-    """
     first, _, last = text.partition("-")
     if not (first.isdecimal() and (last or first).isdecimal() and MAX_NUMBER >= int(last or first) >= int(first)):
         raise ConfigError(f"{key}={text}: is not a number or a range; give one such as {key}=3 or {key}=3-5.")
     return range(int(first), int(last or first) + 1)
-
-
-def _compose_recipe(directory: str | None, overrides: list[str]) -> Recipe:
-    """Compose the recipe of a run's last attempt with overrides."""
-    if directory is None:
-        return compose.compose_recipe(overrides)
-    check_run_directory(directory)
-    return compose.compose_recipe([f"{RESUME}{directory}", *overrides])
 
 
 def _open_data(recipe: Recipe) -> tuple[RowMixture, Tokenizer | None]:

@@ -95,7 +95,6 @@ def find_own_code_error(error: BaseException, packages: Sequence[str] | None = N
     Such as "mine/lion.py:12 in step (TypeError: ...)"; None where no such code was running.
 
     Args:
-        error: with its traceback.
         packages: the user's; None: all that is neither titan's nor installed.
     """
     package_folder = Path(__file__).resolve().parent
@@ -113,17 +112,16 @@ def find_own_code_error(error: BaseException, packages: Sequence[str] | None = N
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(traceback.FrameSummary(error.filename, error.lineno, "<module>"))
     own_frames = [
-        frame for frame in frames if os.path.isfile(frame.filename) and not _is_below(frame.filename, excluded_folders)
+        frame
+        for frame in frames
+        if os.path.isfile(frame.filename)
+        and not any(folder in Path(frame.filename).resolve().parents for folder in excluded_folders)
     ]
     if not own_frames:
         return None
     description = f"{type(error).__name__}: {format_message(str(error))}".rstrip(": ")
     function = f" in {own_frames[-1].name}" if own_frames[-1].name.isidentifier() else ""
     return f"{os.path.relpath(own_frames[-1].filename)}:{own_frames[-1].lineno}{function} ({description})"
-
-
-def _is_below(file: str, folders: tuple[Path, ...]) -> bool:
-    return any(folder in Path(file).resolve().parents for folder in folders)
 
 
 EXIT_REQUEUE = 75

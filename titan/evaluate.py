@@ -45,7 +45,7 @@ def run_evaluation(command_line: CommandLine[Settings], report: ReasonReceiver =
     check_source(settings.source)
     file = None if settings.to is None else check_output_file(settings.to, (".json",))
     from launchers.command import compose_single
-    from launchers.scratch import make_scratch_folder
+    from launchers.supervisor import make_scratch_folder
     from titan.weights.formats import find_damage, open_weights  # only now: errors need not wait for torch
 
     with make_scratch_folder() as folder:

@@ -53,8 +53,7 @@ def run_generation(command_line: CommandLine[Settings], report: ReasonReceiver =
         from titan.generation.worker import work
 
         return work(job, RankInfo())
-    from launchers.scratch import make_scratch_folder
-    from launchers.supervisor import run_ranks
+    from launchers.supervisor import make_scratch_folder, run_ranks
 
     with make_scratch_folder() as folder:
         return run_ranks(job, layout.devices, folder, module="titan.generation.rank", report=report)

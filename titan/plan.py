@@ -34,9 +34,8 @@ from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_data import PlanOutcome
 from titan.run import identity
-from titan.run.open_layout import list_typed_settings
-from titan.run.resolve import resolve
-from titan.run.small_work import warn_of_small_work
+from titan.run.compose import warn_of_small_work
+from titan.run.resolve import list_typed_settings, resolve
 from titan.sweep import budget
 from titan.sweep.margin import parse_margin
 

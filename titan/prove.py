@@ -74,7 +74,7 @@ def _reject_sweep(trials: Any) -> list[int]:
 
 
 def _prove_run(target: Run, file: Path | None) -> int:
-    from launchers.scratch import make_scratch_folder
+    from launchers.supervisor import make_scratch_folder
 
     start = time.monotonic()
     with make_scratch_folder() as folder:

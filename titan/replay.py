@@ -73,7 +73,7 @@ def _run_replay(command_line: CommandLine[Settings]) -> int:
     chosen_settings = _choose_step(settings)
     if chosen_settings is None:
         return 0
-    from launchers.scratch import make_scratch_folder
+    from launchers.supervisor import make_scratch_folder
 
     try:
         if settings.leave is not None:
@@ -101,7 +101,7 @@ def _check_file(settings: Settings) -> Path | None:
 
 def _check_interpreter(settings: Settings) -> None:
     if settings.python is not None:
-        from launchers.interpreter import check_interpreter
+        from launchers.supervisor import check_interpreter
 
         check_interpreter(settings.python)
 
@@ -142,7 +142,7 @@ def _replay_sides(settings: Settings, overrides: Sequence[str], folder: Path) ->
 
 def _start_foreign(settings: Settings, overrides: Sequence[str], side: ReplayPlan, job: ReplayJob) -> int:
     """Run the ranks of the second replay by another interpreter; return its exit code."""
-    from launchers.interpreter import run_module
+    from launchers.supervisor import run_module
 
     if job.repeats:
         raise RuntimeError("repetitions are those of the first replay")

@@ -28,7 +28,7 @@ from titan.files.run_directory import RUN, check_directory, describe_runs_below
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.schema import WARM
 from titan.report.run_end import classify_end
-from titan.run import own_code, summary
+from titan.run import identity, summary
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_attempts, read_result
 from titan.run.prediction import parse_document
 from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
@@ -67,14 +67,12 @@ COMMAND = Command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the state of a sweep or a run; returns the exit code."""
-    return COMMAND.run(_run_status, argv)
+    return COMMAND.run(_show_status, argv)
 
 
-def _run_status(command_line: CommandLine[Status]) -> int:
-    return _show_status(check_directory(command_line.settings.directory), command_line.settings)
-
-
-def _show_status(directory: Path, settings: Status) -> int:
+def _show_status(command_line: CommandLine[Status]) -> int:
+    settings = command_line.settings
+    directory = check_directory(settings.directory)
     watch = sys.stdout.isatty() if settings.watch is None else settings.watch
     while True:
         sweep = read_state(directory) or read_single_run(directory)
@@ -98,11 +96,8 @@ def read_single_run(directory: Path) -> SweepState | None:
     steps, devices = int(last["config"]["training"]["steps"]), math.prod(last.get("layout", {}).values())
     state, reason = _find_run_state(directory, last, steps)
     name = str(last.get("name") or directory.name)
-    return SweepState(
-        directory,
-        SweepSpec(),
-        (TrialState(name, str(directory), (), state, None, reason, steps=steps, devices=devices),),
-    )
+    trial = TrialState(name, str(directory), (), state, None, reason, steps=steps, devices=devices)
+    return SweepState(directory, SweepSpec(), (trial,))
 
 
 def _find_run_state(directory: Path, last: Mapping[str, Any], steps: int) -> tuple[State, str | None]:
@@ -116,7 +111,7 @@ def _find_run_state(directory: Path, last: Mapping[str, Any], steps: int) -> tup
     if _is_ended_by_hook(last, result):
         return state, reason
     words = (*last.get("choices", {}).values(), *last.get("overrides", ()))
-    modules, packages = last["config"].get("modules") or (), last.get(own_code.KEY) or {}
+    modules, packages = last["config"].get("modules") or (), last.get(identity.OWN_CODE) or {}
     command = summary.format_next_command(str(directory), words, modules, packages)
     cause = f"{reason.rstrip('.')}; " if state == "failed" else ""
     return state, f"{cause}{command} resumes it"
@@ -150,28 +145,22 @@ def format_table(sweep: SweepState, width: int) -> list[str]:
     order = sorted(counts, key=("finished", "stopped", "failed", "running", "queued", "planned").index)
     states = ", ".join(f"{counts[state]} {state}" for state in order)
     noun = "run" if [p.directory for p in sweep.trials] == [str(sweep.directory)] else "trial"
-    head = [f"{sweep.directory}: {format_plural(len(sweep.trials), noun)}: {states}"]
+    head = f"{sweep.directory}: {format_plural(len(sweep.trials), noun)}: {states}"
+    table = [head, *(sweep.spec.question or "").splitlines(), ""]
     names = label_trials(sweep.trials)
-    rows = _drop_empty_columns([HEADING, *(_format_row(p, name) for p, name in zip(sweep.trials, names, strict=True))])
+    rows = [HEADING, *(_format_row(p, name) for p, name in zip(sweep.trials, names, strict=True))]
+    if not any(row[PREDICTED] for row in rows[1:]):  # no trial has a prediction
+        rows = [row[:MEASURED] + row[PREDICTED + 1 :] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
-    table = [
-        "  ".join(_fit_cell(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    for row in rows:
+        cells = (c if len(c) <= w else f"{c[: w - 1]}…" for c, w in zip(row, widths, strict=True))
+        table.append("  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip())
     reasons = [*sweep.notes, *_list_reasons(sweep.trials, names)]
-    text_lines = [
-        *head,
-        *(sweep.spec.question or "").splitlines(),
-        "",
-        *table,
-        *([""] * bool(reasons)),
-        *reasons,
-    ]
-    return [sanitize_line(line) for line in text_lines]
+    return [sanitize_line(line) for line in [*table, *([""] * bool(reasons)), *reasons]]
 
 
 def _list_reasons(trials: Sequence[TrialState], names: Sequence[str]) -> list[str]:
-    """Return lines on trials that have failed, that have slow ranks and that hang."""
     reasons = [f"{name}: {trial.reason}" for trial, name in zip(trials, names, strict=True) if trial.reason]
     running = [(Path(t.directory), name) for t, name in zip(trials, names, strict=True) if t.state == "running"]
     for describe in (_describe_slow_ranks, read_hang_sentence):
@@ -199,11 +188,6 @@ def _describe_slow_ranks(directory: Path) -> str:
     return f"{ranks} slower than the others; touch {directory}/profile/now shows why"
 
 
-def _drop_empty_columns(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the rows without step times where no trial has a prediction."""
-    return [row if any(r[PREDICTED] for r in rows[1:]) else row[:MEASURED] + row[PREDICTED + 1 :] for row in rows]
-
-
 def _format_step_times(directory: Path) -> tuple[str, str]:
     """Return the median of the last steps and the predicted time of a step; empty where the run has no prediction."""
     try:
@@ -228,10 +212,6 @@ def _read_last_attempt(directory: Path, changed: int) -> tuple[float | None, int
     document = read_attempts(directory)[-1]
     prediction, first = parse_document(document), int(document.get("from_step") or 0)
     return None if prediction is None else prediction.step_seconds.value, int(document["attempt"]), first
-
-
-def _fit_cell(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else f"{cell[: width - 1]}…"
 
 
 def cli() -> None:

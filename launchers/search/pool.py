@@ -20,11 +20,10 @@ from launchers.trials import Trial
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
+from titan.files.run_directory import shorten_path
 from titan.hooks import stop_request
 from titan.metrics.reader import METRICS, read_new_records
-from titan.run import summary
-from titan.run.completion import is_done
-from titan.run.directory import read_result
+from titan.run.directory import is_done, read_result
 from titan.sweep.objective import read_objective
 from titan.sweep.schema import OptunaSearch, Sweep
 
@@ -133,7 +132,7 @@ class TrialPool:
     def print_end(self, root: Path) -> None:
         """Print how many trials of the study are finished, the next command, and why no more were started."""
         states = Counter(trial.state.name.lower() for trial in self.study.get_trials(deepcopy=False))
-        print(f"\n{self._describe_end(states, summary.shorten_path(str(root)))}")
+        print(f"\n{self._describe_end(states, shorten_path(str(root)))}")
         names = {"complete": "complete", "pruned": "pruned", "fail": "failed", "running": "not finished"}
         counts = ", ".join(f"{states[state]} {name}" for state, name in names.items() if states[state])
         print(f"study: {counts or 'no trials'} (hydra.sweeper.n_trials={self.settings.n_trials})", flush=True)

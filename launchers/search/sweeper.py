@@ -13,15 +13,14 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from launchers.foreign_sweeper import RESULTS
 from launchers.search import space as spaces
 from launchers.search import study as studies
 from launchers.search.pool import HOOK_OVERRIDE, TrialPool, write_best
 from launchers.search.space import Space
-from launchers.session import SweepSession, TrialSource
+from launchers.session import RESULTS, SweepSession, TrialSource
 from launchers.trials import Trial
 from titan.config import settings
-from titan.run import hydra_node
+from titan.run import hydra_session
 from titan.sweep.schema import OptunaSearch, Sweep
 
 
@@ -83,7 +82,7 @@ class OptunaSweeper(Sweeper):
         """Write multirun.yaml, as Hydra's own sweeper does."""
         root = Path(self.search_config.hydra.sweep.dir)
         root.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(hydra_node.redact_config(self.search_config), root / "multirun.yaml")
+        OmegaConf.save(hydra_session.redact_config(self.search_config), root / "multirun.yaml")
 
 
 def run_search(

@@ -49,57 +49,46 @@ class StopBeforeStartError(KeyboardInterrupt):
 
 def main(arguments: list[str]) -> int:
     """Be what Slurm's environment says: a rank, or the task of a node that starts its ranks; returns the exit code."""
-    with handle_signals(_stop_before_start, scheduler_signals(os.environ)):
+
+    def stop_before_start(number: int, frame: object) -> None:
+        raise StopBeforeStartError(number)  # until training handles signals, nothing is lost yet
+
+    with handle_signals(stop_before_start, scheduler_signals(os.environ)):
         file, attempt = Path(arguments[0]), Path(arguments[1])
         trial_list = json.loads(file.read_text())
         trial = trial_list["points"][int(os.environ.get("SLURM_ARRAY_TASK_ID", 0))]
         ranks = int(trial_list["ranks_per_node"])
         if trial_list["tasks"] == "node" and LOCAL_RANK not in os.environ:
             return _run_node(arguments, ranks)
-        return _run_rank(Path(trial), ranks, attempt)
-
-
-def _stop_before_start(number: int, frame: object) -> None:
-    """End this process at a signal until training handles it: nothing is lost yet."""
-    raise StopBeforeStartError(number)
-
-
-def _run_rank(trial: Path, ranks: int, attempt: Path) -> int:
-    rank_info = _build_rank_info(os.environ, ranks, attempt)
-    _divide_cores(ranks)
-    prepare_environment(os.environ)
-    report = partial(report_error, _locate_error_file(attempt, rank_info.rank), rank_info.rank)
-    return run_body(partial(_run_training, trial, rank_info, attempt), report)
+        rank_info = _build_rank_info(os.environ, ranks, attempt)
+        cores = os.environ.get("SLURM_CPUS_PER_TASK")
+        divide_cores(os.environ, ranks, None if cores is None else int(cores))  # of the node, where Slurm has not
+        prepare_environment(os.environ)
+        report = partial(report_error, _locate_error_file(attempt, rank_info.rank), rank_info.rank)
+        return run_body(partial(_run_training, Path(trial), rank_info, attempt), report)
 
 
 def _run_training(trial: Path, rank_info: RankInfo, attempt: Path) -> int:
     try:
         run = _load_run(trial, rank_info)
-        _log_restart(run, rank_info, attempt)
-        return _mark_stop(attempt, _train_rank(run, rank_info, attempt))
+        end = job_exit.read_last_exit(attempt.parent, attempt.name.rpartition(".")[0])
+        if rank_info.rank == 0 and end and end.requeue and not end.stopped:  # started again after an error
+            log_line(Path(run.directory), end.reason)
+        code = _train_rank(run, rank_info, attempt)
+        if code not in (EXIT_REQUEUE, 130):
+            return code
+        # a signal ended this rank: with another code than 0 srun would end the ranks that have not come as far
+        _touch_mark(attempt / ("again" if code == EXIT_REQUEUE else "stop"))
+        return 0
     except StopBeforeStartError as stop:
         if stop.requeue:  # srun's own exit code may be that of a rank that it ended for this one's
             _touch_mark(attempt / "again")
         return choose_stop_exit_code(stop.requeue)
 
 
-def _mark_stop(attempt: Path, exit_code: int) -> int:
-    """Record that a signal ended this rank, and exit with 0: srun would end the ranks that have not come as far."""
-    if exit_code not in (EXIT_REQUEUE, 130):
-        return exit_code
-    _touch_mark(attempt / ("again" if exit_code == EXIT_REQUEUE else "stop"))
-    return 0
-
-
 def _touch_mark(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
-
-
-def _divide_cores(ranks: int) -> None:
-    """Divide the node's cores between its ranks, where Slurm has not."""
-    cores = os.environ.get("SLURM_CPUS_PER_TASK")
-    divide_cores(os.environ, ranks, None if cores is None else int(cores))
 
 
 def _build_rank_info(env: Mapping[str, str], ranks: int, attempt: Path) -> RankInfo:
@@ -120,13 +109,6 @@ def _load_run(trial: Path, rank_info: RankInfo) -> Run:
     if rank_info.rank > 0:
         return run
     return adapt_to_machine(run, devices.detect_machine(run.cluster.device))
-
-
-def _log_restart(run: Run, rank_info: RankInfo, attempt: Path) -> None:
-    """Write into the run's `log/launcher.log` why this job was started again after an error."""
-    end = job_exit.read_last_exit(attempt.parent, attempt.name.rpartition(".")[0]) if rank_info.rank == 0 else None
-    if end and end.requeue and not end.stopped:
-        log_line(Path(run.directory), end.reason)
 
 
 def _redirect_output(log: Path) -> None:
@@ -156,24 +138,19 @@ def _locate_error_file(attempt: Path, rank: int) -> Path:
 def _run_node(arguments: list[str], count: int) -> int:
     """Start the ranks of this node, forward signals to them, and exit with the highest of their exit codes."""
     ranks = Supervisor()
-    with ranks.forward_signals(scheduler_signals(os.environ)):
+    with handle_signals(lambda number, frame: ranks.send_signal(number), scheduler_signals(os.environ)):
         shared = {name: value for name, value in os.environ.items() if name != "SLURM_CPUS_PER_TASK"}  # the node's
         for local_rank in range(count):
             ranks.start("launchers.slurm.job", *arguments, env={**shared, LOCAL_RANK: str(local_rank)})
         ranks.wait()
         first_rank = int(os.environ.get("SLURM_NODEID", 0)) * count
         for local_rank in ranks.find_failed():
-            _report_kill(Path(arguments[1]), first_rank + local_rank, ranks.processes[local_rank].returncode)
+            if (code := ranks.processes[local_rank].returncode) < 0:  # it could not write its error itself
+                error = rank_error.describe_kill(-code, first_rank + local_rank)
+                print(f"titan: {error.text}", file=sys.stderr)
+                rank_error.write(_locate_error_file(Path(arguments[1]), first_rank + local_rank), error)
         ranks.end_processes(GRACE_SECONDS)
     return max(p.returncode if p.returncode >= 0 else 128 - p.returncode for p in ranks.processes)
-
-
-def _report_kill(attempt: Path, rank: int, return_code: int) -> None:
-    """Write the error of a rank that a signal has killed, since it could not do so itself."""
-    if return_code < 0:
-        error = rank_error.describe_kill(-return_code, rank)
-        print(f"titan: {error.text}", file=sys.stderr)
-        rank_error.write(_locate_error_file(attempt, rank), error)
 
 
 def run_and_exit(arguments: list[str]) -> NoReturn:

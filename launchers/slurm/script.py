@@ -9,6 +9,7 @@ does the same, at most `cluster.restarts` times, and excludes the node that fail
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -18,39 +19,70 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from launchers.slurm.shape import JobShape
 from titan.cluster.checks import parse_minutes
 from titan.cluster.schema import Cluster
 from titan.cluster.signals import PREEMPT, preempt_signal
-from titan.errors import EXIT_REQUEUE
+from titan.console.numbers import format_plural
+from titan.errors import EXIT_REQUEUE, ConfigError
+from titan.run.run import Run
 from titan.sweep.job_exit import DIED, TERMINATING
 
 
 @dataclass(frozen=True)
+class JobShape:
+    """The resources of a job; trials of the same shape are submitted as one array."""
+
+    nodes: int  # how many
+    ranks: int  # on each of them
+    gpus: int  # on each of them; 0 on CPUs
+    cluster: Cluster  # what else is requested
+    exclusive: bool = False  # whether the job has its nodes to itself
+
+    @property
+    def devices(self) -> int:
+        """The number of ranks, which is the number of devices."""
+        return self.nodes * self.ranks
+
+    def compute_device_hours(self) -> float | None:
+        """Return the device-hours that a trial's jobs may use, by their time limit; None where they have none."""
+        limit = parse_minutes(self.cluster.time)
+        return None if limit is None else max(1, self.cluster.chain) * self.devices * limit / 60
+
+    def __str__(self) -> str:
+        kind = "GPU" if self.gpus else "rank"
+        return f"{format_plural(self.nodes, 'node')} x {format_plural(self.ranks, kind)}"
+
+
+def derive_job_shape(run: Run) -> JobShape:
+    """Return the resources of a run's layout: as few nodes as hold it, or `cluster.nodes` where it can be spread."""
+    devices, cluster = run.layout.devices, run.cluster
+    per_node = cluster.devices_per_node
+    max_ranks = int(per_node) if per_node != "auto" else run.machine.count if run.machine.device == "cuda" else devices
+    nodes = max(math.ceil(devices / max_ranks), min(cluster.nodes, devices))
+    if devices % nodes:
+        raise ConfigError(
+            f"cluster.nodes={cluster.nodes}: {devices} ranks ({run.layout}) don't spread evenly over {nodes} nodes; "
+            "change a degree, cluster.nodes or cluster.devices_per_node."
+        )
+    gpus = devices // nodes if run.machine.device == "cuda" else 0
+    full = devices // nodes == max_ranks and (gpus > 0 or per_node != "auto")
+    exclusive = full if cluster.exclusive == "auto" else bool(cluster.exclusive)
+    return JobShape(nodes, devices // nodes, gpus, cluster, exclusive)
+
+
+@dataclass(frozen=True)
 class Submission:
-    """What a script runs.
+    """What a script runs."""
 
-    Attributes:
-        folder: of scripts, exit records and lists: the sweep's `slurm/`.
-        trial_list: the file that names the trials, by their index in the array.
-        name: the job's, for people.
-        token: by which its jobs are found when their numbers were not recorded.
-        code: the folder that titan is imported from.
-        count: trials, each an element of the array; 1 makes no array.
-        at_once: elements that may run at the same time; None: all.
-        dependency: the jobs that have to end before, as sbatch's `afterany:` takes them; None: none.
-        bad_nodes: nodes that made earlier jobs fail, to exclude beside `cluster.exclude`.
-    """
-
-    folder: Path
-    trial_list: Path
-    name: str
-    token: str
-    code: Path
-    count: int
-    at_once: int | None = None
-    dependency: str | None = None
-    bad_nodes: tuple[str, ...] = ()
+    folder: Path  # of scripts, exit records and lists: the sweep's `slurm/`
+    trial_list: Path  # the file that names the trials, by their index in the array
+    name: str  # the job's, for people
+    token: str  # by which its jobs are found when their numbers were not recorded
+    code: Path  # the folder that titan is imported from
+    count: int  # trials, each an element of the array; 1 makes no array
+    at_once: int | None = None  # elements that may run at the same time; None: all
+    dependency: str | None = None  # the jobs that have to end before, as sbatch's `afterany:` takes them; None: none
+    bad_nodes: tuple[str, ...] = ()  # nodes that made earlier jobs fail, to exclude beside `cluster.exclude`
 
     @property
     def runs_file(self) -> Path:
@@ -218,11 +250,7 @@ def build_parameters(shape: JobShape, submission: Submission) -> dict[str, Any]:
 
 
 def choose_signal(cluster: Cluster) -> Signals:
-    """Return the signal by which Slurm asks a job's ranks to save and end.
-
-    Raises:
-        ConfigError: for one that has another meaning.
-    """
+    """Return the signal by which Slurm asks a job's ranks to save and end."""
     return preempt_signal({**os.environ, **(cluster.environment or {})})
 
 
@@ -239,25 +267,16 @@ def _build_extra_options(shape: JobShape, submission: Submission) -> dict[str, A
     options |= {"signal": f"{choose_signal(cluster).name.removeprefix('SIG')}@{cluster.signal_seconds}"}
     options |= {"no-requeue" if cluster.chain else "requeue": True}
     options |= {"reservation": cluster.reservation} if cluster.reservation else {}
-    options |= {"mem": memory} if (memory := _format_memory(shape)) else {}
+    memory_gib = cluster.node_memory_gib or (cluster.rank_memory_gib or 0) * shape.ranks
+    if shape.exclusive and cluster.node_memory_gib is None:
+        options["mem"] = "0"  # all of each node's
+    elif memory_gib:
+        options["mem"] = f"{round(memory_gib * 1024)}M"
     return options | dict(cluster.sbatch or {})
 
 
-def _format_memory(shape: JobShape) -> str | None:
-    """Return the memory of each node as sbatch takes it, where 0 is all of it; None for Slurm's default."""
-    cluster = shape.cluster
-    if shape.exclusive and cluster.node_memory_gib is None:
-        return "0"
-    memory_gib = cluster.node_memory_gib or (cluster.rank_memory_gib or 0) * shape.ranks
-    return f"{round(memory_gib * 1024)}M" if memory_gib else None
-
-
 def build_script(shape: JobShape, submission: Submission) -> str:
-    """Return the whole script.
-
-    Raises:
-        ModuleNotFoundError: without submitit.
-    """
+    """Return the whole script."""
     from submitit.slurm.slurm import _make_sbatch_string
 
     count = submission.count if submission.count > 1 else None
@@ -272,43 +291,19 @@ def build_script(shape: JobShape, submission: Submission) -> str:
 
 def build_command(shape: JobShape, submission: Submission) -> str:
     """Return the lines of bash that the script runs."""
-    prologue, epilogue = (_fill_placeholders(template, shape.cluster) for template in (PROLOGUE, EPILOGUE))
-    return "\n".join(
-        [
-            *_build_site_lines(shape),
-            *_build_variable_lines(shape, submission),
-            prologue,
-            _build_srun_line(shape, submission),
-            epilogue,
-        ]
-    )
-
-
-def _fill_placeholders(template: str, cluster: Cluster) -> str:
-    signal_exit_code = str(128 + choose_signal(cluster))
-    for name, value in (
-        ("AGAIN", str(EXIT_REQUEUE)),
-        ("DIED", DIED),
-        ("TERMINATING", TERMINATING),
-        ("ASKED", signal_exit_code),
-    ):
-        template = template.replace(name, value)
-    return template.strip()
-
-
-def _build_site_lines(shape: JobShape) -> list[str]:
-    """Return the lines that the site runs first."""
-    cluster = shape.cluster
-    lines = [f"module load {shlex.join(cluster.modules)} || exit 1"] if cluster.modules else []
-    return [
-        *lines,
-        *cluster.setup,
-        *(f"export {name}={shlex.quote(value)}" for name, value in (cluster.environment or {}).items()),
-    ]
+    cluster, asked = shape.cluster, str(128 + choose_signal(shape.cluster))
+    prologue, epilogue = PROLOGUE.strip(), EPILOGUE.strip()
+    values = {"AGAIN": str(EXIT_REQUEUE), "DIED": DIED, "TERMINATING": TERMINATING, "ASKED": asked}
+    for name, value in values.items():
+        prologue, epilogue = prologue.replace(name, value), epilogue.replace(name, value)
+    site_lines = [f"module load {shlex.join(cluster.modules)} || exit 1"] if cluster.modules else []
+    site_lines += cluster.setup
+    site_lines += [f"export {name}={shlex.quote(value)}" for name, value in (cluster.environment or {}).items()]
+    variables, srun = _build_variable_lines(shape, submission), _build_srun_line(shape, submission)
+    return "\n".join([*site_lines, *variables, prologue, srun, epilogue])
 
 
 def _build_variable_lines(shape: JobShape, submission: Submission) -> list[str]:
-    """Return the lines that set the script's variables, and where titan is imported from."""
     chain = f"{submission.trial_list}.over" if shape.cluster.chain else ""
     return [
         f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(submission.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",
@@ -329,14 +324,7 @@ def _build_srun_line(shape: JobShape, submission: Submission) -> str:
     words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--unbuffered"]
     words += [f"--cpus-per-task={per_task}"] if per_task else []  # since Slurm 22.05 srun does not take it from sbatch
     words += [*_build_pyxis_options(shape), *cluster.srun]
-    inner = [
-        *_build_apptainer_prefix(shape, submission),
-        python,
-        "-u",
-        "-m",
-        "launchers.slurm.job",
-        str(submission.trial_list),
-    ]
+    inner = [*_build_apptainer_prefix(shape), python, "-u", "-m", "launchers.slurm.job", str(submission.trial_list)]
     return f'{shlex.join(words)} --output="$attempt/%n/%t.out" {shlex.join(inner)} "$attempt" 2>>"$attempt.out"'
 
 
@@ -348,7 +336,7 @@ def _build_pyxis_options(shape: JobShape) -> list[str]:
     return [f"--container-image={cluster.image}", *mounts, f"--container-workdir={os.getcwd()}"]
 
 
-def _build_apptainer_prefix(shape: JobShape, submission: Submission) -> list[str]:
+def _build_apptainer_prefix(shape: JobShape) -> list[str]:
     cluster = shape.cluster
     if cluster.container != "apptainer":
         return []

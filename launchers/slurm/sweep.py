@@ -1,30 +1,32 @@
 """Submit the trials of a sweep to Slurm through submitit, and wait for them or leave. Free of torch.
 
 Trials of the same shape are one job array, or several where the site limits their size; where `at_once` concerns more
-than one array, each trial is a separate job (`launchers.slurm.lanes`). Before a submission the ledger records its token
-and its trials, afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
+than one array, each trial is a separate job (`launchers.slurm.state.Lanes`). Before a submission the ledger records its
+token and its trials, afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
+import json
 import os
 import re
+import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launchers import trials as sweep_trials
 from launchers.session import Describe, TrialSource, describe_nothing
-from launchers.slurm import queue, script, snapshot
-from launchers.slurm.lanes import Lanes
-from launchers.slurm.script import Submission
-from launchers.slurm.shape import JobShape, derive_job_shape
-from launchers.slurm.state import adopt_jobs, assign_jobs, read_state
+from launchers.slurm import script
+from launchers.slurm import state as slurm
+from launchers.slurm.script import JobShape, Submission, derive_job_shape
+from launchers.slurm.state import ALIVE, Lanes, adopt_jobs, assign_jobs, read_state
 from launchers.trials import Trial
 from titan.config.optional import advise_extra
 from titan.config.settings import format_setting, format_value
@@ -32,8 +34,9 @@ from titan.console.numbers import format_plural, format_rounded
 from titan.console.text import sanitize_line, sanitize_lines
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic, write_json
-from titan.run import own_code, summary
-from titan.run.completion import is_done
+from titan.files.run_directory import shorten_path
+from titan.run import identity
+from titan.run.directory import is_done
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import SlurmLaunch
@@ -59,35 +62,22 @@ class QueueFullError(SubmissionRejectedError):
 
 @dataclass
 class SlurmSweep:
-    """A sweep that is submitted to Slurm.
+    """A sweep that is submitted to Slurm."""
 
-    Attributes:
-        root: the sweep's directory.
-        trials: what is to run.
-        settings: the launcher's settings.
-        spec: what the sweep is for.
-        describe: returns what a dry run prints about trials beside their scripts.
-        printed_states: the last state of each trial that was printed.
-        excluded_nodes: nodes that were printed as excluded.
-        shapes: the resources of each trial, by its id.
-        source: chooses more trials while others run, if any.
-        finished_ids: the trials that it knows have ended.
-    """
-
-    root: Path
-    trials: Sequence[Trial]
-    settings: SlurmLaunch
-    spec: SweepSpec
-    describe: Describe = describe_nothing
-    printed_states: dict[str, str] = field(default_factory=dict)
-    excluded_nodes: list[str] = field(default_factory=list)
-    source: TrialSource | None = None
-    finished_ids: set[str] = field(default_factory=set)
+    root: Path  # the sweep's directory
+    trials: Sequence[Trial]  # what is to run
+    settings: SlurmLaunch  # the launcher's
+    spec: SweepSpec  # what the sweep is for
+    describe: Describe = describe_nothing  # returns what a dry run prints about trials beside their scripts
+    printed_states: dict[str, str] = field(default_factory=dict)  # the last state of each trial that was printed
+    excluded_nodes: list[str] = field(default_factory=list)  # nodes that were printed as excluded
+    source: TrialSource | None = None  # chooses more trials while others run, if any
+    finished_ids: set[str] = field(default_factory=set)  # the trials that it knows have ended
 
     def __post_init__(self) -> None:
-        self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
+        self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}  # resources, by id
         self.folder = self.root / ledger.SLURM
-        self.code_folder = snapshot.ROOT
+        self.code_folder = ROOT
 
     def launch(self) -> list[int]:
         """Submit the trials that are not finished; returns the exit code of each, 0 for those that are not waited for.
@@ -103,9 +93,14 @@ class SlurmSweep:
         with ledger.lock_sweep(self.root):
             sweep_trials.register_trials(self.root, self.trials, self.spec)
             adopt_jobs(self.root)
-            packages = sorted({package for trial in self.trials for package in own_code.find_packages(trial.run)})
-            self.code_folder = snapshot.copy_code(self.folder, packages) if self.settings.snapshot else snapshot.ROOT
-            unsubmitted = self._submit_first(self._select_todo())
+            packages = sorted({package for trial in self.trials for package in identity.find_packages(trial.run)})
+            self.code_folder = copy_code(self.folder, packages) if self.settings.snapshot else ROOT
+            try:
+                unsubmitted = self._submit_trials(self._select_todo())
+            except (RunError, SubmissionRejectedError):
+                if "queued" in self.printed_states.values():
+                    print(f"The jobs submitted before continue. {self._describe_next_commands()}", flush=True)
+                raise
         if not self.settings.wait:
             self._print_unsubmitted(unsubmitted)
             return [0] * len(self.trials)
@@ -117,12 +112,10 @@ class SlurmSweep:
 
     def launch_pool(self, source: TrialSource) -> None:
         """Submit the trials that a source asks for, and wait, until it has none left; errors as in `launch`."""
-        self.trials = list(source.ask())
-        if not self.trials:
-            return
-        self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
-        self.source = source
-        self.launch()
+        self.trials, self.source = list(source.ask()), source
+        if self.trials:
+            self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
+            self.launch()
 
     def _ask_source(self, waiting: set[str], trial_states: Mapping[str, TrialState]) -> list[Trial]:
         """Tell the source which trials have ended; return those that it asks for, which are to be submitted."""
@@ -146,7 +139,7 @@ class SlurmSweep:
         """Raise ConfigError without submitit or Slurm, and with limits that no trial can keep."""
         if importlib.util.find_spec("submitit") is None:
             raise ConfigError(f"hydra/launcher=slurm: needs submitit; {advise_extra('slurm')}.")
-        if not (self.settings.dry_run or queue.is_available()):
+        if not (self.settings.dry_run or slurm.is_available()):
             raise ConfigError(
                 "hydra/launcher=slurm: Slurm's commands are not installed here; run this where sbatch is, or give "
                 "hydra.launcher.dry_run=true."
@@ -163,15 +156,6 @@ class SlurmSweep:
                 f"hydra.launcher.max_jobs={self.settings.max_jobs}: is less than the cluster.chain={longest_chain} "
                 "jobs of one chain; give at least as many."
             )
-
-    def _submit_first(self, todo: list[Trial]) -> list[Trial]:
-        """Submit as `_submit_trials` does; when a later job is rejected, print how to continue with those before."""
-        try:
-            return self._submit_trials(todo)
-        except (RunError, SubmissionRejectedError):
-            if any(state == "queued" for state in self.printed_states.values()):
-                print(f"The jobs submitted before continue. {self._describe_next_commands()}", flush=True)
-            raise
 
     def _select_todo(self) -> list[Trial]:
         """Return the trials that are neither finished nor with Slurm."""
@@ -191,7 +175,8 @@ class SlurmSweep:
     def _submit_trials(self, todo: list[Trial]) -> list[Trial]:
         """Submit as many trials as the queue has room for; returns the others."""
         lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
-        free_slots, pending_chunks = self._count_free_slots(), self._group_trials(todo, lanes)
+        most, pending_chunks = self.settings.max_jobs, self._group_trials(todo, lanes)
+        free_slots = None if most is None else max(0, most - slurm.count_jobs())
         unsubmitted: list[Trial] = []
         while pending_chunks:
             chunk = pending_chunks.pop(0)
@@ -211,52 +196,42 @@ class SlurmSweep:
                     unsubmitted, free_slots = unsubmitted + chunk, 0
         return unsubmitted
 
-    def _count_free_slots(self) -> int | None:
-        """Return how many more jobs the user may have in the queue."""
-        return None if self.settings.max_jobs is None else max(0, self.settings.max_jobs - queue.count_jobs())
-
     def _group_trials(self, todo: Sequence[Trial], lanes: Lanes | None) -> list[list[Trial]]:
-        """Group trials that are submitted together: as arrays, or one by one in lanes where no array can limit them."""
-        arrays = list(self._group_by_shape(todo))
-        return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
+        """Group trials that are submitted together: as arrays, or one by one in lanes where no array can limit them.
 
-    def _group_by_shape(self, todo: Sequence[Trial]) -> Iterator[list[Trial]]:
-        """Yield trials of the same shape, as many as an array may have; those of chains one by one."""
-        groups: list[tuple[JobShape, list[Trial]]] = []
+        An array has trials of the same shape, as many as it may have; those of chains come one by one.
+        """
+        groups: list[list[Trial]] = []
         for trial in todo:
             job_shape = self.shapes[trial.id]
-            group = next((trials for group_shape, trials in groups if group_shape == job_shape), None)
-            if group is None:
-                groups.append((job_shape, group := []))
-            group.append(trial)
-        for group_shape, group in groups:
-            max_size = (
-                1
-                if group_shape.cluster.chain
-                else min(self.settings.array_size or queue.read_array_limit(), queue.read_array_limit())
-            )
-            yield from (group[i : i + max_size] for i in range(0, len(group), max_size))
+            if group := next((group for group in groups if self.shapes[group[0].id] == job_shape), None):
+                group.append(trial)
+            else:
+                groups.append([trial])
+        arrays: list[list[Trial]] = []
+        for group in groups:
+            size = 1
+            if not self.shapes[group[0].id].cluster.chain:
+                size = min(self.settings.array_size or slurm.read_array_limit(), slurm.read_array_limit())
+            arrays += [group[i : i + size] for i in range(0, len(group), size)]
+        return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
 
     def _submit_chunk(self, chunk: list[Trial], lanes: Lanes | None) -> None:
         """Submit one array, or one trial's job or chain of jobs, which take a lane where there are any."""
         lane, dependency = lanes.take_lane() if lanes else (None, None)
         token = f"titan-{uuid.uuid4().hex[:12]}"
         job_shape = self.shapes[chunk[0].id]
-        files = [sweep_trials.pickle_run(trial, self.folder / "points") for trial in chunk]
-        trial_list = self.folder / f"{token}.json"
-        write_json(
-            trial_list,
-            {"points": list(map(str, files)), "tasks": job_shape.cluster.tasks, "ranks_per_node": job_shape.ranks},
-        )
+        files = [sweep_trials.write_run(trial, self.folder / "points") for trial in chunk]
+        trial_list, tasks = self.folder / f"{token}.json", job_shape.cluster.tasks
+        write_json(trial_list, {"points": list(map(str, files)), "tasks": tasks, "ranks_per_node": job_shape.ranks})
         write_atomic(trial_list.with_suffix(".runs"), "".join(f"{trial.run.directory}\n" for trial in chunk))
         ids = [trial.id for trial in chunk]
         ledger.add_events(self.root, {"event": "sending", "token": token, "points": ids})
         jobs: list[str] = []
         try:
             for _ in range(max(1, job_shape.cluster.chain)):
-                jobs += self._run_sbatch(
-                    job_shape, self._build_submission(chunk, token, trial_list, jobs[-1] if jobs else dependency)
-                )
+                after = jobs[-1] if jobs else dependency
+                jobs += self._run_sbatch(job_shape, self._build_submission(chunk, token, trial_list, after))
         except SubmissionRejectedError as error:
             if not jobs:
                 ledger.add_events(self.root, {"event": "unsent", "points": ids, "reason": str(error)})
@@ -273,17 +248,9 @@ class SlurmSweep:
         if new_nodes := [node for node in bad_nodes if node not in self.excluded_nodes]:
             self.excluded_nodes += new_nodes
             print(f"cluster.exclude_bad={cluster.exclude_bad}: without {', '.join(new_nodes)}", flush=True)
-        return Submission(
-            self.folder,
-            trial_list,
-            self.root.name,
-            token,
-            self.code_folder,
-            len(chunk),
-            self.settings.at_once,
-            dependency,
-            tuple(bad_nodes),
-        )
+        name, at_once, count = self.root.name, self.settings.at_once, len(chunk)
+        nodes = tuple(bad_nodes)
+        return Submission(self.folder, trial_list, name, token, self.code_folder, count, at_once, dependency, nodes)
 
     def _run_sbatch(self, job_shape: JobShape, submission: Submission) -> list[str]:
         """Submit a script; returns the numbers of its jobs.
@@ -343,17 +310,11 @@ class SlurmSweep:
             return []
         with ledger.lock_sweep(self.root):
             adopt_jobs(self.root)
-            trial_states = self._read_trials()
-            return self._submit_trials(
-                [
-                    trial
-                    for trial in unsubmitted
-                    if trial_states[trial.id].state in OPEN_STATES and not is_done(trial.run)
-                ]
-            )
+            states = self._read_trials()
+            still_open = [trial for trial in unsubmitted if states[trial.id].state in OPEN_STATES]
+            return self._submit_trials([trial for trial in still_open if not is_done(trial.run)])
 
     def _print_state(self, trial: Trial, state: str, detail: str | None) -> None:
-        """Print the state of a trial if it has changed."""
         if self.printed_states.get(trial.id) != state:
             self.printed_states[trial.id] = state
             suffix = f"  ({sanitize_line(detail)})" if detail else ""
@@ -370,16 +331,9 @@ class SlurmSweep:
             print(self._describe_next_commands(), flush=True)
 
     def _describe_next_commands(self) -> str:
-        """Return the commands that a user may want next."""
-        directory = summary.shorten_path(str(self.root))
-        jobs = sorted(
-            {
-                job.partition("_")[0]
-                for p in self._read_trials().values()
-                if p.state in ("queued", "running")
-                for job in p.jobs
-            }
-        )
+        directory = shorten_path(str(self.root))
+        running = [trial for trial in self._read_trials().values() if trial.state in ALIVE]
+        jobs = sorted({job.partition("_")[0] for trial in running for job in trial.jobs})
         cancel = f"; scancel {' '.join(jobs)} ends them" if jobs else ""
         if not jobs and len(self.trials) > 1:
             cancel = f"; python -m titan.compare {directory} compares them"
@@ -390,23 +344,19 @@ class SlurmSweep:
         todo = self._select_todo()
         lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
         for chunk in self._group_trials(todo, lanes):
-            self._show_script(chunk, lanes)
+            job_shape = self.shapes[chunk[0].id]
+            lane, dependency = lanes.take_lane() if lanes and len(chunk) == 1 else (None, None)
+            print(f"# {len(chunk)} x {job_shape}: {', '.join(p.label for p in chunk)}")
+            submission = self._build_submission(chunk, "TOKEN", self.folder / "TOKEN.json", dependency)
+            print(sanitize_lines(script.build_script(job_shape, submission)))
+            if lanes and lane is not None:
+                lanes.add_jobs(lane, [f"JOB_OF_{chunk[0].id}"])
         plans = self.describe(todo)
         if todo:
             print(plans.text)
         limits = [self.shapes[trial.id].compute_device_hours() for trial in todo]
         print(f"{format_cost(plans.device_hours, limits)} Nothing was submitted.", flush=True)
         return [0] * len(self.trials)
-
-    def _show_script(self, chunk: list[Trial], lanes: Lanes | None) -> None:
-        """Print the script of one array, or of one trial's jobs."""
-        job_shape = self.shapes[chunk[0].id]
-        lane, dependency = lanes.take_lane() if lanes and len(chunk) == 1 else (None, None)
-        print(f"# {len(chunk)} x {job_shape}: {', '.join(p.label for p in chunk)}")
-        submission = self._build_submission(chunk, "TOKEN", self.folder / "TOKEN.json", dependency)
-        print(sanitize_lines(script.build_script(job_shape, submission)))
-        if lanes and lane is not None:
-            lanes.add_jobs(lane, [f"JOB_OF_{chunk[0].id}"])
 
 
 def format_cost(predicted: Sequence[float | None], limits: Sequence[float | None]) -> str:
@@ -444,7 +394,6 @@ def _hide_job_variables() -> Iterator[None]:
 
 
 def _find_sbatch_message(error: Exception) -> str:
-    """Return sbatch's own message in the error that submitit raised."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     errors = [line for line in lines if "sbatch: error:" in line]
     line = errors[-1] if errors else next((line for line in lines if line.startswith("sbatch:")), lines[-1])
@@ -467,7 +416,6 @@ _REJECTIONS = {
 
 
 def _build_submission_error(message: str, shape: JobShape) -> SubmissionRejectedError | RunError:
-    """Return the error for a message of sbatch."""
     text = f"sbatch: {message.rstrip('.')}."
     if re.search(r"configuration is not available|CPU count|memory specification", message, re.IGNORECASE):
         return SubmissionRejectedError(f"{text} {_describe_request(shape)}")
@@ -494,12 +442,54 @@ def _name_setting(message: str, shape: JobShape) -> str:
 
 
 def _check_controller() -> None:
-    """Raise ConfigError where no Slurm controller answers."""
     try:
-        queue.run_command("scontrol", "ping")
+        slurm.run_command("scontrol", "ping")
     except RunError as error:
         reason = str(error).rpartition("fatal: ")[2]
         raise ConfigError(
             f"hydra/launcher=slurm: no Slurm controller answers here ({reason}); run this on a login node of a "
             "cluster, or give hydra.launcher.dry_run=true."
         ) from error
+
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder that titan is imported from: a checkout, or site-packages."""
+PARTS = ("titan", "launchers", "conf", "experiments")
+
+
+def copy_code(folder: Path, packages: Iterable[str] = ()) -> Path:
+    """Copy titan's code to a folder in `folder`, named by a digest of its content, unless it is there already.
+
+    So jobs in the queue run what was submitted.
+
+    Args:
+        packages: the user's own packages, which are copied too unless they are installed.
+
+    Returns:
+        The folder to import from.
+    """
+    code = identity.describe_code()
+    # of site-packages only titan's own
+    parts = [part for part in PARTS if (ROOT / part).is_dir() and (part != "experiments" or (ROOT / "conf").is_dir())]
+    files = {str(file.relative_to(ROOT)): file for part in parts for file in identity.walk_files(ROOT / part)}
+    for package in packages:
+        if package not in PARTS and not identity.is_installed(package):
+            files |= identity.find_files(package)
+    digest = hashlib.sha256()
+    for name, file in sorted(files.items()):
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    copy = folder / "code" / digest.hexdigest()[:12]
+    if copy.is_dir():
+        return copy
+    temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
+    for name, file in files.items():
+        target = temporary / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+    (temporary / identity.FROZEN).write_text(json.dumps({"code": code, "diff": identity.read_git_diff()}))
+    try:
+        temporary.rename(copy)
+    except OSError:  # another launcher was faster
+        shutil.rmtree(temporary)
+    return copy

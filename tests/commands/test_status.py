@@ -12,8 +12,8 @@ from tests.support.made_runs import Story, StoryAttempt, make_run, read_lines, w
 from titan import status
 from titan.debug import verdict
 from titan.report.collect import collect_runs
+from titan.run.attempts import write_attempts
 from titan.run.directory import read_attempts
-from titan.run.records import write_attempts
 
 
 def columns(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from titan.config import settings_table
+from tests.support import settings_table
 from titan.config.settings import setting
 from titan.errors import ConfigError
 from titan.run.schema import Recipe
@@ -32,7 +32,7 @@ class Larger(Small):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_tables_are_up_to_date(page: Path) -> None:
     text = page.read_text()
-    assert settings_table.update_tables(text) == text, "run python -m titan.config.settings_table"
+    assert settings_table.update_tables(text) == text, "run python -m tests.support.settings_table"
 
 
 def test_every_axis_has_a_table() -> None:

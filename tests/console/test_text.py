@@ -20,7 +20,7 @@ from titan.console.text import escape, is_redacted, redact, redact_nested
 from titan.dataset import corpora, remote
 from titan.errors import ConfigError, RunError
 from titan.report import collect
-from titan.run import attempts, compose, identity, lineage, records, summary
+from titan.run import attempts, compose, identity, lineage, summary
 from titan.run.run import Run
 from titan.sweep import ledger
 
@@ -159,7 +159,7 @@ def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture
         1, "id", identity.compute_ids(run, {}), {}, None, 0, 0, "start", notes=(f"copy to {run.checkpoint.resume}",)
     )
     Path(run.directory).mkdir(parents=True)
-    records.record_attempt(run, attempt, {}, [])
+    attempts.record_attempt(run, attempt, {}, [])
     summary.show_run(run, attempt, mix, ())
     assert SECRET in str(run.checkpoint.resume)
     assert not [name for name, text in files_of(laptop).items() if SECRET in text]
@@ -252,7 +252,7 @@ def test_what_is_shown_of_a_configuration_has_no_secret(laptop: Path, capsys: py
 
 def test_a_frozen_point_is_its_users_alone(laptop: Path) -> None:
     point = trials.Trial("a", (), compose_test_run([*TINY]))
-    assert trials.pickle_run(point, laptop).stat().st_mode & 0o777 == 0o600
+    assert trials.write_run(point, laptop).stat().st_mode & 0o777 == 0o600
 
 
 def test_where_data_come_from_is_written_down_without_secrets(laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from launchers import plugin, trials
 from launchers.command import run_command
-from launchers.composer import Composer
+from launchers.trials import Composer
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.console import progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launchers.slurm import queue, sweep
+from launchers.slurm import state, sweep
 from titan.cluster import devices
 from titan.cluster.gpus import GpuSearch
 from titan.errors import ConfigError, RunError
@@ -14,7 +14,7 @@ def test_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*command: str) -> str:
         raise RunError(f"{command[0]}: Unable to contact slurm controller (connect failure)")
 
-    monkeypatch.setattr(queue, "run_command", unreachable)
+    monkeypatch.setattr(state, "run_command", unreachable)
     with pytest.raises(ConfigError, match=r"hydra/launcher=slurm: no Slurm controller answers .*; run this on a login"):
         sweep._check_controller()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.slurm.shape import JobShape
+from launchers.slurm.script import JobShape
 from launchers.slurm.sweep import format_cost
 from titan import plan, train
 from titan.cluster.schema import Cluster

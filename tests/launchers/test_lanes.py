@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launchers.slurm.lanes import Lanes
+from launchers.slurm.state import Lanes
 from titan.sweep.ledger import State, TrialState
 
 

@@ -17,7 +17,7 @@ import pytest
 from launchers import run_file, start
 from launchers import trials as sweep_trials
 from launchers.command import run_command
-from launchers.local import reason_file, screen, trial
+from launchers.local import sweep, trial
 from launchers.local.sweep import LocalSweep
 from launchers.trials import Trial
 from tests.support.runs import compose_tiny_run
@@ -85,9 +85,9 @@ def test_the_process_of_a_trial_leaves_the_reason(
             trial.main(str(file), str(os.getpid()))
     else:
         assert trial.main(str(file), str(os.getpid())) == code
-    assert reason_file.read(file, code) == reason
-    assert reason_file.read(file, -9) == "killed by SIGKILL"
-    assert reason_file.read(file, -50) == "killed by signal 50"
+    assert run_file.read_reason(file, code) == reason
+    assert run_file.read_reason(file, -9) == "killed by SIGKILL"
+    assert run_file.read_reason(file, -50) == "killed by signal 50"
 
 
 @pytest.mark.full
@@ -102,8 +102,8 @@ def test_the_reason_of_an_earlier_attempt_does_not_count(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(start, "_start_ranks", start_ranks)
     run, file = compose_tiny_run(tmp_path / "run", "cluster.restarts=1"), tmp_path / "a.pickle"
-    assert start.run_local(run, report=partial(reason_file.write, file)) == 7
-    assert reason_file.read(file, 7) == "exited with code 7"
+    assert start.run_local(run, report=partial(run_file.write_reason, file)) == 7
+    assert run_file.read_reason(file, 7) == "exited with code 7"
 
 
 def test_a_grid_of_another_recipe_under_one_name_is_noted(
@@ -144,7 +144,7 @@ def test_a_trial_is_one_line_and_a_warning_is_shown_once(
     verbose: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(start, "run_local", prints_and_warns)
-    monkeypatch.setattr(screen, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: 0.0))
     grid = ["-m", *TINY, f"hydra.sweep.dir={tmp_path}/s", "training.seed=0,1,2", f"hydra.launcher.verbose={verbose}"]
     assert run_command(grid, lambda run: 0) == 2
     out, err = capfd.readouterr()
@@ -177,14 +177,14 @@ def test_the_time_left_is_that_of_the_steps_and_what_is_beside_them(
         return Trial(f"{steps}-{start}", (), run)
 
     made = make(1).run.training.global_batch
-    monkeypatch.setattr(screen, "read_attempts", lambda folder: [{"from_step": int(folder.name.split("-")[1])}])
+    monkeypatch.setattr(sweep, "read_attempts", lambda folder: [{"from_step": int(folder.name.split("-")[1])}])
     monkeypatch.setattr(
-        screen,
+        sweep,
         "read_result",
         lambda folder: ({"step": int(folder.name.split("-")[0]), "tokens_per_second": made / 0.1}, None),
     )
-    costs = [screen._measure_cost(make(steps, start).run, seconds) for steps, start, seconds in ended]
-    shown = screen.SweepScreen([make(steps) for steps in waiting], costs=costs)
+    costs = [sweep._measure_cost(make(steps, start).run, seconds) for steps, start, seconds in ended]
+    shown = sweep.SweepScreen([make(steps) for steps in waiting], costs=costs)
     assert "".join(shown._describe_rest()) == left
 
 

@@ -25,7 +25,7 @@ from launchers.search.pool import HOOK, TrialPool, write_best
 from launchers.search.study import STORAGE, check_packages, check_settings, open_study
 from launchers.search.sweeper import run_search
 from launchers.session import SweepSession, TrialSource
-from launchers.slurm import queue
+from launchers.slurm import state
 from launchers.slurm.sweep import SlurmSweep
 from launchers.start import run_local
 from launchers.trials import Trial
@@ -495,8 +495,8 @@ def test_slurm_jobs_are_submitted_one_after_another(
 
     monkeypatch.setattr(SlurmSweep, "_check_settings", lambda self: None)
     monkeypatch.setattr(SlurmSweep, "_run_sbatch", run_job)
-    monkeypatch.setattr(queue, "read_array_limit", lambda: 100)
-    monkeypatch.setattr(queue, "is_available", lambda: False)
+    monkeypatch.setattr(state, "read_array_limit", lambda: 100)
+    monkeypatch.setattr(state, "is_available", lambda: False)
     space, settings = build_space(*RATE), OptunaSearch(n_trials=5, n_jobs=2)
     with open_study(tmp_path, settings, "minimize", space, []) as study:
         pool = TrialPool(study, space, settings, Sweep(), float("inf"), machine.expand)

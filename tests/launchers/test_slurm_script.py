@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from launchers.slurm import queue
-from launchers.slurm.script import EPILOGUE, PROLOGUE, Submission, build_parameters, build_script
-from launchers.slurm.shape import derive_job_shape
+from launchers.slurm import state
+from launchers.slurm.script import EPILOGUE, PROLOGUE, Submission, build_parameters, build_script, derive_job_shape
 from launchers.slurm.sweep import SlurmSweep
 from tests.support.composing import compose_test_run
 from tests.support.tiers import full
@@ -158,9 +157,9 @@ def test_a_comment_is_the_users_own_and_the_name_finds_the_job(tmp_path: Path, m
     (name,) = (line.partition("=")[2] for line in script.splitlines() if line.startswith("#SBATCH --job-name="))
     assert name == "a-b-c-titan-0123456789ab"
     line = f"7|PENDING|None||{name}|team|a b\n8|RUNNING|None|n1|other|x|titan-0123456789ab\n9|RUNNING|None|n1|other|\n"
-    monkeypatch.setattr(queue, "run_command", lambda *command: line)
-    assert [found.id for found in queue.find_sent_jobs("titan-0123456789ab")] == ["7"]
-    assert queue._list_own_jobs()[0] == queue.SlurmJob("7", "PENDING", "None", "", "team|a b", name)
+    monkeypatch.setattr(state, "run_command", lambda *command: line)
+    assert [found.id for found in state.find_sent_jobs("titan-0123456789ab")] == ["7"]
+    assert state.list_own_jobs()[0] == state.SlurmJob("7", "PENDING", "None", "", "team|a b", name)
 
 
 @pytest.mark.full

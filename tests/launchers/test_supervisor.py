@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers import scratch
+from launchers import supervisor
 from launchers.supervisor import run_ranks
 from tests.support.processes import is_alive, run_program, wait_for_end, wait_until
 from tests.support.tiers import full
@@ -126,17 +126,21 @@ def test_folders_of_launchers_that_were_killed_are_removed_and_no_others(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()
-    named = f"{scratch.PREFIX}{leases.identify_machine()}-{{}}-x"
+    named = f"{supervisor.SCRATCH_PREFIX}{leases.identify_machine()}-{{}}-x"
     dead, living, elsewhere = (
         tmp_path / name
-        for name in (named.format(gone.pid), named.format(os.getpid()), f"{scratch.PREFIX}00000000-{gone.pid}-x")
+        for name in (
+            named.format(gone.pid),
+            named.format(os.getpid()),
+            f"{supervisor.SCRATCH_PREFIX}00000000-{gone.pid}-x",
+        )
     )
     for folder in (dead, living, elsewhere, tmp_path / "other"):
         folder.mkdir()
         (folder / "0.pickle").touch()
     link = tmp_path / named.format(gone.pid).replace("-x", "-link")
     link.symlink_to(tmp_path / "other")
-    with scratch.make_scratch_folder() as own:
+    with supervisor.make_scratch_folder() as own:
         assert own.parent == tmp_path
         assert {p.name for p in tmp_path.iterdir()} == {p.name for p in (living, elsewhere, link, own)} | {"other"}
     assert not own.exists()

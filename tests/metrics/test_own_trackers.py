@@ -19,7 +19,7 @@ from titan.metrics.schema import Metrics, Tracker
 from titan.metrics.tracker_run import RunDescription
 from titan.metrics.trackers import open_trackers
 from titan.run.attempts import Attempt
-from titan.run.own_code import list_uses
+from titan.run.identity import list_uses
 from titan.training import metrics_setup
 
 MODULE = "tests.support.own_trackers"

@@ -11,7 +11,7 @@ from titan.config import warning
 from titan.errors import ConfigError
 from titan.model.schema import Llama
 from titan.optimizer import step_law
-from titan.run import learning_rate
+from titan.run import budget
 from titan.run.compose import compose_run
 from titan.run.identity import collect_science, compute_ids
 from titan.run.run import Run, as_config
@@ -41,7 +41,7 @@ def test_parameters_are_counted_as_published(numbered: Run) -> None:
     shapes = {(960, 9368, 15, 7): 214_663_680, (1280, 9472, 10, 10): 429_260_800, (2048, 8192, 16, 16): 1_073_741_824}
     for (dim, ffn, heads, layers), published in shapes.items():
         model = Llama(dim=dim, ffn=ffn, heads=heads, kv_heads=heads, layers=layers, vocab=65536)
-        assert learning_rate.count_parameters(dataclasses.replace(numbered, model=model)) == published
+        assert budget.count_parameters(dataclasses.replace(numbered, model=model)) == published
 
 
 @pytest.mark.full
@@ -66,7 +66,7 @@ def test_outside_of_the_published_range_a_warning_says_so(
     numbered: Run, values: dict[str, int], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     warning.warn_once.cache_clear()
-    assert learning_rate.apply_learning_rate(set_values(numbered, **values)).optimizer.peak_lr > 0
+    assert budget.apply_learning_rate(set_values(numbered, **values)).optimizer.peak_lr > 0
     printed = capsys.readouterr().err
     assert words in printed and bool(printed) == bool(words)
 
@@ -92,4 +92,4 @@ def test_a_branch_has_the_rate_of_its_trunk(numbered: Run) -> None:
     run = set_values(numbered)
     branch = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, decay_steps=10))
     with pytest.raises(ConfigError, match=r"decay_steps=10 decays another run's"):
-        learning_rate.apply_learning_rate(branch)
+        budget.apply_learning_rate(branch)

@@ -20,7 +20,7 @@ from titan.errors import ConfigError
 from titan.model import init_weights
 from titan.model.schema import Llama
 from titan.parallelism import data
-from titan.run.small_work import warn_of_small_work
+from titan.run.compose import warn_of_small_work
 from titan.training.train_step import ModelStage
 
 CONFIG = Llama(dim=16, layers=4, heads=2, kv_heads=1, ffn=24, vocab=32)

@@ -22,7 +22,7 @@ from titan.report.statistics import (
     correct_p_values,
     estimate_median_time,
 )
-from titan.run.step_interval import compute_block_medians
+from titan.run.measured import compute_block_medians
 
 VALUES = st.lists(st.floats(-5, 5).map(lambda x: round(x, 3)), min_size=2, max_size=12).filter(lambda v: np.ptp(v) > 0)
 CHANCES = st.lists(st.floats(0, 1), min_size=1, max_size=9)

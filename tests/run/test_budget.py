@@ -15,8 +15,7 @@ from tests.support.runs import TINY, begin_run
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.run import identity
-from titan.run.branch import build_continuation
-from titan.run.budget import apply_tokens, count_steps, describe_hours
+from titan.run.budget import apply_tokens, build_continuation, count_steps, describe_hours
 from titan.training.schema import MOST_STEPS, Training
 
 RECIPE = compose_test_run([*TINY, "name=x"])

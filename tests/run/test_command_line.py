@@ -23,14 +23,13 @@ from titan import compare, convert, data, generate, prepare, status, train
 from titan.bench import __main__ as bench
 from titan.cluster import devices
 from titan.cluster.schema import Cluster
-from titan.config import launcher_hints
 from titan.config.modules import check_hydra
 from titan.console.text import format_message
 from titan.errors import ConfigError, exit_code
-from titan.run import attempts, command_line, summary
+from titan.run import attempts, command_line, summary, synonyms
 from titan.run.command_line import quote_value
 from titan.run.compose import compose_run
-from titan.run.lock import lock_directory
+from titan.run.directory import lock_directory
 from titan.run.run import Run
 from titan.sweep.schema import SlurmLaunch
 
@@ -231,9 +230,9 @@ def test_hydras_own_launcher_is_the_local_one(monkeypatch: pytest.MonkeyPatch) -
 def test_other_launchers_keys_name_settings_that_there_are() -> None:
     known = {f"cluster.{name}" for name in Cluster.__dataclass_fields__} | {"name"}
     known |= {f"hydra.launcher.{name}" for name in SlurmLaunch.__dataclass_fields__}
-    assert {ours.partition("=")[0] for ours in launcher_hints.SUBMITIT.values() if ours} <= known
+    assert {ours.partition("=")[0] for ours in synonyms.SUBMITIT.values() if ours} <= known
     page = (Path(__file__).resolve().parents[2] / "docs/slurm.md").read_text()
-    for key, ours in launcher_hints.SUBMITIT.items():
+    for key, ours in synonyms.SUBMITIT.items():
         assert f"`{key}`" in page and ours.partition("=")[0] in page
 
 

@@ -14,19 +14,18 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from launchers import start
+from launchers import command, start
 from launchers.command import run_command
 from tests.support.machines import make_detector
 from tests.support.tiers import full, select_cases
 from titan.cluster import devices
-from titan.config import help
 from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.run.compose import compose_run
-from titan.run.hydra_choices import OPTIONAL_GROUPS
 from titan.run.hydra_session import CONF
 from titan.run.run import Run
 from titan.run.schema import Recipe
+from titan.run.synonyms import OPTIONAL_GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
@@ -117,7 +116,7 @@ def test_composing_a_run_imports_no_torch() -> None:
 def test_help_lists_every_choice_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown("--help", capsys=capsys).splitlines()
     for axis in (*OPTIONAL_GROUPS, *Recipe.axes()):
-        assert f"  {axis}: {help.AXES[axis]}" in lines
+        assert f"  {axis}: {command.AXES[axis]}" in lines
     for axis, choice in FILES:
         above, below = (CONF / axis / f"{choice}.yaml").read_text().splitlines()[:2]
         first = below if axis in OPTIONAL_GROUPS else above
@@ -138,7 +137,7 @@ def test_help_lists_every_choice_with_its_line(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_help_shows_whole_sentences(comment: list[str], text: str) -> None:
-    assert help.cut_sentences(comment) == text
+    assert command.cut_sentences(comment) == text
 
 
 @pytest.mark.full

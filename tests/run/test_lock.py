@@ -9,9 +9,9 @@ import pytest
 from launchers.start import run_local
 from tests.support.composing import compose_test_run
 from titan.errors import ConfigError
+from titan.files.run_directory import FILES
 from titan.run import trust
-from titan.run.lock import LINKED_FOLDERS, check_linked_folders, list_linked_folders, lock_directory
-from titan.run.paths import FILES
+from titan.run.directory import LINKED_FOLDERS, check_linked_folders, list_linked_folders, lock_directory
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank-0.log", "debug/messages", ".hydra"])

@@ -1,4 +1,4 @@
-"""A search needs no layout that works: `titan.run.open_layout`."""
+"""A search needs no layout that works: `titan.run.resolve`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.composing import compose_test_run
 from titan.errors import ConfigError
 from titan.memory.schema import Memory
 from titan.parallelism.schema import Layout, Parallelism
-from titan.run.open_layout import list_typed_settings, resolve_open_layout
+from titan.run.resolve import list_typed_settings, resolve_open_layout
 from titan.run.run import Run
 
 NONE = {"pipeline": 1, "replicate": 1, "context": 1, "tensor": 1, "expert": 1}

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from launchers.command import run_command
-from launchers.slurm import snapshot
+from launchers.slurm import sweep
 from launchers.start import run_local
 from tests.support.runs import TINY
 from tests.support.tiers import full
-from titan.run import identity, own_code
+from titan.run import identity
 from titan.run.compose import compose_run
 from titan.run.run import Run
 
@@ -70,8 +70,8 @@ def ids(run: Run) -> str:
     ],
 )
 def test_packages_that_a_run_names(override: str, packages: list[str], own: Path) -> None:
-    assert list(own_code.find_packages(of(override))) == packages
-    assert own_code.find_packages(compose_run(["name=x"])) == ()
+    assert list(identity.find_packages(of(override))) == packages
+    assert identity.find_packages(compose_run(["name=x"])) == ()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def test_untracked_experiments_count(experiment: Path) -> None:
     run = compose_run(["name=x", "+hooks.a={_target_:experiments.own_code_example.model.Logs}"])
     before = ids(run)
-    assert own_code.find_packages(run) == ("experiments",)
+    assert identity.find_packages(run) == ("experiments",)
     (experiment / "more.py").write_text("")
     assert ids(run) != before
 
@@ -144,14 +144,14 @@ def test_the_copy_for_jobs_has_the_package(own: Path, tmp_path: Path, monkeypatc
     titan = tmp_path / "root" / "titan"
     titan.mkdir(parents=True)
     (titan / "a.py").write_text("a = 1\n")
-    monkeypatch.setattr(snapshot, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(sweep, "ROOT", tmp_path / "root")
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "installed_example.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "site"))
-    copy = snapshot.copy_code(tmp_path / "s", ["own_code_example", "installed_example"])
+    copy = sweep.copy_code(tmp_path / "s", ["own_code_example", "installed_example"])
     found = sorted(str(file.relative_to(copy)) for file in copy.rglob("*") if file.is_file())
     own_files = [f"own_code_example/{name}" for name in ("__init__.py", "kernel.cu", "model.py")]
     assert found == [*own_files, "titan-code.json", "titan/a.py"]
     (own / "model.py").write_text("")
-    assert snapshot.copy_code(tmp_path / "s", ["own_code_example"]) != copy
+    assert sweep.copy_code(tmp_path / "s", ["own_code_example"]) != copy

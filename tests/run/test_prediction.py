@@ -15,6 +15,7 @@ from titan.run import prediction, summary
 from titan.run.attempts import Attempt
 from titan.run.compose import compose_run
 from titan.run.directory import read_attempts
+from titan.run.lineage import prepare_data
 from titan.run.run import Run
 
 MEASURED = (
@@ -52,11 +53,11 @@ def test_each_attempt_records_its_prediction_where_the_hardware_is_known(tmp_pat
 
 
 @pytest.mark.full
-def test_the_start_of_a_run_names_the_predicted_step(tmp_path: Path) -> None:
-    assert re.fullmatch(
-        r", predicted step [\d.e-]+ s", summary._describe_prediction(begun(tiny(tmp_path / "a", *MEASURED)))
-    )
-    assert summary._describe_prediction(begun(tiny(tmp_path / "b"))) == ""
+def test_the_start_of_a_run_names_the_predicted_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, more in (("a", MEASURED), ("b", ())):
+        run = tiny(tmp_path / name, *more)
+        summary.show_run(run, begun(run), prepare_data(run).mix, [])
+        assert bool(re.search(r", predicted step [\d.e-]+ s", capsys.readouterr().out)) is (name == "a")
 
 
 @pytest.mark.full

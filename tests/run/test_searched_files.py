@@ -9,8 +9,8 @@ import pytest
 
 from launchers.command import run_command
 from tests.support.runs import TINY, begin_run
+from titan.run.hydra_session import explain_file_risk
 from titan.run.run import Run
-from titan.run.searched_files import explain_file_risk
 
 HEAD = "# @package _global_\n"
 SETUP = "module load a && b"

@@ -1,4 +1,4 @@
-"""A warning where GPUs get little work, and none where that is meant: `titan.run.small_work`."""
+"""A warning where GPUs get little work, and none where that is meant: `titan.run.compose`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launchers import command
 from tests.support.composing import compose_test_run
 from titan import plan
 from titan.config import warning
-from titan.run.small_work import describe_small_work, warn_of_small_work
+from titan.run.compose import describe_small_work, warn_of_small_work
 
 GPU = ("model=llama1b", "dataset=synthetic", "checkpoint=off", "cluster=h100", "parallelism=fsdp")
 LONG = ("training.seq_len=8192", "training.global_batch=65536")

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from titan.report.estimate import estimate_speed
-from titan.run.step_interval import LEAST_STEPS, combine_runs, compute_t, summarize_steps
+from titan.run.measured import LEAST_TIMED, combine_runs, compute_t, summarize_steps
 
 STEADY, NOISY = [1.0, 1.01] * 10, [1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
 
@@ -36,7 +36,7 @@ def test_the_spread_is_that_of_compare(runs: int, count: int) -> None:
 
 DOUBTS = [
     pytest.param([STEADY], "", id="steady"),
-    pytest.param([STEADY[: LEAST_STEPS - 1]], "median of 9 timed steps of a run, too few for an interval; measure runs "
+    pytest.param([STEADY[: LEAST_TIMED - 1]], "median of 9 timed steps of a run, too few for an interval; measure runs "
                  "of training.steps=13 or more", id="few"),
     pytest.param([STEADY, STEADY, STEADY[:4]], "median of 4 timed steps", id="few-in-one-run"),
     pytest.param([NOISY], "the 95% interval of the median time of a step is ", id="wide"),

@@ -10,14 +10,14 @@ from omegaconf import OmegaConf
 from titan.errors import ConfigError
 from titan.run import synonyms
 from titan.run.compose import compose_run, register_configs
-from titan.run.hydra_session import HydraSession, compose_config
+from titan.run.hydra_session import compose_config, open_hydra
 from titan.run.schema import Recipe
 
 
 @pytest.mark.full
 def test_every_name_of_titan_exists_and_no_synonym_is_one() -> None:
     register_configs()
-    with HydraSession():
+    with open_hydra():
         content: Any = OmegaConf.to_container(compose_config([]), resolve=False)
     for name in {*synonyms.SYNONYMS.values(), *synonyms.AXES.values()} - {"recipe", "model.top_k", "dataset.path"}:
         node = content

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launchers.slurm import queue
+from launchers.slurm import state
 from launchers.slurm.state import read_state
 from tests.support.processes import ROOT, run_program, wait_for_end, wait_until
 from tests.support.runs import TINY, compose_tiny_run, read_learned_values, train_run
@@ -237,7 +237,7 @@ def test_a_chain_of_jobs_in_place_of_requeueing(slurm: Slurm, tmp_path: Path) ->
     (point,) = points(tmp_path, "chained").values()
     assert len(point.jobs) == 3
     wait_until(lambda: _lines(Path(point.directory)) >= 5, "five steps", SECONDS)
-    assert point.jobs[0] in [job.id for job in queue.find_sent_jobs(_token(tmp_path / "runs/chained"))]
+    assert point.jobs[0] in [job.id for job in state.find_sent_jobs(_token(tmp_path / "runs/chained"))]
     slurm.run("scancel", "--signal=USR1", point.jobs[0])
     wait_until(
         lambda: {slurm.read_jobs().get(job) for job in point.jobs} <= {"COMPLETED", "FAILED"}, "all jobs", SECONDS

@@ -37,7 +37,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.parallelism import mesh
 from titan.run.attempts import Attempt
-from titan.run.lock import lock_directory
+from titan.run.directory import lock_directory
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.signals import StopSignals

@@ -1,7 +1,7 @@
 """Compose runs as `titan.run.compose.compose_run` does, in half the time, for tests that are not about composing.
 
 What choices (AXIS=CHOICE) compose to is kept, and a copy gets the values: as for the trials of a grid, by the same code
-(`launchers.composer`), whose tests compare it with Hydra.
+(`launchers.trials`), whose tests compare it with Hydra.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import cache
 
 from omegaconf import OmegaConf
 
-from launchers.composer import Composer
+from launchers.trials import Composer
 from titan.config import modules
 from titan.run import compose
-from titan.run.hydra_choices import check_optional
 from titan.run.hydra_errors import HydraErrors
-from titan.run.hydra_session import HydraSession, compose_config
+from titan.run.hydra_session import compose_config, open_hydra
 from titan.run.run import Run
+from titan.run.synonyms import check_optional
 
 DIRECTORY = "hydra.run.dir="
 
@@ -26,7 +26,7 @@ DIRECTORY = "hydra.run.dir="
 @cache
 def _load_composer(folders: str) -> Composer:
     """Return the composer for what $TITAN_CONF adds to titan's own choices."""
-    with HydraSession() as loader:
+    with open_hydra() as loader:
         return Composer(loader, compose_config([]))
 
 

@@ -406,7 +406,7 @@ ESTIMATES = (
     ),
     define_fault(
         "slurm: a chain has the time of one job",
-        "launchers/slurm/shape.py",
+        "launchers/slurm/script.py",
         "max(1, self.cluster.chain) * self.devices",
         "self.devices",
         "launchers/test_dry_run.py::test_a_chain_of_jobs_has_the_time_of_all_of_them",

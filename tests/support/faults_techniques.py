@@ -94,7 +94,7 @@ FAULTS = (
     ),
     define_fault(
         "own code: new files do not count",
-        "titan/run/own_code.py",
+        "titan/run/identity.py",
         "    for folder in map(Path, spec.submodule_search_locations):\n",
         "    for folder in ():\n",
         "run/test_own_code.py::test_every_file_of_the_package_is_in_the_code_id_alone",

@@ -30,10 +30,9 @@ from titan.errors import RunError
 from titan.metrics.reader import read_records
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
-from titan.run.attempts import Attempt, FinishedRun
-from titan.run.directory import read_attempts
-from titan.run.lock import lock_directory
-from titan.run.prepared_data import prepare_data
+from titan.run.attempts import Attempt
+from titan.run.directory import lock_directory, read_attempts
+from titan.run.lineage import prepare_data
 from titan.run.run import Run, as_model
 from titan.training import worker
 from titan.training.trainer import Trainer
@@ -97,7 +96,7 @@ def write_run_checkpoint(run: Run, step: int, science: str = "0" * 12) -> Path:
     return write_complete(manifest.folder_of(Path(run.directory), step), manifest_of, {"weights": b"w" * 100})
 
 
-def begin_run(run: Run) -> Attempt | FinishedRun:
+def begin_run(run: Run) -> Attempt | None:
     """Prepare the data of `run` and begin an attempt, as launchers do."""
     return attempts.begin_attempt(run, prepare_data(run))
 

@@ -14,8 +14,8 @@ from tests.support.composing import compose_test_run
 from tests.support.made_runs import Story, make_run
 from tests.support.runs import TINY
 from titan.errors import ConfigError
+from titan.run.measured import combine_runs, summarize_steps
 from titan.run.run import Run
-from titan.run.step_interval import combine_runs, summarize_steps
 from titan.sweep import budget
 from titan.sweep.schema import Sweep
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.foreign_sweeper import RESULTS, describe_best
+from launchers.session import RESULTS, describe_best
 from titan.sweep.labels import clean_override, count_distinguishing_digits, format_label, format_numbers, is_same_value
 
 

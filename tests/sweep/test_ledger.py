@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from launchers import trials as sweep_trials
-from launchers.slurm import snapshot
 from launchers.slurm import state as standing
-from launchers.slurm.queue import SlurmJob
-from launchers.slurm.state import adopt_jobs, reconcile_trial
+from launchers.slurm import sweep
+from launchers.slurm.state import SlurmJob, adopt_jobs, reconcile_trial
 from launchers.trials import Trial
 from tests.support.composing import compose_test_run
 from tests.support.tiers import full
@@ -146,10 +145,10 @@ def test_a_submission_that_was_cut_short_is_found_by_its_token(tmp_path: Path, m
             {"event": "point", "id": name, "directory": name, "overrides": [], "steps": 1, "devices": 1, "asked": ""},
         )
     ledger.add_events(tmp_path, {"event": "sending", "token": "t", "points": ["a", "b"]})
-    monkeypatch.setattr(standing.queue, "find_sent_jobs", lambda token: [])
+    monkeypatch.setattr(standing, "find_sent_jobs", lambda token: [])
     adopt_jobs(tmp_path)
     assert [p.state for p in ledger.read(tmp_path).trials] == ["queued", "queued"]  # type: ignore[union-attr]
-    monkeypatch.setattr(standing.queue, "find_sent_jobs", lambda token: [SlurmJob("5_1", "RUNNING")])
+    monkeypatch.setattr(standing, "find_sent_jobs", lambda token: [SlurmJob("5_1", "RUNNING")])
     adopt_jobs(tmp_path)
     assert [p.job for p in ledger.read(tmp_path).trials] == ["5_0", "5_1"]  # type: ignore[union-attr]
 
@@ -157,7 +156,7 @@ def test_a_submission_that_was_cut_short_is_found_by_its_token(tmp_path: Path, m
 def test_a_submission_that_slurm_never_took_is_given_up_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing.queue, "find_sent_jobs", lambda token: [])
+    monkeypatch.setattr(standing, "find_sent_jobs", lambda token: [])
     monkeypatch.setattr(standing, "UNKNOWN_SECONDS", -1.0)
     noted(tmp_path, SENDING)
     adopt_jobs(tmp_path)
@@ -250,11 +249,11 @@ def test_a_copy_of_the_code_is_named_by_its_content(tmp_path: Path, monkeypatch:
     root = tmp_path / "root"
     (root / "titan").mkdir(parents=True)
     (root / "titan" / "a.py").write_text("a = 1\n")
-    monkeypatch.setattr(snapshot, "ROOT", root)
-    first = snapshot.copy_code(tmp_path / "s")
-    assert snapshot.copy_code(tmp_path / "s") == first and (first / "titan" / "a.py").read_text() == "a = 1\n"
+    monkeypatch.setattr(sweep, "ROOT", root)
+    first = sweep.copy_code(tmp_path / "s")
+    assert sweep.copy_code(tmp_path / "s") == first and (first / "titan" / "a.py").read_text() == "a = 1\n"
     (root / "titan" / "a.py").write_text("a = 2\n")
-    assert snapshot.copy_code(tmp_path / "s") != first
+    assert sweep.copy_code(tmp_path / "s") != first
     assert json.loads((first / identity.FROZEN).read_text())["code"]["titan"]
 
 

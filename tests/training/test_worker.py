@@ -17,7 +17,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.generation import worker as generation
 from titan.run.attempts import Attempt
-from titan.run.lock import lock_directory
+from titan.run.directory import lock_directory
 from titan.training import worker
 from titan.training.trainer import Trainer
 

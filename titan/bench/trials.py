@@ -34,7 +34,7 @@ from titan.metrics.recorder import peak_resident_gib
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run import attempts
-from titan.run.prepared_data import prepare_data
+from titan.run.lineage import prepare_data
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.signals import StopSignals

@@ -20,7 +20,7 @@ from typing import IO, Any, get_type_hints
 
 from titan.errors import ConfigError
 from titan.files import untrusted
-from titan.files.atomic import sync_folder, write_atomic
+from titan.files.atomic import sync_path, write_atomic
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -89,7 +89,7 @@ def write(folder: Path, manifest: Manifest, name: str = NAME) -> None:
     """
     for parent in (folder.parent, folder.parent.parent):  # a run's first save makes two folders
         with contextlib.suppress(PermissionError):  # another user's folder
-            sync_folder(parent)
+            sync_path(parent)
     write_atomic(folder / name, json.dumps(asdict(manifest), indent=1), sync=True)
 
 

@@ -36,7 +36,6 @@ def operand(label: str, help: str, default: Any = MISSING) -> Any:
 
     Args:
         label: its name in `--help`, such as RUN.
-        help: one line for `--help`.
         default: the value without such a word; `MISSING` where the user must give one.
     """
     return dataclasses.field(default=default, metadata={**setting(default, help).metadata, "operand": label})
@@ -44,53 +43,30 @@ def operand(label: str, help: str, default: Any = MISSING) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key of a command line.
+    """A key of a command line."""
 
-    Attributes:
-        path: names of the field and of the groups that it is in.
-        field: the field.
-        kind: its type.
-    """
-
-    path: tuple[str, ...]
-    field: dataclasses.Field[Any]
-    kind: Any
+    path: tuple[str, ...]  # names of the field and of the groups that it is in
+    field: dataclasses.Field[Any]  # the field
+    kind: Any  # its type
 
     @property
     def is_required(self) -> bool:
         """Whether it has no default."""
         return self.field.default in REQUIRED
 
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """The first word of a command line, or all its first words.
-
-    Attributes:
-        field: the field that takes it.
-        takes_several: whether it may be several words.
-    """
-
-    field: dataclasses.Field[Any]
-    takes_several: bool
-
     @property
-    def label(self) -> str:
-        """Its name in `--help`."""
-        return str(self.field.metadata["operand"])
-
-    @property
-    def is_required(self) -> bool:
-        """Whether it has no default."""
-        return self.field.default in REQUIRED
+    def takes_several(self) -> bool:
+        """Whether its value is a list."""
+        return typing.get_origin(self.kind) is tuple
 
     @property
     def usage(self) -> str:
-        """How the usage line of `--help` shows it."""
-        optional = f"[{self.label} ...]" if self.takes_several else f"[{self.label}]"
+        """How the usage line of `--help` shows it where it takes the first words."""
+        label = self.field.metadata["operand"]
+        optional = f"[{label} ...]" if self.takes_several else f"[{label}]"
         if not self.is_required:
             return optional
-        return f"{self.label} {optional}" if self.takes_several else self.label
+        return f"{label} {optional}" if self.takes_several else label
 
 
 def list_keys(cls: type, path: tuple[str, ...] = ()) -> dict[str, Key]:
@@ -108,12 +84,10 @@ def list_keys(cls: type, path: tuple[str, ...] = ()) -> dict[str, Key]:
     return keys
 
 
-def find_operand(cls: type) -> Operand | None:
+def find_operand(cls: type) -> Key | None:
     """Return what takes the first words; None where the command has none."""
-    field = next((field for field in dataclasses.fields(cls) if "operand" in field.metadata), None)
-    if field is None:
-        return None
-    return Operand(field, typing.get_origin(typing.get_type_hints(cls)[field.name]) is tuple)
+    hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)
+    return next((Key((f.name,), f, hints[f.name]) for f in fields if "operand" in f.metadata), None)
 
 
 def parse_arguments(cls: type[T], argv: Sequence[str]) -> T:
@@ -124,8 +98,14 @@ def parse_arguments(cls: type[T], argv: Sequence[str]) -> T:
             the wrong type or out of range, and a missing value.
     """
     words, assignments = split_operands(cls, argv)
-    values = _read_operands(cls, words) | _read_assignments(list_keys(cls), assignments)
-    return typing.cast(T, settings.build(cls, values))
+    first, values = find_operand(cls), {}
+    if first is not None:
+        if "" in words or (not words and first.is_required):
+            label, meaning = first.field.metadata["operand"], first.field.metadata["help"]
+            raise ConfigError(f"{label} is missing: {meaning}; give it as the first word, before KEY=VALUE.")
+        if words:
+            values = {first.field.name: words if first.takes_several else words[0]}
+    return typing.cast(T, settings.build(cls, values | _read_assignments(list_keys(cls), assignments)))
 
 
 def split_operands(cls: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -148,7 +128,7 @@ def describe_settings(cls: type) -> str:
     """Return one line per first word and setting for `--help`: its name, its default and its meaning."""
     rows: list[tuple[str, str]] = []
     if (first := find_operand(cls)) is not None:
-        rows.append((first.label, first.field.metadata["help"]))
+        rows.append((first.field.metadata["operand"], first.field.metadata["help"]))
     for name, key in list_keys(cls).items():
         default = "" if key.is_required else settings.format_value(key.field.default)
         rows.append((f"{name}={default}", key.field.metadata.get("help", "")))
@@ -167,48 +147,28 @@ def _is_assignment(word: str, keys: dict[str, Key]) -> bool:
     return bool(equals) and not is_path and not os.path.exists(word)  # Path.exists raises for a long value
 
 
-def _read_operands(cls: type, words: Sequence[str]) -> dict[str, Any]:
-    """Return the value of the operand's field.
-
-    Raises:
-        ConfigError: when there is no such word, or an empty one.
-    """
-    first = find_operand(cls)
-    if first is None:
-        return {}
-    if "" in words or (not words and first.is_required):
-        meaning = first.field.metadata["help"]
-        raise ConfigError(f"{first.label} is missing: {meaning}; give it as the first word, before KEY=VALUE.")
-    if not words:
-        return {}
-    return {first.field.name: list(words) if first.takes_several else words[0]}
-
-
 def _read_assignments(keys: dict[str, Key], assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the fields, those of a group in a mapping.
-
-    Raises:
-        ConfigError: see `parse_arguments`.
-    """
+    """Return the values of the fields, those of a group in a mapping; a group without any is an empty mapping."""
     assigned: dict[str, Any] = {}
     for argument in assignments:
         name = _read_key(argument, keys)
         if name in assigned:
             raise ConfigError(f"{argument}: {name} is given twice; leave one out.")
         assigned[name] = _parse_value(argument, argument.partition("=")[2], keys[name].kind)
+    values: dict[str, Any] = {}
     for name, key in keys.items():
         if name not in assigned and key.is_required:
             meaning = key.field.metadata.get("help") or "a value is needed"
             raise ConfigError(f"{name} is missing: {meaning}; give {name}=VALUE.")
-    return _nest(keys, assigned)
+        group = values
+        for field_name in key.path[:-1]:
+            group = group.setdefault(field_name, {})
+        if name in assigned:
+            group[key.path[-1]] = assigned[name]
+    return values
 
 
 def _read_key(argument: str, keys: dict[str, Key]) -> str:
-    """Return the name of the key that an argument assigns.
-
-    Raises:
-        ConfigError: for what is not KEY=VALUE, and for an unknown key.
-    """
     name, equals, _ = argument.partition("=")
     if (key := name.lstrip("-").replace("-", "_")) in keys and name.startswith("-"):
         raise ConfigError(f"{argument}: not understood; settings have no dashes: write {key}=VALUE.")
@@ -219,37 +179,14 @@ def _read_key(argument: str, keys: dict[str, Key]) -> str:
     if not equals or not name:
         raise ConfigError(f"{argument}: not understood; give KEY=VALUE, or see --help.")
     if name not in keys:
-        raise ConfigError(f"{argument}: there is no such setting{_suggest_key(name, keys)}")
+        members, hint = [key for key in keys if key.startswith(f"{name}.")], suggest_nearest(name, keys)
+        if members or (hint == "." and len(keys) <= FEW_KEYS):
+            hint = f"; there are {', '.join(members or keys)}."
+        raise ConfigError(f"{argument}: there is no such setting{hint}")
     return name
 
 
-def _suggest_key(name: str, keys: dict[str, Key]) -> str:
-    """Return the end of a sentence: the nearest key, the keys of a group, or all keys where they are few."""
-    members = [key for key in keys if key.startswith(f"{name}.")]
-    nearest = suggest_nearest(name, keys)
-    if members or (nearest == "." and len(keys) <= FEW_KEYS):
-        return f"; there are {', '.join(members or keys)}."
-    return nearest
-
-
-def _nest(keys: dict[str, Key], assigned: dict[str, Any]) -> dict[str, Any]:
-    """Return the values by field; a group without any is an empty mapping, for which `build` has defaults."""
-    values: dict[str, Any] = {}
-    for name, key in keys.items():
-        group = values
-        for field_name in key.path[:-1]:
-            group = group.setdefault(field_name, {})
-        if name in assigned:
-            group[key.path[-1]] = assigned[name]
-    return values
-
-
 def _parse_value(argument: str, text: str, kind: Any) -> Any:
-    """The text as the type `kind` asks for it.
-
-    Raises:
-        ConfigError: on a syntax error, and on several values where one is expected.
-    """
     kinds = set(typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,))
     takes_text = str in kinds and not kinds & {int, float, bool}
     syntax = "'\"[{" if kinds - {str, type(None)} else "'\""  # a list or a dict only where the type has one

@@ -42,61 +42,41 @@ COMMENT_COLUMN = 80
 
 @dataclass(frozen=True)
 class CommandLine(Generic[T]):
-    """A parsed command line.
+    """A parsed command line."""
 
-    Attributes:
-        settings: the command's own.
-        overrides: the other words, for titan.train's settings.
-        words: all words, as typed.
-    """
-
-    settings: T
-    overrides: list[str]
-    words: list[str]
+    settings: T  # the command's own
+    overrides: list[str]  # the other words, for titan.train's settings
+    words: list[str]  # all words, as typed
 
 
 @dataclass(frozen=True)
 class Command(Generic[T]):
-    """A command: what it accepts, and its help.
+    """A command: what it accepts, and its help."""
 
-    Attributes:
-        name: of the module that is run, such as titan.status.
-        summary: one sentence.
-        examples: the words of example command lines, and what each does.
-        settings: a frozen dataclass that declares its first words and keys.
-        overrides: a sentence on what other words are; empty: they are rejected.
-        notes: text below the settings.
-        exit_codes: their meanings.
-        options: those of `TRAIN_OPTIONS` that it accepts.
-    """
-
-    name: str
-    summary: str
-    examples: Mapping[str, str]
-    settings: type[T]
-    overrides: str = ""
-    notes: str = ""
-    exit_codes: str = EXIT_CODES
-    options: tuple[str, ...] = ()
+    name: str  # of the module that is run, such as titan.status
+    summary: str  # one sentence
+    examples: Mapping[str, str]  # the words of example command lines, and what each does
+    settings: type[T]  # a frozen dataclass that declares its first words and keys
+    overrides: str = ""  # a sentence on what other words are; empty: they are rejected
+    notes: str = ""  # text below the settings
+    exit_codes: str = EXIT_CODES  # their meanings
+    options: tuple[str, ...] = ()  # those of `TRAIN_OPTIONS` that it accepts
 
     def run(self, body: Callable[[CommandLine[T]], int], argv: Sequence[str] | None = None) -> int:
         """Carry out a command line, and return the exit code; print what --help and --version ask for.
 
         Args:
             body: takes the parsed command line; returns the exit code.
-            argv: the words; None: those of this process.
         """
         words = list(sys.argv[1:] if argv is None else argv)
-        return exit_code(lambda: 0 if self._show_help(words) else self._run_body(body, words))
+        return exit_code(lambda: self._run_body(body, words))
 
     def parse(self, words: Sequence[str]) -> CommandLine[T]:
-        """Return a parsed command line.
-
-        Raises:
-            ConfigError: when it does not follow the grammar, or a setting is wrong.
-        """
+        """Return a parsed command line."""
         operands, rest = split_operands(self.settings, words)
-        self._check_options(rest)
+        for word in rest:
+            if (option := word.partition("=")[0]) in TRAIN_OPTIONS and option not in self.options:
+                raise ConfigError(describe_train_option(word))
         overrides = [word for word in rest if self.overrides and not self._declares(word)]
         assignments = [word for word in rest if word not in overrides]
         return CommandLine(parse_arguments(self.settings, [*operands, *assignments]), overrides, list(words))
@@ -104,40 +84,28 @@ class Command(Generic[T]):
     def format_help(self) -> str:
         """Return what `--help` prints."""
         notes = "\n\n".join(filter(None, (self.overrides, self.notes)))
-        return format_help(
-            self.name, self._list_usage(), self.summary, self.examples, describe_settings(self.settings), notes,
-            self.exit_codes,
-        )  # fmt: skip
+        operand = find_operand(self.settings)
+        keys = [f"{name}=VALUE" for name, key in list_keys(self.settings).items() if key.is_required]
+        usage = [*([operand.usage] if operand else []), *keys, "[KEY=VALUE ...]"]
+        usage += ["[OVERRIDE ...]"] if self.overrides else []
+        settings = describe_settings(self.settings)
+        return format_help(self.name, usage, self.summary, self.examples, settings, notes, self.exit_codes)
 
     def _run_body(self, body: Callable[[CommandLine[T]], int], words: list[str]) -> int:
+        if requested := {"-h", "--help", "--version"} & set(words):
+            print(describe_version() if requested == {"--version"} else self.format_help())
+            return 0
         try:
             return body(self.parse(words))
         except UnknownSettingError as error:
-            hint = self._choose_hint(error)
+            # the command's nearest key, unless titan.train's is nearer
+            names = {key.rpartition(".")[2]: key for key in list_keys(self.settings)}
+            cutoff = 0.8 if error.hint.endswith(f".{error.key}'?") else 0.6
+            matches = [] if "." in error.key else difflib.get_close_matches(error.key, names, n=1, cutoff=cutoff)
+            hint = f"; did you mean {names[matches[0]]!r}?" if matches else error.hint
             raise ConfigError(
                 f"{error.typed}: there is no such setting{hint} See --help and python -m titan.train --cfg job."
             ) from error
-
-    def _choose_hint(self, error: UnknownSettingError) -> str:
-        """Return the end of the sentence: the command's nearest key, unless titan.train's is nearer."""
-        names = {key.rpartition(".")[2]: key for key in list_keys(self.settings)}
-        is_exact = error.hint.endswith(f".{error.key}'?")
-        matches = difflib.get_close_matches(error.key, names, n=1, cutoff=0.8 if is_exact else 0.6)
-        return f"; did you mean {names[matches[0]]!r}?" if matches and "." not in error.key else error.hint
-
-    def _check_options(self, words: Sequence[str]) -> None:
-        """Raise ConfigError for an option that only titan.train has."""
-        for word in words:
-            option = word.partition("=")[0]
-            if option in TRAIN_OPTIONS and option not in self.options:
-                raise ConfigError(describe_train_option(word))
-
-    def _list_usage(self) -> list[str]:
-        """Return the kinds of words that the command takes."""
-        keys = [f"{name}=VALUE" for name, key in list_keys(self.settings).items() if key.is_required]
-        usage = [*keys, "[KEY=VALUE ...]", *(["[OVERRIDE ...]"] if self.overrides else [])]
-        operand = find_operand(self.settings)
-        return usage if operand is None else [operand.usage, *usage]
 
     def _declares(self, word: str) -> bool:
         """Return whether a word is KEY=VALUE of a setting of the command, or of one of its groups."""
@@ -145,12 +113,6 @@ class Command(Generic[T]):
         keys = list_keys(self.settings)
         groups = {key.path[0] for key in keys.values() if len(key.path) > 1}
         return name in keys or (bool(equals) and name.partition(".")[0] in groups)
-
-    def _show_help(self, words: Sequence[str]) -> bool:
-        requested = {"-h", "--help", "--version"} & set(words)
-        if requested:
-            print(describe_version() if requested == {"--version"} else self.format_help())
-        return bool(requested)
 
 
 def describe_train_option(option: str) -> str:
@@ -170,32 +132,23 @@ def format_help(
     """Return the text of a command's `--help`, with the same sections in the same order for all commands.
 
     Args:
-        name: see `Command`.
-        usage: the kinds of words, in order.
-        summary: see `Command`.
-        examples: see `Command`.
-        notes: see `Command`.
-        exit_codes: see `Command`.
+        usage: the kinds of words, in order; for the others see `Command`.
     """
+    lines = {f"  python -m {name} {words}".rstrip(): comment for words, comment in examples.items()}
+    width = max((len(line) for line in lines if len(line) < COMMENT_COLUMN), default=0)
+    comments = (  # behind the example where there is room, else below it
+        f"{line:<{width}}   {comment}" if len(line) <= width else f"{line}\n{'':<{width}}   {comment}"
+        for line, comment in lines.items()
+    )
     sections = [
         summary,
         f"Usage: python -m {name} {' '.join(usage)}",
-        f"Examples:\n{_format_examples(name, examples)}",
+        "\n".join(["Examples:", *comments]),
         f"Settings:\n{settings_text.rstrip()}",
         notes.strip(),
         f"Exit codes: {exit_codes}",
     ]
     return "\n\n".join(filter(None, sections))
-
-
-def _format_examples(name: str, examples: Mapping[str, str]) -> str:
-    """Return a line per example, with its comment behind it where there is room, else below it."""
-    lines = {f"  python -m {name} {words}".rstrip(): comment for words, comment in examples.items()}
-    width = max((len(line) for line in lines if len(line) < COMMENT_COLUMN), default=0)
-    return "\n".join(
-        f"{line:<{width}}   {comment}" if len(line) <= width else f"{line}\n{'':<{width}}   {comment}"
-        for line, comment in lines.items()
-    )
 
 
 def describe_version() -> str:

@@ -17,11 +17,7 @@ from typing import Any
 
 
 def write_json(value: Any) -> bytes:
-    """Return a value as JSON: dataclasses, named tuples, tuples, lists, mappings, bytes, and what JSON has.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """Return a value as JSON: dataclasses, named tuples, tuples, lists, mappings, bytes, and what JSON has."""
     return json.dumps(_encode(value), separators=(",", ":")).encode()
 
 
@@ -30,9 +26,6 @@ def read_json(content: bytes, allowed: Sequence[str] = ()) -> Any:
 
     Args:
         allowed: packages whose classes it may name, beside titan and experiments.
-
-    Raises:
-        ValueError: when it is something else.
     """
     roots = {"titan", "experiments", *allowed}
     try:
@@ -90,7 +83,6 @@ def _decode(item: dict[str, Any], roots: set[str]) -> Any:
 
 @cache
 def _find_class(module: str, name: str) -> tuple[Any, frozenset[str]]:
-    """Return a named tuple or dataclass, and the names of its fields."""
     cls: Any = importlib.import_module(module)
     for part in name.split("."):
         cls = getattr(cls, part)

@@ -6,6 +6,10 @@ frozen: it is the first path of the class. The kind of a user's class is its dot
 
 from __future__ import annotations
 
+import sys
+
+from titan.console.requirements import REQUIREMENTS
+
 PATHS: dict[str, str] = {
     "titan.dataset.schema.Chat": "titan.dataset.schema.Chat",
     "titan.dataset.schema.Hub": "titan.dataset.schema.Hub",
@@ -45,3 +49,10 @@ def get_kind(cls: type) -> str:
 def get_class_path(name: str) -> str:
     """Return the dotted path from which the class of a kind, or of a path, is imported."""
     return PATHS.get(name, name)
+
+
+def describe_library(package: str) -> str | None:
+    """Return what a package is that can't have a user's own classes; None for all others."""
+    if package in sys.stdlib_module_names:
+        return f"{package} is a module of Python"
+    return f"{package} is a library that titan uses" if package in REQUIREMENTS else None

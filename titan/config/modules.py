@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from titan.config.libraries import describe_library
+from titan.config.kinds import describe_library
 from titan.config.settings import format_value
 from titan.errors import ConfigError
 
@@ -34,11 +34,7 @@ HYDRA_PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 
 def list_trusted_packages(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the packages that the user allows: those of `modules=` on a command line, and of $TITAN_MODULES.
-
-    Raises:
-        ConfigError: for a module of Python, and for a library that titan is built on.
-    """
+    """Return the packages that the user allows: those of `modules=` on a command line, and of $TITAN_MODULES."""
     names = {name: f"{VARIABLE}={name}" for name in re.split(r"[\s,:]+", os.environ.get(VARIABLE, "")) if name}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.key_or_group == "modules":
@@ -59,11 +55,7 @@ def _iterate_names(value: Any) -> Iterator[str]:
 
 
 def check_modules(modules: Any, trusted: Sequence[str]) -> None:
-    """Raise ConfigError for `modules` of the composed configuration that the user has not named.
-
-    Raises:
-        ConfigError: naming them, and how to allow them.
-    """
+    """Raise ConfigError for `modules` of the composed configuration that the user has not named."""
     if not isinstance(modules, list):
         raise ConfigError(f"modules={modules}: expected a list, such as modules=[mine].")
     if unknown := [str(name) for name in modules if str(name) not in trusted]:
@@ -75,17 +67,20 @@ def check_modules(modules: Any, trusted: Sequence[str]) -> None:
 
 
 def check_hydra(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for parts of Hydra's settings that would import what the user has not named.
-
-    Raises:
-        ConfigError: naming the first.
-    """
+    """Raise ConfigError for parts of Hydra's settings that would import what the user has not named."""
     trusted = list_trusted_packages(overrides)
     content: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
     for part, packages in HYDRA_PACKAGES.items():
         for name in _iterate_imports(content.get(part)):
             if name.startswith("logging.config") or not _is_in(name, (*packages, *trusted)):
-                raise ConfigError(f"hydra.{part}: names {name}, {_explain_rejection(part, name)}.")
+                if library := describe_library(name.partition(".")[0]):
+                    reason = f"and {library}; take it out"
+                elif part in ("launcher", "sweeper"):
+                    reason = f"which is no {part}; leave it out, and choose hydra/{part}=CHOICE"
+                else:
+                    own = f"give modules=[{name.partition('.')[0]}]"
+                    reason = f"and only you may let code be imported; take it out, or {own}"
+                raise ConfigError(f"hydra.{part}: names {name}, {reason}.")
             if part == "callbacks" and _is_in(name, packages):
                 _check_callback(name)
 
@@ -94,21 +89,8 @@ def _is_in(name: str, packages: Sequence[str]) -> bool:
     return name.startswith(tuple(f"{package}." for package in packages))
 
 
-def _explain_rejection(part: str, name: str) -> str:
-    """Return why a part of Hydra's settings may not name a class, and the way out."""
-    if library := describe_library(name.partition(".")[0]):
-        return f"and {library}; take it out"
-    if part in ("launcher", "sweeper"):
-        return f"which is no {part}; leave it out, and choose hydra/{part}=CHOICE"
-    return f"and only you may let code be imported; take it out, or give modules=[{name.partition('.')[0]}]"
-
-
 def _check_callback(name: str) -> None:
-    """Raise ConfigError for what is no class of callbacks: Hydra would call it.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise ConfigError for what is no class of callbacks: Hydra would call it."""
     module, _, attribute = name.rpartition(".")
     try:
         target = getattr(importlib.import_module(module), attribute, None)

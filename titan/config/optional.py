@@ -24,13 +24,8 @@ def import_optional(package: str, setting: str, purpose: str = "", project: str 
     """Import and return an optional package.
 
     Args:
-        package: its name, or that of one of its modules.
-        setting: the user's setting, for messages.
         purpose: what stands before "needs the package" where the setting alone does not explain it.
         project: what pip installs, where it has another name.
-
-    Raises:
-        ConfigError: when it isn't installed.
     """
     try:
         return importlib.import_module(package)
@@ -40,14 +35,7 @@ def import_optional(package: str, setting: str, purpose: str = "", project: str 
 
 
 def import_fsspec(setting: str) -> Any:
-    """Import and return fsspec; unless the user has configured it, web servers must answer in time.
-
-    Args:
-        setting: the user's setting, for messages.
-
-    Raises:
-        ConfigError: when it isn't installed.
-    """
+    """Import and return fsspec; unless the user has configured it, web servers must answer in time."""
     import_optional("fsspec.core", setting)
     fsspec = importlib.import_module("fsspec")
     with contextlib.suppress(ImportError):

@@ -22,8 +22,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
-from titan.config.kinds import get_class_path
-from titan.config.libraries import describe_library
+from titan.config.kinds import describe_library, get_class_path
 from titan.config.units import advise, find_unit, read_number
 from titan.console.numbers import format_exact, shorten_exponent
 from titan.console.text import escape, is_redacted
@@ -67,8 +66,6 @@ def setting(
     """Declare a field of a schema.
 
     Args:
-        default: its default value; `MISSING` where the user must give one.
-        help: one line for `--help` and the documentation.
         science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
         at_least: the least value of a number (of each number, in a tuple).
         cap: the largest plausible number; unlike `at_most` it follows from no property of the setting.
@@ -121,56 +118,56 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
 
     Args:
         cls: a dataclass; a `_target_` in `data` may name another one with a method `build` instead.
-        data: plain containers, as Hydra composed them.
-        path: the dotted key of `data`, for messages.
         allowed: packages whose classes `_target_` may name, beside titan and experiments.
 
     Raises:
         ConfigError: on an unknown key, a wrong type, a value out of range or a missing value.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path}={format_value(data)}: expected {_describe_group(cls, path)}.")
+        expected = f"a group of settings; choose one of {path}'s choices instead"
+        if "." in path:
+            expected = f"names and values, such as {path}={{{_name_first_fields(cls, 1)}}}"
+        raise ConfigError(f"{path}={format_value(data)}: expected {expected}.")
     data = dict(data)
     has_target = "_target_" in data
     if has_target and hasattr(cls, "build"):
-        cls = _resolve_class(cls, format_value(data.pop("_target_")), path, allowed)
+        base = [ancestor for ancestor in cls.__mro__ if dataclasses.is_dataclass(ancestor)][-1]
+        name = format_value(data.pop("_target_"))
+        if not issubclass(cls := _import_target(name, path, allowed), base):
+            base_path = f"{base.__module__}.{base.__qualname__}"
+            raise ConfigError(f"{path}._target_={name}: is no {base_path}; derive it from that class.")
     values = build_fields(cls, data, path, allowed)
     if not has_target and _suggest_target(cls):
         raise ConfigError(f"{path}._target_ is missing: it names the class, such as mine.module.Class.")
     for name, field in _list_fields(cls).items():
         if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
             field_path, help_text = _join_path(path, name), field.metadata.get("help") or "a value is needed"
-            way_out = (
-                f"{field_path}=VALUE"
-                if get_value_schema(_read_type_hints(cls)[name]) is None
-                else f"+{path}@{field_path}.NAME=CHOICE"
-            )
+            is_plain = get_value_schema(_read_type_hints(cls)[name]) is None
+            way_out = f"{field_path}=VALUE" if is_plain else f"+{path}@{field_path}.NAME=CHOICE"
             raise ConfigError(f"{field_path} is missing: {help_text}; give it as {way_out}.")
     return cls(**values)
 
 
 def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the values of those fields of the schema `cls` that `data` has; see `build`.
-
-    Raises:
-        ConfigError: as `build`, except for missing values.
-    """
+    """Return the values of those fields of the schema `cls` that `data` has; see `build`."""
     fields, hints = _list_fields(cls), _read_type_hints(cls)
+    names = [_join_path(path, name) for name in fields]
     for key in data:
         if key not in fields:
-            raise _build_unknown_error(
-                cls, _join_path(path, str(key)), data[key], [_join_path(path, n) for n in fields]
-            )
-    values = {}
+            raise _build_unknown_error(cls, _join_path(path, str(key)), data[key], names)
+    values: dict[str, Any] = {}
     for name, value in sorted(data.items(), key=_imports_last):
         field_path, kind = _join_path(path, name.rstrip("_")), hints[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, field_path, allowed)
         elif (nested := get_value_schema(kind)) is not None and isinstance(value, Mapping):
-            values[name] = _build_named(nested, value, field_path, allowed)
+            for key in value:  # names that the user chooses, whose order stays
+                check_text(str(key), f"{field_path}.{key}")
+            order = sorted(value.items(), key=_imports_last)
+            built = {key: build(nested, part, _join_path(field_path, str(key)), allowed) for key, part in order}
+            values[name] = {str(key): built[key] for key in value}
         else:
-            siblings = (_join_path(path, sibling) for sibling in fields)
-            values[name] = _check_value(value, kind, fields[name], field_path, siblings)
+            values[name] = _check_value(value, kind, fields[name], field_path, names)
     return values
 
 
@@ -184,15 +181,7 @@ def _build_unknown_error(cls: type, path: str, value: Any, names: Iterable[str])
     return UnknownSettingError(f"{typed}: there is no such setting{hint}", typed, path, hint)
 
 
-def _describe_group(cls: type, path: str) -> str:
-    """Return what a user gives in place of a single value where a schema's settings are expected."""
-    if "." not in path:
-        return f"a group of settings; choose one of {path}'s choices instead"
-    return f"names and values, such as {path}={{{_name_first_fields(cls, 1)}}}"
-
-
 def _name_first_fields(cls: type, count: int = 2) -> str:
-    """Return the first fields of a schema as they are typed."""
     if _suggest_target(cls):
         return "_target_:MODULE.CLASS"
     return ",".join(f"{name}:VALUE" for name in list(_list_fields(cls))[:count])
@@ -214,21 +203,8 @@ def _list_fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(cls) if field.init}
 
 
-def _build_named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """Return instances of a schema by names that the user chooses, in their order."""
-    for name in data:
-        check_text(str(name), f"{path}.{name}")
-    order = sorted(data.items(), key=_imports_last)
-    built = {name: build(cls, value, _join_path(path, str(name)), allowed) for name, value in order}
-    return {str(name): built[name] for name in data}
-
-
 def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
-    """Raise ConfigError for a forbidden `_target_` in composed `data`, before any of them is imported.
-
-    Raises:
-        ConfigError: naming the first.
-    """
+    """Raise ConfigError for a forbidden `_target_` in composed `data`, before any of them is imported."""
     if isinstance(data, Mapping):
         if isinstance(name := data.get("_target_"), str):
             _check_target(name, path, allowed)
@@ -310,7 +286,6 @@ def _join_path(path: str, name: str) -> str:
 
 
 def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError for a class of a package that may not be named."""
     roots = ("titan", "experiments", *allowed)
     module, typed = name.rpartition(".")[0], f"{path}._target_={name}"
     if library := describe_library(name.partition(".")[0]):
@@ -324,18 +299,7 @@ def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
         )
 
 
-def _resolve_class(cls: type, name: str, path: str, allowed: tuple[str, ...]) -> type:
-    """Return the class that `_target_` names, one of the kinds of a schema."""
-    base = [ancestor for ancestor in cls.__mro__ if dataclasses.is_dataclass(ancestor)][-1]
-    target_class = _import_target(name, path, allowed)
-    if not issubclass(target_class, base):
-        base_path = f"{base.__module__}.{base.__qualname__}"
-        raise ConfigError(f"{path}._target_={name}: is no {base_path}; derive it from that class.")
-    return target_class
-
-
 def _import_target(name: str, path: str, allowed: tuple[str, ...]) -> type:
-    """Return the dataclass that `_target_` names, when its package may be named."""
     _check_target(name, path, allowed)
     module, _, attribute = get_class_path(name).rpartition(".")
     typed = f"{path}._target_={name}"
@@ -353,12 +317,6 @@ def _import_target(name: str, path: str, allowed: tuple[str, ...]) -> type:
         raise ConfigError(
             f"{typed}: no such class (module {module!r} has no attribute {attribute!r}); correct the name."
         )
-    _check_class(cls, typed)
-    return cls  # type: ignore[no-any-return]
-
-
-def _check_class(cls: Any, typed: str) -> None:
-    """Raise ConfigError for what is no dataclass with a method `build`, and for settings that no decorator sees."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and hasattr(cls, "build")):
         raise ConfigError(f"{typed}: must be a dataclass with a method build; name another class.")
     if inspect.get_annotations(cls) and "__dataclass_fields__" not in vars(cls):
@@ -366,6 +324,7 @@ def _check_class(cls: Any, typed: str) -> None:
     is_own = not cls.__module__.startswith("titan.")  # titan's datasets of several sources are built elsewhere
     if is_own and getattr(cls.build, "__isabstractmethod__", False):
         raise ConfigError(f"{typed}: has no method build; define it.")
+    return cls
 
 
 def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str, siblings: Iterable[str] = ()) -> Any:
@@ -376,22 +335,21 @@ def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str
     try:
         converted = _convert_value(value, kind, path, words, unit)
     except ConfigError as error:
+        if ": expected " not in str(error):
+            raise
         texts = (text for text in _iterate_scalars(value) if isinstance(text, str))
         advice = next(filter(None, (advise(text, unit, siblings) for text in texts)), "")
-        raise ConfigError(_add_meaning(str(error), advice, field.metadata.get("help", ""))) from None
+        meaning = f" ({field.metadata['help']})" if field.metadata.get("help") else ""  # which has its unit
+        raise ConfigError(f"{str(error).rstrip('.')}{advice}{meaning}.") from None
     typed = f"{path}={format_value(value)}"
     for number in converted if isinstance(converted, tuple) else (converted,):
         _check_range(number, limits, typed, words)
     for scalar in _iterate_scalars(converted):
-        _check_scalar(scalar, field.metadata, typed)
+        if isinstance(scalar, str):
+            check_text(scalar, typed, any_text=field.metadata.get("any_text", False))
+        elif isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
+            _check_plausible(scalar, field.metadata.get("cap") or LARGEST_NUMBERS[type(scalar)], typed)
     return converted
-
-
-def _add_meaning(sentence: str, advice: str, help: str) -> str:
-    """Return the sentence on a value of the wrong type with advice, and the setting's meaning, which has its unit."""
-    if ": expected " not in sentence:
-        return sentence
-    return f"{sentence.rstrip('.')}{advice}{f' ({help})' if help else ''}."
 
 
 def _iterate_scalars(value: Any) -> Iterator[Any]:
@@ -405,31 +363,19 @@ def _iterate_scalars(value: Any) -> Iterator[Any]:
         yield from _iterate_scalars(element)
 
 
-def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
-    """Raise ConfigError for implausible numbers, and for texts that can't be a name or a path."""
-    if isinstance(value, str):
-        check_text(value, typed, any_text=metadata.get("any_text", False))
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        cap = metadata.get("cap") or LARGEST_NUMBERS[type(value)]
-        if not math.isfinite(value):
-            raise ConfigError(f"{typed}: must be a finite number.")
-        if abs(value) > cap:
-            raise ConfigError(
-                f"{typed}: must be at "
-                f"{f'most {_format_number(cap)}' if value > 0 else f'least -{_format_number(cap)}'}."
-            )
+def _check_plausible(number: float, cap: float, typed: str) -> None:
+    if not math.isfinite(number):
+        raise ConfigError(f"{typed}: must be a finite number.")
+    if abs(number) > cap:
+        bound = f"most {_format_number(cap)}" if number > 0 else f"least -{_format_number(cap)}"
+        raise ConfigError(f"{typed}: must be at {bound}.")
 
 
 def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
     """Raise ConfigError for a text that can't be a name, a path or a word of a script, and for a redacted URL.
 
     Args:
-        text: the value of a setting, or a part of it.
-        typed: the setting and its value, for the message.
         any_text: whether it may be empty, long and have several lines.
-
-    Raises:
-        ConfigError: naming what the text must not have.
     """
     if "\0" in text:
         raise ConfigError(f"{typed}: holds a zero byte; leave it out.")
@@ -548,6 +494,5 @@ def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[
 
 
 def _format_number(value: float) -> str:
-    """Return a limit as a user types it."""
     is_whole = isinstance(value, int) or (value == int(value) and value < 1e15)
     return str(int(value)) if is_whole else shorten_exponent(f"{value:g}")

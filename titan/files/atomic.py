@@ -19,7 +19,6 @@ def atomic_file(
     """Open a temporary file beside `path` that replaces it when the block ends; on an error it is removed.
 
     Args:
-        path: the file; its folder exists.
         mode: permissions, before the process's umask.
         sync: flush the file and its folder to the disk first, so that it survives a crash of the machine.
         temporary: the temporary file's path, where several machines may write the same file
@@ -38,7 +37,7 @@ def atomic_file(
         temporary.unlink(missing_ok=True)
         raise
     if sync:
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 def write_atomic(
@@ -52,11 +51,6 @@ def write_atomic(
 def write_json(path: Path, content: Any, *, sync: bool = False) -> None:
     """Write JSON as a whole file, in one line; see `atomic_file`."""
     write_atomic(path, json.dumps(content), sync=sync)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    sync_path(folder)
 
 
 def sync_path(path: Path) -> None:

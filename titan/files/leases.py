@@ -19,7 +19,6 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -54,7 +53,10 @@ def remove_leftovers(folder: Path) -> None:
     for leftover in folder.glob(".*.*.*.*"):
         _, owner, pid, _ = leftover.name.rsplit(".", 3)
         if pid.isdigit() and _is_gone(owner, int(pid), leftover):
-            _remove_path(leftover)
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
     for lock in folder.glob("*.claim"):
         if is_stale(lock):
             _break_lock(lock)
@@ -110,15 +112,11 @@ def _is_gone(owner: str, pid: int, path: Path, seconds: float = STALE_SECONDS) -
     if owner == identify_machine() and pid and not platform.is_alive(pid):
         return True
     try:
-        return time.time() - max(entry.stat().st_mtime for entry in _list_entries(path)) > seconds
+        entries: list[Path] = [path, *(path.iterdir() if path.is_dir() else ())]
+        latest: float = max(entry.stat().st_mtime for entry in entries)
+        return time.time() - latest > seconds
     except OSError:  # it was removed
         return True
-
-
-def _list_entries(path: Path) -> Iterator[Path]:
-    yield path
-    if path.is_dir():
-        yield from path.iterdir()
 
 
 def _read_owner(lock: Path) -> dict[str, Any]:
@@ -139,10 +137,3 @@ def _break_lock(lock: Path) -> None:
             with contextlib.suppress(FileExistsError):
                 os.link(aside, lock)
         aside.unlink(missing_ok=True)
-
-
-def _remove_path(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -16,11 +16,7 @@ _UNSUPPORTED_ERRORS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOL
 
 
 def open_lock(file: Path) -> int:
-    """Open a file to lock, creating it if it is missing; links are not followed.
-
-    Raises:
-        OSError: when it can't be opened, or is a link or not a regular file.
-    """
+    """Open a file to lock, creating it if it is missing; links are not followed."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
@@ -33,7 +29,6 @@ def acquire(descriptor: int, label: str, patience: float | None = None) -> None:
     """Lock an open file.
 
     Args:
-        label: the setting that names its folder, for messages.
         patience: seconds to wait for the lock; None: unlimited.
 
     Raises:
@@ -49,16 +44,12 @@ def acquire(descriptor: int, label: str, patience: float | None = None) -> None:
                 raise
             time.sleep(0.05)
         except OSError as error:
-            raise ConfigError(_describe_lock_error(label, error)) from error
-
-
-def _describe_lock_error(label: str, error: OSError) -> str:
-    if error.errno not in _UNSUPPORTED_ERRORS:
-        return f"{label}: can't be locked ({error.strerror}); choose another folder."
-    return (
-        f"{label}: its file system has no file locks (flock: {error.strerror}), which keep two jobs out of one "
-        "directory; mount it with file locks (Lustre: -o flock), or choose a folder on another file system."
-    )
+            if error.errno not in _UNSUPPORTED_ERRORS:
+                raise ConfigError(f"{label}: can't be locked ({error.strerror}); choose another folder.") from error
+            raise ConfigError(
+                f"{label}: its file system has no file locks (flock: {error.strerror}), which keep two jobs out of one "
+                "directory; mount it with file locks (Lustre: -o flock), or choose a folder on another file system."
+            ) from error
 
 
 def is_locked(file: Path) -> bool:

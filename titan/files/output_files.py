@@ -34,9 +34,7 @@ def check_output_file(
     """Return the path of a file that a command will write.
 
     Args:
-        name: the value of `to=`.
         endings: those that the command has a format for, such as .json; empty: any.
-        sources: files that the command reads.
 
     Raises:
         ConfigError: when it has another ending, can't be written (it is a directory, or its directory does not exist
@@ -57,21 +55,17 @@ def check_output_file(
         reason = FOREIGN if not endings or file.suffix in WRITTEN else "there is such a file"
         raise ConfigError(f"to={name}: {reason}; give another file, or delete this one.")
     if not _is_stream(file):
-        _check_folder(name, next(folder for folder in file.resolve().parents if os.path.exists(folder)))
+        folder = next(folder for folder in file.resolve().parents if os.path.exists(folder))
+        if not os.path.isdir(folder):
+            raise ConfigError(f"to={name}: {folder} is a file, not a directory; give another file.")
+        try:
+            with tempfile.TemporaryFile(dir=folder):  # os.access says of /proc, to root, that one can
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"to={name}: nothing can be written into {folder} ({error.strerror}); give another file."
+            ) from error
     return file
-
-
-def _check_folder(name: str, folder: Path) -> None:
-    """Raise ConfigError when no file can be made in a folder; os.access says of /proc, to root, that one can."""
-    if not os.path.isdir(folder):
-        raise ConfigError(f"to={name}: {folder} is a file, not a directory; give another file.")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"to={name}: nothing can be written into {folder} ({error.strerror}); give another file."
-        ) from error
 
 
 def _can_replace(file: Path) -> bool:
@@ -103,11 +97,7 @@ def write_output_file(file: Path, content: Any, *, makes_folder: bool = False, r
     """Write a text, or plain data as JSON.
 
     Args:
-        file: from `check_output_file`.
         replaces_own: replace only a file that titan wrote; for one that `check_output_file` has not checked.
-
-    Raises:
-        RunError: when it can't be written.
     """
     if replaces_own and not _can_replace(file):
         raise RunError(f"to={file}: {FOREIGN}.")

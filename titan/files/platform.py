@@ -102,11 +102,7 @@ def watch_parent(parent: int) -> None:
 
 
 def reserve_space(descriptor: int, size: int) -> None:
-    """Reserve space for a file, where the system can, so that no later write finds it full.
-
-    Raises:
-        OSError: when there is not so much.
-    """
+    """Reserve space for a file, where the system can, so that no later write finds it full."""
     if size and hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
 

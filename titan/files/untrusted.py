@@ -27,11 +27,7 @@ MAX_NAME_BYTES = 255
 
 
 def check_file_name(name: object) -> str:
-    """Return `name` if it is a plain file name, which can't lead out of its folder.
-
-    Raises:
-        ValueError: when it is not.
-    """
+    """Return `name` if it is a plain file name, which can't lead out of its folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or len(os.fsencode(name)) > MAX_NAME_BYTES:
         raise ValueError(f"it names {describe_value(name)}, which is not a file in its folder")
     if any(c in "/\\" or ord(c) < 32 for c in name) or "::" in name:  # which joins URLs, to fsspec
@@ -40,11 +36,7 @@ def check_file_name(name: object) -> str:
 
 
 def resolve_inside(folder: Path, name: object) -> Path:
-    """Return the absolute path of the relative path `name` in `folder`.
-
-    Raises:
-        ValueError: when it is not a path, or leads out of the folder.
-    """
+    """Return the absolute path of the relative path `name` in `folder`."""
     if not isinstance(name, str) or not name or not name.isprintable():
         raise ValueError(f"it names {describe_value(name)}, which is not a path")
     path, root = os.path.abspath(folder / name), os.path.abspath(folder)
@@ -55,12 +47,7 @@ def resolve_inside(folder: Path, name: object) -> Path:
 
 @contextmanager
 def open_regular_file(file: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; a pipe would block.
-
-    Raises:
-        OSError: when it can't be read.
-        ValueError: when it is not a regular file.
-    """
+    """Open a regular file for reading; a pipe would block."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as content:
         if stat.S_ISDIR(mode := os.fstat(descriptor).st_mode):
@@ -77,21 +64,13 @@ def read_regular_file(file: Path) -> bytes:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: when it is invalid.
-    """
+    """Parse JSON."""
     with _value_errors():
         return json.loads(text)
 
 
 def parse_object(text: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        ValueError: when it is invalid or not an object.
-    """
+    """Parse a JSON object."""
     content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError(f"it is {describe_value(content)}, not names and values")
@@ -99,11 +78,7 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> list[Any]:
-    """Parse the documents of a YAML text.
-
-    Raises:
-        ValueError: when it is invalid or nested too deeply.
-    """
+    """Parse the documents of a YAML text."""
     with _value_errors():
         if _may_be_deep(text) and _is_deep(text):
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
@@ -157,9 +132,6 @@ def check_type(value: object, kind: Any, name: str) -> None:
 
     Args:
         kind: the annotation. `float` admits an int, `int` no bool; a tuple is a list in the file.
-
-    Raises:
-        ValueError: naming the first part that is of another type.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:

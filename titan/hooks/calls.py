@@ -15,7 +15,7 @@ from titan.errors import ConfigError, RunError, find_own_code_error
 from titan.hooks.context import Context, Parameters
 from titan.hooks.schema import METRIC_PREFIX, MOMENTS, Hook
 from titan.parallelism.mesh import World
-from titan.run import own_code
+from titan.run import identity
 from titan.run.run import Run
 
 log = logging.getLogger("titan")
@@ -37,7 +37,7 @@ class Hooks:
             ConfigError: for a hook without methods, and as its `build` does.
             RunError: when a `build` fails.
         """
-        self._packages = own_code.find_packages(run)
+        self._packages = identity.find_packages(run)
         self._run_hook, self._contexts = world.activity.run_hook, dict[str, Context]()
         self._calls: dict[str, list[tuple[Context, Callable[[Context], object]]]] = {moment: [] for moment in MOMENTS}
         self._optimizer_logs: dict[int, Logged] = {}

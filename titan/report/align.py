@@ -17,7 +17,7 @@ from titan.optimizer.schema import Muon
 from titan.report.collect import RawRun
 from titan.report.findings import FailedRun
 from titan.report.run_end import parse_start_time
-from titan.run.recorded_config import complete_config, read_degrees
+from titan.run.axes import complete_config, read_degrees
 from titan.run.run import flatten_config
 from titan.run.schema import Recipe
 from titan.schedule.schema import Schedule

@@ -36,8 +36,8 @@ from titan.report.statistics import (
     estimate_mean_interval,
     estimate_median_time,
 )
+from titan.run.measured import LEAST_RUNS, compute_block_medians
 from titan.run.prediction import parse_document
-from titan.run.step_interval import LEAST_RUNS, compute_block_medians
 
 LAST_STEPS, LAST_SHARE = 10, 0.02
 """The loss of training is the mean over the last share of the steps, and over so many at least."""

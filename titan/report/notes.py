@@ -15,7 +15,7 @@ from titan.report.collect import CollectedRuns
 from titan.report.estimate import Member, average_by_seed, classify_unfinished, format_speed_settings
 from titan.report.findings import FailedRun, RunResult, Spike
 from titan.report.rank import VariantCandidate, find_fitting, has_settings
-from titan.run import own_code
+from titan.run import identity
 from titan.sweep.ledger import SweepSpec
 
 NAMED_RUNS, NAMED_VARIANTS = 6, 4
@@ -185,7 +185,7 @@ def list_comparison_notes(
         *(f"{raw.directory.name}: {corruption}" for raw in collected.runs for corruption in raw.corruption),
     ]
     if len(codes := _collect_code_ids(all_members)) > 1:
-        used = [d.get(own_code.KEY) or {} for m in all_members for d in m.raw.documents]
+        used = [d.get(identity.OWN_CODE) or {} for m in all_members for d in m.raw.documents]
         digests = {name: {own.get(name) for own in used} for name in sorted({name for own in used for name in own})}
         changed = ", ".join(name for name, found in digests.items() if len(found - {None}) > 1)
         of_some = ", ".join(name for name, found in digests.items() if None in found)

@@ -21,8 +21,8 @@ from titan.parallelism.schema import Layout
 from titan.report.align import find_shared_runs
 from titan.report.collect import RawRun, collect_runs
 from titan.report.estimate import measure_run
+from titan.run.axes import read_degrees
 from titan.run.prediction import sum_measured_bytes
-from titan.run.recorded_config import read_degrees
 from titan.run.run import Run
 from titan.run.schema import Recipe
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from titan.checkpoint import manifest
 from titan.console.numbers import format_plural
+from titan.files.run_directory import shorten_path
 from titan.metrics.columns import StepColumns
 from titan.report.estimate import Member
 from titan.report.findings import Numbers
-from titan.run.summary import shorten_path
 
 FIRST = 5
 """Steps that must agree within the bounds."""

@@ -1,86 +1,79 @@
 """Decide what a command does with its run's directory, by what that holds. Free of torch.
 
 Nothing there: start. An unfinished run: resume it. A finished one: show its summary. More `training.steps`: continue.
-A run with other hyperparameters raises ConfigError, which names the settings that differ. `titan.run.directory` reads
-the files, `titan.run.same_experiment` compares, `titan.run.records` writes. The data are prepared before it, by
-`titan.run.prepared_data`.
+A run with other hyperparameters raises ConfigError, which names the settings that differ. Then the attempt is written
+into the directory: run.yaml, Hydra's own files, env.json. `titan.run.directory` reads them; the data are prepared
+before, by `titan.run.lineage`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import platform
+import shutil
+import socket
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import yaml
 
 from titan.checkpoint import manifest, select
-from titan.checkpoint.manifest import CorruptCheckpointError
-from titan.checkpoint.remote import Remote, open_remote
+from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
+from titan.checkpoint.remote import open_remote
 from titan.checkpoint.select import CheckpointCandidate
+from titan.config.kinds import get_kind
+from titan.config.settings import format_value
+from titan.console.text import redact_nested
 from titan.dataset import corpora
+from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
+from titan.files.atomic import write_atomic
+from titan.files.run_directory import RUN, shorten_path
 from titan.metrics.reader import METRICS, ends_with_attempt
-from titan.run import completion, evaluated, identity, own_code, records
-from titan.run.directory import is_locked, parse_attempts, read_attempts, read_result
+from titan.model.schema import Llama
+from titan.run import certificate, evaluated, hydra_private, identity, prediction
+from titan.run.directory import (
+    ENVIRONMENT,
+    build_write_error,
+    is_ended_by_hook,
+    is_locked,
+    parse_attempts,
+    read_attempts,
+    read_result,
+)
 from titan.run.identity import Ids
-from titan.run.lineage import Parent, count_rows_read, find_parent
+from titan.run.lineage import Parent, PreparedData, count_rows_read, find_parent
 from titan.run.prediction import Prediction, predict
-from titan.run.prepared_data import PreparedData
-from titan.run.run import Run
-from titan.run.same_experiment import check_same, check_same_without_data
+from titan.run.run import Run, as_config, flatten_config
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One execution of a run, between start or resume and its end.
+    """One execution of a run, between start or resume and its end."""
 
-    Attributes:
-        number: 1 for the first.
-        run_id: the same in all attempts of a run.
-        ids: what identifies science, execution and code.
-        corpora: the folder of each prepared corpus, by name.
-        checkpoint: the folder or URL to resume from; None to start from the seed, or from `weights`.
-        step: updates done in it; 0 at the start.
-        rows: rows of the data read in it; 0 at the start.
-        kind: "start", "resume", "continuation" or "fork" (from another run's checkpoint).
-        parent: "science_id@step" of the checkpoint of a fork, or "weights:digest" of initial weights.
-        weights: the folder of initial weights that replace those of the seed.
-        notes: messages about it, for example about checkpoints that can't be used.
-        prediction: of its step time and memory; None where the hardware is not described.
-        evaluated: digests of what it evaluates, see `titan.run.evaluated`.
-    """
-
-    number: int
-    run_id: str
-    ids: Ids
-    corpora: corpora.Folders
-    checkpoint: str | None
-    step: int
-    rows: int
-    kind: str
-    parent: str | None = None
-    weights: str | None = None
-    notes: tuple[str, ...] = ()
-    prediction: Prediction | None = None
+    number: int  # 1 for the first
+    run_id: str  # the same in all attempts of a run
+    ids: Ids  # what identifies science, execution and code
+    corpora: corpora.Folders  # the folder of each prepared corpus, by name
+    checkpoint: str | None  # the folder or URL to resume from; None to start from the seed, or from `weights`
+    step: int  # updates done in it; 0 at the start
+    rows: int  # rows of the data read in it; 0 at the start
+    kind: str  # "start", "resume", "continuation" or "fork" (from another run's checkpoint)
+    parent: str | None = None  # "science_id@step" of the checkpoint of a fork, or "weights:digest" of initial weights
+    weights: str | None = None  # the folder of initial weights that replace those of the seed
+    notes: tuple[str, ...] = ()  # messages about it, for example about checkpoints that can't be used
+    prediction: Prediction | None = None  # of its step time and memory; None where the hardware is not described
+    # digests of what it evaluates, see `titan.run.evaluated`
     evaluated: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """The run in the directory has done all its steps."""
-
-    directory: str
-    result: Mapping[str, Any]
-
-
-def begin_attempt(run: Run, data: PreparedData) -> Attempt | FinishedRun:
-    """Decide what the directory means, and record the attempt that starts.
-
-    Raises:
-        ConfigError: when the directory holds something else.
-    """
+def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
+    """Decide what the directory means, and record the attempt that starts; None where the run is finished."""
     history = _read_history(run)
     origin = find_parent(run, history.documents, data.mix, has_checkpoint=history.last is not None)
     science = identity.collect_science(run, corpora.compute_data_digest(data.mix), origin.id)
@@ -88,36 +81,30 @@ def begin_attempt(run: Run, data: PreparedData) -> Attempt | FinishedRun:
     if history.documents:
         check_same(run, history.documents[-1], science, data.mix, history.last)
         if _is_finished(run, history):
-            return FinishedRun(run.directory, history.result)
+            return None
         _check_last(run, history.result, history.last, notes)
-        notes += (*_note_missing_steps(history), *history.result_notes)
-        notes += own_code.note_changes(run, history.documents[-1])
+        steps = (history.documents[-1].get("from_step", 0), history.result.get("checkpoint") and history.result["step"])
+        if history.last is None and any(steps):
+            notes += (f"there is no checkpoint any more of a run that had got to step {max(s or 0 for s in steps)}",)
+        notes += history.result_notes
+        notes += identity.note_code_changes(run, history.documents[-1])
     digests = evaluated.compute_digests(run.evaluation)
     notes += evaluated.note_changes(digests, history.documents)
     prediction, problem = predict(run)
     notes += (problem,) if problem else ()
     attempt = _build_attempt(run, history, identity.compute_ids(run, science), data, origin)
     attempt = replace(attempt, notes=notes, prediction=prediction, evaluated=digests)
-    records.record_attempt(run, attempt, science, history.documents)
+    record_attempt(run, attempt, science, history.documents)
     return attempt
 
 
-@dataclass(frozen=True)
-class _History:
-    """What earlier attempts of a run have left.
+class _History(NamedTuple):
+    """What earlier attempts of a run have left."""
 
-    Attributes:
-        documents: their documents in run.yaml.
-        last: the last complete checkpoint.
-        notes: messages about checkpoints that can't be used.
-        result: the content of result.json; empty where it is missing or can't be used.
-        result_notes: messages about result.json.
-    """
-
-    documents: list[dict[str, Any]]
-    last: CheckpointCandidate | None
-    notes: tuple[str, ...]
-    result: Mapping[str, Any]
+    documents: list[dict[str, Any]]  # of run.yaml
+    last: CheckpointCandidate | None  # the last complete one
+    notes: tuple[str, ...]  # on checkpoints that can't be used
+    result: Mapping[str, Any]  # the content of result.json; empty where it is missing or can't be used
     result_notes: tuple[str, ...]
 
 
@@ -130,7 +117,8 @@ def _read_history(run: Run) -> _History:
             f"hydra.run.dir={directory}: holds checkpoints, and no run.yaml that says of which run; bring it back, or "
             "choose another name (checkpoint.resume goes on from them there)."
         )
-    result, problem = read_result(directory, _collect_science_ids(documents)) if documents else ({}, None)
+    sciences = {document["ids"]["science"] for document in documents}  # several, since more steps change it
+    result, problem = read_result(directory, sciences) if documents else ({}, None)
     return _History(documents, last, notes, result, (problem,) if problem else ())
 
 
@@ -138,7 +126,7 @@ def _is_finished(run: Run, history: _History) -> bool:
     """Return whether the run has done all its steps, or a hook has ended it, and no post-save hook is pending."""
     result, last = history.result, history.last
     is_done = result.get("finished") and result["step"] == run.training.steps
-    if not (is_done or completion.is_ended_by_hook(run, history.documents[-1], result)):
+    if not (is_done or is_ended_by_hook(run, history.documents[-1], result)):
         return False
     return not (last and select.is_post_save_pending(run.checkpoint, Path(run.directory), last.manifest.step))
 
@@ -150,16 +138,22 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
         ConfigError: when there is none before it, or it is another run's.
     """
     damaged_path, directory = str(attempt.checkpoint), Path(run.directory)
-    if not _is_own(run, damaged_path):
+    copies = open_remote(run.checkpoint.path, run.directory) if run.checkpoint.path else None
+    folder = damaged_path.rpartition("/")[0]
+    if folder == str(directory / "checkpoints"):
+        manifest.mark_damaged(Path(damaged_path))
+    elif copies is not None and folder == copies.url:
+        try:
+            copies.forget_step(attempt.step)
+        except (OSError, CorruptCheckpointError) as error:
+            raise ConfigError(
+                f"checkpoint.path={run.checkpoint.path}: step-{attempt.step} there is damaged, and can't be set aside "
+                f"({error}); fix this."
+            ) from error
+    else:  # of the run that this one was forked from
         raise ConfigError(
             f"checkpoint.resume={run.checkpoint.resume}: {damaged_path} is damaged: {problem}; give another one."
         )
-    if run.checkpoint.path and damaged_path.startswith(open_remote(run.checkpoint.path, run.directory).url):
-        _retire_copy(
-            open_remote(run.checkpoint.path, run.directory), attempt.step, f"checkpoint.path={run.checkpoint.path}"
-        )
-    else:
-        manifest.mark_damaged(Path(damaged_path))
     earlier = read_attempts(directory)
     last, more_notes = select.find_latest(directory, run.checkpoint.path, attempt.run_id)
     notes = (*attempt.notes, f"checkpoint {Path(damaged_path).name} is damaged and not used: {problem}")
@@ -171,18 +165,8 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
     checkpoint = last or find_parent(run, earlier, mix, has_checkpoint=False).checkpoint
     step, rows = (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
     attempt = replace(attempt, checkpoint=checkpoint.path if checkpoint else None, step=step, rows=rows, notes=notes)
-    records.correct_start(directory, attempt)
+    correct_start(directory, attempt)
     return attempt
-
-
-def _retire_copy(copies: Remote, step: int, setting: str) -> None:
-    """Mark a corrupt copy in `checkpoint.path` as not to be used."""
-    try:
-        copies.forget_step(step)
-    except (OSError, CorruptCheckpointError) as error:
-        raise ConfigError(
-            f"{setting}: step-{step} there is damaged, and can't be set aside ({error}); fix this."
-        ) from error
 
 
 def withdraw_attempt(run: Run, attempt: Attempt) -> None:
@@ -196,10 +180,10 @@ def withdraw_attempt(run: Run, attempt: Attempt) -> None:
         return
     if earlier:
         with contextlib.suppress(OSError):  # on a full disk it stays
-            return records.write_attempts(directory, earlier)
+            return write_attempts(directory, earlier)
         return
     if not manifest.list_complete(directory):
-        records.clear_attempt(run)
+        clear_attempt(run)
 
 
 def check_directory(run: Run, has_own_job: bool) -> None:
@@ -220,16 +204,6 @@ def check_directory(run: Run, has_own_job: bool) -> None:
         check_same_without_data(run, earlier[-1])
 
 
-def read_finished_run(run: Run) -> FinishedRun:
-    """Return the result of the finished run in a directory."""
-    return FinishedRun(run.directory, read_result(Path(run.directory))[0])
-
-
-def _collect_science_ids(attempts: list[dict[str, Any]]) -> set[str]:
-    """Return the science ids that a run has had: more steps change them."""
-    return {document["ids"]["science"] for document in attempts}
-
-
 def _read_remote_attempts(run: Run) -> list[dict[str, Any]]:
     """Return the documents of a run whose directory is gone, or on another machine, from `checkpoint.path`."""
     if run.checkpoint.path is None:
@@ -240,14 +214,6 @@ def _read_remote_attempts(run: Run) -> list[dict[str, Any]]:
     except OSError:  # `select.find_latest` reports it
         return []
     return parse_attempts(text.decode(errors="replace"), f"checkpoint.path={run.checkpoint.path}") if text else []
-
-
-def _is_own(run: Run, checkpoint: str) -> bool:
-    """Return whether a checkpoint is the run's, not the one that it was forked from."""
-    own_folders = [str(Path(run.directory) / "checkpoints")]
-    if run.checkpoint.path:
-        own_folders.append(open_remote(run.checkpoint.path, run.directory).url)
-    return checkpoint.rpartition("/")[0] in own_folders
 
 
 def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate | None, notes: tuple[str, ...]) -> None:
@@ -266,16 +232,6 @@ def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate |
         )
 
 
-def _note_missing_steps(history: _History) -> tuple[str, ...]:
-    """Return a note where a run had checkpoints and has none any more."""
-    result = history.result
-    from_step = int(history.documents[-1].get("from_step", 0))
-    last_step = max(from_step, int(result.get("step", 0)) if result.get("checkpoint") else 0)
-    if not last_step or history.last is not None:
-        return ()
-    return (f"there is no checkpoint any more of a run that had got to step {last_step}",)
-
-
 def _build_attempt(run: Run, history: _History, ids: Ids, data: PreparedData, origin: Parent) -> Attempt:
     documents, checkpoint = history.documents, history.last or origin.checkpoint
     step, rows = (
@@ -286,3 +242,141 @@ def _build_attempt(run: Run, history: _History, ids: Ids, data: PreparedData, or
     run_id = documents[0]["run_id"] if documents else uuid.uuid4().hex[:12]
     path, weights = (checkpoint.path, None) if checkpoint else (None, origin.weights)
     return Attempt(len(documents) + 1, run_id, ids, data.folders, path, step, rows, kind, origin.id, weights)
+
+
+def list_hydra_folders(run: Run) -> set[str]:
+    """Return the names of the folders of Hydra's own files in a run's directory: `hydra.output_subdir`."""
+    return {file.partition("/")[0] for file in run.hydra}
+
+
+def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earlier: list[dict[str, Any]]) -> None:
+    """Write an attempt's document into run.yaml, after those of `earlier` attempts, and the files beside it."""
+    directory = Path(run.directory)
+    try:
+        for name, content in run.hydra.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            write_atomic(directory / name, hydra_private.dump_yaml(content))
+        environment = {
+            "code": identity.describe_code(run),
+            "diff": identity.read_git_diff(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "host": socket.gethostname(),
+            "device": asdict(run.machine),
+        }
+        write_atomic(directory / ENVIRONMENT, json.dumps(redact_nested(environment), indent=1))
+        # last: what fails before it leaves the run as it was
+        write_attempts(directory, [*earlier, redact_nested(_build_document(run, attempt, science))])
+    except OSError as error:
+        if not earlier:
+            clear_attempt(run)
+        raise build_write_error(directory, error) from error
+
+
+def _build_document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attempt": attempt.number,
+        "kind": attempt.kind,
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "name": run.name,
+        "parent": attempt.parent,
+        "from_step": attempt.step,
+        "notes": list(attempt.notes),
+        "ids": asdict(attempt.ids),
+        "overrides": list(run.overrides),
+        "options": list(run.options),
+        "choices": dict(run.choices),
+        "layout": run.layout.degrees(),
+        "expert": run.layout.expert,
+        "microbatches": run.microbatches,
+        "config": as_config(run),
+        "science": dict(science),
+        **({identity.OWN_CODE: digests} if (digests := identity.compute_code_digests(run)) else {}),
+        **({evaluated.KEY: dict(attempt.evaluated)} if attempt.evaluated else {}),
+        **({prediction.KEY: prediction.to_document(attempt.prediction)} if attempt.prediction else {}),
+        **({certificate.KEY: found.summarize()} if (found := certificate.find(run)) else {}),
+        "run_id": attempt.run_id,  # last, because it is required: a file that was cut lacks it
+    }
+
+
+def correct_start(directory: Path, attempt: Attempt) -> None:
+    """Replace the start and the notes in the last document of run.yaml by those of `attempt`."""
+    *earlier, document = read_attempts(directory)
+    changed = redact_nested({"from_step": attempt.step, "notes": list(attempt.notes)})
+    try:
+        write_attempts(directory, [*earlier, document | changed])
+    except OSError as error:
+        raise build_write_error(directory, error) from error
+
+
+def write_attempts(directory: Path, documents: list[dict[str, Any]]) -> None:
+    """Replace run.yaml in one step, so that a kill leaves no half of it."""
+    text = "".join("---\n" + yaml.safe_dump(document, sort_keys=False) for document in documents)
+    write_atomic(directory / RUN, text, sync=True)
+
+
+def clear_attempt(run: Run) -> None:
+    """Remove what an attempt wrote that is not recorded."""
+    directory = Path(run.directory)
+    for name in (RUN, ENVIRONMENT):
+        (directory / name).unlink(missing_ok=True)
+    for name in ("log", "debug", "profile", *list_hydra_folders(run)):
+        shutil.rmtree(directory / name, ignore_errors=True)
+
+
+def check_same(
+    run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: RowMixture, saved: CheckpointCandidate | None
+) -> None:
+    """Raise ConfigError when the run's settings make it another experiment than its last attempt's.
+
+    More steps are a continuation. So is what changes only the rows after those that the last checkpoint has read: a
+    later stage of the mixture, rows to skip, a larger batch.
+    """
+    differ = _list_differing(last["science"], science)
+    later = saved is not None and _concerns_later_rows(run, differ, mix, saved.manifest)
+    _reject_other(run, last, science, [] if later else differ)
+
+
+def check_same_without_data(run: Run, last: Mapping[str, Any]) -> None:
+    """Raise ConfigError when settings that need neither data nor checkpoints show another experiment."""
+    new = identity.select_settings(run, science=True)
+    differ = [k for k in _list_differing(last["science"], new) if k != "training.grow"]
+    _reject_other(run, last, new, [k for k in differ if k.split(".")[0] not in ("dataset", "data", "parent")])
+
+
+def _list_differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    missing = object()
+    differ = {k for k in old.keys() | new.keys() if old.get(k, missing) != new.get(k, missing)}
+    return sorted(differ - {"training.steps"})
+
+
+def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Manifest) -> bool:
+    """Return whether the differing settings only concern rows that the last checkpoint has not read."""
+    order_only = [k for k in differ if k in ("dataset", "data", "training.grow") or k.startswith("dataset.")]
+    if order_only != differ or "dataset.mask_documents" in differ:
+        return False
+    try:
+        return count_rows_read(run, mix, saved) > 0
+    except ConfigError:
+        return False
+
+
+def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
+    """Raise ConfigError that names the settings that differ, if any do, and for fewer steps than the last attempt's."""
+    if differ:
+        is_here = (Path(run.directory) / RUN).is_file() or run.checkpoint.path is None
+        place = shorten_path(run.directory) if is_here else f"checkpoint.path={run.checkpoint.path}"
+        last_values = {"model": get_kind(Llama), **flatten_config(last["config"]), **last["science"]}
+        new_values = {"model": get_kind(Llama), **flatten_config(as_config(run)), **new}  # which ids leave out
+        differences = "; ".join(
+            f"{k} was {format_value(last_values.get(k))}, now {format_value(new_values.get(k))}" for k in differ
+        )
+        raise ConfigError(
+            f"{place}: holds another experiment ({differences}); choose another name for this one, and "
+            f"checkpoint.resume={shorten_path(run.directory)} if it is to begin where that one ended."
+        )
+    steps = int(last["config"]["training"]["steps"])
+    if run.training.steps < steps:
+        raise ConfigError(
+            f"training.steps={run.training.steps}: the run in {run.directory} has {steps}; give {steps} or more."
+        )

@@ -22,9 +22,9 @@ from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
 from titan.parallelism.schema import DIMENSIONS
-from titan.run import identity, own_code
+from titan.run import identity
 from titan.run.run import Run, as_config
-from titan.run.shrink_model import has_uneven_rows, is_custom_schedule
+from titan.run.shrink import has_uneven_rows, is_custom_schedule
 
 KEY = "certificate"
 """Its key in run.yaml."""
@@ -86,7 +86,7 @@ def compute_key(run: Run) -> str:
 
 
 def _list_classes(value: Any) -> list[tuple[str, str]]:
-    return [(name, get_kind(found)) for name, found in own_code.find_classes(value)]
+    return [(name, get_kind(found)) for name, found in identity.find_classes(value)]
 
 
 def _read_schedule(schedule: str) -> str:

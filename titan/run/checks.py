@@ -1,4 +1,7 @@
-"""Check combinations of settings across axes, in one place, before any work starts. Free of torch."""
+"""Check combinations of settings across axes, in one place, before any work starts. Free of torch.
+
+Each function of `CHECKS` yields the sentences of what it rejects, of which the first ends the command.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from titan.config.kinds import get_kind
 from titan.config.optional import advise_extra
 from titan.config.settings import format_value, suggest_pattern
 from titan.config.warning import warn_once
-from titan.console.numbers import format_plural, format_rounded
+from titan.console.numbers import format_plural
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
@@ -33,224 +36,257 @@ if TYPE_CHECKING:
 
     from titan.run.run import Run
 
+    Faults = Iterator[str]
+
 DEEP_EP_CAPABILITY, DEEP_EP_MULTIPLE, DEEP_EP_TOP_K = 9.0, 8, 32
 """What DeepEP's kernels need: the compute capability, the number that divides a token's width, the most experts."""
-
-SAVED_SHARE = 0.05
-"""Share of a rank's memory that a recommended setting saves at least."""
 EXCHANGE_TORCH = (2, 13)
-"""The first release of torch whose FSDP has the settings of `_check_exchange`."""
+"""The first release of torch whose FSDP has the settings of `_list_exchange_faults`."""
 
 
-def check(run: Run, started: bool = False, remote: bool = False) -> None:
-    """Check a run across its axes.
+def check_run(run: Run, started: bool = False, remote: bool = False) -> None:
+    """Raise ConfigError for a combination that can't work.
 
     Args:
         started: its ranks are started by others, not on this machine by titan.
         remote: its machine is a node that a scheduler will provide, with other packages and programs.
-
-    Raises:
-        ConfigError: for a combination that can't work.
     """
     check_limits(run)
-    _check_split(run)
-    if not is_titan_class(type(run.model)):  # tests check titan's own, without torch here
-        from titan.model.module_checks import check_module
-
-        layout, gate = run.layout, run.memory.checkpointing == "gate"
-        sequence = TECHNIQUES["sequence_parallel"].is_on(run)
-        check_module(run.model, layout.tensor, layout.context, layout.expert, gate, sequence)
-    _check_growth(run, remote)
-    _check_precision(run, remote)
-    _check_dispatcher(run, remote)
-    _check_halves(run)
-    _check_pairs(run)
-    _check_exchange(run, remote)
-    _check_accumulation(run)
-    _check_audit(run)
-    for check_axis in (
-        _check_tensor, _check_context, _check_attention, _check_sharding, _check_experts, _check_memory
-    ):  # fmt: skip
-        check_axis(run)
+    for list_faults in CHECKS:
+        _reject(list_faults(run, remote))
     if not started:
         _check_machine(run)
     if not run.is_layout_open:
         fit.check_memory(run, run.layout, run.machine, run.microbatches, remote)
-    if run.compile.scope != "off" and run.debug.detect_anomaly:
-        raise ConfigError("debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off.")
-    if run.layout.tensor > 1 and run.debug.detect_anomaly:
-        raise ConfigError(
-            f"debug.detect_anomaly=true: torch can't trace what parallelism.tensor={run.layout.tensor} shards; "
-            "give parallelism.tensor=1."
-        )
-    if run.microbatches > run.rank_rows:
-        raise ConfigError(
-            f"parallelism.microbatches={run.microbatches}: more than the rows of a rank per step, "
-            f"training.global_batch / training.seq_len / ranks; give at most {run.rank_rows}."
-        )
-    if run.compile.scope != "off":
-        _check_compiler(run, remote)
-    if run.precision.eight_bit and not remote and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"precision.matmuls={run.precision.matmuls}: needs torchao; {advise_extra('float8')}.")
-    _check_checkpoint(run)
-    _check_evaluation(run)
+    for list_faults in (_list_debug_faults, _list_compiler_faults, _list_checkpoint_faults, _list_evaluation_faults):
+        _reject(list_faults(run, remote))
     run.profile.check(run.layout.devices)
 
 
-def _check_checkpoint(run: Run) -> None:
-    """Reject settings about saved checkpoints where none are saved, and a format that lacks the model."""
-    checkpoint = run.checkpoint
-    if checkpoint.mode == "off" and run.cluster.restarts:
-        raise ConfigError(f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.")
-    for name, value in (("export", checkpoint.export), ("path", checkpoint.path)):
-        if checkpoint.mode == "off" and value:
-            raise ConfigError(f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async.")
-    if checkpoint.export in ("hf", "meta") and run.model.logit_cap is not None:
-        raise ConfigError(
-            f"checkpoint.export={checkpoint.export}: models of this format do not cap logits, and model.logit_cap="
-            f"{format_value(run.model.logit_cap)}; give checkpoint.export=null, or model.logit_cap=null."
-        )
-    if checkpoint.export == "meta" and type(run.model) is not Llama:
-        alternative = "hf" if type(run.model) in FAMILIES.values() else "null"
-        raise ConfigError(
-            f"checkpoint.export=meta: this format exists for Llama only, and the model is a "
-            f"{type(run.model).__name__}; give checkpoint.export={alternative}."
-        )
-    if checkpoint.export == "hf" and type(run.model) not in FAMILIES.values():
-        raise ConfigError(
-            f"checkpoint.export=hf: Hugging Face has no model {get_kind(type(run.model))}; give checkpoint.export=null "
-            f"({OWN_MODELS})."
-        )
+def _reject(faults: Faults) -> None:
+    for sentence in faults:
+        raise ConfigError(sentence)
 
 
-def _check_evaluation(run: Run) -> None:
-    """Reject texts to evaluate where the data have no tokenizer."""
-    text_settings = [name for name in ("sets", "tasks") if getattr(run.evaluation, name)]
-    if text_settings and isinstance(run.dataset, Synthetic):
-        raise ConfigError(
-            f"evaluation.{text_settings[0]}: dataset=synthetic has no tokenizer to read text with; choose a dataset "
-            "of text, or leave it out."
-        )
+def _list_split_faults(run: Run, remote: bool) -> Faults:
+    """Matmuls that can't be split into equal parts; a user's own model is built, titan's are checked by tests."""
+    degree, model, layout = run.layout.tensor, run.model, run.layout
+    for name in model.SPLIT:
+        if getattr(model, name) % degree:
+            largest = math.gcd(*(getattr(model, other) for other in model.SPLIT))
+            divisor = next(d for d in range(degree - 1, 0, -1) if largest % d == 0)
+            yield (
+                f"parallelism.tensor={degree}: does not divide model.{name}={getattr(model, name)}; "
+                f"give a divisor of it, such as {divisor}."
+            )
+    if not is_titan_class(type(model)):
+        from titan.model.module_checks import check_module
+
+        sequence = TECHNIQUES["sequence_parallel"].is_on(run)
+        check_module(model, degree, layout.context, layout.expert, run.memory.checkpointing == "gate", sequence)
 
 
-def _check_growth(run: Run, remote: bool) -> None:
-    """Reject batches that a pipeline's schedule can't split into micro-batches of the same size."""
+def _list_growth_faults(run: Run, remote: bool) -> Faults:
+    """Batches that a pipeline's schedule can't split into micro-batches of the same size."""
     for phase in run.training.phases[1:] if run.staging.count > 1 else ():
-        rows = math.ceil(phase.rows / run.layout.data_ranks)
-        count = math.ceil(rows / run.microbatch_rows)
+        tokens = phase.rows * run.training.seq_len
+        count = math.ceil(math.ceil(phase.rows / run.layout.data_ranks) / run.microbatch_rows)
         try:
             plan_stages(run.parallelism, run.layout, run.model, run.training.seq_len, count)
         except ConfigError as error:
-            raise ConfigError(
-                f"training.grow: {phase.rows * run.training.seq_len} tokens make {count} micro-batches of "
+            yield (
+                f"training.grow: {tokens} tokens make {count} micro-batches of "
                 f"{format_plural(run.microbatch_rows, 'row')}, and then {error}"
-            ) from error
-        larger = replace(run, training=replace(run.training, global_batch=phase.rows * run.training.seq_len, grow=()))
+            )
+        larger = replace(run, training=replace(run.training, global_batch=tokens, grow=()))
         fit.check_memory(larger, run.layout, run.machine, count, remote)
 
 
-def _check_audit(run: Run) -> None:
-    """Reject audits where no other rank computes the same part of the model with the same code."""
-    layout, every = run.layout, run.debug.audit
-    if not every or run.is_layout_open:
-        return
-    label = f"debug.audit={every}"
-    if layout.pipeline > 1:
-        raise ConfigError(
-            f"{label}: the stages of a pipeline run forward only together with backward; give parallelism.pipeline=1, "
-            "or debug.audit=0."
-        )
-    if run.compile.scope == "model":
-        raise ConfigError(
-            f"{label}: with compile=model nothing but the loss can be compared; give compile=block, or debug.audit=0."
-        )
-    places = layout.data_ranks // max(1, layout.expert // (layout.context * layout.tensor))
-    if places < 2:
-        shared = f" (parallelism.expert={layout.expert})" if layout.expert > 1 else ""
-        raise ConfigError(
-            f"{label}: no other rank computes the same part of the model{shared}; give parallelism.replicate=2 or "
-            "parallelism.shard=2 times as many ranks, or debug.audit=0."
-        )
-
-
-def _check_precision(run: Run, remote: bool) -> None:
-    """Reject types that can't be combined, and 8-bit matmuls where no kernel computes them."""
-    precision = run.precision
+def _list_precision_faults(run: Run, remote: bool) -> Faults:
+    """Types that can't be combined, and 8-bit matmuls where no kernel computes them."""
+    precision, machine = run.precision, run.machine
     if precision.weights == "bf16" and precision.compute != "bf16":
-        raise ConfigError(
+        yield (
             f"precision.weights=bf16: requires precision.compute=bf16, not {precision.compute}; give "
             "precision=bf16_pure."
         )
     if not precision.eight_bit:
         return
+    label = f"precision.matmuls={precision.matmuls}"
     if precision.compute != "bf16":
-        raise ConfigError(
-            f"precision.matmuls={precision.matmuls}: requires precision.compute=bf16, not {precision.compute}; give "
-            "that type."
-        )
-    _check_formats(run, remote)
-    _check_matmuls(run)
-
-
-def _check_formats(run: Run, remote: bool) -> None:
-    """Reject formats that the device does not support."""
-    precision, machine = run.precision, run.machine
-    min_capability = CAPABILITY[precision.matmuls]
-    is_capability_unknown = machine.capability is None  # AMD's, or not known before the job has its node
-    if precision.emulate or (
-        machine.device == "cuda" and (is_capability_unknown or (machine.capability or 0) >= min_capability)
-    ):
-        return
+        yield f"{label}: requires precision.compute=bf16, not {precision.compute}; give that type."
+    least = CAPABILITY[precision.matmuls]
+    has_format = machine.device == "cuda" and (machine.capability is None or machine.capability >= least)
     subject = "the cluster" if remote and machine.device == "cuda" else "this machine"
-    raise ConfigError(
-        f"precision.matmuls={precision.matmuls}: requires {HARDWARE[min_capability]}, and {subject} has "
-        f"{machine.name}; give precision.emulate=true to emulate it slowly, or precision=bf16."
-    )
-
-
-def _check_matmuls(run: Run) -> None:
-    """Reject sizes that no kernel supports."""
-    precision, matmuls = run.precision, run.model.matmuls()
+    if not (precision.emulate or has_format):  # unknown of AMD's GPUs, and before the job has its node
+        yield (
+            f"{label}: requires {HARDWARE[least]}, and {subject} has {machine.name}; give precision.emulate=true to "
+            "emulate it slowly, or precision=bf16."
+        )
+    matmuls = run.model.matmuls()
     for pattern in precision.skip:
         if not any(fnmatchcase(name, pattern) for name in matmuls):
-            raise ConfigError(
+            yield (
                 f"precision.skip={format_value(precision.skip)}: no matmul of the model is named {pattern}; names are "
                 f"such as {next(iter(matmuls))} and head{suggest_pattern(pattern, matmuls)}"
             )
     choice, multiple = precision.select_layers(matmuls, run.layout.tensor), QUANT_BLOCK[precision.matmuls]
     if not choice.quantized:
-        raise ConfigError(
-            f"precision.matmuls={precision.matmuls}: applies to no matmul of the model: "
-            f"{choice.describe_exclusions()}; change these, or give precision=bf16."
+        yield (
+            f"{label}: applies to no matmul of the model: {choice.describe_exclusions()}; change these, or give "
+            "precision=bf16."
         )
     if "head" in choice.quantized and run.training.loss_chunk is not None:
-        raise ConfigError(
-            f"training.loss_chunk={run.training.loss_chunk}: computes the head in {precision.compute}, and "
-            f"precision.matmuls={precision.matmuls} includes the head; give precision.skip=[head], or null."
+        yield (
+            f"training.loss_chunk={run.training.loss_chunk}: computes the head in {precision.compute}, and {label} "
+            "includes the head; give precision.skip=[head], or null."
         )
     tokens = run.microbatch_rows * run.training.seq_len // run.layout.context
     if tokens % multiple and precision.weight_grads_in_8_bits:
-        raise ConfigError(
-            f"precision.matmuls={precision.matmuls}: a micro-batch of a rank has {tokens} tokens, and weight gradients "
-            f"need a multiple of {multiple}; give another training.seq_len or training.global_batch."
+        yield (
+            f"{label}: a micro-batch of a rank has {tokens} tokens, and weight gradients need a multiple of "
+            f"{multiple}; give another training.seq_len or training.global_batch."
         )
 
 
-def _check_split(run: Run) -> None:
-    """Reject matmuls that can't be split into equal parts."""
-    degree, model = run.layout.tensor, run.model
-    for name in model.SPLIT:
-        if getattr(model, name) % degree:
-            largest = math.gcd(*(getattr(model, other) for other in model.SPLIT))
-            divisor = next(d for d in range(degree - 1, 0, -1) if largest % d == 0)
-            raise ConfigError(
-                f"parallelism.tensor={degree}: does not divide model.{name}={getattr(model, name)}; "
-                f"give a divisor of it, such as {divisor}."
+def _list_dispatcher_faults(run: Run, remote: bool) -> Faults:
+    """DeepEP where it can't run; one rank that has all experts exchanges nothing."""
+    machine, model, top_k = run.machine, run.model, getattr(run.model, "top_k", 0)
+    if run.parallelism.dispatcher != "deepep":
+        return
+    if run.layout.expert == 1:
+        warn_once("parallelism.dispatcher=deepep: has no effect, because no ranks share experts.")
+        return
+    capability = machine.capability or DEEP_EP_CAPABILITY
+    needs = []
+    if machine.device != "cuda" or capability < DEEP_EP_CAPABILITY:
+        needs.append(
+            f"needs CUDA and a Hopper GPU or newer, and the machine has {machine.name}; give one such as cluster=h100"
+        )
+    if run.precision.compute != "bf16":
+        needs.append(f"computes in bf16, and precision.compute={run.precision.compute}; give precision=bf16")
+    if model.dim % DEEP_EP_MULTIPLE:
+        needs.append(f"model.dim={model.dim} is no multiple of {DEEP_EP_MULTIPLE}; change it")
+    if top_k > DEEP_EP_TOP_K:
+        needs.append(f"a token has at most {DEEP_EP_TOP_K} experts, and model.top_k={top_k}; change it")
+    if not remote and importlib.util.find_spec("deep_ep") is None:
+        needs.append("needs the package deep_ep, version 2; install it from github.com/deepseek-ai/DeepEP")
+    for need in needs:
+        yield f"parallelism.dispatcher=deepep: {need}, or parallelism.dispatcher=alltoall."
+
+
+def _list_halves_faults(run: Run, remote: bool) -> Faults:
+    """Halves of micro-batches of one row; where nothing is exchanged they are whole."""
+    if not run.parallelism.halves:
+        return
+    if run.layout.expert == 1:
+        warn_once("parallelism.halves=true: has no effect, because no ranks share experts.")
+        return
+    if run.parallelism.dispatcher == "deepep":
+        yield (
+            "parallelism.halves=true: nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
+            "parallelism.dispatcher=alltoall, or parallelism.halves=false."
+        )
+    if run.microbatch_rows < 2:
+        yield (
+            f"parallelism.halves=true: needs micro-batches of two rows on each rank, and with "
+            f"parallelism.microbatches={run.microbatches} they have one; give fewer, a larger training.global_batch, "
+            "or parallelism.halves=false."
+        )
+
+
+def _list_pairs_faults(run: Run, remote: bool) -> Faults:
+    """Pairs that take turns where there is no exchange or no pair, or where something else is beside it."""
+    parallelism = run.parallelism
+    if not parallelism.pairs:
+        return
+    way_out = "or parallelism.pairs=false."
+    if run.layout.expert == 1:
+        yield (
+            "parallelism.pairs=true: no ranks share experts, so that nothing is exchanged; give "
+            f"parallelism.expert=auto, {way_out}"
+        )
+    if parallelism.dispatcher == "deepep":
+        yield (
+            "parallelism.pairs=true: nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
+            f"parallelism.dispatcher=alltoall, {way_out}"
+        )
+    if parallelism.halves:
+        yield (
+            "parallelism.pairs=true: parallelism.halves=true computes beside the same exchanges; give "
+            f"parallelism.halves=false, {way_out}"
+        )
+    overlaps = list_overlaps(parallelism) if run.layout.pipeline > 1 else []
+    if not overlaps:
+        yield (
+            "parallelism.pairs=true: the pipeline's schedule has no pairs; give parallelism=pp "
+            f"parallelism.schedule=DualPipeV, {way_out}"
+        )
+    if other := next((overlap for overlap in overlaps if not overlap.is_pair), None):
+        yield (
+            f"parallelism.pairs=true: {other} in parallelism.schedule={parallelism.schedule} is no forward and "
+            f"backward pass of two stages; correct it, {way_out}"
+        )
+
+
+def _list_exchange_faults(run: Run, remote: bool) -> Faults:
+    """Ways in which FSDP can't exchange weights and gradients here."""
+    parallelism, layout = run.parallelism, run.layout
+    for name, default in (("reduce_buffers", 1), ("separate_reduce", False), ("symmetric_memory", False)):
+        if (value := getattr(parallelism, name)) == default:
+            continue
+        typed = f"parallelism.{name}={format_value(value)}"
+        if layout.only_replicated or layout.sharded * layout.replicate == 1:
+            warn_once(f"{typed}: has no effect, because FSDP shards nothing; choose parallelism=fsdp.")
+        else:
+            is_old = not remote and () < read_torch_version() < EXCHANGE_TORCH
+            if is_old:
+                yield f"{typed}: needs torch 2.13; install it, or remove the setting."
+    if parallelism.symmetric_memory:
+        if run.machine.device != "cuda":
+            yield "parallelism.symmetric_memory=true: needs a CUDA device; give false."
+        if parallelism.reduce_buffers > 1:
+            yield (
+                f"parallelism.symmetric_memory=true: has one buffer, and parallelism.reduce_buffers="
+                f"{parallelism.reduce_buffers}; give 1, or symmetric_memory=false."
             )
 
 
-def _check_tensor(run: Run) -> None:
-    """Reject the overlap that needs a GPU, and gathering again where it does not work."""
+def _list_accumulation_faults(run: Run, remote: bool) -> Faults:
+    """Gradients accumulated in bf16 where none are accumulated in another type, or too many."""
+    accumulate = run.precision.accumulate
+    if accumulate == "fp32":
+        return
+    rows = max(math.ceil(phase.rows / run.layout.data_ranks) for phase in run.training.phases)
+    most = max(run.microbatches, math.ceil(rows / run.microbatch_rows))  # in the step with the largest batch
+    for reason in fit.iterate_obstacles(run, run.layout, most):
+        yield f"precision.accumulate={accumulate}: {reason}, or precision.accumulate=fp32."
+
+
+def _list_audit_faults(run: Run, remote: bool) -> Faults:
+    """Audits where no other rank computes the same part of the model with the same code."""
+    layout, label = run.layout, f"debug.audit={run.debug.audit}"
+    if not run.debug.audit or run.is_layout_open:
+        return
+    if layout.pipeline > 1:
+        yield (
+            f"{label}: the stages of a pipeline run forward only together with backward; give parallelism.pipeline=1, "
+            "or debug.audit=0."
+        )
+    if run.compile.scope == "model":
+        yield (
+            f"{label}: with compile=model nothing but the loss can be compared; give compile=block, or debug.audit=0."
+        )
+    shared = f" (parallelism.expert={layout.expert})" if layout.expert > 1 else ""
+    if layout.data_ranks // max(1, layout.expert // (layout.context * layout.tensor)) < 2:
+        yield (
+            f"{label}: no other rank computes the same part of the model{shared}; give parallelism.replicate=2 or "
+            "parallelism.shard=2 times as many ranks, or debug.audit=0."
+        )
+
+
+def _list_tensor_faults(run: Run, remote: bool) -> Faults:
+    """The overlap that needs a GPU, and gathering again where it does not work."""
     degree, parallelism = run.layout.tensor, run.parallelism
     if parallelism.async_tensor:
         needed = {
@@ -262,92 +298,89 @@ def _check_tensor(run: Run) -> None:
         }
         missing = [name for name, is_met in needed.items() if not is_met]
         if missing:
-            raise ConfigError(f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false.")
-    if parallelism.regather is True and degree > 1 and (obstacles := list_regather_obstacles(run, run.layout)):
-        raise ConfigError(f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto.")
+            yield f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false."
+    if parallelism.regather is True and degree > 1:
+        obstacles = list_regather_obstacles(run, run.layout)
+        if obstacles:
+            yield f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto."
 
 
-def _check_context(run: Run) -> None:
-    """Reject rows that can't be split into equal parts, and heads that Ulysses can't distribute."""
+def _list_context_faults(run: Run, remote: bool) -> Faults:
+    """Rows that can't be split into equal parts, and heads that Ulysses can't distribute."""
     layout, parallelism, length = run.layout, run.parallelism, run.training.seq_len
     multiple = parallelism.compute_row_multiple(layout)
+    halves = " (a head and a tail each)" if parallelism.balance else ""
+    cuts = [f"context {layout.context}{halves}"] if layout.context > 1 else []
+    cuts += [f"tensor {layout.tensor}"] if layout.tensor > 1 and parallelism.sequence_parallel else []
     if length % multiple:
-        halves = " (a head and a tail each)" if parallelism.balance else ""
-        cuts = [f"context {layout.context}{halves}"] if layout.context > 1 else []
-        cuts += [f"tensor {layout.tensor}"] if layout.tensor > 1 and parallelism.sequence_parallel else []
-        raise ConfigError(
+        yield (
             f"training.seq_len={length}: must be a multiple of {multiple} to be split over {' and '.join(cuts)}; "
             f"the nearest is {max(1, round(length / multiple)) * multiple}."
         )
     heads = run.model.heads // layout.tensor
     if parallelism.context_method == "ulysses" and heads % layout.context:
-        raise ConfigError(
+        yield (
             f"parallelism.context_method=ulysses: context {layout.context} does not divide a rank's {heads} heads; "
             "give allgather or ring, or another parallelism.context."
         )
 
 
-def _check_attention(run: Run) -> None:
-    """Reject kernels that a device lacks, and those that can't mask documents and chunks in a ring."""
-    choice, parallelism = run.training.attention, run.parallelism
-    if run.machine.device == "cpu" and choice == "flex":
-        raise ConfigError("training.attention=flex: its backward pass needs a GPU; give auto.")
-    if run.machine.device == "cpu" and choice in ("cudnn", "efficient"):
-        raise ConfigError(f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math.")
-    ring = run.layout.context > 1 and parallelism.context_method == "ring"
-    chunks = run.model.needs_mask(run.training.seq_len)
-    if ring and (run.dataset.mask_documents or chunks) and choice not in ("auto", "flex", "math"):
-        documents = "documents (dataset.mask_documents=true)"
-        masked_units = (
-            documents if run.dataset.mask_documents else "chunks (training.seq_len is above model.attention_chunk)"
-        )
-        alternatives = "auto or math" if run.machine.device == "cpu" else "auto, flex or math"
-        raise ConfigError(
-            f"training.attention={choice}: in a ring this kernel can't mask {masked_units}; give {alternatives}, or "
-            "another parallelism.context_method."
+def _list_attention_faults(run: Run, remote: bool) -> Faults:
+    """Kernels that a device lacks, and those that can't mask documents and chunks in a ring."""
+    choice, is_cpu = run.training.attention, run.machine.device == "cpu"
+    if is_cpu and choice == "flex":
+        yield "training.attention=flex: its backward pass needs a GPU; give auto."
+    if is_cpu and choice in ("cudnn", "efficient"):
+        yield f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math."
+    ring = run.layout.context > 1 and run.parallelism.context_method == "ring"
+    masks = run.dataset.mask_documents or run.model.needs_mask(run.training.seq_len)
+    chunks = "chunks (training.seq_len is above model.attention_chunk)"
+    masked = "documents (dataset.mask_documents=true)" if run.dataset.mask_documents else chunks
+    alternatives = "auto or math" if is_cpu else "auto, flex or math"
+    if ring and masks and choice not in ("auto", "flex", "math"):
+        yield (
+            f"training.attention={choice}: in a ring this kernel can't mask {masked}; give {alternatives}, or another "
+            "parallelism.context_method."
         )
 
 
-def _check_sharding(run: Run) -> None:
-    """Reject FSDP settings that this layout does not support."""
-    parallelism, layout = run.parallelism, run.layout
+def _list_sharding_faults(run: Run, remote: bool) -> Faults:
+    """FSDP settings that this layout does not support."""
+    parallelism, layout, schedule = run.parallelism, run.layout, run.staging.schedule
+    shards_nothing = layout.sharded == 1 or layout.only_replicated
     for name in ("reshard", "accumulate", "prefetch"):
-        if (value := getattr(parallelism, name)) not in ("auto", 0) and (layout.sharded == 1 or layout.only_replicated):
-            raise ConfigError(
-                f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or auto."
-            )
-    if parallelism.groups and (layout.sharded * layout.replicate == 1 or layout.only_replicated):
-        raise ConfigError(
-            f"parallelism.groups={','.join(parallelism.groups)}: no weights are sharded here; give parallelism=fsdp, "
-            "or no group."
-        )
+        value = getattr(parallelism, name)
+        if value not in ("auto", 0) and shards_nothing:
+            yield f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or auto."
     if parallelism.groups:
+        if layout.sharded * layout.replicate == 1 or layout.only_replicated:
+            yield (
+                f"parallelism.groups={','.join(parallelism.groups)}: no weights are sharded here; give "
+                "parallelism=fsdp, or no group."
+            )
         strategy.check_groups(parallelism.groups, run.model.parameter_names(), layout, run.model.tied)
-        _check_model_sharding(run)
+        yield from _list_model_sharding_faults(run)
     if isinstance(parallelism.reshard, int) and (
         layout.sharded % parallelism.reshard or layout.sharded == parallelism.reshard
     ):
-        raise ConfigError(
+        yield (
             f"parallelism.reshard={parallelism.reshard}: weights are sharded over {layout.sharded} ranks; give a "
             "smaller divisor of that, always or never."
         )
+    phases = f"parallelism.schedule={schedule} computes gradients of weights and of activations in two phases, which"
     if parallelism.reshard not in ("auto", "never") and run.staging.splits_backward:
-        raise ConfigError(
-            f"parallelism.reshard={parallelism.reshard}: parallelism.schedule={run.staging.schedule} computes "
-            "gradients of weights and of activations in two phases, which gives wrong results if weights are freed in "
-            "between; give auto or never."
+        yield (
+            f"parallelism.reshard={parallelism.reshard}: {phases} gives wrong results if weights are freed in between; "
+            "give auto or never."
         )
     if parallelism.accumulate == "sharded" and run.staging.splits_backward:
-        raise ConfigError(
-            f"parallelism.accumulate=sharded: parallelism.schedule={run.staging.schedule} computes gradients of "
-            "weights and of activations in two phases, which FSDP can't reduce together; give auto or whole."
-        )
-    if run.memory.offload and (layout.sharded == 1 or layout.only_replicated):
-        raise ConfigError("memory.offload=true: only sharded weights can be in host memory; give parallelism=fsdp.")
+        yield f"parallelism.accumulate=sharded: {phases} FSDP can't reduce together; give auto or whole."
+    if run.memory.offload and shards_nothing:
+        yield "memory.offload=true: only sharded weights can be in host memory; give parallelism=fsdp."
 
 
-def _check_model_sharding(run: Run) -> None:
-    """Reject what only FSDP does where a strategy shards the whole model in another way."""
+def _list_model_sharding_faults(run: Run) -> Faults:
+    """What only FSDP does where a strategy shards the whole model in another way."""
     parallelism, sharding = run.parallelism, run.parallelism.model_sharding
     if sharding is None:
         return
@@ -361,31 +394,18 @@ def _check_model_sharding(run: Run) -> None:
         f"parallelism.expert={parallelism.expert}": run.layout.expert > 1,
         "memory.offload=true": run.memory.offload,
     }
-    if setting := next((name for name, is_set in rejected.items() if is_set), None):
-        raise ConfigError(
-            f"{setting}: only FSDP has it, and {sharding._target_} shards the model (parallelism.groups); leave one of "
-            "them out."
-        )
+    for setting, is_set in rejected.items():
+        if is_set:
+            yield (
+                f"{setting}: only FSDP has it, and {sharding._target_} shards the model (parallelism.groups); leave "
+                "one of them out."
+            )
 
 
-def _check_accumulation(run: Run) -> None:
-    """Reject gradients accumulated in bf16 where none are accumulated in another type, or too many."""
-    if run.precision.accumulate == "fp32":
-        return
-    for reason in fit.iterate_obstacles(run, run.layout, _count_most_microbatches(run)):
-        raise ConfigError(f"precision.accumulate={run.precision.accumulate}: {reason}, or precision.accumulate=fp32.")
-
-
-def _count_most_microbatches(run: Run) -> int:
-    """Return the micro-batches of a rank in the step with the largest batch."""
-    rows = max(math.ceil(phase.rows / run.layout.data_ranks) for phase in run.training.phases)
-    return max(run.microbatches, math.ceil(rows / run.microbatch_rows))
-
-
-def _check_experts(run: Run) -> None:
-    """Reject expert parallelism that experts or ranks can't be divided for."""
+def _list_expert_faults(run: Run, remote: bool) -> Faults:
+    """Expert parallelism that experts or ranks can't be divided for."""
     degree, layout, experts = run.layout.expert, run.layout, getattr(run.model, "experts", 0)
-    expert_setting, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
+    label, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
     if not experts and run.parallelism.expert == "auto":
         warn_once(
             "parallelism.expert=auto: has no effect, because the model has no experts; choose parallelism=fsdp, or a "
@@ -394,175 +414,62 @@ def _check_experts(run: Run) -> None:
     if degree == 1:
         return
     if not experts:
-        raise ConfigError(
-            f"{expert_setting}: the model has no experts; give 1, or a model with experts such as qwen3_moe_debug."
-        )
+        yield f"{label}: the model has no experts; give 1, or a model with experts such as qwen3_moe_debug."
     fitting = [d for d in range(1, experts + 1) if experts % d == 0 and ranks % d == 0]
+    divided = f"{experts} experts" if experts % degree else f"the {ranks} ranks of shard, context and tensor"
     if degree not in fitting:
-        divided = f"{experts} experts" if experts % degree else f"the {ranks} ranks of shard, context and tensor"
-        raise ConfigError(f"{expert_setting}: can't divide {divided}; give one of {', '.join(map(str, fitting))}.")
+        yield f"{label}: can't divide {divided}; give one of {', '.join(map(str, fitting))}."
     if layout.tensor > 1 and not run.parallelism.sequence_parallel:
-        raise ConfigError(
-            f"{expert_setting}: tensor ranks must have different tokens; give parallelism.sequence_parallel=true, or 1."
-        )
+        yield f"{label}: tensor ranks must have different tokens; give parallelism.sequence_parallel=true, or 1."
     names = [f"layers.{i}.feed_forward.experts" for i in range(run.model.layers)]
-    if matched_groups := strategy.assign_groups(names, run.parallelism.groups or {}):
-        raise ConfigError(
-            f"parallelism.groups.{next(iter(matched_groups.values()))}: matches experts, which {expert_setting} "
-            "divides over ranks already; give 1, or match other modules."
+    for group in strategy.assign_groups(names, run.parallelism.groups or {}).values():
+        yield (
+            f"parallelism.groups.{group}: matches experts, which {label} divides over ranks already; give 1, or match "
+            "other modules."
         )
 
 
-def _check_dispatcher(run: Run, remote: bool) -> None:
-    """Reject DeepEP where it can't run; one rank that has all experts exchanges nothing."""
-    if run.parallelism.dispatcher != "deepep":
-        return
-    if run.layout.expert == 1:
-        warn_once("parallelism.dispatcher=deepep: has no effect, because no ranks share experts.")
-    elif (lacking := next(_list_lacking_for_deep_ep(run, remote), None)) is not None:
-        raise ConfigError(f"parallelism.dispatcher=deepep: {lacking}, or parallelism.dispatcher=alltoall.")
-
-
-def _check_halves(run: Run) -> None:
-    """Reject halves of micro-batches of one row; where nothing is exchanged they are whole."""
-    if not run.parallelism.halves:
-        return
-    if run.layout.expert == 1:
-        warn_once("parallelism.halves=true: has no effect, because no ranks share experts.")
-    elif run.parallelism.dispatcher == "deepep":
-        raise ConfigError(
-            "parallelism.halves=true: nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
-            "parallelism.dispatcher=alltoall, or parallelism.halves=false."
-        )
-    elif run.microbatch_rows < 2:
-        raise ConfigError(
-            f"parallelism.halves=true: needs micro-batches of two rows on each rank, and with "
-            f"parallelism.microbatches={run.microbatches} they have one; give fewer, a larger training.global_batch, "
-            "or parallelism.halves=false."
-        )
-
-
-def _check_pairs(run: Run) -> None:
-    """Reject pairs that take turns where there is no exchange or no pair, or where something else is beside it."""
-    if run.parallelism.pairs and (lacking := _find_lacking_for_pairs(run)):
-        raise ConfigError(f"parallelism.pairs=true: {lacking}, or parallelism.pairs=false.")
-
-
-def _find_lacking_for_pairs(run: Run) -> str:
-    """Return what pairs lack of a run, and what to change; nothing: empty."""
-    parallelism = run.parallelism
-    if run.layout.expert == 1:
-        return "no ranks share experts, so that nothing is exchanged; give parallelism.expert=auto"
-    if parallelism.dispatcher == "deepep":
-        return (
-            "nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
-            "parallelism.dispatcher=alltoall"
-        )
-    if parallelism.halves:
-        return "parallelism.halves=true computes beside the same exchanges; give parallelism.halves=false"
-    overlaps = list_overlaps(parallelism) if run.layout.pipeline > 1 else []
-    if not overlaps:
-        return "the pipeline's schedule has no pairs; give parallelism=pp parallelism.schedule=DualPipeV"
-    if other := next((overlap for overlap in overlaps if not overlap.is_pair), None):
-        return (
-            f"{other} in parallelism.schedule={parallelism.schedule} is no forward and backward pass of two stages; "
-            "correct it"
-        )
-    return ""
-
-
-def _list_lacking_for_deep_ep(run: Run, remote: bool) -> Iterator[str]:
-    """Yield what DeepEP lacks of a run and its machine, and what to change."""
-    machine, model = run.machine, run.model
-    if machine.device != "cuda" or (machine.capability or DEEP_EP_CAPABILITY) < DEEP_EP_CAPABILITY:
-        yield f"needs CUDA and a Hopper GPU or newer, and the machine has {machine.name}; give one such as cluster=h100"
-    if run.precision.compute != "bf16":
-        yield f"computes in bf16, and precision.compute={run.precision.compute}; give precision=bf16"
-    if model.dim % DEEP_EP_MULTIPLE:
-        yield f"model.dim={model.dim} is no multiple of {DEEP_EP_MULTIPLE}; change it"
-    if getattr(model, "top_k", 0) > DEEP_EP_TOP_K:
-        yield f"a token has at most {DEEP_EP_TOP_K} experts, and model.top_k={getattr(model, 'top_k', 0)}; change it"
-    if not remote and importlib.util.find_spec("deep_ep") is None:
-        yield "needs the package deep_ep, version 2; install it from github.com/deepseek-ai/DeepEP"
-
-
-def recommend_shared_experts(run: Run) -> None:
-    """Warn where each tensor rank has whole experts, and `expert=auto` needs less memory."""
-    layout, device = run.layout, run.machine.device
-    if layout.tensor == 1 or layout.expert > 1 or not run.parallelism.sequence_parallel:
-        return
-    node = fit.count_node_devices(run, run.machine)
-    degree = math.gcd(layout.sharded * layout.tensor, fit.find_largest_degrees(run, node)["expert"])
-    if degree == 1:
-        return
-    present, less = (
-        fit.estimate_memory(run, candidate, run.microbatches, device).gib
-        for candidate in (layout, replace(layout, expert=degree))
-    )
-    if less < present * (1 - SAVED_SHARE):
-        warn_once(
-            f"parallelism.expert=1: each of {layout.tensor} tensor ranks has whole experts; with "
-            f"parallelism.expert=auto, which shares them among {degree} ranks, a rank needs {format_rounded(less)} "
-            f"instead of {format_rounded(present)} GiB."
-        )
-
-
-def _check_exchange(run: Run, remote: bool) -> None:
-    """Reject ways in which FSDP can't exchange weights and gradients here."""
-    parallelism, layout = run.parallelism, run.layout
-    changed = {
-        "reduce_buffers": parallelism.reduce_buffers > 1,
-        "separate_reduce": parallelism.separate_reduce,
-        "symmetric_memory": parallelism.symmetric_memory,
-    }
-    for name in [name for name, is_changed in changed.items() if is_changed]:
-        typed = f"parallelism.{name}={format_value(getattr(parallelism, name))}"
-        if layout.only_replicated or layout.sharded * layout.replicate == 1:
-            warn_once(f"{typed}: has no effect, because FSDP shards nothing; choose parallelism=fsdp.")
-        elif not remote and () < read_torch_version() < EXCHANGE_TORCH:
-            raise ConfigError(f"{typed}: needs torch 2.13; install it, or remove the setting.")
-    if parallelism.symmetric_memory and run.machine.device != "cuda":
-        raise ConfigError("parallelism.symmetric_memory=true: needs a CUDA device; give false.")
-    if parallelism.symmetric_memory and parallelism.reduce_buffers > 1:
-        raise ConfigError(
-            f"parallelism.symmetric_memory=true: has one buffer, and parallelism.reduce_buffers="
-            f"{parallelism.reduce_buffers}; give 1, or symmetric_memory=false."
-        )
-
-
-def _check_memory(run: Run) -> None:
-    """Reject kinds of activation checkpointing that need other settings."""
-    memory, schedule, alternative = run.memory, run.staging.schedule, _name_budget_alternative(run)
-    if memory.checkpointing == "every_n" and memory.every > run.model.layers:
-        raise ConfigError(
+def _list_memory_faults(run: Run, remote: bool) -> Faults:
+    """Kinds of activation checkpointing that need other settings."""
+    memory, scope, kind = run.memory, run.compile.scope, run.memory.checkpointing
+    alternative = _name_budget_alternative(run)
+    if kind == "every_n" and memory.every > run.model.layers:
+        yield (
             f"memory.every={memory.every}: the model has {format_plural(run.model.layers, 'layer')}, so none would be "
             "recomputed; give fewer."
         )
-    if memory.checkpointing == "budget" and run.debug.detect_anomaly:
-        raise ConfigError(
-            "memory=budget: needs the compiler, and compiled blocks hide the operation that anomalies "
-            f"are traced to; give debug.detect_anomaly=false, or {alternative} with compile=off."
+    if kind == "budget" and run.debug.detect_anomaly:
+        yield (
+            "memory=budget: needs the compiler, and compiled blocks hide the operation that anomalies are traced to; "
+            f"give debug.detect_anomaly=false, or {alternative} with compile=off."
         )
-    if memory.checkpointing == "budget" and run.compile.scope == "off":
-        raise ConfigError(f"memory=budget: needs the compiler; give compile=block, or {alternative}.")
-    if run.compile.scope != "off" and keeps_scales(run):
-        raise ConfigError(
+    if kind == "budget" and scope == "off":
+        yield f"memory=budget: needs the compiler; give compile=block, or {alternative}."
+    if scope != "off" and keeps_scales(run):
+        yield (
             "memory=selective: would save MXFP8's scales, for which Inductor has no CPU kernels; give compile=off, "
             "memory=full or compile.backend=aot_eager."
         )
-    if memory.checkpointing == "budget" and run.compile.backend == "eager":
-        raise ConfigError(
-            "compile.backend=eager: saves all activations and ignores memory=budget; give inductor or aot_eager."
+    if kind == "budget" and run.compile.backend == "eager":
+        yield "compile.backend=eager: saves all activations and ignores memory=budget; give inductor or aot_eager."
+    if kind == "selective" and run.staging.splits_backward:
+        yield (
+            f"memory=selective: parallelism.schedule={run.staging.schedule} runs the backward pass in two phases, "
+            "which selective checkpointing does not support; give memory=full or none, or another schedule such as "
+            "1F1B."
         )
-    if memory.checkpointing == "selective" and run.staging.splits_backward:
-        raise ConfigError(
-            f"memory=selective: parallelism.schedule={schedule} runs the backward pass in two phases, which "
-            "selective checkpointing does not support; give memory=full or none, or another schedule such as 1F1B."
-        )
+
+
+CHECKS = (
+    _list_split_faults, _list_growth_faults, _list_precision_faults, _list_dispatcher_faults, _list_halves_faults,
+    _list_pairs_faults, _list_exchange_faults, _list_accumulation_faults, _list_audit_faults, _list_tensor_faults,
+    _list_context_faults, _list_attention_faults, _list_sharding_faults, _list_expert_faults, _list_memory_faults,
+)  # fmt: skip
+"""In the order in which they are asked; machine, memory and compiler come after them."""
 
 
 def _check_machine(run: Run) -> None:
-    """Reject more ranks than this machine has devices."""
+    """Raise ConfigError for more ranks than this machine has devices."""
     if run.cluster.nodes > 1:
         raise ConfigError(
             f"cluster.nodes={run.cluster.nodes}: titan starts ranks on one machine only; "
@@ -577,19 +484,71 @@ def _check_machine(run: Run) -> None:
         )
 
 
+def _list_debug_faults(run: Run, remote: bool) -> Faults:
+    """Anomalies that can't be traced, and more micro-batches than rows."""
+    if run.compile.scope != "off" and run.debug.detect_anomaly:
+        yield "debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off."
+    if run.layout.tensor > 1 and run.debug.detect_anomaly:
+        yield (
+            f"debug.detect_anomaly=true: torch can't trace what parallelism.tensor={run.layout.tensor} shards; give "
+            "parallelism.tensor=1."
+        )
+    if run.microbatches > run.rank_rows:
+        yield (
+            f"parallelism.microbatches={run.microbatches}: more than the rows of a rank per step, "
+            f"training.global_batch / training.seq_len / ranks; give at most {run.rank_rows}."
+        )
+
+
+def _list_compiler_faults(run: Run, remote: bool) -> Faults:
+    """Compiling where its requirements are missing, with a way without a compiler; and 8 bits without torchao."""
+    if run.compile.scope != "off" and (lacking := find_missing_compiler(run.machine, run.compile.backend, remote)):
+        changes = [_name_budget_alternative(run)] if run.memory.checkpointing == "budget" else []
+        changes += ["parallelism.async_tensor=false"] if run.parallelism.async_tensor else []
+        yield (
+            f"compile={run.choices.get('compile', 'block')}: torch.compile can't work here: {lacking}; "
+            f"fix this, or give {' '.join([*changes, 'compile=off'])}."
+        )
+    if run.precision.eight_bit and not remote and importlib.util.find_spec("torchao") is None:
+        yield f"precision.matmuls={run.precision.matmuls}: needs torchao; {advise_extra('float8')}."
+
+
 def _name_budget_alternative(run: Run) -> str:
     """Return activation checkpointing that needs no compiler and works with the schedule."""
     return "memory=full" if run.staging.splits_backward else "memory=selective"
 
 
-def _check_compiler(run: Run, remote: bool) -> None:
-    """Reject compiling where its requirements are missing, and name a way without a compiler."""
-    lacking = find_missing_compiler(run.machine, run.compile.backend, remote)
-    if lacking is None:
-        return
-    changes = [_name_budget_alternative(run)] if run.memory.checkpointing == "budget" else []
-    changes += ["parallelism.async_tensor=false"] if run.parallelism.async_tensor else []
-    raise ConfigError(
-        f"compile={run.choices.get('compile', 'block')}: torch.compile can't work here: {lacking}; "
-        f"fix this, or give {' '.join([*changes, 'compile=off'])}."
-    )
+def _list_checkpoint_faults(run: Run, remote: bool) -> Faults:
+    """Settings about saved checkpoints where none are saved, and a format that lacks the model."""
+    checkpoint, cls = run.checkpoint, type(run.model)
+    is_off = checkpoint.mode == "off"
+    if is_off and run.cluster.restarts:
+        yield f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync."
+    for name, value in (("export", checkpoint.export), ("path", checkpoint.path)):
+        if is_off and value:
+            yield f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async."
+    if checkpoint.export in ("hf", "meta") and run.model.logit_cap is not None:
+        yield (
+            f"checkpoint.export={checkpoint.export}: models of this format do not cap logits, and model.logit_cap="
+            f"{format_value(run.model.logit_cap)}; give checkpoint.export=null, or model.logit_cap=null."
+        )
+    if checkpoint.export == "meta" and cls is not Llama:
+        yield (
+            f"checkpoint.export=meta: this format exists for Llama only, and the model is a {cls.__name__}; give "
+            f"checkpoint.export={'hf' if cls in FAMILIES.values() else 'null'}."
+        )
+    if checkpoint.export == "hf" and cls not in FAMILIES.values():
+        yield (
+            f"checkpoint.export=hf: Hugging Face has no model {get_kind(cls)}; give checkpoint.export=null "
+            f"({OWN_MODELS})."
+        )
+
+
+def _list_evaluation_faults(run: Run, remote: bool) -> Faults:
+    """Texts to evaluate where the data have no tokenizer."""
+    for name in ("sets", "tasks"):
+        if getattr(run.evaluation, name) and isinstance(run.dataset, Synthetic):
+            yield (
+                f"evaluation.{name}: dataset=synthetic has no tokenizer to read text with; choose a dataset of text, "
+                "or leave it out."
+            )

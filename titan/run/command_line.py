@@ -19,11 +19,10 @@ from hydra.errors import HydraException
 
 from titan.config.command import describe_train_option
 from titan.errors import ConfigError
-from titan.files.run_directory import describe_runs_below, is_sweep_directory
+from titan.files.run_directory import check_name, describe_runs_below, is_sweep_directory
 from titan.run import hydra_private, trust
+from titan.run.directory import check_linked_folders, read_attempts
 from titan.run.hydra_session import CONF
-from titan.run.lock import check_linked_folders
-from titan.run.paths import check_name
 from titan.run.schema import Recipe
 from titan.run.synonyms import advise_on_option
 
@@ -46,9 +45,6 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
 
     Args:
         recorded: a run's own command line, to which this one is added.
-
-    Raises:
-        ConfigError: for an unknown option, and for options that exclude each other.
     """
     args = _parse_options(words)
     resumed = [word for word in args.overrides if word.startswith(RESUME)]
@@ -85,12 +81,7 @@ def reject_shown(args: argparse.Namespace, accepted: Sequence[str] = ()) -> None
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for overrides that have no effect.
-
-    Raises:
-        ConfigError: naming the override.
-        HydraException: for a syntax error.
-    """
+    """Raise ConfigError for overrides that have no effect."""
     overrides = OverridesParser.create().parse_overrides(list(args.overrides))
     for override in overrides:
         group, value = override.key_or_group, None if override.is_sweep_override() else override.value()
@@ -149,7 +140,6 @@ def _reject_arguments(message: str, words: Sequence[str]) -> NoReturn:
 
 
 def _find_mode(overrides: Sequence[str]) -> str | None:
-    """Return the last `hydra.mode` of a command line."""
     return next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("hydra.mode=")), None)
 
 
@@ -229,9 +219,6 @@ def _read_resumed_arguments(word: str, args: argparse.Namespace) -> list[str]:
 
 
 def _read_last_attempt(folder: str, word: str) -> dict[str, Any]:
-    """Return the last document of a run's run.yaml."""
-    from titan.run.directory import read_attempts  # only now: other command lines need not wait for what reads data
-
     directory = Path(folder)
     if folder.strip() and (directory / "run.yaml").is_file() and (attempts := read_attempts(directory)):
         return attempts[-1]

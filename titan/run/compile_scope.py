@@ -39,7 +39,6 @@ def choose_scope(run: Run, remote: bool = False) -> tuple[Literal["off", "block"
     """Return the scope that `compile=auto` means for a run, and the reason in a few words.
 
     Args:
-        run: the run; its own scope does not matter.
         remote: its machine is a node that a scheduler will provide, where other programs may be installed.
     """
     if run.debug.detect_anomaly:

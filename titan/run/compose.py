@@ -9,35 +9,43 @@ only prints (`--cfg`, `--info`, completion) and sweeps (`-m`), whose trials tita
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config import modules, settings
 from titan.config.warning import warn_once
+from titan.console.numbers import format_rounded
 from titan.console.text import is_secret, redact, redact_nested
 from titan.errors import ConfigError, UnknownSettingError
-from titan.run import command_line, hydra_node, hydra_private, synonyms, trust
+from titan.estimate import fit
+from titan.files.run_directory import check_name
+from titan.run import command_line, hydra_private, hydra_session, synonyms, trust
 from titan.run.axes import PLUGGABLE
 from titan.run.hydra_errors import HydraErrors, list_names
-from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, HydraSession, compose_config, drop_hydra_node
-from titan.run.open_layout import resolve_open_layout
-from titan.run.paths import check_name
-from titan.run.resolve import resolve
+from titan.run.hydra_session import CONF, ExtraConfigs, compose_config, drop_hydra_node, open_hydra
+from titan.run.resolve import resolve, resolve_open_layout
 from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.sweep.schema import GRID, LAUNCHER_MODULE, LAUNCHERS, OPTUNA, OptunaSearch, Sweep
 from titan.training.schema import LossTerm
+
+if TYPE_CHECKING:
+    from titan.run.run import Run
+
+MachineFinder = Callable[[Cluster, bool], Machine]
 
 
 def register_configs() -> None:
@@ -86,9 +94,14 @@ def _build_launcher_nodes() -> dict[str, DictConfig]:
 def compose_run(overrides: Sequence[str], ranks: int | None = None, remote: bool = False) -> Run:
     """Return the checked Run of a list of overrides; see `freeze_run`; raises `ConfigError`."""
     register_configs()
-    with HydraErrors(overrides), HydraSession():
+    with HydraErrors(overrides), open_hydra():
         trusted = modules.list_trusted_packages(overrides)
         return freeze_run(compose_config(overrides), ranks=ranks, remote=remote, trusted=trusted)
+
+
+def get_machine(cluster: Cluster, remote: bool) -> Machine:
+    """Return this machine, or the node that a scheduler will provide."""
+    return devices.describe_remote_node(cluster) if remote else devices.detect_machine(cluster.device)
 
 
 def freeze_run(
@@ -96,7 +109,7 @@ def freeze_run(
     directory: str | None = None,
     ranks: int | None = None,
     remote: bool = False,
-    find_machine: Callable[[Cluster], Machine] | None = None,
+    find_machine: MachineFinder = get_machine,
     trusted: tuple[str, ...] = (),
     is_searched: bool = False,
 ) -> Run:
@@ -104,43 +117,34 @@ def freeze_run(
 
     Args:
         directory: where results go; None: `hydra.run.dir`.
-        ranks: see `titan.run.resolve.resolve`.
         remote: the run is for the nodes that `cluster` describes, not for this machine.
-        find_machine: returns the machine of the run; None: detect it.
+        find_machine: see `get_machine`.
         trusted: packages that may be imported: `titan.config.modules.list_trusted_packages`.
-        is_searched: whether its layout is searched, so that it need not work: `titan.run.open_layout`.
-
-    Raises:
-        ConfigError: when the run can't work.
+        is_searched: whether its layout is searched, so that it need not work: `titan.run.resolve`.
     """
     HydraConfig.instance().set_config(cfg)
     if str(cfg.name) and not str(cfg.hydra.run.dir).strip():  # the name first: the directory follows from it
         raise ConfigError("hydra.run.dir=: names no directory; give one, or name=NAME.")
-    hydra_node.check(cfg)
+    hydra_session.check_node(cfg)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     settings.check_text(directory, f"hydra.run.dir={directory}")
-    hydra_node.set_output_dir(cfg, directory)
+    with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):  # as Hydra does when a job begins
+        cfg.hydra.runtime.output_dir = directory
     recipe = _build_recipe(cfg, trusted)
-    if find_machine is None:
-        machine = (
-            devices.describe_remote_node(recipe.cluster) if remote else devices.detect_machine(recipe.cluster.device)
-        )
-    else:
-        machine = find_machine(recipe.cluster)
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
     typed: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
     overrides = tuple(redact(str(override)) for override in typed)
     resolve_recipe = resolve_open_layout if is_searched else resolve
     return resolve_recipe(
         recipe,
-        machine,
+        find_machine(recipe.cluster, remote),
         directory,
         ranks=ranks,
         remote=remote,
         choices=choices,
         overrides=overrides,
-        hydra=hydra_node.build_files(cfg),
-        options=hydra_node.build_options(cfg, str(CONF), CONFIG),
+        hydra=hydra_session.build_files(cfg),
+        options=hydra_session.build_options(cfg),
     )
 
 
@@ -208,7 +212,7 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
     register_configs()
     args = command_line.parse(arguments)
     command_line.reject_shown(args)
-    with HydraErrors(args.overrides), HydraSession(args):
+    with HydraErrors(args.overrides), open_hydra(args):
         command_line.check(args)
         cfg = compose_config(args.overrides, args.config_name)
         check_weights(cfg, args.typed)
@@ -231,3 +235,77 @@ def check_weights(cfg: DictConfig, typed: Sequence[str]) -> None:
                 f"{word}: is merged with the weights of the other sources ({settings.format_value(kept)}); give "
                 f"dataset.weights={whole} to leave these out, or dataset.weights.NAME=VALUE to change one."
             )
+
+
+LARGE_MODEL = 100_000_000
+"""Parameters from which a model is not for tests."""
+SHORT_SHARE = 8
+"""Rows are far shorter than the context before RoPE scaling if they have less than this fraction of its tokens."""
+SAVED_SHARE = 0.05
+"""Share of a rank's memory that a recommended setting saves at least."""
+FEW_TOKENS = 2048
+"""Tokens of a GPU in a step below which reading and gathering weights takes longer than computing with them."""
+
+
+def warn_of_small_work(run: Run, planned: bool = False) -> None:
+    """Warn of rows that are far shorter than the context before RoPE scaling, of few tokens for each GPU, or of experts
+    that ranks do not share.
+
+    Args:
+        run: the run; on a CPU, with a small model, or on one GPU if it is not planned, there is no warning.
+    """
+    _recommend_shared_experts(run)
+    is_relevant = planned or run.layout.devices > 1
+    is_large = run.machine.device == "cuda" and run.model.parameters() >= LARGE_MODEL
+    if is_relevant and is_large and (sentence := describe_small_work(run)):
+        warn_once(sentence)
+
+
+def _recommend_shared_experts(run: Run) -> None:
+    """Warn where each tensor rank has whole experts, and `expert=auto` needs less memory."""
+    layout, device = run.layout, run.machine.device
+    if layout.tensor == 1 or layout.expert > 1 or not run.parallelism.sequence_parallel:
+        return
+    node = fit.count_node_devices(run, run.machine)
+    degree = math.gcd(layout.sharded * layout.tensor, fit.find_largest_degrees(run, node)["expert"])
+    if degree == 1:
+        return
+    present, less = (
+        fit.estimate_memory(run, candidate, run.microbatches, device).gib
+        for candidate in (layout, replace(layout, expert=degree))
+    )
+    if less < present * (1 - SAVED_SHARE):
+        warn_once(
+            f"parallelism.expert=1: each of {layout.tensor} tensor ranks has whole experts; with "
+            f"parallelism.expert=auto, which shares them among {degree} ranks, a rank needs {format_rounded(less)} "
+            f"instead of {format_rounded(present)} GiB."
+        )
+
+
+def describe_small_work(run: Run) -> str:
+    """Return what a run has little of, with the settings to change; empty where it has enough."""
+    training, model = run.training, run.model
+    context = model.rope_original if model.rope_factor != 1 else 0  # without RoPE scaling nothing names the context
+    tokens = run.rank_rows * training.seq_len // run.layout.context
+    is_short, is_few = SHORT_SHARE * training.seq_len < context, tokens < FEW_TOKENS
+    reasons = [f"rows are far shorter than the {context:,} tokens of model.rope_original"] * is_short
+    rows, ranks = training.rows, run.layout.data_ranks
+    reasons += [f"only {rows:,} of {ranks:,} data-parallel ranks have a row"] * (rows < ranks)
+    reasons += [f"each GPU computes only {tokens:,} tokens per step"] * is_few
+    if not reasons:
+        return ""
+    seq_len = context if is_short else training.seq_len
+    rank_rows = math.ceil(FEW_TOKENS * run.layout.context / seq_len)  # that give each GPU enough tokens
+    batch = max(ranks * rank_rows, math.ceil(training.global_batch / seq_len)) * seq_len
+    changes = [f"training.seq_len={seq_len}"] * is_short
+    changes += [f"training.global_batch={batch} or more"] * (batch != training.global_batch)
+    settings = f"training.seq_len={training.seq_len} training.global_batch={training.global_batch}"
+    recipe = _find_training_recipe(run) if is_short and is_few else None
+    complete = f"; recipe={recipe} is a complete choice for a real run" if recipe else ""
+    return f"{settings}: {', and '.join(reasons)}; give {' and '.join(changes)}{complete}."
+
+
+def _find_training_recipe(run: Run) -> str | None:
+    is_chosen = any(override.lstrip("+").startswith("recipe=") for override in run.overrides)
+    files = [] if is_chosen else sorted((CONF / "recipe").glob("train_*.yaml"))
+    return next((f.stem for f in files if f"/model: {run.choices.get('model')}\n" in f.read_text()), None)

@@ -19,11 +19,7 @@ Documents = Sequence[Mapping[str, Any]]
 
 
 def compute_digests(evaluation: Evaluation) -> dict[str, str]:
-    """Return the digest of each set and task.
-
-    Raises:
-        ConfigError: when a file can't be read.
-    """
+    """Return the digest of each set and task."""
     sets, tasks = evaluation.sets or {}, evaluation.tasks or {}
     return {name: sets[name].compute_digest(f"evaluation.sets.{name}") for name in sets} | {
         name: tasks[name].compute_digest(f"evaluation.tasks.{name}") for name in tasks
@@ -58,9 +54,6 @@ def separate_figures(records: list[Record], documents: Documents) -> list[Record
     """Return the lines of metrics.jsonl with figures of content that changed later under `evaluation/NAME@DIGEST/...`.
 
     Attempts that recorded no digest count as of the last content.
-
-    Args:
-        documents: of the attempts.
     """
     digests = {document["attempt"]: document.get(KEY, {}) for document in documents}
     last = {name: digest for of_attempt in digests.values() for name, digest in of_attempt.items()}

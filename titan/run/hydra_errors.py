@@ -13,14 +13,13 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titan.config import launcher_hints
 from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError, UnknownSettingError
 from titan.files.run_directory import RUN
-from titan.run import command_line, hydra_choices, hydra_node, synonyms
-from titan.run.hydra_choices import OPTIONAL_GROUPS, describe_unknown_choice
-from titan.run.hydra_session import ExtraConfigs, HydraSession, compose_config
+from titan.run import command_line, hydra_session, synonyms
+from titan.run.hydra_session import ExtraConfigs, compose_config, open_hydra
 from titan.run.schema import Recipe
+from titan.run.synonyms import OPTIONAL_GROUPS, describe_unknown_choice
 
 HYDRA_HINTS = {
     "Could not append to config.": "there is such a setting already; write it without the +",
@@ -55,30 +54,31 @@ class HydraErrors:
         if isinstance(error, (HydraException, OmegaConfBaseException)) or _is_missing_folder(error):
             if (config_error := _find_config_error(error)) is not None:
                 raise config_error from None  # with `error` as its cause, the chain would be a circle
-            raise self._build_error(error) from error
-
-    def _build_error(self, error: BaseException) -> ConfigError:
-        unknown = re.match(r"Could not override '([^']+)'", _join_lines(str(error)))
-        return self._build_setting_error(unknown[1]) if unknown else ConfigError(self._describe_error(error))
+            unknown = re.match(r"Could not override '([^']+)'", _join_lines(str(error)))
+            raise (
+                self._build_setting_error(unknown[1]) if unknown else ConfigError(self._describe_error(error))
+            ) from error
 
     def _describe_error(self, error: BaseException) -> str:
         if isinstance(error, MissingConfigException) and error.options is not None:
-            return self._describe_choice_error(error)
+            group, _, option = str(error.missing_cfg_file).partition("/")
+            if group not in Recipe.axes():
+                group, _, option = str(error.missing_cfg_file).rpartition("/")
+            advice = synonyms.describe_launcher(option) if group == "hydra/launcher" else None
+            return advice or describe_unknown_choice(group, option, error.options)
         if isinstance(error, OverrideParseException):
             return f"{error.override}: not understood; {_advise_on_syntax(str(error.override), self.overrides)}."
         if isinstance(error, MissingConfigException):
             group, _, choice = str(error.missing_cfg_file).partition("/")
             if group == "hooks":
-                return hydra_choices.describe_unknown_hook(choice)
+                return synonyms.describe_unknown_hook(choice)
             if choice and group in command_line.CONFIG_GROUPS:  # of a list
                 return f"{group}={choice}: there is no such choice; see --help."
             return f"--config-name {error.missing_cfg_file}: there is no such configuration; leave it out."
         if isinstance(error, UserWarning):
             path = str(error).partition("path=")[2].removesuffix(" is not available.")
-            is_absolute = path.startswith("/")
-            advice = (
-                "correct the path, or create it" if is_absolute else "write [file:///FOLDER], with an absolute path"
-            )
+            advice = "correct the path, or create it"
+            advice = advice if path.startswith("/") else "write [file:///FOLDER], with an absolute path"
             return f"hydra.searchpath=[{path}]: there is no such folder; {advice}."
         if isinstance(error, OmegaConfBaseException) and error.full_key:
             reason = " ".join(str(error).split("full_key")[0].split()).rstrip(".")
@@ -89,7 +89,9 @@ class HydraErrors:
             return f"{next((o for o in self.overrides if 'interval(' in o), 'interval')}: {advice}."
         for beginning, advice in HYDRA_HINTS.items():
             if text.startswith(beginning):
-                typed = self._find_override(text)
+                # the override that the message quotes, or else one that names what it names
+                quoted = [o for o in self.overrides if o in text or re.search(rf"\b{re.escape(_parse_key(o))}\b", text)]
+                typed = max(quoted, key=len, default=text.rstrip("."))
                 lists = _parse_key(typed) not in command_line.CONFIG_GROUPS
                 advice = advice.format(f"write [{typed.partition('=')[2]}] for a list, or " * lists)
                 if number := re.search(r"=(\d{1,3}(?:,\d{3})+)$", typed):  # 0,001 and 1,000
@@ -101,27 +103,14 @@ class HydraErrors:
             return text.rstrip(".") + "."
         return f"{text}: {' '.join(str(cause).split('full_key')[0].split()).rstrip('.')}; give another value."
 
-    def _find_override(self, text: str) -> str:
-        """The override that `text` quotes, or else the last one that names what it names."""
-        quoted = [o for o in self.overrides if o in text or re.search(rf"\b{re.escape(_parse_key(o))}\b", text)]
-        return max(quoted, key=len, default=text.rstrip("."))
-
     def _find_typed_override(self, key: str) -> str:
         return next((o for o in self.overrides if _parse_key(o) == key), key)
-
-    def _describe_choice_error(self, error: MissingConfigException) -> str:
-        group, _, option = str(error.missing_cfg_file).partition("/")
-        if group not in Recipe.axes():
-            group, _, option = str(error.missing_cfg_file).rpartition("/")
-        if group == "hydra/launcher" and (advice := launcher_hints.describe_launcher(option)):
-            return advice
-        return describe_unknown_choice(group, option, error.options or ())
 
     def _build_setting_error(self, key: str) -> ConfigError:
         typed = self._find_typed_override(key)
         if key in OPTIONAL_GROUPS:  # its folder is there only when there are any
             return ConfigError(describe_unknown_choice(key, typed.partition("=")[2], ()))
-        if advice := launcher_hints.describe_setting(key, typed) or hydra_node.advise_key(key, typed):
+        if advice := synonyms.describe_launcher_setting(key, typed) or hydra_session.advise_key(key, typed):
             return ConfigError(advice)
         keys = self._list_keys()
         if "@" in key:  # a group at a package, which no defaults list has
@@ -144,7 +133,7 @@ class HydraErrors:
         groups = (*Recipe.axes(), "hydra/sweeper", "hydra/launcher")
         choices = [o for o in self.overrides if _parse_key(o) in groups and not parse(o).is_sweep_override()]
         try:
-            with HydraSession():
+            with open_hydra():
                 cfg = compose_config(choices)
         except (HydraException, OmegaConfBaseException, ConfigError):
             return list(Recipe.axes())

@@ -2,7 +2,7 @@
 
 Hydra's public API composes one run (`initialize_config_dir`, `compose`), which `titan.run.hydra_session` uses. Sweeps,
 callbacks, the command line's options and what --cfg and --info show have none. tests/run/test_hydra_private.py fails
-when a Hydra outside of `SUPPORTED` is installed, or lacks a name of `USED`.
+when another Hydra than the supported ones is installed, or lacks one of these names.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 from hydra._internal import utils
-from hydra._internal.callbacks import Callbacks
-from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.callbacks import Callbacks as Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl as ConfigLoaderImpl
+from hydra._internal.config_loader_impl import get_overrides_dirname as get_overrides_dirname
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
@@ -27,47 +28,6 @@ from omegaconf._utils import get_omega_conf_dumper
 
 from titan.config.settings import is_foreign
 
-__all__ = [
-    "Callbacks",
-    "ConfigLoaderImpl",
-    "build_option_parser",
-    "clear_group",
-    "compose_mode",
-    "dump_yaml",
-    "get_overrides_dirname",
-    "hand_over",
-    "load_basic_sweeper",
-    "open_own_classes",
-    "share_store",
-    "watch_files",
-]
-
-SUPPORTED = ">=1.3.2,<1.4"
-"""Versions of Hydra whose private names are those used here."""
-USED: dict[str, tuple[str, ...]] = {
-    "hydra._internal.utils._run_hydra": ("args", "args_parser", "task_function", "config_path", "config_name"),
-    "hydra._internal.utils.get_args_parser": (),
-    "hydra._internal.callbacks.Callbacks": ("config",),
-    "hydra._internal.hydra.Hydra.compose_config": (
-        "self", "config_name", "overrides", "run_mode", "with_log_configuration",
-    ),
-    "hydra._internal.config_loader_impl.get_overrides_dirname": ("overrides", "exclude_keys", "item_sep", "kv_sep"),
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config": ("overrides", "cfg"),
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._load_single_config": ("self", "default", "repo"),
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl.load_configuration": (
-        "self", "config_name", "overrides", "run_mode",
-    ),
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl.validate_sweep_overrides_legal": (
-        "overrides", "run_mode", "from_shell",
-    ),
-    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper.setup": (
-        "self", "hydra_context", "task_function", "config",
-    ),
-    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper.validate_batch_is_legal": ("self", "batch"),
-    "omegaconf._utils.get_omega_conf_dumper": (),
-}  # fmt: skip
-"""The private names, with the parameters that titan passes or overrides."""
-
 
 def build_option_parser() -> argparse.ArgumentParser:
     """Return the parser of Hydra's options."""
@@ -75,10 +35,9 @@ def build_option_parser() -> argparse.ArgumentParser:
 
 
 def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool = False) -> DictConfig:
-    """Compose as `hydra.compose` does, within a `HydraSession`, for a sweep too.
+    """Compose as `hydra.compose` does, within `open_hydra`, for a sweep too.
 
     Args:
-        name: of the primary configuration.
         log: configure logging by `hydra.verbose`, and print what the configuration was composed from.
     """
     hydra = GlobalHydra.instance().hydra
@@ -107,11 +66,7 @@ def _apply_overrides(overrides: Sequence[Override], cfg: DictConfig) -> None:
 
 
 def hand_over(args: argparse.Namespace, task: Callable[[DictConfig], Any], folder: str, name: str) -> None:
-    """Let Hydra carry out a sweep, --cfg, --info or completion.
-
-    Raises:
-        SystemExit: where Hydra exits.
-    """
+    """Let Hydra carry out a sweep, --cfg, --info or completion."""
     utils._run_hydra(args, build_option_parser(), task, folder, name)
 
 

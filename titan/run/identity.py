@@ -3,6 +3,9 @@
 `science_id` hashes the science settings that differ from their defaults, and the data's digest: runs of one science_id
 must learn the same. `group_id` is science_id without the seed. `execution_id` hashes where and how fast an attempt
 runs; `code_id` the code. A new setting whose default keeps the old meaning changes no id.
+
+A user's own code, which `modules` and `_target_` name, is part of code_id. Its digests stand in run.yaml, so that a
+continuation with changed code is noticed; a launcher's copy of the code includes the files. Free of torch.
 """
 
 from __future__ import annotations
@@ -10,10 +13,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import json
+import os
 import subprocess
+import sys
+import sysconfig
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +29,7 @@ import titan
 from titan.config import kinds
 from titan.config.settings import to_plain
 from titan.console.text import redact_nested
-from titan.hooks.schema import Hook
-from titan.optimizer.external import packages
-from titan.run import own_code
+from titan.optimizer.external.packages import compute_files_digest, find_version, is_own
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -79,17 +84,20 @@ def select_settings(run: Run, *, science: bool) -> dict[str, Any]:
         if type(value) is not declared[axis] and default == science:
             settings[axis] = kinds.get_kind(type(value))
         settings |= _select_differing(axis, value, default, science)
-    return settings | _select_hook_settings(run.hooks or {}, science)
+    for name, hook in (run.hooks or {}).items():
+        if hook.science == science:
+            settings[f"hooks.{name}"] = kinds.get_kind(type(hook))
+        settings |= _select_differing(f"hooks.{name}", hook, hook.science, science)
+    changing = [name for name, hook in (run.hooks or {}).items() if hook.science]
+    # of several that change what is learned, the order too
+    return settings | ({"hooks": changing} if science and len(changing) > 1 else {})
 
 
 def _select_differing(path: str, value: Any, default: bool, science: bool) -> dict[str, Any]:
     """Return the science (or else the execution) settings of a schema that differ from their defaults.
 
     Args:
-        path: the dotted name of the schema.
-        value: its instance.
         default: whether its settings are science, where they don't say.
-        science: see `select_settings`.
     """
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(value):
@@ -100,17 +108,6 @@ def _select_differing(path: str, value: Any, default: bool, science: bool) -> di
         if (default if mark is None else mark) == science and setting != DIGEST_DEFAULTS.get(name, field.default):
             settings[name] = redact_nested(to_plain(setting))
     return settings
-
-
-def _select_hook_settings(hooks: Mapping[str, Hook], science: bool) -> dict[str, Any]:
-    """Return the settings of hooks, with the class of each; of several that change what is learned, the order too."""
-    settings: dict[str, Any] = {}
-    for name, hook in hooks.items():
-        if hook.science == science:
-            settings[f"hooks.{name}"] = kinds.get_kind(type(hook))
-        settings |= _select_differing(f"hooks.{name}", hook, hook.science, science)
-    changing = [name for name, hook in hooks.items() if hook.science]
-    return settings | ({"hooks": changing} if science and len(changing) > 1 else {})
 
 
 def collect_science(run: Run, data_digest: str, parent: str | None) -> dict[str, Any]:
@@ -150,7 +147,7 @@ def compute_variant_id(run: Run) -> str:
     The content of a user's own packages is part of it.
     """
     group = _drop_seed(select_settings(run, science=True))
-    return _compute_settings_digest(group | {"own": own_code.compute_digests(run)})
+    return _compute_settings_digest(group | {"own": compute_code_digests(run)})
 
 
 def _drop_seed(science: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +163,6 @@ def select_trial_settings(run: Run) -> dict[str, Any]:
 
 
 def _compute_settings_digest(settings: Mapping[str, Any]) -> str:
-    """Return the digest of settings under their frozen names."""
     hashed = {DIGEST_NAMES.get(name, name): value for name, value in settings.items()}
     if (schedule := settings.get("schedule")) in DIGEST_SCHEDULES:
         del hashed["schedule"]
@@ -186,8 +182,8 @@ def describe_code(run: Run | None = None) -> dict[str, Any]:
     In a copy of the code that a launcher made, commit and diff are those of the checkout that was copied. Of a run that
     imports a user's own packages there are their digests too.
     """
-    own_digests = own_code.compute_digests(run) if run is not None else {}
-    foreign = [] if run is None else [p for p in run.optimizer.list_packages() if not packages.is_own(p)]
+    own_digests = compute_code_digests(run) if run is not None else {}
+    foreign = [] if run is None else [p for p in run.optimizer.list_packages() if not is_own(p)]
     versions = {name: _find_version(name) for name in PACKAGES}
     diff = read_git_diff()
     return {
@@ -195,7 +191,7 @@ def describe_code(run: Run | None = None) -> dict[str, Any]:
         "commit": _read_frozen("code", {}).get("commit") or run_git("rev-parse", "HEAD"),
         "diff": hashlib.sha256(diff.encode()).hexdigest()[:12] if diff else None,
         **versions,
-        **({"optimizer": [packages.find_version(package) for package in foreign]} if foreign else {}),
+        **({"optimizer": [find_version(package) for package in foreign]} if foreign else {}),
         **({"own": own_digests} if own_digests else {}),
     }
 
@@ -231,3 +227,88 @@ def _find_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+OWN_CODE = "own_code"
+"""The key of the digests in a document of run.yaml."""
+RESULT_FILES = ("run.yaml", "ledger.jsonl")
+"""Files that make a folder one of results, which is no code."""
+
+
+def find_packages(run: Run) -> tuple[str, ...]:
+    """Return the top-level packages outside of titan that a run names, in order."""
+    return tuple(list_uses(run))
+
+
+def list_uses(run: Run) -> dict[str, tuple[str, ...]]:
+    """Return the settings whose classes are of each package outside of titan, in order; none where it is only imported.
+
+    The standard library's are no packages of the user.
+    """
+    names: dict[str, list[str]] = {name.partition(".")[0]: [] for name in run.modules}
+    for name, cls in find_classes({axis: getattr(run, axis) for axis in (*run.axes(), "hooks")}):
+        names.setdefault(cls.__module__.partition(".")[0], []).append(name)
+    for package in filter(is_own, run.optimizer.list_packages()):
+        names.setdefault(package, []).append("optimizer.cls")
+    own_packages = names.keys() - {"titan"} - sys.stdlib_module_names
+    return {package: tuple(names[package]) for package in sorted(own_packages)}
+
+
+def find_classes(value: Any, name: str = "") -> Iterator[tuple[str, type]]:
+    """Yield the dotted name and the class of all schemas in a value."""
+    if dataclasses.is_dataclass(value):
+        yield name, type(value)
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    parts = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    for key, part in parts:
+        yield from find_classes(part, f"{name}.{key}".lstrip("."))
+
+
+def find_files(package: str) -> dict[str, Path]:
+    """Return the files of a package by their paths from the folder that it is imported from; none if it has none."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module that was made without a file, as a notebook's
+        spec = None
+    if spec is None:
+        return {}
+    if spec.submodule_search_locations is None:
+        return {Path(spec.origin).name: Path(spec.origin)} if spec.origin and Path(spec.origin).is_file() else {}
+    files_by_path: dict[str, Path] = {}
+    for folder in map(Path, spec.submodule_search_locations):
+        files_by_path = {f"{package}/{file.relative_to(folder)}": file for file in walk_files(folder)} | files_by_path
+    return dict(sorted(files_by_path.items()))
+
+
+def walk_files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder that are code: none that are hidden or compiled, and no results of runs."""
+    for root, folders, names in os.walk(folder):
+        if any(name in RESULT_FILES for name in names):
+            folders.clear()
+            continue
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
+        yield from (Path(root, n) for n in sorted(names) if not n.startswith(".") and not n.endswith(".pyc"))
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package is among those of this Python's site-packages, where every job finds it."""
+    site_folders = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
+    return any(file.is_relative_to(folder) for file in find_files(package).values() for folder in site_folders)
+
+
+def compute_code_digests(run: Run) -> dict[str, str]:
+    """Return 12 hex digits of a hash of the files of each package: of their paths and contents."""
+    return {package: compute_files_digest(find_files(package)) for package in find_packages(run)}
+
+
+def note_code_changes(run: Run, last: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note where packages have changed since the last attempt, which its document describes."""
+    last_digests, current_digests = last.get(OWN_CODE) or {}, compute_code_digests(run)
+    changed = [
+        f"{name} ({last_digests[name]} -> {current_digests[name]})"
+        for name in current_digests
+        if last_digests.get(name, current_digests[name]) != current_digests[name]
+    ]
+    return (f"your code has changed since attempt {last['attempt']}: {', '.join(changed)}",) if changed else ()

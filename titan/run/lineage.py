@@ -1,13 +1,13 @@
-"""What a run starts from: another run's checkpoint (a fork), initial weights, or neither.
+"""What a run starts from: its data, and another run's checkpoint (a fork), initial weights, or neither.
 
-The first attempt decides it, and it is part of the run's science: later attempts continue from what was recorded then,
-even if the other run has changed since.
+The first attempt decides the latter, and it is part of the run's science: later attempts continue from what was
+recorded then, even if the other run has changed since.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from titan.checkpoint.select import CheckpointCandidate
 from titan.config.settings import format_value
 from titan.console.numbers import format_plural
 from titan.console.text import redact_nested
-from titan.dataset import permutation
+from titan.dataset import corpora, permutation
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.run.run import Run, as_model
@@ -28,24 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parent:
-    """What a run starts from.
+    """What a run starts from."""
 
-    Attributes:
-        id: "science_id@step" of a checkpoint, or "weights:digest" of initial weights; None for neither.
-        checkpoint: the checkpoint to fork from, where the run itself has none.
-        weights: the folder of initial weights, where the run itself has no checkpoint.
-    """
-
-    id: str | None = None
-    checkpoint: CheckpointCandidate | None = None
-    weights: str | None = None
+    id: str | None = None  # "science_id@step" of a checkpoint, or "weights:digest" of initial weights; None for neither
+    checkpoint: CheckpointCandidate | None = None  # the checkpoint to fork from, where the run itself has none
+    weights: str | None = None  # the folder of initial weights, where the run itself has no checkpoint
 
 
 def find_parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, has_checkpoint: bool) -> Parent:
     """Return what `run` starts from.
 
     Args:
-        attempts: the documents of its earlier attempts.
         has_checkpoint: whether the run itself has a checkpoint, and so no longer needs its parent.
 
     Raises:
@@ -58,17 +51,17 @@ def find_parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, has_c
         return Parent(str(recorded))
     if weights:
         return _find_weights(run, weights, recorded)
+    if resume and recorded:
+        return _find_recorded_fork(run, resume, recorded)
     if resume:
-        return _find_recorded_fork(run, resume, recorded) if recorded else _find_fork(run, resume, mix)
+        checkpoint = _load_fork(run, resume)
+        count_rows_read(run, mix, checkpoint.manifest)
+        return Parent(checkpoint.id, checkpoint)
     return Parent()
 
 
 def check_start(run: Run) -> None:
-    """Check what a new run starts from, before its data are prepared, which may take hours.
-
-    Raises:
-        ConfigError: when it is missing, or of another model.
-    """
+    """Check what a new run starts from, before its data are prepared, which may take hours."""
     _reject_both(run)
     if run.checkpoint.resume:
         _load_fork(run, run.checkpoint.resume)
@@ -94,18 +87,7 @@ def _is_unchanged(run: Run, last: Mapping[str, Any]) -> bool:
     )
 
 
-def _find_fork(run: Run, resume: str, mix: RowMixture) -> Parent:
-    checkpoint = _load_fork(run, resume)
-    count_rows_read(run, mix, checkpoint.manifest)
-    return Parent(checkpoint.id, checkpoint)
-
-
 def _load_fork(run: Run, resume: str) -> CheckpointCandidate:
-    """Return the checkpoint that a run is to start from.
-
-    Raises:
-        ConfigError: when it is missing, or does not fit.
-    """
     checkpoint = select.load_named(resume)
     check_resumable(checkpoint.manifest, resume)
     _check_model(run, checkpoint)
@@ -170,11 +152,7 @@ def _check_model(run: Run, checkpoint: CheckpointCandidate) -> None:
 
 
 def count_rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
-    """Return how many rows a checkpoint has read, if this run would have read the same ones.
-
-    Raises:
-        ConfigError: when it would have read others.
-    """
+    """Return how many rows a checkpoint has read, if this run would have read the same ones."""
     rows = permutation.check_state(saved.data, mix.compute_fingerprint)
     if rows != run.training.count_rows_before(saved.step + 1):
         raise ConfigError(
@@ -182,3 +160,36 @@ def count_rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
             f"{format_plural(saved.step, 'step')}; give the checkpoint's global_batch and grow, up to that step."
         )
     return rows
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The prepared data of a run."""
+
+    folders: corpora.Folders  # the folder of each prepared corpus, by name
+    mix: RowMixture  # all rows that the run may read
+
+
+def prepare_data(run: Run, progress: Callable[[str], None] | None = None) -> PreparedData:
+    """Prepare what is missing of a run's data, and open them, which may take hours."""
+    folders = corpora.prepare_corpora(run.dataset, progress)
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
+    _check_data(run, mix)
+    return PreparedData(folders, mix)
+
+
+def _check_data(run: Run, mix: RowMixture) -> None:
+    """Raise ConfigError for data that the model or the batch can't use; the message names both sides."""
+    for rows in mix.sources:
+        corpus = rows.corpus
+        if corpus.max_token >= run.model.vocab:
+            raise ConfigError(
+                f"model.vocab={run.model.vocab}: the data has token ids up to {corpus.max_token} "
+                f"(tokenizer {corpus.tokenizer['name']}); give model.vocab={corpus.vocab_size} or another tokenizer."
+            )
+        if corpus.complete and rows.split.count_rows(run.training.seq_len) < 1:
+            raise ConfigError(
+                f"training.seq_len={run.training.seq_len}: the training data has only {rows.split.tokens} tokens, "
+                "less than one row; give a smaller training.seq_len or more data."
+            )
+    corpora.check_epochs(run.dataset, run.training, mix)

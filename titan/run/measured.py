@@ -10,25 +10,135 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import NormalDist, fmean, median, quantiles, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan.config.kinds import get_kind
 from titan.config.settings import format_value
-from titan.console.numbers import format_plural
+from titan.console.numbers import format_plural, format_rounded
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.files.run_directory import RUN
 from titan.metrics.reader import METRICS, read_records
 from titan.metrics.schema import WARM
+from titan.run.axes import complete_config, read_degrees
 from titan.run.directory import ENVIRONMENT, RESULT, is_finished, read_attempts
-from titan.run.recorded_config import complete_config, read_degrees
 from titan.run.run import as_config, flatten_config
-from titan.run.step_interval import RunSteps, StepSpread, combine_runs, summarize_steps
 
 if TYPE_CHECKING:
     from titan.run.run import Run
+
+
+BLOCKS, BLOCK = 10, 5
+"""The most blocks of a series, and the fewest values of a block."""
+LEAST_RUNS = 3
+"""From so many runs on, an interval is from the medians of the runs: a t-interval of two is too wide to be useful. Of
+fewer, it is from blocks of their steps."""
+LEAST_TIMED = 2 * BLOCK
+"""Timed steps of a run without which there is no interval."""
+WIDEST = 0.05
+"""The width of an interval, relative to the median, above which a budget by it is doubtful."""
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The 97.5% quantiles of Student's t distribution with one degree of freedom to nine."""
+
+
+class RunSteps(NamedTuple):
+    """The timed steps of a run: their number, their 10%, 50% and 90% percentiles in seconds, and medians of blocks."""
+
+    steps: int
+    p10: float
+    median: float
+    p90: float
+    blocks: tuple[float, ...]
+
+
+class StepSpread(NamedTuple):
+    """The time of a step over several runs."""
+
+    seconds: float  # the median of the runs' medians
+    p10: float  # the median of their 10% percentiles, in seconds
+    p90: float  # likewise of their 90% percentiles
+    steps: int  # how many all runs have timed
+    fewest: int  # steps of the run with the fewest
+    # the 95% interval of the median, in seconds; None where there are too few steps
+    interval: tuple[float, float] | None
+    runs: int = 1  # how many were measured
+
+    def describe(self) -> str:
+        """Return the spread and the number of steps."""
+        spread = f"{format_rounded(self.p10)}-{format_rounded(self.p90)}"
+        return f"p10-p90 {spread} s over {format_plural(self.steps, 'timed step')}"
+
+    def find_doubt(self) -> str:
+        """Return what makes the measured time doubtful, and the way out; empty where nothing does."""
+        if self.fewest < LEAST_TIMED or self.interval is None:
+            return (
+                f"the time of a step is the median of {format_plural(self.fewest, 'timed step')} of a run, too few for "
+                f"an interval; measure runs of training.steps={LEAST_TIMED + WARM} or more"
+            )
+        low, high = self.interval
+        if high - low <= WIDEST * self.seconds:
+            return ""
+        more = "runs" if self.runs >= LEAST_RUNS else "steps"
+        return (
+            f"the 95% interval of the median time of a step is {format_rounded(low)}-{format_rounded(high)} s, "
+            f"{(high - low) / self.seconds:.0%} of it; measure more {more}, with nothing else on the machine"
+        )
+
+
+def summarize_steps(seconds: Sequence[float]) -> RunSteps:
+    """Return the spread of a run's step times, of which there are at least two, all positive."""
+    deciles = quantiles(seconds, n=10, method="inclusive")
+    return RunSteps(len(seconds), deciles[0], median(seconds), deciles[8], compute_block_medians(seconds))
+
+
+def compute_block_medians(values: Sequence[float]) -> tuple[float, ...]:
+    """Return the medians of consecutive blocks of a series; none where it is too short for two blocks.
+
+    Successive steps are correlated and blocks far less so, so an interval from blocks is not too narrow (the method of
+    batch means, Conway 1963). Medians, because the speeds shown are medians.
+    """
+    count = min(BLOCKS, len(values) // BLOCK)
+    if count < 2:
+        return ()
+    size, longer = divmod(len(values), count)
+    bounds = [index * size + min(index, longer) for index in range(count + 1)]
+    return tuple(median(values[low:high]) for low, high in pairwise(bounds))
+
+
+def combine_runs(runs: Sequence[RunSteps]) -> StepSpread:
+    """Return the time of a step over several runs, with an interval as that of a speed in titan.compare."""
+    center = median(run.median for run in runs)
+    medians = [run.median for run in runs]
+    samples = medians if len(runs) >= LEAST_RUNS else [value for run in runs for value in run.blocks]
+    return StepSpread(
+        center,
+        median(run.p10 for run in runs),
+        median(run.p90 for run in runs),
+        sum(run.steps for run in runs),
+        min(run.steps for run in runs),
+        _compute_interval(center, samples) if all(run.blocks for run in runs) else None,
+        len(runs),
+    )
+
+
+def _compute_interval(center: float, samples: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% interval of `center` by Student's t distribution of the logarithms of at least two samples."""
+    logs = [math.log(value) for value in samples]
+    half = compute_t(len(logs) - 1) * stdev(logs, fmean(logs)) / math.sqrt(len(logs))
+    return center * math.exp(-half), center * math.exp(half)
+
+
+def compute_t(freedom: int) -> float:
+    """Return the 97.5% quantile of Student's t distribution: a table, and the Cornish-Fisher expansion beyond it."""
+    if freedom <= len(T_95):
+        return T_95[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
 
 LEAST_STEPS = 3
 """Timed steps that a run needs."""
@@ -49,28 +159,21 @@ CLASSES = {"model": "titan.model.schema.Llama", "optimizer": ""}
 
 
 class StepMeasurement(NamedTuple):
-    """The time of a step in a finished run.
+    """The time of a step in a finished run."""
 
-    Attributes:
-        directory: of the run.
-        settings: what decides the time of a step, as text by name.
-        steps: those of its last attempt, without the warm-up.
-    """
-
-    directory: str
-    settings: Mapping[str, str]
-    steps: RunSteps
+    directory: str  # of the run
+    settings: Mapping[str, str]  # what decides the time of a step, as text by name
+    steps: RunSteps  # those of its last attempt, without the warm-up
 
 
 def measure_step(run: Run) -> StepSpread:
-    """Return the time of a step in the runs that `training.measured` names: the median over those that fit.
-
-    Raises:
-        ConfigError: where no finished run computes as this one does.
-    """
+    """Return the time of a step in the runs that `training.measured` names: the median over those that fit."""
     source = str(run.training.measured)
     measurements = _read_measurements(source)
-    settings = _collect_settings(as_config(run), run)
+    machine = {"device": run.machine.device, "name": run.machine.name, "cores": run.machine.cores}
+    layout = run.layout.degrees() | {"expert": run.layout.expert}
+    classes = {axis: get_kind(type(getattr(run, axis))) for axis in CLASSES}
+    settings = _build_settings(as_config(run), layout, run.microbatches, machine, classes)
     fitting = [m.steps for m in measurements if m.settings == settings]
     if not fitting:
         raise _build_mismatch_error(source, measurements, settings)
@@ -97,22 +200,11 @@ def _find_differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
     return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
-def _collect_settings(config: Mapping[str, Any], run: Run) -> dict[str, str]:
-    """Return what decides the time of a run's step."""
-    machine = {"device": run.machine.device, "name": run.machine.name, "cores": run.machine.cores}
-    classes = {axis: get_kind(type(getattr(run, axis))) for axis in CLASSES}
-    return _build_settings(
-        config, run.layout.degrees() | {"expert": run.layout.expert}, run.microbatches, machine, classes
-    )
-
-
 def _build_settings(
-    config: Mapping[str, Any],
-    layout: Mapping[str, int],
-    microbatches: int,
-    machine: Mapping[str, Any],
+    config: Mapping[str, Any], layout: Mapping[str, int], microbatches: int, machine: Mapping[str, Any],
     classes: Mapping[str, str],
-) -> dict[str, str]:
+) -> dict[str, str]:  # fmt: skip
+    """Return what decides the time of a run's step, as text by name."""
     config = complete_config(config, layout)
     values = {name: value for name, value in flatten_config(config).items() if not UNTIMED.fullmatch(name)}
     values |= {f"layout.{name}": degree for name, degree in layout.items()}
@@ -123,11 +215,6 @@ def _build_settings(
 
 
 def _read_measurements(source: str) -> list[StepMeasurement]:
-    """Return the measurements of the finished runs in a folder.
-
-    Raises:
-        ConfigError: where there are none.
-    """
     folder = Path(source).expanduser().resolve()
     files = [folder / RUN] if (folder / RUN).is_file() else sorted(folder.glob(f"*/{RUN}"))
     measurements = [_read_measurement(file.parent, *_read_times(file.parent)) for file in files]

@@ -28,23 +28,14 @@ _KINDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """The figures of a plan that a run can test.
+    """The figures of a plan that a run can test."""
 
-    Attributes:
-        step_seconds: of a step.
-        memory_gib: of the fullest rank.
-        rank0_memory_gib: of rank 0 as metrics.jsonl measures it: on GPUs without `NOT_MEASURED`.
-        step_parts: seconds of a step by cause.
-        memory_parts: memory of the fullest rank by category.
-        constants: version of the cost model's constants.
-    """
-
-    step_seconds: PredictedValue
-    memory_gib: PredictedValue
-    rank0_memory_gib: PredictedValue
-    step_parts: Mapping[str, float]
-    memory_parts: Mapping[str, float]
-    constants: str
+    step_seconds: PredictedValue  # of a step
+    memory_gib: PredictedValue  # of the fullest rank
+    rank0_memory_gib: PredictedValue  # of rank 0 as metrics.jsonl measures it: on GPUs without `NOT_MEASURED`
+    step_parts: Mapping[str, float]  # seconds of a step by cause
+    memory_parts: Mapping[str, float]  # memory of the fullest rank by category
+    constants: str  # version of the cost model's constants
 
 
 def predict(run: Run) -> tuple[Prediction | None, str]:

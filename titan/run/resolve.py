@@ -1,28 +1,30 @@
-"""Resolve a recipe on a machine to a run: derive and check all that is possible before work starts. Free of torch."""
+"""Resolve a recipe on a machine to a run: derive and check all that is possible before work starts. Free of torch.
+
+Of a recipe whose layout is still to be searched, all but its layout is checked (`resolve_open_layout`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from titan.cluster.devices import Machine
-from titan.cluster.schema import Cluster
 from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import fit
+from titan.files.run_directory import check_length, check_name
 from titan.hooks import schema as hooks
 from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.parallelism.resolve_layout import resolve_layout
-from titan.parallelism.schema import Layout, Parallelism
-from titan.run import checks
-from titan.run.branch import apply_decay
-from titan.run.budget import apply_hours, apply_tokens
+from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
+from titan.run.budget import apply_decay, apply_hours, apply_learning_rate, apply_tokens
+from titan.run.checks import check_run
 from titan.run.compile_scope import choose_scope
-from titan.run.learning_rate import apply_learning_rate
-from titan.run.paths import check_length, check_name
 from titan.run.run import Run
 from titan.run.schema import Recipe
 
@@ -49,9 +51,6 @@ def resolve(
         ranks: how many ranks a launcher has started already; None when titan is to start them.
         remote: `machine` is a node that a scheduler will provide, not this one.
         is_layout_open: see `Run`; its memory is not checked.
-
-    Raises:
-        ConfigError: for combinations that can't work.
     """
     check_name(recipe.name)
     check_length(directory, f"hydra.run.dir={directory}")
@@ -73,15 +72,25 @@ def resolve(
         options=options,
         is_layout_open=is_layout_open,
     )
-    run = apply_learning_rate(_choose_scope(apply_hours(_choose_scope(run, remote), run), remote))
-    checks.check(run, started=ranks is not None or remote, remote=remote)
+    # a budget of hours makes steps by the time of a step, which depends on what is compiled
+    run = apply_hours(_choose_scope(run, remote), run)
+    # what `compile=auto` compiles depends on the steps in turn
+    run = _choose_scope(run, remote)
+    # the rule for the learning rate counts the tokens of all steps
+    run = apply_learning_rate(run)
+    # last, with all settings known
+    check_run(run, started=ranks is not None or remote, remote=remote)
     if is_schedule_open and run.parallelism.schedule != "1F1B":
-        warn_once(_describe_schedule(run))
+        batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
+        warn_once(
+            f"parallelism.schedule=auto: is {run.parallelism.schedule} with {batches}, because a rank has "
+            f"{format_plural(run.rank_rows, 'row')} in a step, and 1F1B needs at least {run.layout.pipeline}; a larger "
+            "training.global_batch gives 1F1B, and less idle time."
+        )
     return run
 
 
 def _check_axes(recipe: Recipe) -> Recipe:
-    """Return a recipe whose axes have each been checked by themselves."""
     recipe.model.check()
     recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
     recipe.training.check()
@@ -91,50 +100,39 @@ def _check_axes(recipe: Recipe) -> Recipe:
     recipe.evaluation.check()
     recipe.cluster.check()
     hooks.check_hooks(recipe.hooks)
-    return dataclasses.replace(recipe, optimizer=recipe.optimizer.measure(recipe.model))
+    return replace(recipe, optimizer=recipe.optimizer.measure(recipe.model))
 
 
 def _apply_machine(recipe: Recipe, machine: Machine, remote: bool) -> Recipe:
     """Return a recipe whose settings that are "auto" follow the machine's devices."""
     if recipe.precision.compute == "auto":
-        precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
-        recipe = dataclasses.replace(recipe, precision=precision)
-    recipe = dataclasses.replace(recipe, precision=recipe.precision.drop_unused_settings())
-    if _uses_flex_attention(recipe, machine, remote):
-        recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, attention="flex"))
+        precision = replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
+        recipe = replace(recipe, precision=precision)
+    recipe = replace(recipe, precision=recipe.precision.drop_unused_settings())
+    masked = recipe.dataset.mask_documents or recipe.model.needs_mask(recipe.training.seq_len)
+    if recipe.training.attention == "auto" and masked and machine.device == "cuda":
+        has_triton = remote or importlib.util.find_spec("triton") is not None
+        if has_triton and recipe.model.head_size >= FLEX_WIDTH:
+            recipe = replace(recipe, training=replace(recipe.training, attention="flex"))
     return recipe
 
 
 def adapt_to_machine(run: Run, machine: Machine) -> Run:
-    """Return the run on the machine of its job: the layout stays, settings that are "auto" follow the machine.
-
-    Raises:
-        ConfigError: when it does not fit.
-    """
+    """Return the run on the machine of its job: the layout stays, settings that are "auto" follow the machine."""
     count = _choose_microbatches(run, run.layout, machine)
     stages = plan_stages(run.parallelism, run.layout, run.model, run.training.seq_len, count)
-    adapted = dataclasses.replace(run, machine=machine, microbatches=count, staging=stages)
-    adapted = _apply_scope(adapted) if adapted.compile_why else adapted
-    checks.check(adapted, started=True)
+    adapted = replace(run, machine=machine, microbatches=count, staging=stages)
+    if adapted.compile_why:  # it was `auto`
+        adapted = _choose_scope(replace(adapted, compile=replace(adapted.compile, scope="auto")))
+    check_run(adapted, started=True)
     return adapted
 
 
-def _choose_scope(run: Run, remote: bool) -> Run:
-    return _apply_scope(run, remote) if run.compile.scope == "auto" else run
-
-
-def _apply_scope(run: Run, remote: bool = False) -> Run:
-    """Return the run with the scope of compilation that "auto" means for it."""
+def _choose_scope(run: Run, remote: bool = False) -> Run:
+    if run.compile.scope != "auto":
+        return run
     scope, reason = choose_scope(run, remote)
-    return dataclasses.replace(run, compile=dataclasses.replace(run.compile, scope=scope), compile_why=reason)
-
-
-def _uses_flex_attention(recipe: Recipe, machine: Machine, remote: bool) -> bool:
-    """Return whether `training.attention=auto` is FlexAttention: for masks, on GPUs, where Triton is installed."""
-    masked = recipe.dataset.mask_documents or recipe.model.needs_mask(recipe.training.seq_len)
-    if recipe.training.attention != "auto" or not masked or machine.device != "cuda":
-        return False
-    return recipe.model.head_size >= FLEX_WIDTH and (remote or importlib.util.find_spec("triton") is not None)
+    return replace(run, compile=replace(run.compile, scope=scope), compile_why=reason)
 
 
 def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: bool) -> Layout:
@@ -145,7 +143,11 @@ def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: 
         return fit.choose_layout(recipe, machine, devices, node)
 
     if ranks is not None:
-        _check_ranks(cluster, ranks)
+        if cluster.devices not in ("auto", ranks):
+            raise ConfigError(
+                f"cluster.devices={cluster.devices}: torchrun or srun has {format_plural(ranks, 'rank')}; start as "
+                "many, or give auto."
+            )
         return choose_for(ranks)
     if cluster.devices != "auto":
         return choose_for(int(cluster.devices))
@@ -160,25 +162,85 @@ def _has_open_degrees(parallelism: Parallelism) -> bool:
     return any(getattr(parallelism, name) in (-1, "auto") for name in Layout().degrees())
 
 
-def _describe_schedule(run: Run) -> str:
-    """Return why the schedule that "auto" means is not the usual one."""
-    batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
-    return (
-        f"parallelism.schedule=auto: is {run.parallelism.schedule} with {batches}, because a rank has "
-        f"{format_plural(run.rank_rows, 'row')} in a step, and 1F1B needs at least {run.layout.pipeline}; a larger "
-        "training.global_batch gives 1F1B, and less idle time."
-    )
-
-
 def _choose_microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
     if recipe.parallelism.microbatches != "auto":
         return int(recipe.parallelism.microbatches)
     return fit.choose_microbatches(recipe, layout, fit.compute_available_gib(recipe, layout, machine), machine.device)
 
 
-def _check_ranks(cluster: Cluster, ranks: int) -> None:
-    if cluster.devices not in ("auto", ranks):
-        raise ConfigError(
-            f"cluster.devices={cluster.devices}: torchrun or srun has {format_plural(ranks, 'rank')}; start as many, "
-            "or give auto."
-        )
+OPEN = (-1, "auto", ())
+"""Values of a setting that is derived from the others."""
+SEARCHED = ("schedule", "stages", "starts", "reshard", "microbatches", "async_tensor")
+"""Settings of the parallelism axis beside degrees that differ between the layouts of a search."""
+
+
+def list_typed_settings(recipe: Recipe, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings that a search would vary, and that a command line gives a value, by their name.
+
+    Degrees count by themselves or by the choice of parallelism, activation checkpointing by itself or by the choice of
+    memory; the others by themselves.
+    """
+    names = {override.lstrip("+").partition("=")[0] for override in overrides}
+    parallelism = recipe.parallelism
+    degrees = [n for n in (*DIMENSIONS, "expert") if names & {"parallelism", f"parallelism.{n}"}]
+    others = [name for name in SEARCHED if f"parallelism.{name}" in names]
+    typed = {name: getattr(parallelism, name) for name in (*degrees, *others)}
+    if names & {"memory", "memory.checkpointing"}:
+        typed["checkpointing"] = recipe.memory.checkpointing
+    return {name: value for name, value in typed.items() if value not in OPEN}
+
+
+def resolve_open_layout(
+    recipe: Recipe,
+    machine: Machine,
+    directory: str,
+    *,
+    overrides: tuple[str, ...] = (),
+    **options: Any,
+) -> Run:
+    """Return the run of a recipe on all devices of its cluster, whether or not its layout can work there.
+
+    Where the recipe's own layout works on these devices, it is the run's. Else `is_layout_open` is true, the layout
+    shards over all devices, and `parallelism` has the settings of the recipe.
+
+    Args:
+        options: those of `resolve`.
+    """
+    devices = count_devices(recipe, machine, list_typed_settings(recipe, overrides))
+    try:
+        run = resolve(recipe, machine, directory, overrides=overrides, **options)
+        if devices in (None, run.layout.devices):
+            return run
+    except ConfigError:
+        pass
+    neutral = neutralise_layout(recipe, devices)
+    run = resolve(neutral, machine, directory, overrides=overrides, is_layout_open=True, **options)
+    parallelism = fit.choose_schedule(recipe, run.layout).parallelism
+    return replace(run, parallelism=parallelism, cluster=recipe.cluster)
+
+
+def count_devices(recipe: Recipe, machine: Machine, typed: Mapping[str, Any]) -> int | None:
+    """Return the devices that layouts are searched for; None: as many as the layout of the recipe asks for.
+
+    Args:
+        typed: settings that are typed; all degrees together make the number.
+    """
+    cluster = recipe.cluster
+    if cluster.devices != "auto":
+        return int(cluster.devices)
+    if typed.keys() >= set(DIMENSIONS):
+        return math.prod(int(typed[name]) for name in DIMENSIONS)
+    if cluster.devices_per_node != "auto":
+        return int(cluster.devices_per_node) * cluster.nodes
+    return machine.count * cluster.nodes if machine.device == "cuda" else None
+
+
+def neutralise_layout(recipe: Recipe, devices: int | None) -> Recipe:
+    """Return the recipe with a layout that shards over all devices, and that nothing but the devices can make fail."""
+    degrees: dict[str, Any] = {**dict.fromkeys(Layout().degrees(), 1), "shard": -1, "expert": 1}
+    parallelism = replace(
+        recipe.parallelism, **degrees, microbatches=1, schedule="1F1B", stages="auto", starts=(), reshard="auto",
+        async_tensor=False,
+    )  # fmt: skip
+    cluster = recipe.cluster if devices is None else replace(recipe.cluster, devices=devices)
+    return replace(recipe, parallelism=parallelism, cluster=cluster)

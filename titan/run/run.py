@@ -17,7 +17,6 @@ from titan.console.notebook import Shown
 from titan.console.numbers import format_count
 from titan.console.text import redact_nested
 from titan.estimate.rank_sizes import count_rank_rows, find_weight_sharding
-from titan.hooks.schema import Hook
 from titan.parallelism.schema import DIMENSIONS, Layout, StagePlan
 from titan.precision.selection import WeightSharding
 from titan.run.schema import Recipe
@@ -25,33 +24,20 @@ from titan.run.schema import Recipe
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Run(Shown, Recipe):
-    """A recipe on a machine: what ranks receive.
+    """A recipe on a machine: what ranks receive."""
 
-    Attributes:
-        machine: the devices here.
-        layout: all degrees as numbers.
-        microbatches: micro-batches that each rank's rows are split into.
-        staging: the pipeline's stages.
-        compile_why: why `compile=auto` chose the scope; empty where the user has given it.
-        is_layout_open: whether the layout is still to be searched; `layout` then shards over all devices.
-        directory: where results go, absolute.
-        choices: the option chosen in each config group.
-        overrides: the command line, as typed, with a number for optimizer.lr=auto.
-        hydra: what Hydra's own files say, by path in the run's directory: `titan.run.hydra_node.build_files`.
-        options: options of the command line that say where choices come from, such as --config-dir.
-    """
-
-    machine: Machine
-    layout: Layout
-    microbatches: int
-    staging: StagePlan
-    compile_why: str = ""
-    is_layout_open: bool = False
-    directory: str
-    choices: Mapping[str, str] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
+    machine: Machine  # the devices here
+    layout: Layout  # all degrees as numbers
+    microbatches: int  # micro-batches that each rank's rows are split into
+    staging: StagePlan  # the pipeline's stages
+    compile_why: str = ""  # why `compile=auto` chose the scope; empty where the user has given it
+    is_layout_open: bool = False  # whether the layout is still to be searched; `layout` then shards over all devices
+    directory: str  # where results go, absolute
+    choices: Mapping[str, str] = field(default_factory=dict)  # the option chosen in each config group
+    overrides: tuple[str, ...] = ()  # the command line, as typed, with a number for optimizer.lr=auto
+    # what Hydra's own files say, by path in the run's directory: `titan.run.hydra_session.build_files`
     hydra: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # options of the command line that say where choices come from, such as --config-dir
 
     @property
     def weight_sharding(self) -> WeightSharding:
@@ -97,7 +83,12 @@ def as_config(run: Recipe) -> dict[str, Any]:
     config = {
         f.name: redact_nested(to_plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe) if f.name != "hooks"
     }
-    return config | ({"hooks": _describe_hooks(run.hooks)} if run.hooks else {})
+    if run.hooks:  # with the kind of each
+        config["hooks"] = {
+            name: {"_target_": get_kind(type(hook)), **redact_nested(to_plain(hook))}
+            for name, hook in run.hooks.items()
+        }
+    return config
 
 
 def flatten_config(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -106,11 +97,6 @@ def flatten_config(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     for key, value in config.items():
         flattened |= flatten_config(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
     return flattened
-
-
-def _describe_hooks(hooks: Mapping[str, Hook]) -> dict[str, Any]:
-    """Return the settings of hooks as plain containers, with the kind of each under `_target_`."""
-    return {name: {"_target_": get_kind(type(hook)), **redact_nested(to_plain(hook))} for name, hook in hooks.items()}
 
 
 def as_model(run: Recipe) -> dict[str, Any]:

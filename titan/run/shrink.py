@@ -8,7 +8,8 @@ faults this keeps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,6 @@ from titan.run.model_limits import require_tokens
 from titan.run.resolve import resolve
 from titan.run.run import Run
 from titan.run.schema import Recipe
-from titan.run.shrink_model import count_stages, has_uneven_rows, is_custom_schedule, shrink_model
 from titan.training.schema import Training
 
 SEQ_LEN = 64
@@ -42,34 +42,23 @@ SAVED_STEP = 2
 MOST_RANKS = 64
 LOSS_CHUNK = 24
 KNOWN_MODELS = (Llama, Qwen3Moe, DeepseekV3, Llama4)
-"""Models whose settings `titan.run.shrink_model` knows."""
+"""Models whose settings `shrink_model` knows."""
 TIMEOUT = 120.0
 """Seconds that a shrunk run's collectives may take."""
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A run and its shrunk version.
+    """A run and its shrunk version."""
 
-    Attributes:
-        target: the run.
-        run: the shrunk one, on CPU ranks.
-        changes: settings that differ, with the run's value and the shrunk one.
-        uncovered: what the shrunk run can't show, in words.
-    """
-
-    target: Run
-    run: Run
-    changes: dict[str, tuple[Any, Any]]
-    uncovered: tuple[str, ...]
+    target: Run  # the run
+    run: Run  # the shrunk one, on CPU ranks
+    changes: dict[str, tuple[Any, Any]]  # settings that differ, with the run's value and the shrunk one
+    uncovered: tuple[str, ...]  # what the shrunk run can't show, in words
 
 
 def shrink_run(target: Run, machine: Machine, directory: str) -> Shrunk:
     """Return a run shrunk to this machine's CPU.
-
-    Args:
-        target: the run whose layout is to be proven.
-        directory: where the shrunk run may write.
 
     Raises:
         ConfigError: when the shrunk run can't be composed, or has too many ranks.
@@ -103,11 +92,7 @@ def reduce_to_one_device(run: Run, directory: str) -> Run:
 
 
 def widen_run(shrunk: Shrunk) -> Run:
-    """Return the target with its widths and degrees, and the shrunk run's blocks, pipeline and micro-batches.
-
-    Raises:
-        ConfigError: when it can't be composed.
-    """
+    """Return the target with its widths and degrees, and the shrunk run's blocks, pipeline and micro-batches."""
     target, run = shrunk.target, shrunk.run
     layout = replace(target.layout, pipeline=run.layout.pipeline)
     model = _replace_known(target.model, layers=run.model.layers, first_dense=getattr(run.model, "first_dense", None))
@@ -175,18 +160,20 @@ def _as_recipe(run: Run) -> Recipe:
 
 def _shrink_recipe(run: Run, layout: Layout) -> Recipe:
     model = shrink_model(run, layout)
+    rows = Synthetic(tokens=65536, vocab=min(model.vocab, 128), mask_documents=run.dataset.mask_documents)
     microbatches = count_microbatches(run, layout)
     return replace(
         _as_recipe(run),
         model=model,
-        dataset=_shrink_dataset(run, model.vocab),
+        dataset=replace(rows, longest=SEQ_LEN // 3) if rows.mask_documents else rows,
         schedule=_replace_known(run.schedule, warmup=1),
         training=_shrink_training(run, layout, microbatches),
         evaluation=Evaluation(every=0, tokens=0),
-        precision=_emulate(run),
+        precision=replace(run.precision, emulate=True) if run.precision.eight_bit else run.precision,
         parallelism=_shrink_parallelism(run, layout, microbatches),
         memory=run.memory,
-        compile=_choose_backend(run),
+        # the same graphs, and no kernels
+        compile=run.compile if run.compile.scope == "off" else replace(run.compile, backend="aot_eager"),
         checkpoint=replace(
             run.checkpoint,
             mode="sync" if run.checkpoint.mode == "off" else run.checkpoint.mode,
@@ -228,11 +215,6 @@ def _shrink_training(run: Run, layout: Layout, microbatches: int) -> Training:
     )  # fmt: skip
 
 
-def _shrink_dataset(run: Run, vocab: int) -> Synthetic:
-    rows = Synthetic(tokens=65536, vocab=min(vocab, 128), mask_documents=run.dataset.mask_documents)
-    return replace(rows, longest=SEQ_LEN // 3) if rows.mask_documents else rows
-
-
 def _shrink_parallelism(run: Run, layout: Layout, microbatches: int) -> Parallelism:
     old = run.parallelism
     stages = count_stages(run, layout) if layout.pipeline > 1 else old.stages
@@ -251,22 +233,12 @@ def _shrink_parallelism(run: Run, layout: Layout, microbatches: int) -> Parallel
     )
 
 
-def _emulate(run: Run) -> Any:
-    return replace(run.precision, emulate=True) if run.precision.eight_bit else run.precision
-
-
-def _choose_backend(run: Run) -> Compile:
-    """Return the scope of compilation with a backend that makes the same graphs, and no kernels."""
-    return run.compile if run.compile.scope == "off" else replace(run.compile, backend="aot_eager")
-
-
 def _replace_known(settings: Any, **values: Any) -> Any:
     names = {field.name for field in dataclasses.fields(settings)}
     return replace(settings, **{name: value for name, value in values.items() if name in names})
 
 
 def _list_changes(target: Run, run: Run) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of model, layout and batch that differ, by dotted name."""
     changes: dict[str, tuple[Any, Any]] = {}
     for axis in ("model", "parallelism", "training"):
         old, new = getattr(target, axis), getattr(run, axis)
@@ -329,3 +301,108 @@ def describe_changes(shrunk: Shrunk) -> str:
         f"{model.layers} of {shrunk.target.model.layers} blocks, width {model.dim} of {shrunk.target.model.dim}, "
         f"{run.layout} of {shrunk.target.layout}, {format_plural(run.microbatches, 'micro-batch', 'micro-batches')}"
     )
+
+
+HEAD_WIDTH = 16
+"""Width of a head: the least that matmuls in eight bits, and rotary embeddings of a part of a head, divide."""
+FFN_WIDTHS = (96, 80, 112, 160)
+EXPERT_WIDTHS = (32, 48, 80)
+VOCABULARIES = (192, 208, 250, 253)
+CHUNK, FLOOR = 24, 16
+"""Of a row of `SEQ_LEN` tokens: an attention chunk, and the position from which queries are scaled."""
+FIXED = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "attention_chunk": CHUNK,
+    "floor_scale": FLOOR,
+}
+"""Sizes that no degree divides, where the model has them and they are larger."""
+
+
+def shrink_model(run: Run, layout: Layout) -> Any:
+    """Return the model of a run, narrow and with few blocks.
+
+    Kept are: whether heads share keys and values, whether heads make up the width, each kind of block, shared experts,
+    groups of experts, and whether the sizes that ranks divide leave a remainder. A setting that is not known here keeps
+    its value: sizes of one's own models too.
+    """
+    model = run.model
+    sizes: dict[str, Any] = _shrink_heads(run, layout) | _shrink_widths(run, layout) | _shrink_experts(run, layout)
+    sizes |= {name: min(size, value) for name, size in FIXED.items() if (value := getattr(model, name, None))}
+    sizes |= {"layers": count_layers(run, layout), "first_dense": min(1, getattr(model, "first_dense", 0))}
+    names = {field.name for field in dataclasses.fields(model)}
+    return dataclasses.replace(model, **{name: size for name, size in sizes.items() if name in names})
+
+
+def count_layers(run: Run, layout: Layout) -> int:
+    """Return the fewest blocks that have every kind of block, and as many on each stage or a remainder, as the run."""
+    model, stages = run.model, count_stages(run, layout)
+    every = run.memory.every if run.memory.checkpointing == "every_n" else 1
+    period = math.lcm(getattr(model, "moe_every", 1), getattr(model, "nope_every", 1), every)
+    fewest = max(2, period + min(1, getattr(model, "first_dense", 0)))
+    layers = stages * -(-fewest // stages)
+    return layers + (1 if model.layers % run.staging.count else 0)
+
+
+def is_custom_schedule(schedule: str) -> bool:
+    """Return whether a pipeline's schedule is a file of actions."""
+    return schedule.lower().endswith(".csv")
+
+
+def has_uneven_rows(run: Run) -> bool:
+    """Return whether a step's rows leave a remainder over ranks and micro-batches."""
+    return run.training.global_batch // run.training.seq_len % (run.layout.data_ranks * run.microbatches) > 0
+
+
+def count_stages(run: Run, layout: Layout) -> int:
+    """Return the stages in all: of several on a pipeline rank two are kept, but those of a file all."""
+    if is_custom_schedule(run.parallelism.schedule):
+        return run.staging.count
+    return layout.pipeline * min(2, run.staging.count // run.layout.pipeline)
+
+
+def choose_size(candidates: Iterable[int], divides: bool, *divisors: int) -> int:
+    """Return the first size that the product of divisors divides, or that it does not.
+
+    Args:
+        candidates: the sizes, preferred ones first.
+    """
+    product, sizes = math.prod(divisors), list(candidates)
+    return next((size for size in sizes if (size % product == 0) == divides), sizes[0])
+
+
+def _shrink_heads(run: Run, layout: Layout) -> dict[str, int]:
+    model, ranks = run.model, layout.tensor * (layout.context if run.parallelism.context_method == "ulysses" else 1)
+    several = model.kv_heads > run.layout.tensor
+    kv_heads = ranks * (2 if several else 1)
+    heads = kv_heads * (2 if model.heads > model.kv_heads else 1)
+    width = heads * HEAD_WIDTH
+    has_own_width = model.heads * model.head_size != model.dim
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": width + (2 * HEAD_WIDTH if has_own_width else 0)}
+    return sizes | ({"head_dim": HEAD_WIDTH} if getattr(model, "head_dim", None) is not None else {})
+
+
+def _shrink_widths(run: Run, layout: Layout) -> dict[str, int]:
+    model, old = run.model, run.layout
+    ffn = choose_size(FFN_WIDTHS, model.ffn % (old.tensor * old.sharded) == 0, layout.tensor, layout.sharded)
+    if ffn % layout.tensor:
+        ffn = FFN_WIDTHS[0]
+    splits_vocab = model.vocab % old.tensor == 0
+    divisors = (layout.tensor, layout.sharded) if splits_vocab else (layout.tensor,)
+    whole = model.vocab % (old.tensor * old.sharded) == 0 if splits_vocab else False
+    return {"ffn": ffn, "vocab": choose_size(VOCABULARIES, whole, *divisors)}
+
+
+def _shrink_experts(run: Run, layout: Layout) -> dict[str, int]:
+    model: Any = run.model
+    if not hasattr(model, "experts"):
+        return {}
+    groups = min(2, getattr(model, "groups", 1))
+    kept_groups = 1 if groups == 2 and model.topk_groups < model.groups else groups
+    experts = max(4, 2 * layout.expert) * groups
+    width = choose_size(EXPERT_WIDTHS, model.expert_ffn % max(1, run.layout.expert_shards) == 0, layout.expert_shards)
+    sizes = {"experts": experts, "top_k": min(2, model.top_k), "expert_ffn": width}
+    return sizes | ({"groups": groups, "topk_groups": kept_groups} if hasattr(model, "groups") else {})

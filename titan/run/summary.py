@@ -15,15 +15,16 @@ from titan.config.settings import format_value
 from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.console.progress import format_duration, format_loss, print_table
 from titan.estimate import fit
+from titan.files.run_directory import shorten_path
 from titan.metrics.trackers import find_viewers
-from titan.run import branch, own_code, searched_files
+from titan.run import budget, hydra_session, identity
 from titan.run.budget import describe_hours
-from titan.run.directory import describe_hook_end
+from titan.run.directory import describe_hook_end, read_result
 from titan.run.run import Run
 
 if TYPE_CHECKING:
     from titan.dataset.mixture import RowMixture
-    from titan.run.attempts import Attempt, FinishedRun
+    from titan.run.attempts import Attempt
 
 SHOWN_FIGURES = 6
 """Files and tasks of an evaluation that the terminal shows."""
@@ -33,10 +34,17 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
     """Print the run's settings, and what was `applied` to the model in which order, before the first step."""
     training, choices = run.training, run.choices
     memory = fit.estimate_memory(run, run.layout, run.microbatches, run.machine.device).gib
+    origin = f" of {attempt.parent}" if attempt.kind == "fork" else ""
+    state = f"attempt {attempt.number}, {attempt.kind}{origin} from step {attempt.step}"
+    state = "new" if attempt.kind == "start" else state
     memory_per_rank = f"estimated memory {memory:.1f} GiB per rank"
+    predicted = ""  # where the cluster's hardware is not described
+    if attempt.prediction is not None:
+        predicted = f", predicted step {format_rounded(attempt.prediction.step_seconds.value)} s"
+    later = [f"{phase.rows * training.seq_len:,} from step {phase.step:,}" for phase in training.phases[1:]]
     print_table(
         {
-            "run": f"{shorten_path(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
+            "run": f"{shorten_path(run.directory)}  ({state}, science id {attempt.ids.science})",
             **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(attempt.notes)},
             "model": f"{choices.get('model', '')}: {run.model.describe_size()}, "
             f"{format_plural(run.model.layers, 'layer')} of width {run.model.dim}, "
@@ -44,7 +52,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             **_describe_data(run, mix),
             "batch": f"{training.global_batch:,} tokens = {format_plural(training.rows, 'row')}; "
             f"{run.rank_rows} per rank in {format_plural(run.microbatches, 'micro-batch', 'micro-batches')}"
-            f"{_describe_growth(run)}",
+            f"{'; ' * bool(later)}{', '.join(later)}",
             "steps": f"{training.steps:,}, {format_count(training.total_tokens)} tokens; "
             f"{choices.get('optimizer', '')}, lr {format_value(run.optimizer.lr)}, {choices.get('schedule', '')}; seed "
             f"{training.seed}",
@@ -53,7 +61,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             "layout": f"{choices.get('parallelism', '')}: {run.layout}",
             **_describe_dimensions(run),
             **{f"{'' if i else 'applied':<9}{i + 1}": step for i, step in enumerate(applied)},
-            "devices": f"{run.machine.describe()}; {memory_per_rank}{_describe_prediction(attempt)}",
+            "devices": f"{run.machine.describe()}; {memory_per_rank}{predicted}",
         }
     )
 
@@ -62,7 +70,7 @@ def _describe_extensions(run: Run) -> dict[str, str]:
     """Return a line each on loss terms, hooks and packages outside of titan; none where there are none."""
     terms = [f"{name} {term.coefficient:g}{_name_own_class(term)}" for name, term in run.training.terms.items()]
     hooks = [f"{name}{_name_own_class(hook)}" for name, hook in (run.hooks or {}).items()]
-    uses = [f"{package} ({', '.join(names) or 'imported'})" for package, names in own_code.list_uses(run).items()]
+    uses = [f"{package} ({', '.join(names) or 'imported'})" for package, names in identity.list_uses(run).items()]
     lines = {"loss terms": terms, "hooks": hooks, "own code": uses}
     return {name: ", ".join(parts) for name, parts in lines.items() if parts}
 
@@ -71,12 +79,6 @@ def _name_own_class(value: Any) -> str:
     """Return the path of a class outside of titan in brackets; empty for titan's own."""
     path = get_kind(type(value))
     return "" if path.startswith("titan.") else f" ({path})"
-
-
-def _describe_prediction(attempt: Attempt) -> str:
-    """Return the predicted time of a step; empty where the cluster's hardware is not described."""
-    prediction = attempt.prediction
-    return "" if prediction is None else f", predicted step {format_rounded(prediction.step_seconds.value)} s"
 
 
 def _describe_data(run: Run, mix: RowMixture) -> dict[str, str]:
@@ -105,13 +107,6 @@ def _describe_data(run: Run, mix: RowMixture) -> dict[str, str]:
     return {"data": heading, **{f"  {name}": shares[name] + line for name, line in lines.items()}}
 
 
-def _describe_growth(run: Run) -> str:
-    """Return the later sizes of a batch that grows."""
-    seq_len = run.training.seq_len
-    later = [f"{phase.rows * seq_len:,} from step {phase.step:,}" for phase in run.training.phases[1:]]
-    return "; " + ", ".join(later) if later else ""
-
-
 PURPOSES = {
     "pipeline": "pass on hidden states",
     "replicate": "all-reduce the gradients of replicas",
@@ -131,39 +126,43 @@ def _describe_dimensions(run: Run) -> dict[str, str]:
             groups = [" ".join(map(str, _abbreviate_list(list(group)))) for group in run.layout.list_groups(name)]
             lines[f"  {name} {degree}"] = f"ranks {' | '.join(_abbreviate_list(groups))} {PURPOSES[name]}"
     if run.staging.count > 1:
-        lines["  stages"] = _describe_stages(run)
+        layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
+        batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
+        lines["  stages"] = (
+            f"layers {' | '.join(_abbreviate_list(layers))}; {run.staging.schedule.rpartition('/')[2]} with {batches}, "
+            f"ranks idle {run.staging.idle:.0%} of a step"
+        )
     return lines
 
 
-def _describe_stages(run: Run) -> str:
-    """Return the layers of each stage, the schedule, and the share of a step in which ranks are idle."""
-    layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
-    schedule = run.staging.schedule.rpartition("/")[2]
-    batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
-    return (
-        f"layers {' | '.join(_abbreviate_list(layers))}; {schedule} with {batches}, "
-        f"ranks idle {run.staging.idle:.0%} of a step"
-    )
-
-
 def _abbreviate_list(items: list[Any]) -> list[Any]:
-    """Return the items, or the first and the last of many."""
     return items if len(items) <= 8 else [*items[:4], "...", items[-1]]
 
 
 def show_result(run: Run, result: Mapping[str, Any]) -> None:
     """Print the results of a run."""
+    sources = []  # the validation loss of each source of a mixture
+    for key, loss in result.items():
+        kind, _, name = key.partition("/")
+        if kind == "validation_loss" and name:
+            bits = result.get(f"bits_per_byte/{name}")
+            sources.append(f"{name} {format_loss(loss)}" + (f" ({bits:.3f} bits/byte)" if bits is not None else ""))
     rows = {
         "loss": _describe_loss(result),
-        **_describe_sources(result),
+        **({"  by source": ", ".join(sources)} if sources else {}),
         "speed": _describe_speed(result),
         "checkpoint": shorten_path(result["checkpoint"]) if result.get("checkpoint") else "none saved",
         "metrics": shorten_path(f"{run.directory}/metrics.jsonl"),
         "loss curve": shorten_path(result["plot"]) if result.get("plot") else "not drawn",
         **find_viewers(run.metrics, Path(shorten_path(run.directory))),
-        **_describe_generate(run, result),
-        **_describe_next(run, result),
     }
+    if result.get("checkpoint") and result.get("sample"):
+        package = type(run.model).__module__.partition(".")[0]
+        variables = _format_variables("", [] if package in ("titan", "experiments") else [package])
+        directory = shlex.quote(shorten_path(run.directory))
+        rows["generate"] = f'{variables}python -m titan.generate {directory} prompt="..."'
+    if result.get("checkpoint"):
+        rows["continue" if result["finished"] else "resume"] = build_next_command(run, result)
     hook_note = f" ({hook})" if (hook := describe_hook_end(result)) else ""
     status = "Done" if result["finished"] else "Stopped"
     print(f"\n{status} after step {result['step']:,} of {run.training.steps:,}{hook_note}.")
@@ -174,36 +173,12 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         print("\n".join("  " + line for line in f"{start}|{text}".splitlines()))
 
 
-def _describe_next(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the command that resumes or continues the run, if there is a checkpoint."""
-    if not result.get("checkpoint"):
-        return {}
-    return {"continue" if result["finished"] else "resume": build_next_command(run, result)}
-
-
-def _describe_generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the command that generates text, if there is a checkpoint and a tokenizer."""
-    if not result.get("checkpoint") or not result.get("sample"):
-        return {}
-    package = type(run.model).__module__.partition(".")[0]
-    variables = _format_variables("", [] if package in ("titan", "experiments") else [package])
-    directory = shlex.quote(shorten_path(run.directory))
-    return {"generate": f'{variables}python -m titan.generate {directory} prompt="..."'}
-
-
 def _describe_loss(result: Mapping[str, Any]) -> str:
-    """Return the first and the last training loss, and the validation loss."""
-    validation, bits = result.get("validation_loss"), result.get("bits_per_byte")
-    timed = result.get("tokens_per_second") or result.get("last_loss") is not None
-    return (
-        (
-            f"{format_loss(result.get('first_loss'))} -> {format_loss(result.get('last_loss'))}"
-            if timed
-            else "no step in this attempt"
-        )
-        + (f", validation {format_loss(validation)}" if validation is not None else "")
-        + (f" ({bits:.3f} bits/byte)" if bits is not None else "")
-    )
+    first, last, validation, bits = map(result.get, ("first_loss", "last_loss", "validation_loss", "bits_per_byte"))
+    timed = result.get("tokens_per_second") or last is not None
+    text = f"{format_loss(first)} -> {format_loss(last)}" if timed else "no step in this attempt"
+    text += f", validation {format_loss(validation)}" if validation is not None else ""
+    return text + (f" ({bits:.3f} bits/byte)" if bits is not None else "")
 
 
 def describe_evaluation(figures: Mapping[str, Any]) -> str:
@@ -220,80 +195,52 @@ def describe_evaluation(figures: Mapping[str, Any]) -> str:
     return ", ".join([*loss, *shown, *more])
 
 
-def _describe_sources(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the line with the validation loss of each source of a mixture."""
-    parts = []
-    for key, loss in result.items():
-        kind, _, name = key.partition("/")
-        if kind == "validation_loss" and name:
-            bits = result.get(f"bits_per_byte/{name}")
-            parts.append(f"{name} {format_loss(loss)}" + (f" ({bits:.3f} bits/byte)" if bits is not None else ""))
-    return {"  by source": ", ".join(parts)} if parts else {}
-
-
-def show_finished(run: Run, finished: FinishedRun) -> None:
-    """Print that a finished run has nothing to do, and its results."""
-    result = finished.result
+def show_finished(run: Run) -> None:
+    """Print that the finished run in a directory has nothing to do, and its results."""
+    result, _ = read_result(Path(run.directory))
     hook = describe_hook_end(result)
     state = f"was ended by {hook}" if hook else "is finished"
-    hint = "without the hook" if hook else f"with {' '.join(branch.build_continuation(run, result['step'] * 2))}"
-    print(f"{shorten_path(finished.directory)} {state}: {format_plural(result['step'], 'step')}; nothing to do.")
-    rows = {
-        "loss": _describe_loss(result),
-        "speed": _describe_speed(result),
-        "checkpoint": str(shorten_path(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
-        "continue": f"the same command {hint}",
-    }
-    print_table(rows)
+    hint = "without the hook" if hook else f"with {' '.join(budget.build_continuation(run, result['step'] * 2))}"
+    print(f"{shorten_path(run.directory)} {state}: {format_plural(result['step'], 'step')}; nothing to do.")
+    print_table(
+        {
+            "loss": _describe_loss(result),
+            "speed": _describe_speed(result),
+            "checkpoint": shorten_path(result["checkpoint"]) if result.get("checkpoint") else "none saved",
+            "continue": f"the same command {hint}",
+        }
+    )
 
 
 def build_next_command(run: Run, result: Mapping[str, Any]) -> str:
     """Return the command that resumes the run, or continues a finished one."""
-    overrides = branch.build_continuation(run, run.training.steps * 2) if result["finished"] else []
+    overrides = budget.build_continuation(run, run.training.steps * 2) if result["finished"] else []
     words = (*run.choices.values(), *run.overrides)
-    return format_next_command(run.directory, words, run.modules, own_code.find_packages(run), overrides)
+    return format_next_command(run.directory, words, run.modules, identity.find_packages(run), overrides)
 
 
 def format_next_command(
-    directory: str,
-    words: Iterable[str],
-    modules: Sequence[str],
-    packages: Iterable[str],
-    overrides: Sequence[str] = (),
+    directory: str, words: Iterable[str], modules: Sequence[str], packages: Iterable[str], overrides: Sequence[str] = ()
 ) -> str:
     """Return the command that resumes a run, with the environment that it needs.
 
     Args:
-        words: its choices and overrides.
         modules: of its settings, which the recorded command can't permit.
         packages: outside of titan that it names.
-        overrides: to add.
     """
     overrides = [*overrides, *([f"modules={format_value(modules)}"] if modules else [])]
     named_packages = [name for name in packages if name not in ("experiments", *modules)]
-    folders = os.environ.get(searched_files.VARIABLE, "") if _name_own_files(words) else ""
+    named = {*re.findall(r"[\w.-]+", " ".join(map(str, words)))}  # files of a folder of $TITAN_CONF among them
+    own_files = (file for folder in hydra_session.list_own_folders() for file in Path(folder).rglob("*.yaml"))
+    folders = os.environ.get(hydra_session.VARIABLE, "") if any(file.stem in named for file in own_files) else ""
     command = shlex.join(["python", "-m", "titan.train", f"resume={shorten_path(directory)}", *overrides])
     return _format_variables(folders, named_packages) + command
 
 
 def _format_variables(folders: str, packages: Sequence[str]) -> str:
     """Return the variables of the environment before a command: of configuration folders, and of packages to import."""
-    values = {searched_files.VARIABLE: folders, VARIABLE: ",".join(packages)}
+    values = {hydra_session.VARIABLE: folders, VARIABLE: ",".join(packages)}
     return "".join(f"{name}={shlex.quote(value)} " for name, value in values.items() if value)
-
-
-def _name_own_files(texts: Iterable[str]) -> bool:
-    """Return whether choices and overrides name a file of a folder of $TITAN_CONF."""
-    words = {*re.findall(r"[\w.-]+", " ".join(map(str, texts)))}
-    folders = map(Path, searched_files.list_own_folders())
-    return any(file.stem in words for folder in folders for file in folder.rglob("*.yaml"))
-
-
-def _describe_attempt(attempt: Attempt) -> str:
-    if attempt.kind == "start":
-        return "new"
-    origin = f" of {attempt.parent}" if attempt.kind == "fork" else ""
-    return f"attempt {attempt.number}, {attempt.kind}{origin} from step {attempt.step}"
 
 
 def _describe_speed(result: Mapping[str, Any]) -> str:
@@ -305,9 +252,3 @@ def _describe_speed(result: Mapping[str, Any]) -> str:
     wait = result.get("data_wait") or 0
     stalled = f", {wait:.0%} of the time waiting for data" if wait >= 0.01 else ""
     return f"{rate:,.0f} tokens/s{mfu}, {memory}, {format_duration(seconds or 0)} in total{stalled}"
-
-
-def shorten_path(path: str) -> str:
-    """Return a path relative to the working directory, if it is below it."""
-    working_directory = Path.cwd()
-    return str(Path(path).relative_to(working_directory)) if Path(path).is_relative_to(working_directory) else path

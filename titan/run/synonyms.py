@@ -1,14 +1,22 @@
-"""Names of settings that users bring from other software, and titan's. Free of torch."""
+"""What to write in place of names that titan lacks: those of other software, and of unknown choices. Free of torch.
+
+docs/slurm.md has the settings of other launchers as a table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path, PurePath
 from typing import get_type_hints
 
-from titan.errors import UnknownSettingError
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
+
+from titan.config.settings import suggest_nearest
+from titan.errors import ConfigError, UnknownSettingError
 from titan.run.axes import PLUGGABLE
-from titan.run.experiments import advise_on_experiment
 from titan.run.schema import Recipe
 
 _WORDS: Mapping[str, tuple[str, ...]] = {
@@ -130,12 +138,7 @@ EXPERTS = ("experts", "num_experts", "n_experts", "num_local_experts", "expert_f
 
 
 def build_error(typed: str, key: str, known_keys: frozenset[str]) -> UnknownSettingError | None:
-    """Return the error that answers a name of other software; None where nothing is known.
-
-    Args:
-        typed: the setting with its value.
-        known_keys: every setting of the composed configuration.
-    """
+    """Return the error that answers a name of other software; None where nothing is known."""
     advice = _find_advice(key, typed.partition("=")[2], known_keys)
     if advice is None:
         return None
@@ -184,7 +187,12 @@ def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None
             return f"write {name}"
     if word in PERIODS and (name := f"{AXES.get(axis, axis)}.every") in known_keys:
         return f"write {name}=STEPS"
-    return _advise_on_kinds(axis, rest, known_keys) or _advise_on_word(key, word)
+    if (advice := _advise_on_kinds(axis, rest, known_keys)) or key in AXES:
+        return advice or f"write {AXES[key]}"
+    setting = suggest_setting(word)
+    if setting is None or ("." not in key and setting.partition("=")[0].endswith(f".{word}")):
+        return None  # the nearest setting is suggested
+    return f"write {setting}"
 
 
 def _advise_on_kinds(axis: str, rest: str, known_keys: frozenset[str]) -> str | None:
@@ -204,10 +212,161 @@ def _advise_on_kinds(axis: str, rest: str, known_keys: frozenset[str]) -> str | 
     return f"choose {axis}={' or '.join(owners)} for it" if owners else None
 
 
-def _advise_on_word(key: str, word: str) -> str | None:
-    if key in AXES:
-        return f"write {AXES[key]}"
-    setting = suggest_setting(word)
-    if setting is None or ("." not in key and setting.partition("=")[0].endswith(f".{word}")):
-        return None  # the nearest setting is suggested
-    return f"write {setting}"
+FOLDER = Path(__file__).resolve().parents[2] / "experiments"
+"""Where they are in a checkout; a wheel has none."""
+SHOWN_GROUPS = ("recipe", "optimizer", "hooks")
+"""Config groups whose choices stand for the experiment."""
+
+
+def describe_experiment_choice(group: str, choice: str) -> str | None:
+    """Return which experiment has a choice of a config group, and how to find it; None where none has it."""
+    if not re.fullmatch(r"[\w-]+", choice):
+        return None
+    for file in sorted(FOLDER.glob(f"*/conf/{group}/{choice}.yaml")):
+        name = file.relative_to(FOLDER).parts[0]
+        return f"experiments/{name} has it: add {_format_search_path(name)}"
+    return None
+
+
+def advise_on_experiment(name: str) -> str:
+    """Return what to write in place of `experiment=NAME`: an experiment's choices where it is one, else a recipe."""
+    if re.fullmatch(r"\w+", name) and (FOLDER / name / "conf").is_dir():
+        choices = " or ".join(_list_choices(name))
+        return f"write {_format_search_path(name)} {choices} (experiments/{name}/README.md)"
+    return "named settings are a recipe: write recipe=NAME, and see docs/grids.md"
+
+
+def _list_choices(name: str) -> list[str]:
+    files = [file for group in SHOWN_GROUPS for file in sorted((FOLDER / name / "conf" / group).glob("*.yaml"))]
+    return [
+        f"{file.parent.name}=[{file.stem}]" if file.parent.name == "hooks" else f"{file.parent.name}={file.stem}"
+        for file in files
+    ]
+
+
+def _format_search_path(name: str) -> str:
+    return f'"hydra.searchpath=[file://{FOLDER / name / "conf"}]"'
+
+
+FILE_KINDS = ("jsonl", "parquet")
+"""Datasets that are named after the ending of their files."""
+OPTIONAL_GROUPS = ("recipe", "sweep")
+"""Config groups that need no choice."""
+
+
+def check_optional(list_choices: Callable[[str], Sequence[str]], cfg: DictConfig) -> None:
+    """Raise ConfigError for an unknown recipe or sweep, which Hydra ignores since these groups are optional."""
+    for group in OPTIONAL_GROUPS:
+        choice = cfg.hydra.runtime.choices.get(group)
+        if choice not in (None, "null") and choice not in (choices := list_choices(group)):
+            raise ConfigError(describe_unknown_choice(group, str(choice), choices))
+
+
+def describe_unknown_choice(axis: str, choice: str, options: Sequence[str]) -> str:
+    """Return the error message for an unknown choice, with the known ones and where others are looked for."""
+    if experiment := describe_experiment_choice(axis, choice):
+        return f"{axis}={choice}: there is no such choice; {experiment}."
+    own = f"your own are files {axis}/NAME.yaml in a folder of $TITAN_CONF"
+    choices = f" Choices: {', '.join(options)}; {own}." if options else f" There are none here; {own}."
+    return f"{axis}={choice}: there is no such choice{_suggest_choice(axis, choice, options)}{choices}"
+
+
+def _suggest_choice(axis: str, choice: str, options: Sequence[str]) -> str:
+    """Return the end of a sentence, with what the user may have meant by an unknown choice."""
+    path = PurePath(choice)
+    if axis == "dataset" and (path.suffix or "/" in choice):
+        kind = next((kind for kind in FILE_KINDS if f".{kind}" in path.suffixes), "text")
+        return f"; files are dataset={kind} dataset.path={choice}."
+    if axis == "model" and "/" in choice:
+        return f"; weights of a folder or the hub are checkpoint.weights={choice}, with the model that they are of."
+    word = path.name.removesuffix(".yaml").removesuffix(".yml").lower()
+    parts = [set(re.split(r"[\W_]+", text)) for text in (word, *options)]  # tp+fsdp is fsdp_tp
+    same = options[parts.index(parts[0], 1) - 1] if parts[0] in parts[1:] else None
+    meant = word if word in options else CHOICES.get(axis, {}).get(word, same)
+    return f"; did you mean {meant!r}?" if meant in options else suggest_nearest(choice, options)
+
+
+def describe_unknown_hook(name: str) -> str:
+    """Return the error message for a hook without a file."""
+    if experiment := describe_experiment_choice("hooks", name):
+        return f"hooks=[{name}]: there is no such choice; {experiment}."
+    return (
+        f"hooks=[{name}]: there is no such choice; put a file hooks/{name}.yaml into a folder of $TITAN_CONF, or write "
+        f"+hooks.{name.rpartition('.')[2]}={{_target_:{name if '.' in name else 'MODULE.CLASS'}}}."
+    )
+
+
+def describe_value_error(
+    error: ValueError, overrides: Sequence[str], list_choices: Callable[[str], Sequence[str]] = lambda group: ()
+) -> str:
+    """Return the error message for a `ValueError` of Hydra: mostly for an axis whose choice is a number or null."""
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.key_or_group
+        if key in ("", *Recipe.axes()) and not isinstance(override.value(), (str, list)):
+            choices = ", ".join(list_choices(key)) if key else ""
+            way_out = f"choose one of {choices}" if choices else "see --help"
+            return f"{override.input_line}: expected the name of a choice, AXIS=CHOICE; {way_out}."
+    return f"{' '.join(str(error).split()).rstrip('.')}."
+
+
+LAUNCHERS = {
+    "submitit_slurm": "slurm",
+    "submitit_local": "local",
+    "joblib": "local",
+    "ray": "local",
+    "rq": "local",
+}
+"""Other launchers by name, and titan's launcher that replaces them."""
+SUBMITIT = {
+    "timeout_min": "cluster.time=VALUE (minutes)",
+    "nodes": "cluster.nodes=VALUE",
+    "gpus_per_node": "cluster.devices_per_node=VALUE",
+    "gpus_per_task": "cluster.devices_per_node=VALUE (a task is a rank, with a GPU of its own)",
+    "tasks_per_node": "cluster.devices_per_node=VALUE (a task is a rank)",
+    "cpus_per_task": "cluster.cpus_per_rank=VALUE",
+    "cpus_per_gpu": "cluster.cpus_per_rank=VALUE",
+    "mem_gb": "cluster.node_memory_gib=VALUE (of a node)",
+    "mem_per_gpu": "cluster.sbatch={mem-per-gpu:VALUE}",
+    "mem_per_cpu": "cluster.sbatch={mem-per-cpu:VALUE}",
+    "array_parallelism": "hydra.launcher.at_once=VALUE",
+    "partition": "cluster.partition=VALUE",
+    "account": "cluster.account=VALUE",
+    "qos": "cluster.qos=VALUE",
+    "constraint": "cluster.constraint=VALUE",
+    "exclude": "cluster.exclude=VALUE",
+    "gres": "cluster.gres=VALUE",
+    "exclusive": "cluster.exclusive=VALUE",
+    "signal_delay_s": "cluster.signal_seconds=VALUE",
+    "max_num_timeout": "cluster.requeues=VALUE",
+    "additional_parameters": "cluster.sbatch=VALUE",
+    "setup": "cluster.setup=VALUE",
+    "srun_args": "cluster.srun=VALUE",
+    "name": "name=VALUE",
+    "submitit_folder": "",
+    "stderr_to_stdout": "",
+    "comment": "",
+    "use_srun": "",
+    "n_jobs": "hydra.launcher.at_once=VALUE (hydra/launcher=local)",
+}
+"""Keys of hydra-submitit-launcher, and joblib's, with the setting of titan's; empty where titan handles it itself."""
+
+
+def describe_launcher_setting(key: str, typed: str) -> str | None:
+    """Return the error message for a setting of another launcher; None for other settings."""
+    name = key.removeprefix("hydra.launcher.")
+    if name == key or name not in SUBMITIT:
+        return None
+    if not SUBMITIT[name]:
+        return f"{typed}: is another launcher's, and titan sees to it itself; leave it out."
+    value = typed.partition("=")[2] or "VALUE"
+    return f"{typed}: is another launcher's; titan's is {SUBMITIT[name].replace('VALUE', value)}."
+
+
+def describe_launcher(choice: str) -> str | None:
+    """Return the error message for another launcher; None for an unknown name."""
+    if choice not in LAUNCHERS:
+        return None
+    return (
+        f"hydra/launcher={choice}: titan launches runs itself; give hydra/launcher={LAUNCHERS[choice]} "
+        "(docs/slurm.md has the names of its settings)."
+    )

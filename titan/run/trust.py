@@ -3,7 +3,7 @@
 A recorded command line is data: who repeats a run of somebody else has not typed it. What its settings can do follows
 from what their texts are, which the schemas declare (`titan.config.text_kinds`): names of code, accounts, addresses and
 what is written count only where the user types them too, or has typed them for an earlier run, which a file in the
-user's own state directory says. `titan.run.searched_files` has the same rule for configuration files. Free of torch.
+user's own state directory says. `titan.run.hydra_session` has the same rule for configuration files. Free of torch.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def select_recorded(recorded: Sequence[str], typed: Iterable[str]) -> list[str]:
                 f"{word}: the run has recorded this setting, which {foreign}, and nothing shows that you "
                 "have typed it for a run of yours; type it here if you trust it, or another value."
             )
-    return [part for word in selected for part in _split_option(word)]
+    return [part for word in selected for part in (word.split(" ", 1) if word.startswith("-") else [word])]
 
 
 def list_packages(typed: Iterable[str]) -> tuple[str, ...]:
@@ -231,11 +231,6 @@ def _join_options(words: Iterable[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
-
-
-def _split_option(word: str) -> list[str]:
-    """Return an option and its value, or another word."""
-    return word.split(" ", 1) if word.startswith("-") else [word]
 
 
 def find_foreign(word: str, packages: Sequence[str] = ()) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
-from titan.run import learning_rate
+from titan.run import budget
 from titan.sweep.ladder_sizes import Variant
 from titan.sweep.schema import Sweep
 
@@ -82,4 +82,4 @@ def _check_auto(variants: Sequence[Variant], sweep: Sweep) -> None:
 def _compute_by_step_law(variant: Variant, model: Decoder, steps: int) -> float:
     """Return Step Law's rate for a size at its longest length; warn or raise ConfigError outside its range."""
     parts: dict[str, Any] = {"model": model, "training": dataclasses.replace(variant.base.training, steps=steps)}
-    return learning_rate.compute_learning_rate(dataclasses.replace(variant.base, **parts))
+    return budget.compute_learning_rate(dataclasses.replace(variant.base, **parts))

@@ -78,7 +78,7 @@ class TrialState:
         jobs: all job numbers of its last submission: several where jobs are chained.
         steps: of its run.
         devices: of its run.
-        lane: of its last submission, see `launchers.slurm.lanes`; None for an array.
+        lane: of its last submission, see `launchers.slurm.state`; None for an array.
         asked: see `titan.run.identity.compute_portable_trial_id`.
         settings: see `titan.sweep.trial_settings.collect_settings`; None where an older commit of titan wrote it.
     """

@@ -21,8 +21,7 @@ from titan.metrics.trackers import open_trackers
 from titan.run import evaluated, identity
 from titan.run.attempts import Attempt
 from titan.run.axes import PLUGGABLE
-from titan.run.directory import read_attempts
-from titan.run.parent_sweep import find_parent_sweep
+from titan.run.directory import find_parent_sweep, read_attempts
 from titan.run.run import Run, as_config
 from titan.schedule.schema import Factors
 

@@ -9,9 +9,9 @@ from titan.checkpoint import retention
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.restore import restore_train_state
+from titan.files.run_directory import shorten_path
 from titan.run.attempts import Attempt
 from titan.run.run import Run
-from titan.run.summary import shorten_path
 from titan.training.evaluation.averages import MovingAverage
 from titan.training.train_step import TrainStep
 from titan.weights.load import load_initial_weights

@@ -30,7 +30,7 @@ from titan.debug.watch import Watch
 from titan.errors import ConfigError, RunError, describe_compiler_error, find_own_code_error
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
-from titan.run import own_code
+from titan.run import identity
 from titan.run.attempts import Attempt, use_previous_checkpoint
 from titan.run.run import Run
 from titan.training.build import build_train_step
@@ -140,7 +140,7 @@ def to_user_error(run: Run, error: Exception, watch: Watch | None = None) -> Exc
         log.error("torch.compile failed", exc_info=error)
         return RunError(sentence)
     is_user_error = isinstance(error, (ConfigError, RunError, StopRequestedError))
-    own_error = None if is_user_error else find_own_code_error(error, own_code.find_packages(run))
+    own_error = None if is_user_error else find_own_code_error(error, identity.find_packages(run))
     if own_error is not None:
         log.error("your code failed", exc_info=error)
         return RunError(f"your code failed: {own_error}; correct it. The log of the rank has the traceback.")

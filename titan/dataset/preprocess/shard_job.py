@@ -26,7 +26,7 @@ from titan.dataset.shards import SPLITS
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
 from titan.files import leases
-from titan.files.atomic import sync_folder
+from titan.files.atomic import sync_path
 from titan.files.untrusted import check_file_name, check_type
 
 ShardManifest = dict[str, Any]
@@ -245,7 +245,7 @@ def _publish_shard(job: ShardJob, temporary_folder: Path, shard_manifest: ShardM
         _sort_hashes(temporary_folder / "hashes")
         hashes_file(folder, shard).parent.mkdir(exist_ok=True)
         (temporary_folder / "hashes").replace(hashes_file(folder, shard))
-    sync_folder(folder)
+    sync_path(folder)
     if existing is None:
         write_json(shard_manifest_file(folder, shard), shard_manifest)
 

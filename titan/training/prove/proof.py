@@ -13,8 +13,8 @@ from titan.checkpoint import manifest
 from titan.metrics.reader import METRICS, read_steps
 from titan.precision.schema import Precision
 from titan.run.attempts import Attempt, begin_attempt
-from titan.run.lock import lock_directory
-from titan.run.prepared_data import prepare_data
+from titan.run.directory import lock_directory
+from titan.run.lineage import prepare_data
 from titan.run.run import Run
 from titan.run.shrink import SAVED_STEP, reduce_to_one_device, use_precision, use_seed
 from titan.training.prove import compare

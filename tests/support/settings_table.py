@@ -1,6 +1,6 @@
 """Tables of settings for the documentation, generated from the schemas.
 
-`python -m titan.config.settings_table` rewrites every table in `docs/*.md` between
+`python -m tests.support.settings_table` rewrites every table in `docs/*.md` between
 
     <!-- settings: PREFIX = MODULE.CLASS -->
     <!-- end of settings -->
@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,11 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def update_tables(text: str) -> str:
-    """Return a page's text with every table between markers generated anew.
-
-    Raises:
-        ConfigError: where a marker names no dataclass.
-    """
+    """Return a page's text with every table between markers generated anew."""
     return BLOCK.sub(lambda match: match[1] + build_table(match[2]) + match[3], text)
 
 
@@ -87,12 +83,14 @@ def _format_rows(prefix: str, schema: type) -> list[str]:
 
 def _format_row(prefix: str, field: dataclasses.Field[Any], kind: Any) -> str:
     name = field.metadata.get("operand") or _join_names(prefix, field.name.rstrip("_"))
-    cells = (
-        f"`{name}`",
-        _format_type(field, kind),
-        _format_default(field),
-        _escape_markdown(str(field.metadata.get("help", ""))),
-    )
+    words = [f"`{word}`" for word in field.metadata.get("words", ())]
+    names = [name for name in _name_types(kind) if not (words and name == "str")] + words
+    limits = [f"{LIMITS[limit]} {bound:g}" for limit, bound in field.metadata.get("limits", {}).items()]
+    is_required = field.default in (MISSING, dataclasses.MISSING)
+    default = "required" if is_required else f"`{format_value(field.default)}`"
+    # else Markdown would read emphasis or HTML
+    help_text = re.sub(r"([*<])", r"\\\1", str(field.metadata.get("help", "")))
+    cells = (f"`{name}`", ", ".join([" or ".join(names), *limits]), default, help_text)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 
@@ -100,53 +98,19 @@ def _join_names(prefix: str, name: str) -> str:
     return ".".join(filter(None, [prefix.strip("-"), name]))
 
 
-def _escape_markdown(text: str) -> str:
-    """The text without marks that Markdown would read as emphasis or HTML."""
-    return re.sub(r"([*<])", r"\\\1", text)
-
-
-def _format_type(field: dataclasses.Field[Any], kind: Any) -> str:
-    """The type in words, with the words that stand for a value and the limits of its numbers."""
-    words = [f"`{word}`" for word in field.metadata.get("words", ())]
-    names = [name for name in _name_types(kind) if not (words and name == "str")] + words
-    limits = [f"{LIMITS[limit]} {bound:g}" for limit, bound in field.metadata.get("limits", {}).items()]
-    return ", ".join([" or ".join(names), *limits])
-
-
 def _name_types(kind: Any) -> list[str]:
-    """The alternatives of a type, each as a word of a table."""
+    """Return the alternatives of a type, each as a word of a table."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return [name for argument in arguments for name in _name_types(argument)]
-    return NAMED[origin](arguments) if origin in NAMED else ["null" if kind is type(None) else kind.__name__]
-
-
-def _name_tuple(arguments: tuple[Any, ...]) -> list[str]:
-    if arguments[-1] is Ellipsis:
-        return [f"list of {' or '.join(_name_types(arguments[0]))}"]
-    return [f"[{','.join(' or '.join(_name_types(argument)) for argument in arguments)}]"]
-
-
-def _name_mapping(arguments: tuple[Any, ...]) -> list[str]:
-    return ["mapping of {} to {}".format(*(" or ".join(_name_types(argument)) for argument in arguments))]
-
-
-def _name_literal(arguments: tuple[Any, ...]) -> list[str]:
-    return [f"`{argument}`" for argument in arguments]
-
-
-NAMED: Mapping[Any, Callable[[tuple[Any, ...]], list[str]]] = {
-    Literal: _name_literal,
-    tuple: _name_tuple,
-    collections.abc.Mapping: _name_mapping,
-}
-"""How types that are made of others are named."""
-
-
-def _format_default(field: dataclasses.Field[Any]) -> str:
-    if field.default in (MISSING, dataclasses.MISSING):
-        return "required"
-    return f"`{format_value(field.default)}`"
+    if origin is Literal:
+        return [f"`{argument}`" for argument in arguments]
+    names = [" or ".join(_name_types(argument)) for argument in arguments if argument is not Ellipsis]
+    if origin is tuple:
+        return [f"list of {names[0]}" if Ellipsis in arguments else f"[{','.join(names)}]"]
+    if origin is collections.abc.Mapping:
+        return [f"mapping of {names[0]} to {names[1]}"]
+    return ["null" if kind is type(None) else kind.__name__]
 
 
 if __name__ == "__main__":
