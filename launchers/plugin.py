@@ -38,8 +38,7 @@ from titan.run.run import Run
 from titan.sweep import ledger, objective
 from titan.sweep.labels import clean_override
 from titan.sweep.ledger import SweepSpec
-from titan.sweep.margin import parse_margin
-from titan.sweep.schema import GRID, LAUNCHER_MODULE, OPTUNA, LocalLaunch, SlurmLaunch, Sweep
+from titan.sweep.schema import GRID, LAUNCHER_MODULE, OPTUNA, LocalLaunch, SlurmLaunch, Sweep, parse_margin
 
 SINGLE_TRIAL_ID = "run"
 """The id of the only trial in the ledger of a single run."""

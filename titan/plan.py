@@ -37,7 +37,7 @@ from titan.run.open_layout import list_typed_settings
 from titan.run.resolve import resolve
 from titan.run.small_work import warn_of_small_work
 from titan.sweep import budget
-from titan.sweep.margin import parse_margin
+from titan.sweep.schema import parse_margin
 
 if TYPE_CHECKING:
     from launchers.trials import Trial

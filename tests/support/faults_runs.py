@@ -538,7 +538,7 @@ LADDERS = (
     ),
     define_fault(
         "ladders: embeddings are parameters",
-        "titan/sweep/ladder_sizes.py",
+        "titan/sweep/ladder.py",
         "model.embedding_parameters() * (1 if model.tied else 2)",
         "0",
         "sweep/test_ladder.py::test_the_vocabulary_is_no_part_of_the_parameters",
@@ -559,7 +559,7 @@ LADDERS = (
     ),
     define_fault(
         "ladders: heads are wider at larger sizes",
-        "titan/sweep/ladder_sizes.py",
+        "titan/sweep/ladder.py",
         "dim=width, layers=layers, heads=heads,",
         "dim=width, layers=layers, heads=base.heads,",
         "sweep/test_ladder.py::test_a_size_has_heads_of_the_same_width_and_the_rest_in_proportion",

@@ -25,7 +25,7 @@ from tests.support.tiers import full, thorough
 from titan.errors import RunError
 from titan.model.schema import Llama
 from titan.run.run import Run
-from titan.sweep import ladder, ladder_sizes, ladder_tuning, ledger, predictions
+from titan.sweep import ladder, ladder_law, ledger, predictions
 from titan.sweep.predictions import PredictedLoss
 from titan.sweep.schema import Sweep
 
@@ -60,7 +60,7 @@ class FakeTrainer:
         directory = Path(run.directory)
         for step in run.checkpoint.at:
             write_checkpoint(directory, step)
-        body = ladder_sizes.count_body(run.model)
+        body = ladder.count_body(run.model)
         loss = FLOOR + 40 * body**-0.4 + 60 * run.training.total_tokens**-0.35 + SCATTER * math.sin(11 * len(self.runs))
         content = {"finished": True, "step": run.training.steps, "validation_loss": loss + self.changes(run)}
         directory.mkdir(parents=True, exist_ok=True)
@@ -100,23 +100,23 @@ def test_a_size_has_heads_of_the_same_width_and_the_rest_in_proportion(
     heads: tuple[int, int], head: int, layers: int, times: int
 ) -> None:
     base = replace(BASE, dim=heads[0] * head, heads=heads[0], kv_heads=heads[1], layers=layers, ffn=8 * heads[0] * head)
-    scaled = ladder_sizes.scale_model(base, times * head)
+    scaled = ladder.scale_model(base, times * head)
     assert (scaled.dim, scaled.heads, scaled.head_size) == (times * head, times, head)
     assert scaled.heads % scaled.kv_heads == 0 and scaled.heads // scaled.kv_heads <= base.heads // base.kv_heads
     assert abs(scaled.layers - base.layers * scaled.dim / base.dim) <= max(0.5, scaled.layers * (scaled.layers == 1))
     assert scaled.ffn == 8 * scaled.dim and scaled.vocab == base.vocab
-    assert ladder_sizes.scale_model(base, base.dim) == base
+    assert ladder.scale_model(base, base.dim) == base
 
 
 def test_the_vocabulary_is_no_part_of_the_parameters() -> None:
     for tied in (False, True):
-        small, large = (ladder_sizes.count_body(replace(BASE, vocab=vocab, tied=tied)) for vocab in (64, 4096))
+        small, large = (ladder.count_body(replace(BASE, vocab=vocab, tied=tied)) for vocab in (64, 4096))
         assert small == large == sum(BASE.block_parameters(k) for k in range(BASE.layers)) + BASE.dim
 
 
 def test_branches_end_at_their_lengths_and_read_the_same_batches() -> None:
     base = compose_test_run([*TINY, "model.dim=32", "model.heads=4", "evaluation.tokens=64"])
-    variant = ladder_sizes.Variant((), base)
+    variant = ladder.Variant((), base)
     found = ladder.build_ladder([variant], Sweep(sizes=(16, 24, 8), lengths=(30.0, 60.0), seeds=3))
     assert [(trunk.size.model.dim, trunk.seed) for trunk in found.trunks] == [(8, 0), (8, 1), (8, 2), (16, 0), (24, 0)]
     for trunk in found.trunks:
@@ -149,7 +149,7 @@ def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
     assert [run["dim"] for run in content["runs"]] == [8] * 6 + [16] * 3 + [24] * 3 and len(content["losses"]) == 3
     largest = content["losses"][-1]
     assert (largest["n"], largest["n_all"]) == (
-        ladder_sizes.count_body(trainer.runs[-1].model),
+        ladder.count_body(trainer.runs[-1].model),
         trainer.runs[-1].model.parameters(),
     )
     assert (
@@ -242,19 +242,19 @@ def test_the_rule_of_tuned_rates(best: Callable[[int], float], power: float, is_
     base = compose_test_run([*TINY, "model.dim=32", "model.heads=4", "evaluation.tokens=64"])
     base = replace(base, optimizer=replace(base.optimizer, lr=0.005))
     sweep = Sweep(sizes=(8, 16, 24, 32), lengths=(30.0, 60.0), lr_rule="tuned", tuned_factors=(0.125, 0.25, 0.5, 1, 2))
-    variant = ladder_sizes.Variant((), base)
+    variant = ladder.Variant((), base)
     made = ladder.build_ladder([variant], sweep)
-    runs = ladder_tuning.list_tuning_runs(made, sweep)
+    runs = ladder_law.list_tuning_runs(made, sweep)
     losses = [3 + math.log(run.lr / best(run.trunk.size.model.dim)) ** 2 for run in runs]
     losses[0] = math.inf  # it diverged
-    tuned = ladder_tuning.find_best_rates(runs, losses)
+    tuned = ladder_law.find_best_rates(runs, losses)
     assert [rate.is_edge for rate in tuned] == [is_edge] * 2
-    assert any("wider sweep.tuned_factors" in line for line in ladder_tuning.describe_tuned(tuned)) == is_edge
-    rates = ladder_tuning.extrapolate_rates(tuned)
-    small, large = (rates.compute(variant, ladder_sizes.scale_model(base.model, dim), 10) for dim in (8, 32))
+    assert any("wider sweep.tuned_factors" in line for line in ladder_law.describe_tuned(tuned)) == is_edge
+    rates = ladder_law.extrapolate_rates(tuned)
+    small, large = (rates.compute(variant, ladder.scale_model(base.model, dim), 10) for dim in (8, 32))
     assert small / large == pytest.approx(4**power, rel=0.02)
     if not is_edge:
-        assert small * rates.compute(variant, ladder_sizes.scale_model(base.model, 16), 10) == pytest.approx(
+        assert small * rates.compute(variant, ladder.scale_model(base.model, 16), 10) == pytest.approx(
             best(8) * best(16), rel=0.05
         )
 

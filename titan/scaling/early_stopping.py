@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from titan.scaling.ranks import correlate_ranks
-
 DECAYED = 0.5
 """The learning rate, as a share of its peak, from which on it counts as decayed."""
 FEWEST_EARLIER = 10
@@ -162,3 +160,24 @@ def replay_stops(variants: Sequence[Trajectory], same_shape: bool = False) -> St
     lost = [v.name for v in variants if find_stop(v, [other for other in variants if other.end > v.end], same_shape)]
     stopped = tuple(name for name, stop in stops.items() if stop is not None)
     return StoppingReplay(len(variants), stopped, tuple(lost), saved / sum(v.length for v in variants))
+
+
+def rank(values: ArrayLike) -> NDArray[np.float64]:
+    """Return the rank of each value, from 1; equal values share the mean of their ranks; [n] each."""
+    values = np.asarray(values, dtype=np.float64)
+    below = (values[None, :] < values[:, None]).sum(1)
+    equal = (values[None, :] == values[:, None]).sum(1)
+    return np.asarray(below + (equal + 1) / 2, dtype=np.float64)
+
+
+def correlate_ranks(first: ArrayLike, second: ArrayLike) -> float:
+    """Return Spearman's rank correlation; NaN where all values of one are equal, or there are fewer than two.
+
+    Args:
+        first: figures; [n].
+        second: figures of the same variants; [n].
+    """
+    a, b = rank(first), rank(second)
+    a, b = a - a.mean() if len(a) else a, b - b.mean() if len(b) else b
+    scale = float(np.sqrt((a @ a) * (b @ b)))
+    return float(a @ b) / scale if scale else float("nan")

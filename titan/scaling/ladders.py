@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from titan.config.optional import import_optional
 from titan.errors import ConfigError
-from titan.scaling.cells import is_line
-from titan.scaling.distributions import compute_t_quantile
+from titan.scaling.law import Numbers
+from titan.scaling.noise import is_line
 from titan.scaling.table import Table
-
-Numbers = NDArray[np.float64]
 
 PARAMETERS = 5
 """The floor, and A and a of each ladder."""
@@ -97,7 +96,8 @@ def compare_ladders(first: ComputeLadder, second: ComputeLadder, loss: float, le
     factors, errors, squares = first_log - second_log, np.hypot(first_error, second_error), residuals + others
     freedom = sum(len(losses) for _, losses in ladders) - PARAMETERS
     best = int(squares.argmin())
-    limit = squares[best] * (1 + compute_t_quantile((1 + level) / 2, freedom) ** 2 / freedom)
+    t = float(import_optional("scipy.special", "law").stdtrit(freedom, (1 + level) / 2))
+    limit = squares[best] * (1 + t**2 / freedom)
     kept = np.flatnonzero(squares <= limit)
     spread = np.sqrt(limit - squares[kept]) * errors[kept]
     low, high = np.exp((factors[kept] - spread).min()), np.exp((factors[kept] + spread).max())
@@ -163,13 +163,9 @@ def are_ladders(table: Table) -> bool:
     There, N and D of a variant can't be distinguished, and across variants a difference of proportions is no other than
     one of recipes.
     """
-    names = table.variants
-    single = (table.select(other == name for other in table.variant) for name in names)
-    return len(names) > 1 and not _is_on_line(table) and all(_is_on_line(part) for part in single)
-
-
-def _is_on_line(table: Table) -> bool:
-    return is_line(np.log(table.n), np.log(table.d))
+    log_n, log_d = np.log(table.n), np.log(table.d)
+    masks = [np.array([other == name for other in table.variant]) for name in table.variants]
+    return len(masks) > 1 and not is_line(log_n, log_d) and all(is_line(log_n[own], log_d[own]) for own in masks)
 
 
 def study_ladders(table: Table, corpus: str) -> LadderStudy:
@@ -197,11 +193,8 @@ def study_ladders(table: Table, corpus: str) -> LadderStudy:
 
 def build_ladder(table: Table, variant: str) -> ComputeLadder:
     """Return the rungs of a variant: mean losses over seeds, by rising compute."""
-    rungs: dict[tuple[float, float], list[int]] = {}
-    for k, name in enumerate(table.variant):
-        if name == variant:
-            rungs.setdefault((float(table.n[k]), float(table.d[k])), []).append(k)
-    means = sorted((float(table.compute[rows].mean()), float(table.loss[rows].mean())) for rows in rungs.values())
+    rungs = [rows for (name, _, _), rows in table.group_rungs().items() if name == variant]
+    means = sorted((float(table.compute[rows].mean()), float(table.loss[rows].mean())) for rows in rungs)
     return ComputeLadder([compute for compute, _ in means], [loss for _, loss in means])
 
 

@@ -48,6 +48,9 @@ MOST_RUNS = 100_000
 HIGHEST_LOSS = 15.0
 """A higher loss is above chance for any vocabulary, so a perplexity."""
 
+Rung = tuple[str, float, float]
+"""A variant, N and D: runs that differ in their seeds only."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -106,16 +109,26 @@ class Table:
 
     def reorder(self, rows: Sequence[int] | Indices) -> Table:
         """Return the runs at some rows, in their order."""
-        texts = {key: tuple(getattr(self, key)[row] for row in rows) for key in ("seed", "variant", "corpus", "name")}
         index = np.asarray(rows, dtype=np.int64)
-        arrays = {key: getattr(self, key)[index] for key in ("n", "d", "loss", "other_n")}
-        arrays |= {key: getattr(self, key)[index] for key in ("flops", "hours") if len(getattr(self, key))}
-        changes: dict[str, Any] = {**texts, **arrays}
+        changes: dict[str, Any] = {}
+        for key in ("n", "d", "loss", "seed", "variant", "corpus", "name", "other_n", "flops", "hours"):
+            values = getattr(self, key)
+            if isinstance(values, tuple):
+                changes[key] = tuple(values[row] for row in index)
+            elif len(values):
+                changes[key] = values[index]
         return replace(self, **changes)
 
-    def select_corpus(self, corpus: str) -> Table:
-        """Return the runs of a corpus."""
-        return self.select(name == corpus for name in self.corpus)
+    def group_rungs(self) -> dict[Rung, list[int]]:
+        """Return the rows of each rung, in the order in which they occur."""
+        groups: dict[Rung, list[int]] = {}
+        for k, (name, n, d) in enumerate(zip(self.variant, self.n, self.d, strict=True)):
+            groups.setdefault((name, float(n), float(d)), []).append(k)
+        return groups
+
+    def list_rungs(self) -> list[tuple[str, float, float, float, int]]:
+        """Return variant, N, D, mean loss and number of runs of each rung, by size and length."""
+        return [(*rung, float(self.loss[rows].mean()), len(rows)) for rung, rows in sorted(self.group_rungs().items())]
 
 
 def read_csv(path: Path | str, count_all: bool = False) -> Table:

@@ -3,25 +3,31 @@
 Each size has one trunk of constant learning rate, and for each length a branch of it that decays (Hu et al. 2024,
 arXiv:2404.06395; Haegele et al. 2024, arXiv:2405.18392). All trunks of a seed read the same rows in the same global
 batches, and all variants have the lengths of the first one, so that their losses are paired.
+
+A size is a width. By the rule of public model families the head's width stays, and the number of blocks, the query
+heads and the feed-forward width grow in proportion to the width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_count, format_rounded
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
-from titan.run import identity
+from titan.run import identity, learning_rate
 from titan.run.budget import count_steps
 from titan.run.command_line import quote_value
 from titan.run.run import Run
 from titan.schedule.schema import WSD
-from titan.sweep.ladder_rates import Rates, choose_rates
-from titan.sweep.ladder_sizes import SHAPE, Variant, count_body, scale_model
+from titan.sweep.labels import format_label
 from titan.sweep.schema import Sweep
 
 SHOWN = ("model.dim", "training.seed", "checkpoint.decay_steps")
@@ -30,6 +36,30 @@ LENGTH_SETTINGS = ("training.steps", "training.tokens", "training.hours", "check
 """Settings that a ladder decides."""
 LEAST_SIZES = 4
 """Sizes of a ladder, the largest included."""
+SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
+"""Settings of the model that follow from a size."""
+AUTO = "optimizer.lr=auto"
+"""The override that has each size take the rate of `titan.optimizer.step_law`."""
+DIGITS = 6
+"""Significant digits of a rate by rule."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a ladder compares at all its sizes and lengths.
+
+    Attributes:
+        overrides: those that distinguish it; none of a ladder with a single variant.
+        base: its recipe, whose shape gives the proportions.
+    """
+
+    overrides: tuple[str, ...]
+    base: Run
+
+    @property
+    def label(self) -> str:
+        """Its name in messages; empty where there is one only."""
+        return format_label(self.overrides)
 
 
 @dataclass(frozen=True)
@@ -46,7 +76,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Parameters without embeddings: neither those of the tokens nor the head."""
+        """Parameters without embeddings; see `count_body`."""
         return count_body(self.model)
 
     @property
@@ -162,6 +192,19 @@ class Ladder:
         return self.trunks[-1].size.model.dim
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What gives the learning rate of a trunk.
+
+    Attributes:
+        description: in words.
+        compute: from the variant, the model at the size and the steps of its longest length to the rate.
+    """
+
+    description: str
+    compute: Callable[[Variant, Decoder, int], float]
+
+
 def build_ladder(variants: Sequence[Variant], sweep: Sweep, rates: Rates | None = None) -> Ladder:
     """Return the ladder of one or more variants; the first one's parameters give the lengths of all.
 
@@ -236,10 +279,7 @@ def _check_rows(variants: Sequence[Variant]) -> None:
     for variant in variants:
         run = variant.base
         for name in ("dataset", "evaluation", "training.seq_len", "training.seed"):
-            part, _, setting = name.partition(".")
-            nodes = (getattr(recipe, part) for recipe in (first, run))
-            values = [getattr(node, setting) if setting else node for node in nodes]
-            if values[0] != values[1]:
+            if attrgetter(name)(first) != attrgetter(name)(run):
                 raise ConfigError(
                     f"{variant.label}: has another {name} than {variants[0].label}, and all variants of a ladder read "
                     "the same rows; start a ladder for each."
@@ -276,6 +316,89 @@ def _build_rung(base: Run, size: Size, length: float, parameters: int) -> Rung:
     decay = getattr(base.schedule, "decay", 0.0)
     tokens = base.training.count_rows_before(steps + 1) * base.training.seq_len
     return Rung(size, length, steps, round(decay * steps), tokens)
+
+
+def count_body(model: Decoder) -> int:
+    """Return a model's parameters without embeddings: neither those of the tokens nor the head's."""
+    return model.parameters() - model.embedding_parameters() * (1 if model.tied else 2)
+
+
+def scale_model(base: Decoder, width: int) -> Decoder:
+    """Return a shape of another width: heads as wide as before, the rest in proportion.
+
+    Blocks are rounded to the nearest number, the feed-forward width to the nearest multiple of 8; query heads share a
+    key head in groups as large as before, or as large as divide them. Settings that a family names in `SIZE_FREE` stay.
+
+    Raises:
+        ConfigError: where there is no such shape.
+    """
+    known = {field.name for field in dataclasses.fields(Decoder)} | set(base.SIZE_FREE)
+    own = {field.name for field in dataclasses.fields(base)} - known
+    if own:
+        raise ConfigError(
+            f"sweep.sizes: there is no rule for model.{min(own)} of {type(base).__name__}; choose a dense model, such "
+            "as model=qwen3_debug, or a grid of your own shapes."
+        )
+    heads, remainder = divmod(base.heads * width, base.dim)
+    if remainder or not heads:
+        step = base.dim // math.gcd(base.dim, base.heads)
+        raise ConfigError(
+            f"sweep.sizes: {width} has no whole number of heads as those of the recipe, model.heads={base.heads} for "
+            f"model.dim={base.dim}; give multiples of {step}, or smaller heads."
+        )
+    layers = max(1, math.floor(base.layers * width / base.dim + 0.5))
+    ffn = 8 * max(1, round(base.ffn * width / base.dim / 8))
+    group = math.gcd(heads, base.heads // base.kv_heads)
+    return dataclasses.replace(base, dim=width, layers=layers, heads=heads, kv_heads=heads // group, ffn=ffn)
+
+
+def choose_rates(variants: Sequence[Variant], sweep: Sweep, is_auto: bool = False) -> Rates:
+    """Return the rates by `sweep.lr_rule`, or by `optimizer.lr=auto`.
+
+    Args:
+        is_auto: whether the command line has `optimizer.lr=auto`.
+
+    Raises:
+        ConfigError: for two rules at once.
+    """
+    scaled = next(filter(scales_rates, variants), None)
+    if is_auto:
+        if sweep.lr_rule is not None:
+            raise ConfigError(f"{AUTO}: is a rule, and so is sweep.lr_rule={sweep.lr_rule}; give one of them.")
+        if scaled:
+            raise ConfigError(
+                f"{AUTO}: is a rule of the model's size, and {type(scaled.base.model).__name__} scales its learning "
+                "rates by its size too; give the number that is best at its base."
+            )
+        return Rates("by Step Law for the longest length of each size (optimizer.lr=auto)", _compute_by_step_law)
+    if sweep.lr_rule == "tuned":
+        tried = f"{sweep.tuned_sizes} of the sizes with {len(set(sweep.tuned_factors))} rates each"
+        return Rates(f"in proportion to 1 / width, before it is tuned at {tried}", compute_by_width)
+    if sweep.lr_rule == "fixed" or (sweep.lr_rule is None and scaled):
+        note = "; the model scales it by size" if scaled else ""
+        return Rates(f"fixed{note}", lambda variant, model, steps: variant.base.optimizer.peak_lr)
+    return Rates("in proportion to 1 / width", compute_by_width)
+
+
+def compute_by_width(variant: Variant, model: Decoder, steps: int) -> float:
+    """Return the recipe's rate times its width over that of the model."""
+    return round_rate(variant.base.optimizer.peak_lr * variant.base.model.dim / model.dim)
+
+
+def round_rate(rate: float) -> float:
+    """Return a rate with the digits that a command line gets."""
+    return float(f"{rate:.{DIGITS}g}")
+
+
+def scales_rates(variant: Variant) -> bool:
+    """Return whether a variant's model has factors for its learning rates, as where they transfer over sizes."""
+    return bool(variant.base.model.update_factors(variant.base.optimizer))
+
+
+def _compute_by_step_law(variant: Variant, model: Decoder, steps: int) -> float:
+    """Return Step Law's rate for a size at its longest length; warn or raise ConfigError outside its range."""
+    parts: dict[str, Any] = {"model": model, "training": dataclasses.replace(variant.base.training, steps=steps)}
+    return learning_rate.compute_learning_rate(dataclasses.replace(variant.base, **parts))
 
 
 def format_ladder(ladder: Ladder, hours: Sequence[float | None]) -> str:
@@ -329,7 +452,11 @@ def _format_row(rows: Sequence[Cost], is_largest: bool, named: bool) -> tuple[st
 
 
 def _sum_costs(rows: Sequence[Cost]) -> tuple[str, ...]:
-    hours = [row[3] for row in rows]
+    tokens, flops = (sum(row[k] for row in rows) for k in (1, 2))
+    return str(len(rows)), format_count(tokens), f"{flops:.3g}", format_hours([row[3] for row in rows])
+
+
+def format_hours(hours: Sequence[float | None]) -> str:
+    """Return the sum of predicted device-hours; "unknown" where one of them is."""
     known = [hour for hour in hours if hour is not None]
-    total = format_rounded(sum(known)) if len(known) == len(hours) else "unknown"
-    return str(len(rows)), format_count(sum(row[1] for row in rows)), f"{sum(row[2] for row in rows):.3g}", total
+    return format_rounded(sum(known)) if len(known) == len(hours) else "unknown"

@@ -30,7 +30,7 @@ from titan.files import locks, untrusted
 from titan.files.atomic import write_atomic
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_result
 from titan.sweep import job_exit
-from titan.sweep.margin import parse_margin
+from titan.sweep.schema import parse_margin
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
 

@@ -20,9 +20,7 @@ from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.optimizer.schema import SGD, AdamW, Muon
 from titan.optimizer.update_factors import build_optimizer
-from titan.sweep.ladder import build_ladder
-from titan.sweep.ladder_rates import choose_rates
-from titan.sweep.ladder_sizes import Variant
+from titan.sweep.ladder import Variant, build_ladder, choose_rates
 from titan.sweep.schema import Sweep
 
 CONF_FOLDER = Path(__file__).resolve().parents[1] / "conf"
