@@ -245,8 +245,8 @@ def test_a_changed_setting_keeps_its_place() -> None:
 
 def test_the_same_pair_twice_counts_once(session: Session) -> None:
     answer = enter(session, 1)
-    with session.book.locked() as writer:
-        writer.append("pair", idea=answer["idea"], stage="screen", seed=1, baseline_loss=9.0, loss=1.0, baseline=0)
+    with session.book.locked() as append:
+        append("pair", idea=answer["idea"], stage="screen", seed=1, baseline_loss=9.0, loss=1.0, baseline=0)
     campaign = read_campaign(*session.book.read())
     assert campaign is not None and len(campaign.ideas[answer["idea"]].stages["screen"]) == 1
     assert list_overrides(campaign) == ("model=debug",)
@@ -291,9 +291,9 @@ class TestWithdraw:
         for seed in range(5):
             idea = session.add_result(("good=1",), seed, 5.0, 2.0)["idea"]
         session.withdraw(idea)
-        with session.book.locked() as writer:
+        with session.book.locked() as append:
             for seed in range(60, 72):
-                writer.append(
+                append(
                     "pair", idea=idea, stage="confirm", seed=seed, baseline_loss=5.0, loss=2.0, baseline=0
                 )  # fmt: skip
         campaign = session.read()

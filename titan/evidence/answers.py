@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
-from titan.evidence.budget import compute_share
-from titan.evidence.campaign import Campaign, Idea, SeedPair, find_size
+from titan.evidence.campaign import Campaign, Idea, SeedPair, find_size, find_threshold
 
 
 def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> di
 
 def compute_spent(campaign: Campaign, idea: Idea) -> float:
     """Return the part of the campaign's budget that an idea has spent: nothing before its confirmation."""
-    return 0.0 if idea.confirmation is None else compute_share(campaign.rules.budget, idea.confirmation)
+    return 0.0 if idea.confirmation is None else 1 / find_threshold(campaign.rules.budget, idea.confirmation)
 
 
 def _describe_stage(campaign: Campaign, pairs: Sequence[SeedPair]) -> dict[str, Any]:
