@@ -594,8 +594,8 @@ LADDERS = (
     ),
     define_fault(
         "early stopping: a search ends trials at a high learning rate",
-        "launchers/search/stopping.py",
-        "self.same_shape = not list_shape_settings(names)",
+        "launchers/search/pool.py",
+        "self.same_shape = not list_shape_settings(space)",
         "self.same_shape = True",
         "launchers/test_search.py::test_no_trial_ends_before_its_learning_rate_has_decayed",
     ),
