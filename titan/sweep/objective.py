@@ -39,18 +39,16 @@ def find_worst_value(sweep: Sweep, sweeper: Mapping[str, Any]) -> float:
     Raises:
         ConfigError: for directions that contradict each other, and for several objectives.
     """
-    sweeper_direction = sweeper.get("direction")
-    sweeper_direction = getattr(sweeper_direction, "name", sweeper_direction)  # Optuna's is an enumeration
-    if sweeper_direction is not None and str(sweeper_direction) not in ("minimize", "maximize"):
+    asked = sweeper.get("direction")
+    asked = None if asked is None else str(getattr(asked, "name", asked))  # Optuna's is an enumeration
+    if asked not in (None, "minimize", "maximize"):
+        raise ConfigError(f"hydra.sweeper.direction={asked}: a trial has one objective; give minimize or maximize.")
+    if asked is not None and sweep.direction not in ("auto", asked):
         raise ConfigError(
-            f"hydra.sweeper.direction={sweeper_direction}: a trial has one objective; give minimize or maximize."
+            f"sweep.direction={sweep.direction}: the sweeper has hydra.sweeper.direction={asked}; leave one of them "
+            "out."
         )
-    if sweeper_direction is not None and sweep.direction not in ("auto", str(sweeper_direction)):
-        raise ConfigError(
-            f"sweep.direction={sweep.direction}: the sweeper has hydra.sweeper.direction={sweeper_direction}; leave "
-            "one of them out."
-        )
-    direction = str(sweeper_direction or sweep.direction)
+    direction = asked or sweep.direction
     return sweep.worst if sweep.worst is not None else -math.inf if direction == "maximize" else math.inf
 
 
