@@ -102,8 +102,8 @@ FAULTS = (
     define_fault(
         "laws: names of a table change the terminal",
         "titan/scaling/table.py",
-        "return sanitize_line(row[columns[key]].strip())",
-        "return str(row[columns[key]].strip())",
+        "return tuple(sanitize_line(cell.get(key",
+        "return tuple(str(cell.get(key",
         "commands/test_law.py::test_names_in_a_table_are_escaped",
     ),
 )

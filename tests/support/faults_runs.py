@@ -574,7 +574,7 @@ LADDERS = (
     define_fault(
         "ladders: trunks are rungs of a law",
         "titan/report/law_runs.py",
-        "(trunks if _is_trunk(raw) else rungs).append",
+        "(trunks if is_trunk else rungs).append",
         "rungs.append",
         "commands/test_law.py::test_runs_are_a_table",
     ),

@@ -35,7 +35,6 @@ from titan.files import locks
 Loss = float | None
 """The final metric of a run; None where it diverged."""
 MAX_SEED = 2**63
-SEEDS_PER_PAIR = {NOISE: 2, CHAIN: 1}
 
 
 class CampaignTrainer(Protocol):
@@ -181,7 +180,14 @@ class Session:
         with self._lock_idea(idea.id):
             self._resume(idea.id)
             while seeds := self._take_seeds(idea, hypothesis, pairs, batch):
-                self._train_idea(idea.id, seeds)
+                campaign = self.read()
+                known = campaign.ideas[idea.id]
+                baseline = list_overrides(campaign, known.baseline)
+                recipes = (baseline, merge_overrides(baseline, known.changes))
+                runs = [(recipe, seed) for seed in seeds for recipe in recipes]
+                losses = self.trainer.train(self.folder / "ideas" / idea.id, runs, campaign.rules.metric)
+                stage = "screen" if seeds[0] in known.taken["screen"] else "confirm"  # which took the seeds
+                self._record_pairs(idea.id, stage, known.baseline, seeds, losses)
                 trained += len(seeds)
         return describe_tried(self.read(), idea, from_book=not trained)
 
@@ -208,17 +214,6 @@ class Session:
         elif pairs is not None and pairs > known.pairs:
             append("extended", idea=idea.id, pairs=pairs)
         return self.read().ideas[idea.id]
-
-    def _train_idea(self, id: str, seeds: Sequence[int]) -> None:
-        """Train an idea and its baseline on seeds, and record the losses under the stage that took the seeds."""
-        campaign = self.read()
-        idea = campaign.ideas[id]
-        baseline = list_overrides(campaign, idea.baseline)
-        recipes = (baseline, merge_overrides(baseline, idea.changes))
-        runs = [(recipe, seed) for seed in seeds for recipe in recipes]
-        losses = self.trainer.train(self.folder / "ideas" / id, runs, campaign.rules.metric)
-        stage = "screen" if seeds[0] in idea.taken["screen"] else "confirm"
-        self._record_pairs(id, stage, idea.baseline, seeds, losses)
 
     def _record_pairs(self, idea: str, stage: str, baseline: int, seeds: Sequence[int], losses: Sequence[Loss]) -> None:
         """Record pairs of losses, of the baseline and then of the idea, one for each seed."""
@@ -346,29 +341,24 @@ class Session:
         """
         if isinstance(self.read().rules.baseline, str):
             raise ConfigError(f"{name}: another program trains this campaign's runs, which titan can't.")
+        step = 2 if name == NOISE else 1
         with self._lock_idea(f"{name}-{number}"):
             while (missing := pairs - len(list_pairs(self.read(), name, number))) > 0:
-                seeds = self._take_beside(name, number, min(batch, missing))
-                campaign = self.read()
+                with self.book.locked() as append:
+                    campaign = self.read()
+                    taken = campaign.taken.get(f"{name} {number}", [])
+                    done = {pair.seed for pair in list_pairs(campaign, name, number)}
+                    starts = [i for i in range(0, len(taken), step) if taken[i] not in done]  # taken, and not trained
+                    seeds = [seed for i in starts for seed in taken[i : i + step]][: min(batch, missing) * step]
+                    if not seeds:
+                        seeds = campaign.take_seeds(min(batch, missing) * step)
+                        append("seeds", idea=name, stage=name, seeds=seeds, baseline=number)
                 present = list_overrides(campaign, number)
                 recipes = [present] if name == NOISE else [list_overrides(campaign, 0), present]
                 runs = [(recipe, seed) for seed in seeds for recipe in recipes]
                 losses = self.trainer.train(self.folder / f"{name}-{number}", runs, campaign.rules.metric)
-                self._record_pairs(name, name, number, seeds[:: SEEDS_PER_PAIR[name]], losses)
+                self._record_pairs(name, name, number, seeds[::step], losses)
         return answers.describe_campaign(self.read())
-
-    def _take_beside(self, name: str, number: int, pairs: int) -> list[int]:
-        """Return seeds that were taken and not trained, else new ones, and record these."""
-        with self.book.locked() as append:
-            campaign = self.read()
-            taken, step = campaign.taken.get(f"{name} {number}", []), SEEDS_PER_PAIR[name]
-            done = {pair.seed for pair in list_pairs(campaign, name, number)}
-            left = [seed for i in range(0, len(taken), step) if taken[i] not in done for seed in taken[i : i + step]]
-            if left:
-                return left[: pairs * step]
-            seeds = campaign.take_seeds(pairs * step)
-            append("seeds", idea=name, stage=name, seeds=seeds, baseline=number)
-            return seeds
 
 
 def append_pair(
