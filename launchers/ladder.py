@@ -224,11 +224,8 @@ class Climb:
             return
         prediction = predictions.read(self.root) or self._predict(measured)
         print(f"\npredicted at {prediction.time}, before the largest size ran: {self.root / predictions.PREDICTION}")
-        names = [(trunk.variant.label, rung) for trunk in self.ladder.largest for rung in trunk.rungs]
-        lines = [
-            f"  {', '.join(filter(None, (name, rung.label)))}: {_format_prediction(loss)}"
-            for (name, rung), loss in zip(names, prediction.losses, strict=True)
-        ]
+        names = [trunk.describe(rung) for trunk in self.ladder.largest for rung in trunk.rungs]
+        lines = [f"  {name}: {_format_prediction(loss)}" for name, loss in zip(names, prediction.losses, strict=True)]
         print(
             "\n".join([*lines, *(f"  {content['text']}" for content in prediction.details.get("speedups", ()))]),
             flush=True,

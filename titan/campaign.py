@@ -142,11 +142,7 @@ def _run_requests(command_line: CommandLine[Settings]) -> int:
 
 
 def find_folder(name: str) -> Path:
-    """Return the folder of a campaign: a name is one below runs/.
-
-    Raises:
-        ConfigError: for a name that is no folder's.
-    """
+    """Return the folder of a campaign: a name is one below runs/; raise ConfigError for a name that is no folder's."""
     typed_settings.check_text(name, f"NAME={name}")
     folder = Path(name) if "/" in name else Path("runs") / name
     if name in (".", "..") or folder.is_file():

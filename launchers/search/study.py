@@ -104,11 +104,7 @@ def list_corners(space: Space) -> list[dict[str, Any]]:
 
 
 def list_values(name: str, distribution: Any) -> list[Any]:
-    """Return all values of a distribution, for a grid.
-
-    Raises:
-        ConfigError: where it has infinitely many, or too many.
-    """
+    """Return all values of a distribution, for a grid; raise ConfigError where it has infinitely many, or too many."""
     if choices := getattr(distribution, "choices", None):
         return list(choices)
     if distribution.step is None or distribution.log:

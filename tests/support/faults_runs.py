@@ -546,7 +546,7 @@ LADDERS = (
     define_fault(
         "ladders: the largest size is fitted",
         "titan/sweep/ladder.py",
-        "for trunk in self.trunks if trunk.size.model.dim != self._most)",
+        "for trunk in self.trunks if trunk.model.dim != self._most)",
         "for trunk in self.trunks)",
         "sweep/test_ladder.py::test_a_ladder_predicts_before_the_largest_runs_and_scores_it",
     ),

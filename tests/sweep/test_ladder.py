@@ -118,12 +118,12 @@ def test_branches_end_at_their_lengths_and_read_the_same_batches() -> None:
     base = compose_test_run([*TINY, "model.dim=32", "model.heads=4", "evaluation.tokens=64"])
     variant = ladder.Variant((), base)
     found = ladder.build_ladder([variant], Sweep(sizes=(16, 24, 8), lengths=(30.0, 60.0), seeds=3))
-    assert [(trunk.size.model.dim, trunk.seed) for trunk in found.trunks] == [(8, 0), (8, 1), (8, 2), (16, 0), (24, 0)]
+    assert [(trunk.model.dim, trunk.seed) for trunk in found.trunks] == [(8, 0), (8, 1), (8, 2), (16, 0), (24, 0)]
     for trunk in found.trunks:
-        assert trunk.size.lr == pytest.approx(base.optimizer.lr * 32 / trunk.size.model.dim, rel=1e-5)
+        assert trunk.lr == pytest.approx(base.optimizer.lr * 32 / trunk.model.dim, rel=1e-5)
         assert trunk.steps == trunk.rungs[-1].branch_step > trunk.rungs[0].branch_step > trunk.warmup
         for rung in trunk.rungs:
-            asked = rung.length * trunk.size.parameters
+            asked = rung.length * trunk.parameters
             assert asked <= rung.tokens == rung.steps * 128 < asked + 128
             assert rung.decay_steps == round(0.2 * rung.steps)
     costs = list(ladder.list_costs(found))
@@ -245,7 +245,7 @@ def test_the_rule_of_tuned_rates(best: Callable[[int], float], power: float, is_
     variant = ladder.Variant((), base)
     made = ladder.build_ladder([variant], sweep)
     runs = ladder_law.list_tuning_runs(made, sweep)
-    losses = [3 + math.log(run.lr / best(run.trunk.size.model.dim)) ** 2 for run in runs]
+    losses = [3 + math.log(run.lr / best(run.trunk.model.dim)) ** 2 for run in runs]
     losses[0] = math.inf  # it diverged
     tuned = ladder_law.find_best_rates(runs, losses)
     assert [rate.is_edge for rate in tuned] == [is_edge] * 2

@@ -74,11 +74,7 @@ class Session:
         self.book = Book(folder)
 
     def read(self) -> Campaign:
-        """Return the campaign's state.
-
-        Raises:
-            ConfigError: when none was opened.
-        """
+        """Return the campaign's state; raise ConfigError when none was opened."""
         campaign = read_campaign(*self.book.read())
         if campaign is None:
             raise ConfigError(
@@ -223,11 +219,7 @@ class Session:
 
     @contextlib.contextmanager
     def _lock_idea(self, name: str) -> Iterator[None]:
-        """Let one process at a time train an idea.
-
-        Raises:
-            ConfigError: while another one does.
-        """
+        """Let one process at a time train an idea; raise ConfigError while another one does."""
         folder = self.folder / "locks"
         try:
             folder.mkdir(parents=True, exist_ok=True)

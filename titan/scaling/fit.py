@@ -202,11 +202,7 @@ class Fit:
         return summarise(self.laws[name].draw_losses(np.array([n]), np.array([d]), name)[:, 0], level)
 
     def get_variant(self, variant: str | None) -> str:
-        """Return the name of a variant with a law.
-
-        Raises:
-            ConfigError: where there is none.
-        """
+        """Return the name of a variant with a law; raise ConfigError where there is none."""
         if variant is None:
             return self.variants[0]
         if variant not in self.laws:

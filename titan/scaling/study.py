@@ -248,11 +248,7 @@ def _find_held(table: Table, question: Question) -> NDArray[np.bool_]:
 
 
 def _put_first(table: Table, baseline: str | None) -> Table:
-    """Return the table with the runs of the baseline first.
-
-    Raises:
-        ConfigError: where there is no such variant.
-    """
+    """Return the table with the runs of the baseline first; raise ConfigError where there is no such variant."""
     if baseline is None:
         return table
     if baseline not in table.variants:

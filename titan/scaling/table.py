@@ -239,11 +239,7 @@ def parse_number(text: str) -> float | None:
 
 
 def check_units(table: Table, source: str) -> None:
-    """Check that counts and losses of a table are in one unit.
-
-    Raises:
-        ConfigError: where they are not.
-    """
+    """Check that counts and losses of a table are in one unit; raise ConfigError where they are not."""
     for label, values in (("N", table.n), ("D", table.d)):
         low, high = int(values.argmin()), int(values.argmax())
         if values[low] < LEAST_COUNT:

@@ -63,46 +63,16 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Size:
-    """A size of the ladder.
-
-    Attributes:
-        model: its shape.
-        lr: its learning rate.
-    """
-
-    model: Decoder
-    lr: float
-
-    @property
-    def parameters(self) -> int:
-        """Parameters without embeddings; see `count_body`."""
-        return count_body(self.model)
-
-    @property
-    def label(self) -> str:
-        """Its name in messages."""
-        return f"dim {self.model.dim}"
-
-    def list_overrides(self) -> list[str]:
-        """Return the overrides that make a recipe of this size."""
-        shape = [f"model.{name}={getattr(self.model, name)}" for name in SHAPE]
-        return [*shape, f"optimizer.lr={format_value(self.lr)}"]
-
-
-@dataclass(frozen=True)
 class Rung:
-    """A size at a length.
+    """A length of a size.
 
     Attributes:
-        size: the size.
         length: tokens per parameter of the first variant, as asked for.
         steps: of trunk and branch together.
         decay_steps: of the branch.
         tokens: of all steps.
     """
 
-    size: Size
     length: float
     steps: int
     decay_steps: int
@@ -113,26 +83,32 @@ class Rung:
         """The step of the trunk after which the branch begins."""
         return self.steps - self.decay_steps
 
-    @property
-    def label(self) -> str:
-        """Its name in messages."""
-        return f"{self.size.label}, {format_rounded(self.length)} tokens/parameter"
-
 
 @dataclass(frozen=True)
 class Trunk:
     """A size of a variant with a seed: the run of constant rate, and the rungs that branch from it, shortest first."""
 
     variant: Variant
-    size: Size
+    model: Decoder
+    lr: float
     seed: int
     warmup: int
     rungs: tuple[Rung, ...]
 
     @property
+    def parameters(self) -> int:
+        """Parameters without embeddings; see `count_body`."""
+        return count_body(self.model)
+
+    @property
     def steps(self) -> int:
         """Steps up to the last branch."""
         return self.rungs[-1].branch_step
+
+    def describe(self, rung: Rung) -> str:
+        """Return the name of a rung in messages."""
+        where = f"dim {self.model.dim}, {format_rounded(rung.length)} tokens/parameter"
+        return ", ".join(filter(None, (self.variant.label, where)))
 
     def list_overrides(self) -> list[str]:
         """Return the overrides of the trunk."""
@@ -156,8 +132,9 @@ class Trunk:
 
     def list_shared(self) -> list[str]:
         """Return the overrides that the trunk and its branches share."""
-        own = [*self.variant.overrides, *self.size.list_overrides()]
-        return [*own, f"training.seed={self.seed}", f"schedule.warmup={self.warmup}"]
+        shape = [f"model.{name}={getattr(self.model, name)}" for name in SHAPE]
+        rate = f"optimizer.lr={format_value(self.lr)}"
+        return [*self.variant.overrides, *shape, rate, f"training.seed={self.seed}", f"schedule.warmup={self.warmup}"]
 
 
 @dataclass(frozen=True)
@@ -175,12 +152,12 @@ class Ladder:
     @property
     def fitted(self) -> tuple[Trunk, ...]:
         """The trunks of all sizes but the largest."""
-        return tuple(trunk for trunk in self.trunks if trunk.size.model.dim != self._most)
+        return tuple(trunk for trunk in self.trunks if trunk.model.dim != self._most)
 
     @property
     def largest(self) -> tuple[Trunk, ...]:
         """The trunk of the largest size of each variant."""
-        return tuple(trunk for trunk in self.trunks if trunk.size.model.dim == self._most)
+        return tuple(trunk for trunk in self.trunks if trunk.model.dim == self._most)
 
     @property
     def variants(self) -> list[Variant]:
@@ -189,7 +166,7 @@ class Ladder:
 
     @property
     def _most(self) -> int:
-        return self.trunks[-1].size.model.dim
+        return self.trunks[-1].model.dim
 
 
 @dataclass(frozen=True)
@@ -290,32 +267,28 @@ def _check_rows(variants: Sequence[Variant]) -> None:
 
 
 def _build_trunk(variant: Variant, width: int, parameters: int, number: int, sweep: Sweep, rates: Rates) -> Trunk:
-    base, seed = variant.base, variant.base.training.seed + number
+    base = variant.base
     model = scale_model(base.model, width)
-    longest = count_steps(base.training, max(sweep.lengths) * parameters)
-    size = Size(model, rates.compute(variant, model, longest))
-    rungs = tuple(_build_rung(base, size, length, parameters) for length in sorted(set(sweep.lengths)))
+    decay, rungs = getattr(base.schedule, "decay", 0.0), list[Rung]()
+    for length in sorted(set(sweep.lengths)):
+        steps = count_steps(base.training, length * parameters)
+        tokens = base.training.count_rows_before(steps + 1) * base.training.seq_len
+        rungs.append(Rung(length, steps, round(decay * steps), tokens))
     warmup = base.schedule.warmup_steps(rungs[0].steps)  # one for all lengths, short enough for the shortest
     for rung in rungs:
         if rung.branch_step <= warmup or rung.decay_steps < 1:
             raise ConfigError(
                 f"sweep.lengths: {format_rounded(rung.length)} tokens per parameter are {rung.steps} steps of "
-                f"{base.training.global_batch:,} tokens for width {size.model.dim}, too few for a warm-up of "
-                f"{warmup} and a decay; give longer ones, schedule.warmup=auto, or a smaller training.global_batch."
+                f"{base.training.global_batch:,} tokens for width {width}, too few for a warm-up of {warmup} and a "
+                "decay; give longer ones, schedule.warmup=auto, or a smaller training.global_batch."
             )
     if len({rung.decay_steps for rung in rungs}) < len(rungs):
         raise ConfigError(
             f"sweep.lengths={format_value(list(sweep.lengths))}: two of them decay over as many steps at width "
-            f"{size.model.dim}; give longer ones, or lengths further apart."
+            f"{width}; give longer ones, or lengths further apart."
         )
-    return Trunk(variant, size, seed, warmup, rungs)
-
-
-def _build_rung(base: Run, size: Size, length: float, parameters: int) -> Rung:
-    steps = count_steps(base.training, length * parameters)
-    decay = getattr(base.schedule, "decay", 0.0)
-    tokens = base.training.count_rows_before(steps + 1) * base.training.seq_len
-    return Rung(size, length, steps, round(decay * steps), tokens)
+    lr = rates.compute(variant, model, rungs[-1].steps)
+    return Trunk(variant, model, lr, base.training.seed + number, warmup, tuple(rungs))
 
 
 def count_body(model: Decoder) -> int:
@@ -410,7 +383,7 @@ def format_ladder(ladder: Ladder, hours: Sequence[float | None]) -> str:
     rows = [(*row, hour) for row, hour in zip(list_costs(ladder), hours, strict=True)]
     groups: dict[tuple[int, str], list[Cost]] = {}
     for row in rows:
-        groups.setdefault((row[0].size.model.dim, row[0].variant.label), []).append(row)
+        groups.setdefault((row[0].model.dim, row[0].variant.label), []).append(row)
     named = len(ladder.variants) > 1
     lines = [_format_row(group, group[0][0] in ladder.largest, named) for group in groups.values()]
     header = ("size", "blocks", "parameters", "vocabulary", "lr", "runs", "tokens", "FLOPs", "device-hours")
@@ -426,7 +399,7 @@ def list_costs(ladder: Ladder) -> Iterator[tuple[Trunk, int, float]]:
     """Yield the trunk, the tokens and the FLOPs of each run: trunk by trunk, each followed by its branches."""
     for trunk in ladder.trunks:
         training = trunk.variant.base.training
-        per_token = trunk.size.model.flops_per_token(training.seq_len)
+        per_token = trunk.model.flops_per_token(training.seq_len)
         tokens = training.count_rows_before(trunk.steps + 1) * training.seq_len
         yield trunk, tokens, tokens * per_token
         for rung in trunk.rungs:
@@ -438,15 +411,15 @@ Cost = tuple[Trunk, int, float, float | None]
 
 
 def _format_row(rows: Sequence[Cost], is_largest: bool, named: bool) -> tuple[str, ...]:
-    size = rows[0][0].size
-    share = 1 - size.parameters / size.model.parameters()
-    name = f", {rows[0][0].variant.label}" if named else ""
+    trunk = rows[0][0]
+    body, total = trunk.parameters, trunk.model.parameters()
+    name = f", {trunk.variant.label}" if named else ""
     return (
-        f"{size.label}{name}{' (predicted)' if is_largest else ''}",
-        str(size.model.layers),
-        format_count(size.parameters),
-        f"+{share / (1 - share):.0%}",
-        format_rounded(size.lr),
+        f"dim {trunk.model.dim}{name}{' (predicted)' if is_largest else ''}",
+        str(trunk.model.layers),
+        format_count(body),
+        f"+{(total - body) / body:.0%}",
+        format_rounded(trunk.lr),
         *_sum_costs(rows),
     )
 

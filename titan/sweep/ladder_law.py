@@ -47,9 +47,7 @@ def rehearse(ladder: Ladder) -> None:
         ConfigError: before anything has run, where the rungs are too few or too far from the largest.
     """
     made = [
-        MeasuredRung(t, r, 2.0 + 40 * t.size.parameters**-0.3 + 80 * r.tokens**-0.3)
-        for t in ladder.fitted
-        for r in t.rungs
+        MeasuredRung(t, r, 2.0 + 40 * t.parameters**-0.3 + 80 * r.tokens**-0.3) for t in ladder.fitted for r in t.rungs
     ]
     try:
         _predict(fit_law(_build_table(made), replicates=REHEARSED), ladder.largest)
@@ -74,8 +72,8 @@ def predict_largest(ladder: Ladder, measured: Sequence[MeasuredRung]) -> tuple[l
         "speedups": [_describe_speedup(fit, ladder, trunk) for trunk in ladder.largest[1:]],
         "runs": [
             {
-                "variant": m.trunk.variant.label, "dim": m.trunk.size.model.dim, "n": m.trunk.size.parameters,
-                "n_all": m.trunk.size.model.parameters(), "d": m.rung.tokens, "seed": m.trunk.seed, "loss": m.loss,
+                "variant": m.trunk.variant.label, "dim": m.trunk.model.dim, "n": m.trunk.parameters,
+                "n_all": m.trunk.model.parameters(), "d": m.rung.tokens, "seed": m.trunk.seed, "loss": m.loss,
                 "directory": m.directory,
             }
             for m in measured
@@ -86,17 +84,17 @@ def predict_largest(ladder: Ladder, measured: Sequence[MeasuredRung]) -> tuple[l
 def _describe_speedup(fit: Fit, ladder: Ladder, trunk: Trunk) -> dict[str, Any]:
     """Return the speed-up of a variant at the largest size and the longest length, by both laws."""
     first, name = ladder.largest[0], trunk.variant.label
-    baseline, n, d = first.variant.label, first.size.parameters, first.rungs[-1].tokens
+    baseline, n, d = first.variant.label, first.parameters, first.rungs[-1].tokens
     speedup = compare_laws(fit, baseline, name, n, d, _count_flops(trunk) / _count_flops(first))
     return {
-        "variant": name, "baseline": baseline, "dim": first.size.model.dim, "n": n, "d": d, **_describe_shares(speedup),
+        "variant": name, "baseline": baseline, "dim": first.model.dim, "n": n, "d": d, **_describe_shares(speedup),
         "text": speedup.describe(name, baseline),
     }  # fmt: skip
 
 
 def _count_flops(trunk: Trunk) -> float:
     """Return the FLOPs of a token."""
-    return float(trunk.size.model.flops_per_token(trunk.variant.base.training.seq_len))
+    return float(trunk.model.flops_per_token(trunk.variant.base.training.seq_len))
 
 
 def describe_measured(found: RungSpeedup, baseline: str) -> dict[str, Any]:
@@ -133,12 +131,12 @@ def measure_speedups(ladder: Ladder, measured: Sequence[MeasuredRung]) -> list[R
 def _predict(fit: Fit, largest: Sequence[Trunk]) -> list[PredictedLoss]:
     predicted = []
     for trunk in largest:
-        size, label = trunk.size, trunk.variant.label
+        label = trunk.variant.label
         for rung in trunk.rungs:
-            interval = fit.predict(size.parameters, rung.tokens, label)
+            interval = fit.predict(trunk.parameters, rung.tokens, label)
             predicted.append(
                 PredictedLoss(
-                    size.model.dim, size.parameters, size.model.parameters(), rung.tokens, interval.value,
+                    trunk.model.dim, trunk.parameters, trunk.model.parameters(), rung.tokens, interval.value,
                     interval.low, interval.high, interval.level, label,
                 )
             )  # fmt: skip
@@ -148,14 +146,14 @@ def _predict(fit: Fit, largest: Sequence[Trunk]) -> list[PredictedLoss]:
 def _build_table(measured: Sequence[MeasuredRung]) -> Table:
     tokens = np.array([float(m.rung.tokens) for m in measured])
     return Table(
-        n=np.array([float(m.trunk.size.parameters) for m in measured]),
+        n=np.array([float(m.trunk.parameters) for m in measured]),
         d=tokens,
         loss=np.array([m.loss for m in measured]),
         seed=tuple(str(m.trunk.seed) for m in measured),
         variant=tuple(m.trunk.variant.label for m in measured),
         corpus=("",) * len(measured),
-        name=tuple(m.rung.label for m in measured),
-        other_n=np.array([float(m.trunk.size.model.parameters()) for m in measured]),
+        name=tuple(m.trunk.describe(m.rung) for m in measured),
+        other_n=np.array([float(m.trunk.model.parameters()) for m in measured]),
         counted="without embeddings",
         flops=tokens * np.array([_count_flops(m.trunk) for m in measured]),
     )
@@ -197,16 +195,16 @@ def list_tuning_runs(ladder: Ladder, sweep: Sweep) -> list[TuningRun]:
     """Return the runs that tune a ladder whose rates are those by width."""
     widths = sorted(set(sweep.sizes or ()))[: sweep.tuned_sizes]
     first_seed = ladder.largest[0].seed
-    trunks = [trunk for trunk in ladder.trunks if trunk.size.model.dim in widths and trunk.seed == first_seed]
+    trunks = [trunk for trunk in ladder.trunks if trunk.model.dim in widths and trunk.seed == first_seed]
     factors = sorted(set(sweep.tuned_factors))
-    return [TuningRun(trunk, round_rate(trunk.size.lr * factor)) for trunk in trunks for factor in factors]
+    return [TuningRun(trunk, round_rate(trunk.lr * factor)) for trunk in trunks for factor in factors]
 
 
 def find_best_rates(runs: Sequence[TuningRun], losses: Sequence[float]) -> list[TunedRate]:
     """Return the best rate of each variant and size; infinite losses are those of diverged runs."""
     groups: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for run, loss in zip(runs, losses, strict=True):
-        key = run.trunk.variant.label, run.trunk.size.model.dim
+        key = run.trunk.variant.label, run.trunk.model.dim
         groups.setdefault(key, []).append((math.log(run.lr), loss))
     return [TunedRate(*key, *_find_minimum(sorted(points))) for key, points in groups.items()]
 

@@ -17,11 +17,7 @@ from titan.sweep.schema import Sweep
 
 
 def check(sweep: Sweep, runs: list[Run]) -> None:
-    """Raise ConfigError where a run will not measure the objective.
-
-    Raises:
-        ConfigError: before any trial starts.
-    """
+    """Raise ConfigError, before any trial starts, where a run will not measure the objective."""
     needs_evaluation = sweep.objective.partition("/")[0] in ("validation_loss", "bits_per_byte")
     if needs_evaluation and any(run.evaluation.tokens == 0 for run in runs):
         raise ConfigError(
