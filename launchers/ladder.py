@@ -169,7 +169,8 @@ def _expand(
     """Return the trials of a ladder; each line replaces overrides of the command line, and `shown` names it."""
     trials = [[*(o for o in overrides if _get_key(o) not in set(map(_get_key, line))), *line] for line in lines]
     keys = frozenset(_get_key(override) for trial in trials for override in trial)
-    return launcher.expand(trials, first, keys - set(shown))
+    expanded: list[Trial] = launcher.expand(trials, first, keys - set(shown))
+    return expanded
 
 
 def _get_key(override: str) -> str:

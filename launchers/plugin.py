@@ -157,7 +157,7 @@ class SweepLauncher(Launcher):
         if not getattr(self.settings, "wait", True):
             raise ConfigError(f"hydra.launcher.wait=false: hydra/sweeper={sweeper} needs the results; leave it out.")
         sweep = build_sweep(self.config)
-        objective.check(sweep, [trial.run for trial in batch])
+        objective.check_measured("sweep.objective", sweep.objective, [trial.run for trial in batch])
         return objective.find_worst_value(sweep, OmegaConf.to_container(self.config.hydra.sweeper))  # type: ignore[arg-type]
 
     def _build_return(self, trial: Trial, overrides: Sequence[str], code: int, worst: float | None) -> JobReturn:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +137,7 @@ def _run_requests(command_line: CommandLine[Settings]) -> int:
             raise ConfigError(f"{overrides[0]}: {verb} takes no overrides; leave it out.")
         if getattr(settings, name) is not None:
             raise ConfigError(f"{overrides[0]}: {name}= is given as well; leave one of them out.")
-        settings = replace(settings, **{name: tuple(overrides)})
+        settings = Settings(**{**vars(settings), name: tuple(overrides)})
     return _print_answer(_answer(folder, verb, settings))
 
 
@@ -344,13 +344,11 @@ class TitanTrainer:
         """Compose a recipe and return the id of what it learns; see `CampaignTrainer.identify`."""
         from launchers.command import compose_trial
         from titan.run import identity
+        from titan.sweep import objective
 
         self.typed = tuple(overrides)
         run = compose_trial(overrides, recorded)
-        if metric.partition("/")[0] in ("validation_loss", "bits_per_byte") and run.evaluation.tokens == 0:
-            raise ConfigError(
-                f"metric={metric}: evaluation.tokens=0 asks for no evaluation; give some tokens, or metric=last_loss."
-            )
+        objective.check_measured("metric", metric, [run])
         return identity.compute_variant_id(run)
 
     def train(self, folder: Path, runs: Sequence[tuple[Sequence[str], int]], metric: str) -> list[float | None]:

@@ -38,7 +38,7 @@ from titan.run import summary
 from titan.run.completion import is_done
 from titan.run.directory import read_result
 from titan.run.run import Run
-from titan.scaling.early_stopping import StoppingEvidence, Trajectory, find_decay, find_stop, list_shape_settings
+from titan.scaling.early_stopping import Trajectory, find_decay, find_stop, list_shape_settings
 from titan.sweep.objective import read_objective
 from titan.sweep.schema import OptunaSearch, Sweep
 
@@ -71,7 +71,8 @@ def run_search(
     keys = frozenset(override.partition("=")[0].lstrip("+~") for override in shared)
 
     def expand(values: Sequence[str], number: int) -> Trial:
-        return launcher.expand([[*shared, *values]], number, keys)[0]
+        trial: Trial = launcher.expand([[*shared, *values]], number, keys)[0]
+        return trial
 
     corners = [expand(format_values(corner), 0) for corner in list_corners(space)]
     worst = launcher.check_feedback(corners)
@@ -139,8 +140,13 @@ class TrialPool:
         self.same_shape = not list_shape_settings(space)
         self.active: dict[str, ActiveTrial] = {}
         self.codes: list[int] = []
-        self._interrupted = self._find_interrupted()
         self._is_blocked, self._failures, self._next_poll = False, 0, 0.0
+        self._interrupted: list[AskedTrial] = []  # those that ran when an earlier command ended
+        for frozen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if space.keys() <= frozen.params.keys():
+                self._interrupted.append(AskedTrial(study, frozen._trial_id))
+            else:  # the kill came before all values were drawn
+                study.tell(frozen.number, state=TrialState.FAIL)
 
     def ask(self) -> list[Trial]:
         """Return trials to start now, and ask running ones to end that are not worth their time."""
@@ -149,10 +155,21 @@ class TrialPool:
             self.prune()
         trials: list[Trial] = []
         while len(self.active) < self.settings.n_jobs and not self._is_blocked:
-            if (asked := self._ask_study()) is None:
+            if self._interrupted:
+                asked = self._interrupted.pop(0)
+            elif self._failures >= self.settings.max_failures or not self._has_left():
                 break
-            trial = self._expand(asked)
-            if trial is not None and self._add(trial, asked):
+            else:
+                asked = self.study.ask(self.space)
+            try:
+                trial = self.expand(format_values(asked.params), asked.number)
+            except ConfigError as error:  # these values can't work together, which counts as failed
+                print(f"not started: {error}", flush=True)
+                self.study.tell(asked, state=TrialState.FAIL)
+                self.codes.append(1)
+                self._failures += 1
+                continue
+            if self._add(trial, asked):
                 trials.append(trial)
         return trials
 
@@ -169,7 +186,11 @@ class TrialPool:
         if code == 130:
             return
         self._failures = self._failures + 1 if code else 0
-        state, value = self._read_outcome(trial, code)
+        directory, state, value = Path(trial.run.directory), TrialState.FAIL, None
+        if not code and read_result(directory)[0].get("ended_by", {}).get("hook") == HOOK:
+            state = TrialState.PRUNED
+        elif not code or self.sweep.worst is not None:
+            state, value = TrialState.COMPLETE, read_objective(self.sweep, directory, code, self.worst)
         for asked in active.asked:
             self.study.tell(asked, value, state)
 
@@ -195,7 +216,13 @@ class TrialPool:
         latest = dataclasses.replace(variant, losses={position: variant.losses[position]})
         built = (build_trajectory(trial) for trial in trials if trial.state == TrialState.COMPLETE)
         evidence = find_stop(latest, [earlier for earlier in built if earlier is not None], self.same_shape)
-        return "" if evidence is None else f"{reason}: {describe_evidence(evidence)}"
+        if evidence is None:
+            return ""
+        return (
+            f"{reason}: it is further above the best than the {evidence.margin:.3g} that any of {evidence.variants} "
+            "trials made up from there (rank correlation of their losses there with their ends: "
+            f"{evidence.correlation:.2f})"
+        )
 
     def print_end(self, root: Path) -> None:
         """Print how many trials of the study are finished, the next command, and why no more were started."""
@@ -230,40 +257,12 @@ class TrialPool:
         line = f"finished: {finished} of {format_plural(total, 'trial')} of the study{hint}; "
         return f"{line}python -m titan.{verb} {root} {purpose}."
 
-    def _find_interrupted(self) -> list[AskedTrial]:
-        """Return the trials that ran when an earlier command ended."""
-        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        for frozen in running:
-            if not self.space.keys() <= frozen.params.keys():  # the kill came before all values were drawn
-                self.study.tell(frozen.number, state=TrialState.FAIL)
-        complete = [frozen for frozen in running if self.space.keys() <= frozen.params.keys()]
-        return [AskedTrial(self.study, frozen._trial_id) for frozen in complete]
-
-    def _ask_study(self) -> AskedTrial | None:
-        """Return the next trial; None where there are enough."""
-        if self._interrupted:
-            return self._interrupted.pop(0)
-        if self._failures >= self.settings.max_failures or not self._has_left():
-            return None
-        return self.study.ask(self.space)
-
     def _has_left(self) -> bool:
         trials = self.study.get_trials(deepcopy=False)
         waiting = sum(trial.state == TrialState.WAITING for trial in trials)
         if self.settings.sampler == "grid" and not waiting:
             return False
         return len(trials) - waiting < self.settings.n_trials
-
-    def _expand(self, asked: AskedTrial) -> Trial | None:
-        """Return the trial of drawn values; None where they can't work together, which counts as failed."""
-        try:
-            return self.expand(format_values(asked.params), asked.number)
-        except ConfigError as error:
-            print(f"not started: {error}", flush=True)
-            self.study.tell(asked, state=TrialState.FAIL)
-            self.codes.append(1)
-            self._failures += 1
-            return None
 
     def _add(self, trial: Trial, asked: AskedTrial) -> bool:
         """Add a trial; return whether it is to be started. One with the values of a running one waits for it."""
@@ -297,15 +296,6 @@ class TrialPool:
                     asked.report(loss, number)
         return has_new
 
-    def _read_outcome(self, trial: Trial, code: int) -> tuple[Any, float | None]:
-        """Return the state and the value that Optuna gets of a trial that has ended."""
-        directory = Path(trial.run.directory)
-        if code and self.sweep.worst is None:
-            return TrialState.FAIL, None
-        if not code and read_result(directory)[0].get("ended_by", {}).get("hook") == HOOK:
-            return TrialState.PRUNED, None
-        return TrialState.COMPLETE, read_objective(self.sweep, directory, code, self.worst)
-
 
 def write_best(study: optuna.Study, file: Path) -> None:
     """Write the best trial of a study, where one is complete."""
@@ -327,30 +317,19 @@ def build_trajectory(trial: FrozenTrial) -> Trajectory | None:
     return Trajectory(str(trial.number), losses, recorded["end"], end, math.inf if decay is None else decay)
 
 
-def describe_evidence(evidence: StoppingEvidence) -> str:
-    """Return what earlier trials say of stopping."""
-    return (
-        f"it is further above the best than the {evidence.margin:.3g} that any of {evidence.variants} trials made up "
-        f"from there (rank correlation of their losses there with their ends: {evidence.correlation:.2f})"
-    )
-
-
 def list_evaluation_tokens(run: Run) -> list[int]:
     """Return the tokens after each evaluation before the last step."""
-    training = run.training
-    return [training.count_rows_before(step + 1) * training.seq_len for step in _list_steps(run)]
+    every, training = run.evaluation.every, run.training
+    steps = range(every, training.steps, every) if every else ()
+    return [training.count_rows_before(step + 1) * training.seq_len for step in steps]
 
 
 def find_decay_tokens(run: Run) -> float:
     """Return the tokens of the evaluation from which on the learning rate has decayed; infinite where there is none."""
-    compute = run.schedule.build(run.training.steps)
-    rates = [compute(step).lr for step in (*_list_steps(run), run.training.steps)]
+    every, steps = run.evaluation.every, run.training.steps
+    compute = run.schedule.build(steps)
+    rates = [compute(step).lr for step in (*(range(every, steps, every) if every else ()), steps)]
     return find_decay([*list_evaluation_tokens(run), run.training.total_tokens], rates)
-
-
-def _list_steps(run: Run) -> range:
-    every = run.evaluation.every
-    return range(every, run.training.steps, every) if every else range(0)
 
 
 def check_pruning(

@@ -352,26 +352,18 @@ def _choose_variants(table: Table) -> tuple[list[str], list[str]]:
 def _check_cells(cells: Cells, names: tuple[str, ...]) -> None:
     """Raise ConfigError where cells can't determine a law."""
     prefix = f"variant {names[0]}: " if names != ("",) and len(names) == 1 else ""
-    sizes, lengths = len(set(cells.n)), len(set(cells.d))
-    if len(cells.n) == 1:
-        raise ConfigError(
-            f"{prefix}all runs are one rung (one size and length); a law needs several sizes and lengths."
-        )
-    if sizes == 1:
-        raise ConfigError(f"{prefix}all rungs have one size, N={format_count(cells.n[0])}; add runs of other sizes.")
-    if lengths == 1:
-        raise ConfigError(
-            f"{prefix}all rungs have one length, D={format_count(cells.d[0])}; add runs of other lengths."
-        )
-    if len(cells.n) > MOST_RUNGS:
-        raise ConfigError(f"{prefix}{len(cells.n):,} rungs; give a table with at most {MOST_RUNGS:,}.")
-    points = cells.build_points(len(names))
-    needed = int(points.list_free(wide=False).sum()) + SPARE
-    if len(cells.n) < needed:
-        raise ConfigError(
-            f"{prefix}{format_plural(len(cells.n), 'rung')} for {needed - SPARE} parameters; a law needs {needed} "
-            f"(seeds of a rung count once): add sizes or lengths."
-        )
+    rungs, n, d = len(cells.n), set(cells.n), set(cells.d)
+    needed = int(cells.build_points(len(names)).list_free(wide=False).sum()) + SPARE if rungs > 1 else 0
+    problems = {
+        "all runs are one rung (one size and length); a law needs several sizes and lengths.": rungs == 1,
+        f"all rungs have one size, N={format_count(cells.n[0])}; add runs of other sizes.": len(n) == 1,
+        f"all rungs have one length, D={format_count(cells.d[0])}; add runs of other lengths.": len(d) == 1,
+        f"{rungs:,} rungs; give a table with at most {MOST_RUNGS:,}.": rungs > MOST_RUNGS,
+        f"{format_plural(rungs, 'rung')} for {needed - SPARE} parameters; a law needs {needed} (seeds of a rung count "
+        "once): add sizes or lengths.": rungs < needed,
+    }
+    if problem := next((sentence for sentence, is_wrong in problems.items() if is_wrong), None):
+        raise ConfigError(f"{prefix}{problem}")
 
 
 def compare_sharing(table: Table, variants: Sequence[str]) -> SharingTest | None:

@@ -200,13 +200,10 @@ def _study_corpus(table: Table, corpus: str, question: Question) -> Study | Ladd
     fit = fit_law(_put_first(fitted, question.baseline), question.replicates, question.seed)
     baseline, *others = fit.variants
     place = question.target or _find_largest(fit.table)
-    flops, hours = (
-        {name: find_ratio(fit.table, baseline, name, cost) for name in others}
-        for cost in (fit.table.flops, fit.table.hours)
-    )
-    speedups = {
-        name: compare_laws(fit, baseline, name, place.n, place.d, flops[name] or 1.0, hours[name]) for name in others
-    }
+    speedups = {}
+    for name in others:
+        flops, hours = (find_ratio(fit.table, baseline, name, cost) for cost in (fit.table.flops, fit.table.hours))
+        speedups[name] = compare_laws(fit, baseline, name, place.n, place.d, flops or 1.0, hours)
     is_small = len({*zip(table.n, table.d, strict=True)}) * len(others) <= MOST_RUNGS  # for an answer in seconds
     return Study(
         corpus=corpus,

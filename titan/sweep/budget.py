@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING
-from typing import Any, NamedTuple
+from typing import Any
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_rounded
@@ -86,20 +86,8 @@ def _find_value(run: Run, name: str) -> str:
     return "" if value is MISSING else format_value(value)
 
 
-class VariantTime(NamedTuple):
-    """What `sweep.budget=time` gives a variant.
-
-    Attributes:
-        line: its steps, the time of a step, and how that is known.
-        doubt: why that time is doubtful; empty where it is not.
-    """
-
-    line: str
-    doubt: str
-
-
-def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[VariantTime]:
-    """Return what `sweep.budget=time` gives each variant.
+def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[tuple[str, str]]:
+    """Return what `sweep.budget=time` gives each variant: its steps and their time, and why that time is doubtful.
 
     Args:
         runs: of all trials, with their steps.
@@ -107,13 +95,13 @@ def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
     """
     if sweep.budget != "time":
         return []
-    found = dict[VariantTime, None]()  # one for all runs of a variant
+    found = dict[tuple[str, str], None]()  # one for all runs of a variant
     for run, trial, time in zip(runs, varied, _find_times(runs, varied), strict=True):
         subject = f"sweep.budget=time: {label_variant(trial) or 'all trials'}"
         spread = f" ({time.spread.describe()})" if time.spread else ""
         line = f"{subject}: {run.training.steps:,} steps of {format_rounded(time.seconds)} s{spread}, {time.origin}"
         doubt = time.spread.find_doubt() if time.spread else ""
-        found[VariantTime(line, f"sweep.budget=time: {doubt}." if doubt else "")] = None
+        found[line, f"sweep.budget=time: {doubt}." if doubt else ""] = None
     return list(found)
 
 

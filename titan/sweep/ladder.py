@@ -425,7 +425,7 @@ def _format_row(rows: Sequence[Cost], is_largest: bool, named: bool) -> tuple[st
 
 
 def _sum_costs(rows: Sequence[Cost]) -> tuple[str, ...]:
-    tokens, flops = (sum(row[k] for row in rows) for k in (1, 2))
+    tokens, flops = sum(row[1] for row in rows), sum(row[2] for row in rows)
     return str(len(rows)), format_count(tokens), f"{flops:.3g}", format_hours([row[3] for row in rows])
 
 

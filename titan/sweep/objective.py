@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from titan.run.run import Run
 from titan.sweep.schema import Sweep
 
 
-def check(sweep: Sweep, runs: list[Run]) -> None:
-    """Raise ConfigError, before any trial starts, where a run will not measure the objective."""
-    needs_evaluation = sweep.objective.partition("/")[0] in ("validation_loss", "bits_per_byte")
+def check_measured(setting: str, metric: str, runs: Sequence[Run]) -> None:
+    """Raise ConfigError, before any trial starts, where a run will not measure what a setting names."""
+    needs_evaluation = metric.partition("/")[0] in ("validation_loss", "bits_per_byte")
     if needs_evaluation and any(run.evaluation.tokens == 0 for run in runs):
         raise ConfigError(
-            f"sweep.objective={sweep.objective}: evaluation.tokens=0 asks for no evaluation; give some tokens, "
-            "or sweep.objective=last_loss."
+            f"{setting}={metric}: evaluation.tokens=0 asks for no evaluation; give some tokens, or {setting}=last_loss."
         )
 
 
