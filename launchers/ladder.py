@@ -53,6 +53,8 @@ def split_overrides(parsed: Sequence[Override]) -> tuple[list[str], list[tuple[s
         name, key, line = override.get_key_element(), override.key_or_group, override.input_line
         if not override.is_sweep_override():
             shared.append(f"{name}={override.get_value_element_as_str()}")
+            if key in ladders.LENGTH_SETTINGS:
+                raise ConfigError(f"{shared[-1]}: a ladder decides it by sweep.lengths; leave it out.")
             continue
         if key in LISTS:
             raise ConfigError(f"{line}: is a list of a ladder's; write {key}=[{str(line).partition('=')[2]}].")
@@ -76,7 +78,6 @@ def climb(launcher: LadderLauncher, parsed: Sequence[Override], sweep: Sweep) ->
 
     ladders.check_sweep(sweep)
     overrides, axes = split_overrides(parsed)
-    ladders.check_overrides(overrides)
     is_auto = AUTO in overrides
     overrides = [override for override in overrides if override != AUTO]  # each size gets a number
     varied = tuple(dict.fromkeys(_get_key(override) for variant in axes for override in variant))
@@ -85,7 +86,7 @@ def climb(launcher: LadderLauncher, parsed: Sequence[Override], sweep: Sweep) ->
     variants = put_baseline_first(variants, sweep)
     ladder = ladders.build_ladder(variants, sweep, choose_rates(variants, sweep, is_auto))
     ladder_law.rehearse(ladder)
-    lines = [  # in the order of `list_costs`
+    lines = [
         line
         for trunk in ladder.trunks
         for line in (trunk.list_overrides(), *map(trunk.list_planned_overrides, trunk.rungs))

@@ -227,13 +227,6 @@ def check_sweep(sweep: Sweep) -> None:
         raise ConfigError(f"sweep.budget={sweep.budget}: a ladder decides the steps by sweep.lengths; leave it out.")
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for overrides of settings that a ladder decides."""
-    for override in overrides:
-        if override.partition("=")[0].lstrip("+") in LENGTH_SETTINGS:
-            raise ConfigError(f"{override}: a ladder decides it by sweep.lengths; leave it out.")
-
-
 def _check_recipe(base: Run) -> None:
     """Raise ConfigError for settings that a ladder can't do with."""
     if not isinstance(base.schedule, WSD):
@@ -334,14 +327,15 @@ def choose_rates(variants: Sequence[Variant], sweep: Sweep, is_auto: bool = Fals
     Raises:
         ConfigError: for two rules at once.
     """
-    scaled = next(filter(scales_rates, variants), None)
+    # models that have factors for their learning rates, as where these transfer over sizes
+    scaled = [variant.base.model for variant in variants if variant.base.model.update_factors(variant.base.optimizer)]
     if is_auto:
         if sweep.lr_rule is not None:
             raise ConfigError(f"{AUTO}: is a rule, and so is sweep.lr_rule={sweep.lr_rule}; give one of them.")
         if scaled:
             raise ConfigError(
-                f"{AUTO}: is a rule of the model's size, and {type(scaled.base.model).__name__} scales its learning "
-                "rates by its size too; give the number that is best at its base."
+                f"{AUTO}: is a rule of the model's size, and {type(scaled[0]).__name__} scales its learning rates by "
+                "its size too; give the number that is best at its base."
             )
         return Rates("by Step Law for the longest length of each size (optimizer.lr=auto)", _compute_by_step_law)
     if sweep.lr_rule == "tuned":
@@ -363,11 +357,6 @@ def round_rate(rate: float) -> float:
     return float(f"{rate:.{DIGITS}g}")
 
 
-def scales_rates(variant: Variant) -> bool:
-    """Return whether a variant's model has factors for its learning rates, as where they transfer over sizes."""
-    return bool(variant.base.model.update_factors(variant.base.optimizer))
-
-
 def _compute_by_step_law(variant: Variant, model: Decoder, steps: int) -> float:
     """Return Step Law's rate for a size at its longest length; warn or raise ConfigError outside its range."""
     parts: dict[str, Any] = {"model": model, "training": dataclasses.replace(variant.base.training, steps=steps)}
@@ -378,55 +367,44 @@ def format_ladder(ladder: Ladder, hours: Sequence[float | None]) -> str:
     """Return a table: sizes, runs and their cost. Steps of a trunk count once, and branches by their decay.
 
     Args:
-        hours: predicted device-hours of each run in the order of `list_costs`; None where not known.
+        hours: predicted device-hours of each run, trunk by trunk, each followed by its branches; None: not known.
     """
-    rows = [(*row, hour) for row, hour in zip(list_costs(ladder), hours, strict=True)]
-    groups: dict[tuple[int, str], list[Cost]] = {}
-    for row in rows:
-        groups.setdefault((row[0].model.dim, row[0].variant.label), []).append(row)
-    named = len(ladder.variants) > 1
-    lines = [_format_row(group, group[0][0] in ladder.largest, named) for group in groups.values()]
+    costs = iter(hours)
     header = ("size", "blocks", "parameters", "vocabulary", "lr", "runs", "tokens", "FLOPs", "device-hours")
-    total = ("all", "", "", "", "", *_sum_costs(rows))
-    table = [header, *lines, total]
+    sizes: dict[tuple[str, ...], list[Cost]] = {}
+    for trunk in ladder.trunks:
+        body, total = trunk.parameters, trunk.model.parameters()
+        name = f", {trunk.variant.label}" if len(ladder.variants) > 1 else ""
+        name = f"dim {trunk.model.dim}{name}{' (predicted)' if trunk in ladder.largest else ''}"
+        vocabulary, rate = f"+{(total - body) / body:.0%}", format_rounded(trunk.lr)
+        rows = sizes.setdefault((name, str(trunk.model.layers), format_count(body), vocabulary, rate), [])
+        rows += [(*cost, next(costs)) for cost in list_costs(trunk)]
+    sizes["all", "", "", "", ""] = [row for rows in sizes.values() for row in rows]
+    table = [header, *((*cells, *_sum_costs(rows)) for cells, rows in sizes.items())]
     widths = [max(len(line[k]) for line in table) for k in range(len(header))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
     rule = f"rule of sizes: width; blocks, heads and feed-forward width in proportion; learning rate: {ladder.rule}"
     return "\n".join([*text, rule]) + "\n"
 
 
-def list_costs(ladder: Ladder) -> Iterator[tuple[Trunk, int, float]]:
-    """Yield the trunk, the tokens and the FLOPs of each run: trunk by trunk, each followed by its branches."""
-    for trunk in ladder.trunks:
-        training = trunk.variant.base.training
-        per_token = trunk.model.flops_per_token(training.seq_len)
-        tokens = training.count_rows_before(trunk.steps + 1) * training.seq_len
-        yield trunk, tokens, tokens * per_token
-        for rung in trunk.rungs:
-            decayed = rung.tokens - training.count_rows_before(rung.branch_step + 1) * training.seq_len
-            yield trunk, decayed, decayed * per_token
+Cost = tuple[int, float, float | None]
+"""Tokens, FLOPs and device-hours."""
 
 
-Cost = tuple[Trunk, int, float, float | None]
-
-
-def _format_row(rows: Sequence[Cost], is_largest: bool, named: bool) -> tuple[str, ...]:
-    trunk = rows[0][0]
-    body, total = trunk.parameters, trunk.model.parameters()
-    name = f", {trunk.variant.label}" if named else ""
-    return (
-        f"dim {trunk.model.dim}{name}{' (predicted)' if is_largest else ''}",
-        str(trunk.model.layers),
-        format_count(body),
-        f"+{(total - body) / body:.0%}",
-        format_rounded(trunk.lr),
-        *_sum_costs(rows),
-    )
+def list_costs(trunk: Trunk) -> Iterator[tuple[int, float]]:
+    """Yield the tokens and the FLOPs of a trunk, and of each of its branches."""
+    training = trunk.variant.base.training
+    per_token = trunk.model.flops_per_token(training.seq_len)
+    tokens = training.count_rows_before(trunk.steps + 1) * training.seq_len
+    yield tokens, tokens * per_token
+    for rung in trunk.rungs:
+        decayed = rung.tokens - training.count_rows_before(rung.branch_step + 1) * training.seq_len
+        yield decayed, decayed * per_token
 
 
 def _sum_costs(rows: Sequence[Cost]) -> tuple[str, ...]:
-    tokens, flops = sum(row[1] for row in rows), sum(row[2] for row in rows)
-    return str(len(rows)), format_count(tokens), f"{flops:.3g}", format_hours([row[3] for row in rows])
+    tokens, flops = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    return str(len(rows)), format_count(tokens), f"{flops:.3g}", format_hours([row[2] for row in rows])
 
 
 def format_hours(hours: Sequence[float | None]) -> str:
