@@ -303,7 +303,7 @@ def _write_page(session: Session, request: Settings) -> dict[str, Any]:
 ANSWERS: Mapping[str, Callable[[Session, Settings], dict[str, Any]]] = {
     "open": _open,
     "noise": lambda session, request: (
-        session.measure_noise(request.pairs or DEFAULT_PAIRS, request.batch)
+        session.measure("noise", request.pairs or DEFAULT_PAIRS, request.batch)
         if request.losses is None
         else session.add_noise(request.losses)
     ),
@@ -312,7 +312,7 @@ ANSWERS: Mapping[str, Callable[[Session, Settings], dict[str, Any]]] = {
     "withdraw": _withdraw,
     "list": lambda session, request: session.list_ideas(),
     "show": lambda session, request: session.show_idea(request.idea),
-    "chain": lambda session, request: session.measure_chain(request.pairs or DEFAULT_PAIRS, request.batch),
+    "chain": lambda session, request: session.measure("chain", request.pairs or DEFAULT_PAIRS, request.batch),
     "page": _write_page,
 }
 

@@ -7,7 +7,6 @@ ends it, and what it held is done again by the command that is repeated. Nothing
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -105,15 +104,9 @@ class Book:
 
 
 def _append(descriptor: int, event: str, **values: Any) -> None:
-    """Append an event in one write, and flush it; a line that a kill has torn ends before it."""
+    """Append an event, and flush it."""
     line = {"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **values}
-    text = json.dumps(line, allow_nan=False) + "\n"
-    size = os.lseek(descriptor, 0, os.SEEK_END)
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        text = "\n" + text
-    content = text.encode()
-    while content:  # a signal or a full disk may cut a write short
-        content = content[os.write(descriptor, content) :]
+    locks.append_lines(descriptor, line, allow_nan=False)
     sync_file(descriptor)
 
 

@@ -26,7 +26,6 @@ from titan.evidence.campaign import (
     Changes,
     Idea,
     Rules,
-    SeedPair,
     is_futile,
     read_campaign,
 )
@@ -115,11 +114,7 @@ class Session:
         return {**answers.describe_campaign(campaign), "list": ideas}
 
     def show_idea(self, id: Changes | None) -> dict[str, Any]:
-        """Return an idea with its evidence; None: the state of the campaign.
-
-        Raises:
-            ConfigError: when there is no such idea.
-        """
+        """Return an idea with its evidence, None: the state of the campaign; raise ConfigError without such an idea."""
         campaign = self.read()
         if id is None:
             return answers.describe_campaign(campaign)
@@ -290,14 +285,42 @@ class Session:
             if idea is not None and idea.is_withdrawn:
                 append("resumed", idea=id)
 
-    def measure_noise(self, pairs: int, batch: int = 2) -> dict[str, Any]:
-        """Train pairs of the present baseline, each on two seeds, until there are so many.
+    def measure(self, name: str, pairs: int, batch: int = 2) -> dict[str, Any]:
+        """Train pairs that are no idea's until there are so many.
+
+        Args:
+            name: `NOISE`, of the present baseline, each on two seeds; or `CHAIN`, of the first and the present baseline
+                on fresh seeds.
+            batch: pairs that are trained together.
 
         Raises:
-            ConfigError: when another process is doing that.
+            ConfigError: for the chain when nothing was kept yet, and when another process is doing that.
             RunError: when a run failed.
         """
-        return self._train_beside(NOISE, len(self.read().kept), pairs, batch)
+        campaign = self.read()
+        number, step = len(campaign.kept), 2 if name == NOISE else 1
+        if name == CHAIN and number == 0:
+            raise ConfigError("chain: no idea was kept yet, so the present baseline is the first one; try ideas first.")
+        if isinstance(campaign.rules.baseline, str):
+            raise ConfigError(f"{name}: another program trains this campaign's runs, which titan can't.")
+        with self._lock_idea(f"{name}-{number}"):
+            while True:
+                with self.book.locked() as append:
+                    campaign = self.read()
+                    known = campaign.noise if name == NOISE else campaign.chain.get(number, [])
+                    if (missing := pairs - len(known)) <= 0:
+                        return answers.describe_campaign(campaign)
+                    taken, done = campaign.taken.get(f"{name} {number}", []), {pair.seed for pair in known}
+                    starts = [i for i in range(0, len(taken), step) if taken[i] not in done]  # taken, and not trained
+                    seeds = [seed for i in starts for seed in taken[i : i + step]][: min(batch, missing) * step]
+                    if not seeds:
+                        seeds = campaign.take_seeds(min(batch, missing) * step)
+                        append("seeds", idea=name, stage=name, seeds=seeds, baseline=number)
+                present = list_overrides(campaign, number)
+                recipes = [present] if name == NOISE else [list_overrides(campaign, 0), present]
+                runs = [(recipe, seed) for seed in seeds for recipe in recipes]
+                losses = self.trainer.train(self.folder / f"{name}-{number}", runs, campaign.rules.metric)
+                self._record_pairs(name, name, number, seeds[::step], losses)
 
     def add_noise(self, losses: Sequence[float]) -> dict[str, Any]:
         """Record final metrics of runs of the baseline that another program trained, paired in their order.
@@ -310,59 +333,12 @@ class Session:
         self._record_pairs(NOISE, NOISE, len(self.read().kept), [-1] * (len(losses) // 2), losses)
         return answers.describe_campaign(self.read())
 
-    def measure_chain(self, pairs: int, batch: int = 2) -> dict[str, Any]:
-        """Train the first and the present baseline on fresh seeds until there are so many pairs.
-
-        Raises:
-            ConfigError: when nothing was kept yet, or another process is doing that.
-            RunError: when a run failed.
-        """
-        present = len(self.read().kept)
-        if present == 0:
-            raise ConfigError("chain: no idea was kept yet, so the present baseline is the first one; try ideas first.")
-        return self._train_beside(CHAIN, present, pairs, batch)
-
-    def _train_beside(self, name: str, number: int, pairs: int, batch: int) -> dict[str, Any]:
-        """Train pairs that are no idea's until there are so many: of the noise or of the chain.
-
-        Args:
-            name: `NOISE`, whose pairs take two seeds each, or `CHAIN`.
-            number: of the baseline.
-            pairs: see `measure_noise`.
-            batch: see `try_idea`.
-        """
-        if isinstance(self.read().rules.baseline, str):
-            raise ConfigError(f"{name}: another program trains this campaign's runs, which titan can't.")
-        step = 2 if name == NOISE else 1
-        with self._lock_idea(f"{name}-{number}"):
-            while (missing := pairs - len(list_pairs(self.read(), name, number))) > 0:
-                with self.book.locked() as append:
-                    campaign = self.read()
-                    taken = campaign.taken.get(f"{name} {number}", [])
-                    done = {pair.seed for pair in list_pairs(campaign, name, number)}
-                    starts = [i for i in range(0, len(taken), step) if taken[i] not in done]  # taken, and not trained
-                    seeds = [seed for i in starts for seed in taken[i : i + step]][: min(batch, missing) * step]
-                    if not seeds:
-                        seeds = campaign.take_seeds(min(batch, missing) * step)
-                        append("seeds", idea=name, stage=name, seeds=seeds, baseline=number)
-                present = list_overrides(campaign, number)
-                recipes = [present] if name == NOISE else [list_overrides(campaign, 0), present]
-                runs = [(recipe, seed) for seed in seeds for recipe in recipes]
-                losses = self.trainer.train(self.folder / f"{name}-{number}", runs, campaign.rules.metric)
-                self._record_pairs(name, name, number, seeds[::step], losses)
-        return answers.describe_campaign(self.read())
-
 
 def append_pair(
     append: Append, idea: str, stage: str, baseline: int, seed: int, baseline_loss: Loss, loss: Loss
 ) -> None:
     """Append a pair of losses to a locked book."""
     append("pair", idea=idea, stage=stage, seed=seed, baseline_loss=baseline_loss, loss=loss, baseline=baseline)
-
-
-def list_pairs(campaign: Campaign, name: str, number: int) -> list[SeedPair]:
-    """Return the pairs of the noise, of whatever baseline, or those of the chain up to a baseline."""
-    return campaign.noise if name == NOISE else campaign.chain.get(number, [])
 
 
 def describe_tried(campaign: Campaign, idea: Idea, from_book: bool) -> dict[str, Any]:

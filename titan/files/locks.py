@@ -1,13 +1,16 @@
-"""Exclusive file locks (flock) between processes. Free of torch."""
+"""Exclusive file locks (flock) between processes, and lines that are appended under one. Free of torch."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from titan.errors import ConfigError
 
@@ -59,6 +62,17 @@ def _describe_lock_error(label: str, error: OSError) -> str:
         f"{label}: its file system has no file locks (flock: {error.strerror}), which keep two jobs out of one "
         "directory; mount it with file locks (Lustre: -o flock), or choose a folder on another file system."
     )
+
+
+def append_lines(descriptor: int, *objects: Mapping[str, Any], allow_nan: bool = True) -> None:
+    """Append JSON objects to a locked file, one a line, in one write; a line that a kill cut short ends before them."""
+    text = "".join(json.dumps(line, allow_nan=allow_nan) + "\n" for line in objects)
+    size = os.lseek(descriptor, 0, os.SEEK_END)
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        text = "\n" + text
+    content = text.encode()
+    while content:  # a signal or a full disk may cut a write short
+        content = content[os.write(descriptor, content) :]
 
 
 def is_locked(file: Path) -> bool:

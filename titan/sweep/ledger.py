@@ -13,7 +13,6 @@ a token that their jobs carry), `sent` (with the jobs' numbers), `unsent` (Slurm
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
@@ -186,14 +185,9 @@ def list_submitted_trials(directory: Path, token: str) -> list[str]:
 
 def add_events(directory: Path, *lines: Mapping[str, Any]) -> None:
     """Append events to the ledger, in one write."""
-    text = "".join(json.dumps({"time": round(time.time(), 3), **line}) + "\n" for line in lines)
     with (directory / LEDGER).open("a+b", buffering=0) as file:
         locks.acquire(file.fileno(), f"hydra.sweep.dir={directory}")
-        file.seek(0, 2)
-        if file.tell():  # a line that a kill cut short ends here
-            file.seek(-1, 2)
-            text = text if file.read() == b"\n" else "\n" + text
-        file.write(text.encode())
+        locks.append_lines(file.fileno(), *({"time": round(time.time(), 3), **line} for line in lines))
 
 
 def read_events(directory: Path) -> Iterator[dict[str, Any]]:
