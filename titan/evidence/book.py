@@ -58,26 +58,22 @@ class Book:
         return self._events + events, self._damaged + damaged
 
     def _parse_lines(self, text: bytes) -> tuple[list[dict[str, Any]], int]:
-        """Return the events of some lines, and how many lines hold none."""
-        lines = text.decode(errors="replace").split("\n")
-        parsed = [self._parse_line(line) for line in lines if line.strip()]
-        events = [event for event in parsed if event is not None]
-        return events, len(parsed) - len(events)
-
-    def _parse_line(self, line: str) -> dict[str, Any] | None:
-        """Return the event of a line; None where it is torn or damaged."""
-        try:
-            event = untrusted.parse_object(line)
-            untrusted.check_type(event.get("schema"), int, "schema")
-            if event["schema"] != SCHEMA:
-                raise ConfigError(
-                    f"{self.file}: another titan wrote it (schema {event['schema']}, not {SCHEMA}); use that one, or "
-                    "choose another name."
-                )
-            check_event(event)
-        except ValueError:
-            return None
-        return event
+        """Return the events of some lines, and how many lines are torn or damaged."""
+        events, damaged = list[dict[str, Any]](), 0
+        for line in filter(str.strip, text.decode(errors="replace").split("\n")):
+            try:
+                event = untrusted.parse_object(line)
+                untrusted.check_type(event.get("schema"), int, "schema")
+                if event["schema"] != SCHEMA:
+                    raise ConfigError(
+                        f"{self.file}: another titan wrote it (schema {event['schema']}, not {SCHEMA}); use that one, "
+                        "or choose another name."
+                    )
+                check_event(event)
+                events.append(event)
+            except ValueError:
+                damaged += 1
+        return events, damaged
 
     @contextmanager
     def locked(self) -> Iterator[Append]:

@@ -238,8 +238,8 @@ def read_campaign(events: Iterable[Mapping[str, Any]], damaged_lines: int = 0) -
     for event in events:
         if campaign is None:
             campaign = _open(event) if event["event"] == "opened" else None
-        elif (apply := _APPLIED.get(event["event"])) is not None:
-            apply(campaign, event)
+        else:
+            _apply(campaign, event)
     if campaign is not None:
         campaign.damaged_lines = damaged_lines
         for idea in campaign.ideas.values():
@@ -253,15 +253,25 @@ def _open(event: Mapping[str, Any]) -> Campaign:
     return Campaign(Rules(baseline, **{name: event[name] for name in names}))
 
 
-def _add_idea(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    changes = event["changes"] if isinstance(event["changes"], str) else tuple(event["changes"])
-    idea = Idea(event["idea"], changes, event["hypothesis"], event["baseline"], event["result_id"], event["pairs"])
-    campaign.ideas.setdefault(idea.id, idea)
-
-
-def _extend(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    if (idea := campaign.ideas.get(event["idea"])) is not None:
+def _apply(campaign: Campaign, event: Mapping[str, Any]) -> None:
+    """Let an event change the state; what nothing is known of, such as an event of a later titan, changes nothing."""
+    kind, idea = event["event"], campaign.ideas.get(str(event.get("idea")))
+    if kind == "idea" and idea is None:
+        changes = event["changes"] if isinstance(event["changes"], str) else tuple(event["changes"])
+        id, pairs = event["idea"], event["pairs"]
+        campaign.ideas[id] = Idea(id, changes, event["hypothesis"], event["baseline"], event["result_id"], pairs)
+    elif kind == "seeds":
+        _take_seeds(campaign, event)
+    elif kind == "pair":
+        _add_pair(campaign, event)
+    elif kind == "extended" and idea is not None:
         idea.pairs = max(idea.pairs, event["pairs"])
+    elif kind == "withdrawn" and idea is not None and idea.state != "kept":
+        idea.is_withdrawn, idea.reason = True, event["reason"]
+    elif kind == "resumed" and idea is not None:
+        idea.is_withdrawn = False
+        if idea.stages["confirm"]:
+            _keep_proven(campaign, idea)
 
 
 def _take_seeds(campaign: Campaign, event: Mapping[str, Any]) -> None:
@@ -309,18 +319,6 @@ def _keep_proven(campaign: Campaign, idea: Idea) -> None:
         idea.kept_as = len(campaign.kept)
 
 
-def _withdraw(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    if (idea := campaign.ideas.get(event["idea"])) is not None and idea.state != "kept":
-        idea.is_withdrawn, idea.reason = True, event["reason"]
-
-
-def _resume(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    if (idea := campaign.ideas.get(event["idea"])) is not None:
-        idea.is_withdrawn = False
-        if idea.stages["confirm"]:
-            _keep_proven(campaign, idea)
-
-
 def _judge(campaign: Campaign, idea: Idea) -> State:
     """Return the state of an idea by its evidence: the best e-value so far counts, as Ville's inequality allows."""
     if idea.is_withdrawn:
@@ -337,9 +335,3 @@ def _judge(campaign: Campaign, idea: Idea) -> State:
     if not is_current:
         return "older baseline"
     return "confirming" if is_screened else "screening"
-
-
-_APPLIED = {
-    "idea": _add_idea, "extended": _extend, "withdrawn": _withdraw, "resumed": _resume, "seeds": _take_seeds,
-    "pair": _add_pair,
-}  # fmt: skip

@@ -82,11 +82,7 @@ class Session:
         return campaign
 
     def open(self, baseline: Changes | None, **rules: Any) -> dict[str, Any]:
-        """Open a campaign, and return its state; one that is open with the same rules stays as it is.
-
-        Args:
-            baseline: see `Rules.baseline`.
-            rules: other attributes of `Rules`.
+        """Open a campaign by its `Rules`, and return its state; one that is open with the same ones stays as it is.
 
         Raises:
             ConfigError: when the baseline can't be trained, or the campaign was opened with other rules.

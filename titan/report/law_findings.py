@@ -204,13 +204,7 @@ class LawFindings:
 
 
 def collect_findings(table: Table, studies: Sequence[Study | LadderStudy], text: str = "") -> LawFindings:
-    """Return the findings.
-
-    Args:
-        table: all runs.
-        studies: one for each corpus.
-        text: see `LawFindings`.
-    """
+    """Return the findings of all runs; there is a study for each corpus."""
     corpora = (_collect_ladders(s) if isinstance(s, LadderStudy) else _collect_corpus(s) for s in studies)
     return LawFindings(tuple(corpora), table.counted, table.notes, text=text)
 

@@ -117,7 +117,6 @@ def find_stop(variant: Trajectory, earlier: Sequence[Trajectory], same_shape: bo
     Args:
         variant: its losses until now; `end` is not read.
         earlier: variants that have ended.
-        same_shape: see `examine_position`.
     """
     if not earlier:
         return None
@@ -149,12 +148,7 @@ class StoppingReplay:
 
 
 def replay_stops(variants: Sequence[Trajectory], same_shape: bool = False) -> StoppingReplay:
-    """Replay the rule on variants that have ended: each in turn is the new one, and has no part in the margin.
-
-    Args:
-        variants: at least two.
-        same_shape: see `examine_position`.
-    """
+    """Replay the rule on two or more variants that have ended: each is the new one, with no part in the margin."""
     stops = {v.name: find_stop(v, [other for other in variants if other is not v], same_shape) for v in variants}
     saved = sum(v.length - stop.position for v in variants if (stop := stops[v.name]) is not None)
     lost = [v.name for v in variants if find_stop(v, [other for other in variants if other.end > v.end], same_shape)]
@@ -171,12 +165,7 @@ def rank(values: ArrayLike) -> NDArray[np.float64]:
 
 
 def correlate_ranks(first: ArrayLike, second: ArrayLike) -> float:
-    """Return Spearman's rank correlation; NaN where all values of one are equal, or there are fewer than two.
-
-    Args:
-        first: figures; [n].
-        second: figures of the same variants; [n].
-    """
+    """Return Spearman's rank correlation of [n] figures; NaN where all of one are equal, or n is less than two."""
     a, b = rank(first), rank(second)
     a, b = a - a.mean() if len(a) else a, b - b.mean() if len(b) else b
     scale = float(np.sqrt((a @ a) * (b @ b)))

@@ -64,10 +64,10 @@ class QuantileInterval:
     level: float = LEVEL
 
 
-def summarise(draws: Numbers, level: float = LEVEL) -> QuantileInterval:
+def summarise(draws: Numbers) -> QuantileInterval:
     """Return the median of draws, with the central interval."""
-    low, value, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2])
-    return QuantileInterval(float(value), float(low), float(high), level)
+    low, value, high = np.quantile(draws, [(1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2])
+    return QuantileInterval(float(value), float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,7 @@ class Fit:
         """Return the variants with a law, in order."""
         return tuple(self.laws)
 
-    def predict(
-        self, n: float, d: float, variant: str | None = None, extrapolate: bool = False, level: float = LEVEL
-    ) -> QuantileInterval:
+    def predict(self, n: float, d: float, variant: str | None = None, extrapolate: bool = False) -> QuantileInterval:
         """Return the loss of a single new run.
 
         Args:
@@ -192,14 +190,13 @@ class Fit:
             d: tokens.
             variant: its name; None: the first.
             extrapolate: whether a target may be beyond `REACH`.
-            level: of the interval.
 
         Raises:
             ConfigError: for an unknown variant or a target out of reach.
         """
         name = self.get_variant(variant)
         self.check_target(n, d, name, extrapolate)
-        return summarise(self.laws[name].draw_losses(np.array([n]), np.array([d]), name)[:, 0], level)
+        return summarise(self.laws[name].draw_losses(np.array([n]), np.array([d]), name)[:, 0])
 
     def get_variant(self, variant: str | None) -> str:
         """Return the name of a variant with a law; raise ConfigError where there is none."""

@@ -64,13 +64,8 @@ class ComputeFactor:
         return f"factor {self.factor:.3g} [{self.low:.3g}, {self.high:.3g}], floor {self.floor:.2f} ({floors})"
 
 
-def compare_ladders(first: ComputeLadder, second: ComputeLadder, loss: float, level: float = LEVEL) -> ComputeFactor:
-    """Return by what factor of compute the second ladder is ahead of the first, the baseline, at a loss.
-
-    Args:
-        loss: above zero.
-        level: of the intervals.
-    """
+def compare_ladders(first: ComputeLadder, second: ComputeLadder, loss: float) -> ComputeFactor:
+    """Return by what factor of compute the second ladder is ahead of the first, the baseline, at a loss above zero."""
     least = min(loss, *(float(losses.min()) for _, losses in (first, second)))
     floors = np.linspace(0, HIGHEST * least, FLOORS)
     (first_log, first_error, residuals), (second_log, second_error, others) = (
@@ -79,7 +74,7 @@ def compare_ladders(first: ComputeLadder, second: ComputeLadder, loss: float, le
     factors, errors, squares = first_log - second_log, np.hypot(first_error, second_error), residuals + others
     freedom = len(first[1]) + len(second[1]) - PARAMETERS
     best = int(squares.argmin())
-    t = float(import_optional("scipy.special", "law").stdtrit(freedom, (1 + level) / 2))
+    t = float(import_optional("scipy.special", "law").stdtrit(freedom, (1 + LEVEL) / 2))
     limit = squares[best] * (1 + t**2 / freedom)
     kept = np.flatnonzero(squares <= limit)
     spread = np.sqrt(limit - squares[kept]) * errors[kept]

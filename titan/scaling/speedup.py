@@ -169,13 +169,11 @@ def compare_laws(
     flops_ratio: float = 1.0,
     hours_ratio: float | None = None,
 ) -> Speedup:
-    """Return the speed-up of a variant at a size and length, by both laws.
+    """Return the speed-up of a variant at a size and length, by both laws; for ratios see `effective_speedup`.
 
     Args:
         n: parameters.
         d: tokens of the baseline.
-        flops_ratio: see `effective_speedup`.
-        hours_ratio: see `effective_speedup`.
     """
     law, is_line = fit.laws[variant], fit.laws[variant].points.is_line
     goal = fit.laws[baseline].draw_logs(np.array([n]), np.array([d]), baseline)[:, 0]
@@ -310,20 +308,14 @@ def estimate_slope(short: Gap, share: float) -> float:
     """Return by how many nats the loss falls as tokens grow by a factor e, at the end of the longer runs.
 
     Args:
-        short: of the shorter run.
-        share: of its tokens.
+        share: of the longer runs' tokens that the shorter run has.
     """
     exponent = (FLATTEST + STEEPEST) / 2
     return float(short.value / (share**-exponent - 1) * exponent)
 
 
 def convert_share(compute: float, slope: float) -> float:
-    """Return the nats that a share of compute is worth: 0.02 for 2 %.
-
-    Args:
-        compute: the share.
-        slope: see `estimate_slope`.
-    """
+    """Return the nats that a share of compute, 0.02 for 2 %, is worth with the slope of `estimate_slope`."""
     return slope * math.log1p(compute)
 
 

@@ -91,7 +91,6 @@ def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
 
     Args:
         runs: of all trials, with their steps.
-        varied: see `equalise_steps`.
     """
     if sweep.budget != "time":
         return []
