@@ -146,13 +146,9 @@ def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
     content, (line,) = read("prediction.json"), read_record()
     assert [run["dim"] for run in content["runs"]] == [8] * 6 + [16] * 3 + [24] * 3 and len(content["losses"]) == 3
     largest = content["losses"][-1]
-    assert (largest["n"], largest["n_all"]) == (
-        ladder.count_body(trainer.runs[-1].model),
-        trainer.runs[-1].model.parameters(),
-    )
-    assert (
-        line["d"] == trainer.runs[-1].training.total_tokens and line["loss"] == read("score.json")["scores"][-1]["loss"]
-    )
+    last = trainer.runs[-1]
+    assert (largest["n"], largest["n_all"]) == (ladder.count_body(last.model), last.model.parameters())
+    assert line["d"] == last.training.total_tokens and line["loss"] == read("score.json")["scores"][-1]["loss"]
     assert largest["low"] < line["loss"] < largest["high"] and line["inside"] is True
     shown = capsys.readouterr().out
     assert "your predictions so far: 1 of 1 inside 90 %" in shown and "dim 32 (predicted)" in shown
@@ -284,31 +280,27 @@ def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: FakeTrainer, n
         assert Path("runs/s/prediction.json").read_bytes() == before
 
 
-@pytest.mark.thorough
-def test_no_prediction_is_made_once_the_largest_has_begun(
-    trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert climb() == 0
-    Path("runs/s/prediction.json").unlink()
-    assert climb() == 2
-    assert "a prediction would come too late" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "overrides", "words"),
     [
-        full(lambda text: text.replace('"value": ', '"value": 1'), "it was changed", id="changed"),
-        full(lambda text: text[:100], "can't be used", id="cut"),
+        full(lambda text: text.replace('"value": ', '"value": 1'), [], "it was changed", id="changed"),
+        full(lambda text: text[:100], [], "can't be used", id="cut"),
+        thorough(None, [], "a prediction would come too late", id="gone-once-the-largest-has-begun"),
+        thorough(lambda text: text, ["optimizer.lr=5e-3"], "a ladder with other settings", id="of-another-ladder"),
     ],
 )
-def test_a_changed_prediction_is_rejected(
-    change: Callable[[str], str], words: str, trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
+def test_a_prediction_stays_as_it_was_made(
+    change: Callable[[str], str] | None,
+    overrides: list[str],
+    words: str,
+    trainer: FakeTrainer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert climb() == 0
-    file = Path("runs/s/prediction.json")
-    file.write_text(change(file.read_text()))
-    assert climb() == 2
-    assert words in capsys.readouterr().err
+    runs, file = len(trainer.runs), Path("runs/s/prediction.json")
+    file.unlink() if change is None else file.write_text(change(file.read_text()))
+    assert climb(*overrides) == 2
+    assert words in capsys.readouterr().err and len(trainer.runs) == runs
 
 
 @pytest.mark.thorough
@@ -318,14 +310,6 @@ def test_a_ladder_goes_on_on_other_machines(trainer: FakeTrainer) -> None:
     trainer.fails = lambda count: False
     assert climb("cluster.time=1:00:00", "hydra.launcher.at_once=1") == 0
     assert len(trainer.runs) == 17
-
-
-@pytest.mark.thorough
-def test_another_ladder_does_not_get_the_prediction(trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert climb() == 0
-    runs = len(trainer.runs)
-    assert climb("optimizer.lr=5e-3") == 2
-    assert "a ladder with other settings" in capsys.readouterr().err and len(trainer.runs) == runs
 
 
 @pytest.mark.full
