@@ -1,7 +1,7 @@
 """A ladder through a launcher, in batches: the smaller sizes, the prediction of the largest, the largest, its score.
 
 Each size is two batches, its trunks and then the branches that begin at their checkpoints. What has finished is not
-started again, so that the same command goes on where a ladder was killed.
+started again, so that the same command goes on where a ladder was killed. Imported only for a ladder: it needs numpy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.types import Override
 
@@ -24,15 +24,12 @@ from titan.run import identity, summary
 from titan.run.directory import read_result
 from titan.run.run import Run
 from titan.sweep import ladder as ladders
-from titan.sweep import ledger, predictions
+from titan.sweep import ladder_law, ledger, predictions
 from titan.sweep.labels import is_same_value
 from titan.sweep.ladder import AUTO, SHAPE, Ladder, Trunk, Variant, choose_rates
+from titan.sweep.ladder_law import MeasuredRung, TuningRun
 from titan.sweep.predictions import LadderPrediction
 from titan.sweep.schema import Sweep
-
-if TYPE_CHECKING:
-    from titan.sweep.ladder_law import MeasuredRung, TuningRun
-
 
 LadderLauncher = Any
 """A `launchers.plugin.SweepLauncher`, whose module imports this one."""
@@ -74,8 +71,6 @@ def climb(launcher: LadderLauncher, parsed: Sequence[Override], sweep: Sweep) ->
         ConfigError: before anything starts, when some of it can't work.
         RunError: when a run has no loss.
     """
-    from titan.sweep import ladder_law  # only now: --help need not wait for numpy
-
     ladders.check_sweep(sweep)
     overrides, axes = split_overrides(parsed)
     is_auto = AUTO in overrides
@@ -115,8 +110,6 @@ def _expand_tuning(
     launcher: LadderLauncher, ladder: Ladder, overrides: Sequence[str], shown: Sequence[str], sweep: Sweep
 ) -> list[tuple[TuningRun, Trial]]:
     """Return the runs that tune learning rates, checked, and print what they cost; none of them with another rule."""
-    from titan.sweep import ladder_law
-
     if sweep.lr_rule != "tuned":
         return []
     runs = ladder_law.list_tuning_runs(ladder, sweep)
@@ -131,8 +124,6 @@ def _tune(
     launcher: LadderLauncher, ladder: Ladder, tuning: Sequence[tuple[TuningRun, Trial]], sweep: Sweep
 ) -> Ladder | None:
     """Run what tunes learning rates, and return the ladder with these; None where a run failed."""
-    from titan.sweep import ladder_law
-
     if not tuning:
         return ladder
     codes = launcher.start([trial for _, trial in tuning])
@@ -243,8 +234,6 @@ class Climb:
             ConfigError: where the largest size has begun.
             RunError: where the file is gone.
         """
-        from titan.sweep import ladder_law
-
         largest = self._expand([trunk.list_overrides() for trunk in self.ladder.largest])
         begun = {trial.id for trial in ledger.read_trials(self.root) if trial.submissions}
         if any(trial.id in begun or Path(trial.run.directory).exists() for trial in largest):
@@ -265,15 +254,13 @@ class Climb:
         Raises:
             RunError: where a branch has no finite loss.
         """
-        from titan.sweep.ladder_law import MeasuredRung
-
-        trunk_trials = self._expand([trunk.list_overrides() for trunk in trunks])
-        if not self._start(trunk_trials):
+        trunk_trials = self._run([trunk.list_overrides() for trunk in trunks])
+        if trunk_trials is None:
             return None
         folders = [Path(trial.run.directory) for trial in trunk_trials]
         branches = [(t, rung, folder) for t, folder in zip(trunks, folders, strict=True) for rung in t.rungs]
-        trials = self._expand([trunk.list_branch_overrides(rung, folder) for trunk, rung, folder in branches])
-        if not self._start(trials):
+        trials = self._run([trunk.list_branch_overrides(rung, folder) for trunk, rung, folder in branches])
+        if trials is None:
             return None
         measured = []
         for (trunk, rung, _), trial in zip(branches, trials, strict=True):
@@ -288,12 +275,13 @@ class Climb:
     def _expand(self, lines: Sequence[Sequence[str]]) -> list[Trial]:
         return _expand(self.launcher, self.overrides, lines, self.count, self.shown)
 
-    def _start(self, trials: list[Trial]) -> bool:
-        """Run a batch; return whether all of it finished."""
+    def _run(self, lines: Sequence[Sequence[str]]) -> list[Trial] | None:
+        """Run a batch, and return its trials; None where one has not finished."""
+        trials = self._expand(lines)
         self.count += len(trials)
         codes = self.launcher.start(trials)
         self.launcher.session.codes += codes
-        return not any(codes)
+        return None if any(codes) else trials
 
     def _score(
         self,
@@ -307,8 +295,6 @@ class Climb:
         Args:
             lines: the predictions in words.
         """
-        from titan.sweep import ladder_law
-
         rows = list(zip(prediction.losses, outcome, strict=True))
         baseline = self.ladder.variants[0].label
         speedups = ladder_law.measure_speedups(self.ladder, [*measured, *outcome])

@@ -20,7 +20,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from launchers import ladder, trials
+from launchers import trials
 from launchers.local import sweep as local_sweep
 from launchers.search.sweeper import OptunaSweeper
 from launchers.session import Describe, SweepSession, TrialSource
@@ -253,6 +253,8 @@ def _build_sweeper_class() -> Any:
             sweep = build_sweep(self.config)
             if sweep.sizes is None:
                 return super().sweep(arguments)
+            from launchers import ladder  # only now: it imports numpy
+
             parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
             parsed = parser.parse_overrides([*self._parse_config(), *arguments])
             Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)

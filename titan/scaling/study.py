@@ -199,7 +199,7 @@ def _study_corpus(table: Table, corpus: str, question: Question) -> Study | Ladd
         )
     fit = fit_law(_put_first(fitted, question.baseline), question.replicates, question.seed)
     baseline, *others = fit.variants
-    place = question.target or _find_largest(fit.table)
+    place = question.target or _find_largest(fit.table, baseline)
     speedups = {}
     for name in others:
         flops, hours = (find_ratio(fit.table, baseline, name, cost) for cost in (fit.table.flops, fit.table.hours))
@@ -254,10 +254,9 @@ def _put_first(table: Table, baseline: str | None) -> Table:
     return table.reorder(order)
 
 
-def _find_largest(table: Table) -> Target:
-    """Return the size and length of the baseline's largest rung."""
-    _, n, d = max((rung for rung in table.group_rungs() if rung[0] == table.variants[0]), key=lambda r: r[1] * r[2])
-    return Target(n, d)
+def _find_largest(table: Table, baseline: str) -> Target:
+    """Return the size and length of a variant's largest rung."""
+    return max((Target(n, d) for name, n, d in table.group_rungs() if name == baseline), key=lambda t: t.n * t.d)
 
 
 def _predict_all(fit: Fit, held: Table, question: Question) -> list[LossPrediction]:
