@@ -146,7 +146,9 @@ def open_study(
         ConfigError: where another command has the file, or the study in it is of other settings.
     """
     file = Path(os.path.abspath(settings.storage or root / STORAGE))
-    with _lock_storage(file):
+    setting = f"hydra.sweeper.storage={file}"
+    busy = f"{setting}: another command has this study; wait until it ends, or choose another name."
+    with locks.hold_file(file.with_name(f".{file.name}.lock"), setting, "choose another file", busy):
         if file.exists() and not (content := file.read_bytes()).endswith(b"\n"):
             os.truncate(file, content.rfind(b"\n") + 1)  # a line that a kill cut short: the next one would follow in it
         try:
@@ -171,7 +173,7 @@ def open_study(
 
 
 class _NoLock:
-    """In place of Optuna's lock, which a kill would leave behind: `_lock_storage` has the file."""
+    """In place of Optuna's lock, which a kill would leave behind: a lock of titan's has the file."""
 
     def acquire(self) -> bool:
         """Do nothing."""
@@ -179,26 +181,6 @@ class _NoLock:
 
     def release(self) -> None:
         """Do nothing."""
-
-
-@contextmanager
-def _lock_storage(file: Path) -> Iterator[None]:
-    setting = f"hydra.sweeper.storage={file}"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = locks.open_lock(file.with_name(f".{file.name}.lock"))
-    except OSError as error:
-        raise ConfigError(f"{setting}: can't be written ({error.strerror}); choose another file.") from error
-    try:
-        try:
-            locks.acquire(lock, setting, patience=0)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{setting}: another command has this study; wait until it ends, or choose another name."
-            ) from None
-        yield
-    finally:
-        os.close(lock)
 
 
 def _check_same(study: Study, file: Path, direction: str, space: Space, fixed: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ ends it, and what it held is done again by the command that is repeated. Nothing
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -85,18 +84,8 @@ class Book:
         Raises:
             ConfigError: when the folder can't be written or locked.
         """
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = locks.open_lock(self.file)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.file}: can't be written ({error.strerror}); choose another name or repair it."
-            ) from None
-        try:
-            locks.acquire(descriptor, str(self.file.parent))
+        with locks.hold_file(self.file, str(self.file), "choose another name or repair it") as descriptor:
             yield partial(_append, descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _append(descriptor: int, event: str, **values: Any) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -208,24 +207,10 @@ class Session:
             for seed, first, second in zip(seeds, losses[::2], losses[1::2], strict=True):
                 append_pair(append, idea, stage, baseline, seed, first, second)
 
-    @contextlib.contextmanager
-    def _lock_idea(self, name: str) -> Iterator[None]:
-        """Let one process at a time train an idea; raise ConfigError while another one does."""
-        folder = self.folder / "locks"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = locks.open_lock(folder / name)
-        except OSError as error:
-            raise ConfigError(f"{folder}: can't be written ({error.strerror}); make it writable.") from None
-        try:
-            try:
-                locks.acquire(descriptor, str(folder), patience=0)
-            except BlockingIOError:
-                sentence = f"{name}: another process is training it; wait for that one, or try another idea."
-                raise ConfigError(sentence) from None
-            yield
-        finally:
-            os.close(descriptor)
+    def _lock_idea(self, name: str) -> contextlib.AbstractContextManager[int]:
+        """Let one process at a time train an idea; raises ConfigError while another one does."""
+        busy = f"{name}: another process is training it; wait for that one, or try another idea."
+        return locks.hold_file(self.folder / "locks" / name, str(self.folder / "locks"), "make it writable", busy)
 
     def add_result(
         self, changes: Changes, seed: int, baseline_loss: Loss, loss: Loss, hypothesis: str | None = None

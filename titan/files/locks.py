@@ -8,7 +8,8 @@ import json
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,33 @@ def _describe_lock_error(label: str, error: OSError) -> str:
         f"{label}: its file system has no file locks (flock: {error.strerror}), which keep two jobs out of one "
         "directory; mount it with file locks (Lustre: -o flock), or choose a folder on another file system."
     )
+
+
+@contextmanager
+def hold_file(file: Path, subject: str, advice: str, busy: str | None = None) -> Iterator[int]:
+    """Lock a file, in a folder that is made where it is missing, while the block runs; yield its descriptor.
+
+    Args:
+        subject: what messages begin with.
+        advice: what a user does about a file that can't be written.
+        busy: the sentence where another process has the lock; None: wait for it.
+
+    Raises:
+        ConfigError: when it can't be written or locked, or is busy.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = open_lock(file)
+    except OSError as error:
+        raise ConfigError(f"{subject}: can't be written ({error.strerror}); {advice}.") from None
+    try:
+        try:
+            acquire(descriptor, subject, None if busy is None else 0)
+        except BlockingIOError:
+            raise ConfigError(str(busy)) from None
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def append_lines(descriptor: int, *objects: Mapping[str, Any], allow_nan: bool = True) -> None:

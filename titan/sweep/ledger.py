@@ -17,7 +17,6 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -257,16 +256,9 @@ def _find_problems(directory: Path) -> Iterator[str]:
         yield f"{SWEEP} can't be read, and is not used: {getattr(error, 'strerror', None) or error}"
 
 
-@contextmanager
-def lock_sweep(directory: Path) -> Iterator[None]:
+def lock_sweep(directory: Path) -> contextlib.AbstractContextManager[int]:
     """Lock a sweep while the block runs: one launcher at a time submits its trials, another one waits."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = locks.open_lock(directory / f".{LEDGER}.lock")
-    try:
-        locks.acquire(lock, f"hydra.sweep.dir={directory}")
-        yield
-    finally:
-        os.close(lock)
+    return locks.hold_file(directory / f".{LEDGER}.lock", f"hydra.sweep.dir={directory}", "choose another name")
 
 
 def _apply_event(trials: dict[str, TrialState], event: Mapping[str, Any], directory: Path) -> None:
