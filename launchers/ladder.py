@@ -1,23 +1,22 @@
 """A ladder through a launcher, in batches: the smaller sizes, the prediction of the largest, the largest, its score.
 
 Each size is two batches, its trunks and then the branches that begin at their checkpoints. What has finished is not
-started again, so that the same command goes on where a ladder was killed.
+started again, so that the same command goes on where a ladder was killed. Imported only for a ladder: it needs numpy.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from launchers.session import SweepSession
 from launchers.trials import Trial
-from titan.console.numbers import format_count, format_fixed, format_interval, format_rounded
+from titan.console.numbers import format_count, format_fixed, format_interval
 from titan.errors import ConfigError, RunError
 from titan.estimate import plan as estimate
 from titan.files.atomic import write_json
@@ -26,37 +25,15 @@ from titan.run import identity
 from titan.run.directory import read_result
 from titan.run.run import Run
 from titan.sweep import ladder as ladders
-from titan.sweep import ledger, predictions
+from titan.sweep import ladder_law, ledger, predictions
 from titan.sweep.labels import is_same_value
-from titan.sweep.ladder import Ladder, Rung, Trunk
-from titan.sweep.ladder_rates import AUTO, choose_rates
-from titan.sweep.ladder_sizes import SHAPE, Variant
+from titan.sweep.ladder import AUTO, SHAPE, Ladder, Trunk, Variant, choose_rates
+from titan.sweep.ladder_law import MeasuredRung, TuningRun
 from titan.sweep.predictions import LadderPrediction
 from titan.sweep.schema import Sweep
 
-if TYPE_CHECKING:
-    from titan.scaling.rung_speedups import RungSpeedup
-    from titan.sweep.ladder_law import MeasuredRung
-    from titan.sweep.ladder_tuning import TuningRun
-
-
-class LadderLauncher(Protocol):
-    """What a ladder needs of `launchers.plugin.SweepLauncher`."""
-
-    session: SweepSession
-    root: Path
-    settings: Any
-
-    def expand(self, overrides: Sequence[Sequence[str]], first: int, fixed: frozenset[str] | None) -> list[Trial]:
-        """Return the composed and checked trials of these overrides."""
-
-    def start(self, batch: Sequence[Trial]) -> list[int]:
-        """Plan or launch checked trials; return their exit codes."""
-
-    def check_inputs(self, batch: Sequence[Trial]) -> None:
-        """Raise ConfigError where a trial lacks what it reads."""
-
-
+LadderLauncher = Any
+"""A `launchers.plugin.SweepLauncher`, whose module imports this one."""
 LISTS = ("sweep.sizes", "sweep.lengths")
 """Settings of a ladder that are lists, which look like values of a sweep when their brackets are forgotten."""
 DECIDED = (*(f"model.{name}" for name in SHAPE), "training.seed", "optimizer.lr", *ladders.LENGTH_SETTINGS)
@@ -71,24 +48,21 @@ def split_overrides(parsed: Sequence[Override]) -> tuple[list[str], list[tuple[s
     """
     shared, axes = [], []
     for override in parsed:
+        name, key, line = override.get_key_element(), override.key_or_group, override.input_line
         if not override.is_sweep_override():
-            shared.append(f"{override.get_key_element()}={override.get_value_element_as_str()}")
+            shared.append(f"{name}={override.get_value_element_as_str()}")
+            if key in ladders.LENGTH_SETTINGS:
+                raise ConfigError(f"{shared[-1]}: a ladder decides it by sweep.lengths; leave it out.")
             continue
-        _check_axis(override)
-        axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        if key in LISTS:
+            raise ConfigError(f"{line}: is a list of a ladder's; write {key}=[{str(line).partition('=')[2]}].")
+        if key in DECIDED or key.startswith(("sweep.", "hydra.", "hydra/")):
+            raise ConfigError(
+                f"{line}: a ladder decides it, so it can't be an axis of variants; give one value (sizes, lengths and "
+                "seeds are sweep.sizes, sweep.lengths and sweep.seeds), and start a ladder for each."
+            )
+        axes.append([f"{name}={value}" for value in override.sweep_string_iterator()])
     return shared, list(itertools.product(*axes))
-
-
-def _check_axis(override: Override) -> None:
-    """Raise ConfigError for a setting of several values that can't be variants."""
-    key, line = override.key_or_group, override.input_line
-    if key in LISTS:
-        raise ConfigError(f"{line}: is a list of a ladder's; write {key}=[{str(line).partition('=')[2]}].")
-    if key in DECIDED or key.startswith(("sweep.", "hydra.", "hydra/")):
-        raise ConfigError(
-            f"{line}: a ladder decides it, so it can't be an axis of variants; give one value (sizes, lengths and "
-            "seeds are sweep.sizes, sweep.lengths and sweep.seeds), and start a ladder for each."
-        )
 
 
 def climb(launcher: LadderLauncher, parsed: Sequence[Override], sweep: Sweep) -> None:
@@ -98,11 +72,8 @@ def climb(launcher: LadderLauncher, parsed: Sequence[Override], sweep: Sweep) ->
         ConfigError: before anything starts, when some of it can't work.
         RunError: when a run has no loss.
     """
-    from titan.sweep import ladder_law  # only now: --help need not wait for numpy
-
     ladders.check_sweep(sweep)
     overrides, axes = split_overrides(parsed)
-    ladders.check_overrides(overrides)
     is_auto = AUTO in overrides
     overrides = [override for override in overrides if override != AUTO]  # each size gets a number
     varied = tuple(dict.fromkeys(_get_key(override) for variant in axes for override in variant))
@@ -111,7 +82,12 @@ def climb(launcher: LadderLauncher, parsed: Sequence[Override], sweep: Sweep) ->
     variants = put_baseline_first(variants, sweep)
     ladder = ladders.build_ladder(variants, sweep, choose_rates(variants, sweep, is_auto))
     ladder_law.rehearse(ladder)
-    planned = _expand_planned(launcher, ladder, overrides, varied)
+    lines = [
+        line
+        for trunk in ladder.trunks
+        for line in (trunk.list_overrides(), *map(trunk.list_planned_overrides, trunk.rungs))
+    ]
+    planned = _expand(launcher, overrides, lines, 0, (*varied, "model.dim", "training.seed", "training.steps"))
     print(ladders.format_ladder(ladder, [_predict_hours(trial.run) for trial in planned]), flush=True)
     tuning = _expand_tuning(launcher, ladder, overrides, (*varied, *TUNED), sweep)
     planned += [trial for _, trial in tuning]
@@ -135,15 +111,11 @@ def _expand_tuning(
     launcher: LadderLauncher, ladder: Ladder, overrides: Sequence[str], shown: Sequence[str], sweep: Sweep
 ) -> list[tuple[TuningRun, Trial]]:
     """Return the runs that tune learning rates, checked, and print what they cost; none of them with another rule."""
-    from titan.sweep.ladder_tuning import list_tuning_runs
-
     if sweep.lr_rule != "tuned":
         return []
-    runs = list_tuning_runs(ladder, sweep)
+    runs = ladder_law.list_tuning_runs(ladder, sweep)
     trials = _expand(launcher, overrides, [run.list_overrides() for run in runs], 0, shown)
-    hours = [_predict_hours(trial.run) for trial in trials]
-    known = [hour for hour in hours if hour is not None]
-    cost = format_rounded(sum(known)) if len(known) == len(hours) else "unknown"
+    cost = ladders.format_hours([_predict_hours(trial.run) for trial in trials])
     tokens = format_count(sum(run.trunk.rungs[-1].tokens for run in runs))
     print(f"tuning before that: {len(runs)} runs, {tokens} tokens, device-hours {cost}\n", flush=True)
     return list(zip(runs, trials, strict=True))
@@ -153,18 +125,16 @@ def _tune(
     launcher: LadderLauncher, ladder: Ladder, tuning: Sequence[tuple[TuningRun, Trial]], sweep: Sweep
 ) -> Ladder | None:
     """Run what tunes learning rates, and return the ladder with these; None where a run failed."""
-    from titan.sweep import ladder_tuning
-
     if not tuning:
         return ladder
     codes = launcher.start([trial for _, trial in tuning])
     launcher.session.codes += codes
     if any(codes):
         return None
-    losses = [_read_metric(Path(trial.run.directory)) for _, trial in tuning]
-    tuned = ladder_tuning.find_best_rates([run for run, _ in tuning], losses)
-    rates = ladder_tuning.extrapolate_rates(tuned)
-    print("\n".join(["", *ladder_tuning.describe_tuned(tuned), f"learning rates {rates.description}"]), flush=True)
+    losses = [_read_metric(trial) for _, trial in tuning]
+    tuned = ladder_law.find_best_rates([run for run, _ in tuning], losses)
+    rates = ladder_law.extrapolate_rates(tuned)
+    print("\n".join(["", *ladder_law.describe_tuned(tuned), f"learning rates {rates.description}"]), flush=True)
     return ladders.build_ladder(ladder.variants, sweep, rates)
 
 
@@ -186,25 +156,14 @@ def put_baseline_first(variants: Sequence[Variant], sweep: Sweep) -> list[Varian
     return sorted(variants, key=lambda variant: not is_baseline(variant))
 
 
-def _expand_planned(
-    launcher: LadderLauncher, ladder: Ladder, overrides: Sequence[str], varied: Sequence[str]
-) -> list[Trial]:
-    """Return all runs of a ladder, checked, in the order of `list_costs`; branches as runs without a checkpoint."""
-    lines = [
-        line
-        for trunk in ladder.trunks
-        for line in (trunk.list_overrides(), *(trunk.list_planned_overrides(rung) for rung in trunk.rungs))
-    ]
-    return _expand(launcher, overrides, lines, 0, (*varied, "model.dim", "training.seed", "training.steps"))
-
-
 def _expand(
     launcher: LadderLauncher, overrides: Sequence[str], lines: Sequence[Sequence[str]], first: int, shown: Sequence[str]
 ) -> list[Trial]:
     """Return the trials of a ladder; each line replaces overrides of the command line, and `shown` names it."""
     trials = [[*(o for o in overrides if _get_key(o) not in set(map(_get_key, line))), *line] for line in lines]
     keys = frozenset(_get_key(override) for trial in trials for override in trial)
-    return launcher.expand(trials, first, keys - set(shown))
+    expanded: list[Trial] = launcher.expand(trials, first, keys - set(shown))
+    return expanded
 
 
 def _get_key(override: str) -> str:
@@ -259,18 +218,15 @@ class Climb:
             return
         prediction = predictions.read(self.root) or self._predict(measured)
         print(f"\npredicted at {prediction.time}, before the largest size ran: {self.root / predictions.PREDICTION}")
-        for trunk, rung, loss in self._pair_predictions(prediction):
-            print(f"  {_name(trunk, rung)}: {_format_prediction(loss)}", flush=True)
-        for content in prediction.details.get("speedups", ()):
-            print(f"  {content['text']}", flush=True)
+        names = [trunk.describe(rung) for trunk in self.ladder.largest for rung in trunk.rungs]
+        lines = [f"  {name}: {_format_prediction(loss)}" for name, loss in zip(names, prediction.losses, strict=True)]
+        print(
+            "\n".join([*lines, *(f"  {content['text']}" for content in prediction.details.get("speedups", ()))]),
+            flush=True,
+        )
         outcome = self._train(self.ladder.largest)
         if outcome is not None:
-            self._score(prediction, measured, outcome)
-
-    def _pair_predictions(self, prediction: LadderPrediction) -> list[tuple[Trunk, Rung, predictions.PredictedLoss]]:
-        """Return the rungs of the largest size with their predictions."""
-        rungs = [(trunk, rung) for trunk in self.ladder.largest for rung in trunk.rungs]
-        return [(trunk, rung, loss) for (trunk, rung), loss in zip(rungs, prediction.losses, strict=True)]
+            self._score(prediction, lines, measured, outcome)
 
     def _predict(self, measured: Sequence[MeasuredRung]) -> LadderPrediction:
         """Write the prediction of the largest size.
@@ -279,8 +235,6 @@ class Climb:
             ConfigError: where the largest size has begun.
             RunError: where the file is gone.
         """
-        from titan.sweep import ladder_law
-
         largest = self._expand([trunk.list_overrides() for trunk in self.ladder.largest])
         begun = {trial.id for trial in ledger.read_trials(self.root) if trial.submissions}
         if any(trial.id in begun or Path(trial.run.directory).exists() for trial in largest):
@@ -296,116 +250,88 @@ class Climb:
         return prediction
 
     def _train(self, trunks: Sequence[Trunk]) -> list[MeasuredRung] | None:
-        """Run trunks, then their branches; return the losses of the branches; None where a run failed."""
-        from titan.sweep.ladder_law import MeasuredRung
+        """Run trunks, then their branches; return the losses of the branches; None where a run failed.
 
-        trunk_trials = self._expand([trunk.list_overrides() for trunk in trunks])
-        if not self._start(trunk_trials):
+        Raises:
+            RunError: where a branch has no finite loss.
+        """
+        trunk_trials = self._run([trunk.list_overrides() for trunk in trunks])
+        if trunk_trials is None:
             return None
-        branches = list(_pair_branches(trunks, trunk_trials))
-        trials = self._expand([trunk.list_branch_overrides(rung, folder) for trunk, rung, folder in branches])
-        if not self._start(trials):
+        folders = [Path(trial.run.directory) for trial in trunk_trials]
+        branches = [(t, rung, folder) for t, folder in zip(trunks, folders, strict=True) for rung in t.rungs]
+        trials = self._run([trunk.list_branch_overrides(rung, folder) for trunk, rung, folder in branches])
+        if trials is None:
             return None
-        return [
-            MeasuredRung(trunk, rung, _read_loss(Path(trial.run.directory)), trial.run.directory)
-            for (trunk, rung, _), trial in zip(branches, trials, strict=True)
-        ]
+        measured = []
+        for (trunk, rung, _), trial in zip(branches, trials, strict=True):
+            if not math.isfinite(loss := _read_metric(trial)):
+                raise RunError(
+                    f"{trial.run.directory}: has no finite validation loss, so the ladder has no law; see python -m "
+                    "titan.status."
+                )
+            measured.append(MeasuredRung(trunk, rung, loss, trial.run.directory))
+        return measured
 
     def _expand(self, lines: Sequence[Sequence[str]]) -> list[Trial]:
         return _expand(self.launcher, self.overrides, lines, self.count, self.shown)
 
-    def _start(self, trials: list[Trial]) -> bool:
-        """Run a batch; return whether all of it finished."""
+    def _run(self, lines: Sequence[Sequence[str]]) -> list[Trial] | None:
+        """Run a batch, and return its trials; None where one has not finished."""
+        trials = self._expand(lines)
         self.count += len(trials)
         codes = self.launcher.start(trials)
         self.launcher.session.codes += codes
-        return not any(codes)
+        return None if any(codes) else trials
 
     def _score(
-        self, prediction: LadderPrediction, measured: Sequence[MeasuredRung], outcome: Sequence[MeasuredRung]
+        self,
+        prediction: LadderPrediction,
+        lines: Sequence[str],
+        measured: Sequence[MeasuredRung],
+        outcome: Sequence[MeasuredRung],
     ) -> None:
-        """Print and write what came of the prediction, and add the longest run of each variant to the user's record."""
-        from titan.sweep import ladder_law
+        """Print and write what came of the prediction, and add the longest run of each variant to the user's record.
 
-        rows = [(*pair, m.loss) for pair, m in zip(self._pair_predictions(prediction), outcome, strict=True)]
+        Args:
+            lines: the predictions in words.
+        """
+        rows = list(zip(prediction.losses, outcome, strict=True))
+        baseline = self.ladder.variants[0].label
         speedups = ladder_law.measure_speedups(self.ladder, [*measured, *outcome])
         scores = [
-            {"variant": t.variant.label, "length": r.length, "d": p.d, "loss": loss, "inside": p.holds(loss)}
-            for t, r, p, loss in rows
-        ]
-        content = {"digest": prediction.digest, "scores": scores}
-        if speedups:
-            content["speedups"] = [_describe_rung(speedup, self.ladder.variants[0]) for speedup in speedups]
+            {"variant": m.trunk.variant.label, "length": m.rung.length, "d": p.d, "loss": m.loss,
+             "inside": p.holds(m.loss)}
+            for p, m in rows
+        ]  # fmt: skip
+        described = [ladder_law.describe_measured(found, baseline) for found in speedups]
+        content = {"digest": prediction.digest, "scores": scores, **({"speedups": described} if described else {})}
         write_json(self.root / predictions.SCORE, content)
         print("\nthe largest size, predicted before it ran, and measured")
-        for trunk, rung, predicted, loss in rows:
-            verdict = "inside" if predicted.holds(loss) else "outside"
-            print(f"  {_name(trunk, rung)}: {_format_prediction(predicted)}, measured {format_fixed(loss)}: {verdict}")
-        self._print_speedups(speedups)
-        self._record(prediction, [(p, loss) for trunk, rung, p, loss in rows if rung == trunk.rungs[-1]])
-        print(f"python -m titan.law {shorten_path(str(self.root))} shows the law of all sizes.", flush=True)
-
-    def _print_speedups(self, speedups: Sequence[RungSpeedup]) -> None:
-        """Print the measured speed-up of each variant at each rung."""
-        from titan.scaling.rung_speedups import describe_rung
-
+        for line, (p, m) in zip(lines, rows, strict=True):
+            print(f"{line}, measured {format_fixed(m.loss)}: {'inside' if p.holds(m.loss) else 'outside'}")
         for name in dict.fromkeys(found.variant for found in speedups):
-            print(f"\n{name} against {self.ladder.variants[0].label}, as measured at each rung")
+            print(f"\n{name} against {baseline}, as measured at each rung")
             for found in speedups:
                 if found.variant == name:
-                    print(f"  {describe_rung(found)}")
-
-    def _record(self, prediction: LadderPrediction, longest: Sequence[tuple[predictions.PredictedLoss, float]]) -> None:
-        """Add the outcome of the longest run of each variant to the user's record, and print the record's sum."""
+                    print(f"  {found.describe()}")
         try:
-            for predicted, loss in longest:
-                predictions.add_score(self.root, prediction, predicted, loss, _read_clock())
+            for predicted, m in rows:
+                if m.rung == m.trunk.rungs[-1]:
+                    predictions.add_score(self.root, prediction, predicted, m.loss, _read_clock())
         except OSError as error:
             print(f"{predictions.find_record()}: the record of predictions can't be written ({error.strerror}).")
         print(predictions.read_record(prediction.losses[-1].level).describe())
-
-
-def _name(trunk: Trunk, rung: Rung) -> str:
-    return ", ".join(filter(None, (trunk.variant.label, rung.label)))
-
-
-def _describe_rung(found: RungSpeedup, baseline: Variant) -> dict[str, Any]:
-    from titan.sweep import ladder_law
-
-    return {
-        "variant": found.variant, "baseline": baseline.label, "n": found.n, "d": found.d, "pairs": found.pairs,
-        "baseline_loss": found.baseline_loss, "loss": found.loss, **ladder_law.describe_shares(found.speedup),
-    }  # fmt: skip
-
-
-def _pair_branches(trunks: Sequence[Trunk], trials: Sequence[Trial]) -> Iterator[tuple[Trunk, Rung, Path]]:
-    """Yield each trunk and rung with the directory of the trunk."""
-    for trunk, trial in zip(trunks, trials, strict=True):
-        for rung in trunk.rungs:
-            yield trunk, rung, Path(trial.run.directory)
+        print(f"python -m titan.law {shorten_path(str(self.root))} shows the law of all sizes.", flush=True)
 
 
 def _format_prediction(loss: predictions.PredictedLoss) -> str:
     return f"predicted {format_fixed(loss.value)} {format_interval(loss.low, loss.high)} ({100 * loss.level:g} %)"
 
 
-def _read_loss(directory: Path) -> float:
-    """Return the final validation loss of a run.
-
-    Raises:
-        RunError: where it has none that is finite.
-    """
-    loss = _read_metric(directory)
-    if not math.isfinite(loss):
-        raise RunError(
-            f"{directory}: has no finite validation loss, so the ladder has no law; see python -m titan.status."
-        )
-    return loss
-
-
-def _read_metric(directory: Path) -> float:
+def _read_metric(trial: Trial) -> float:
     """Return the final validation loss of a run; infinite where it has none that is finite."""
-    loss = read_result(directory)[0].get("validation_loss")
+    loss = read_result(Path(trial.run.directory))[0].get("validation_loss")
     return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
 
 

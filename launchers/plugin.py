@@ -21,7 +21,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from launchers import ladder, trials
+from launchers import trials
 from launchers.local import sweep as local_sweep
 from launchers.search.sweeper import OptunaSweeper
 from launchers.session import Describe, SweepSession, TrialSource, describe_nothing
@@ -39,8 +39,7 @@ from titan.run.run import Run
 from titan.sweep import ledger, objective
 from titan.sweep.labels import clean_override
 from titan.sweep.ledger import SweepSpec
-from titan.sweep.margin import parse_margin
-from titan.sweep.schema import GRID, LAUNCHER_MODULE, OPTUNA, LocalLaunch, SlurmLaunch, Sweep
+from titan.sweep.schema import GRID, LAUNCHER_MODULE, OPTUNA, LocalLaunch, SlurmLaunch, Sweep, parse_margin
 
 SINGLE_TRIAL_ID = "run"
 """The id of the only trial in the ledger of a single run."""
@@ -163,7 +162,8 @@ class SweepLauncher(Launcher):
             raise ConfigError(f"hydra/sweeper={sweeper}: chooses trials by the results of others; plan a grid instead.")
         if not getattr(self.settings, "wait", True):
             raise ConfigError(f"hydra.launcher.wait=false: hydra/sweeper={sweeper} needs the results; leave it out.")
-        objective.check(sweep, [trial.run for trial in batch])
+        sweep = build_sweep(self.config)
+        objective.check_measured("sweep.objective", sweep.objective, [trial.run for trial in batch])
         return objective.find_worst_value(sweep, OmegaConf.to_container(self.config.hydra.sweeper))  # type: ignore[arg-type]
 
     def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
@@ -231,6 +231,8 @@ def _build_sweeper_class() -> Any:
             sweep = build_sweep(self.config)
             if sweep.sizes is None:
                 return super().sweep(arguments)
+            from launchers import ladder  # only now: it imports numpy
+
             parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
             parsed = parser.parse_overrides([*self._parse_config(), *arguments])
             Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)

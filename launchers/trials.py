@@ -131,10 +131,10 @@ def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_gr
         raise ConfigError(f"sweep.budget={sweep.budget}: needs all trials at once; leave hydra/sweeper out.")
     varied = [c.varied for c in composed]
     runs = budget.equalise_steps([c.run for c in composed], varied, sweep)
-    for variant in budget.describe_times(runs, varied, sweep):
-        print(sanitize_line(variant.line), flush=True)
-        if variant.doubt:
-            warn_once(sanitize_line(variant.doubt))
+    for line, doubt in budget.describe_times(runs, varied, sweep):
+        print(sanitize_line(line), flush=True)
+        if doubt:
+            warn_once(sanitize_line(doubt))
     return [c._replace(run=run) for c, run in zip(composed, runs, strict=True)]
 
 

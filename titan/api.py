@@ -75,7 +75,7 @@ from titan.run.run import Run
 from titan.sweep import ledger
 from titan.sweep.labels import format_label
 from titan.sweep.ledger import TrialState
-from titan.sweep.margin import parse_margin
+from titan.sweep.schema import parse_margin
 from titan.training.evaluation.request import Settings as EvaluationSettings
 from titan.weights.origin import check_source
 

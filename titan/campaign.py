@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -76,7 +75,22 @@ class Settings:
     to: str | None = setting(None, f"page: an HTML file; null: {PAGE} in the campaign's folder")
 
 
-VERBS = ("open", "noise", "try", "result", "withdraw", "list", "show", "chain", "page")
+VERBS: Mapping[str, tuple[str, ...]] = {
+    "open": ("baseline", "metric", "budget", "margin", "pairs", "slope"),
+    "noise": ("pairs", "batch", "losses"),
+    "try": ("idea", "hypothesis", "pairs", "batch"),
+    "result": ("idea", "hypothesis", "seed", "baseline_loss", "loss"),
+    "withdraw": ("idea", "reason"),
+    "list": (),
+    "show": ("idea",),
+    "chain": ("pairs", "batch"),
+    "page": ("to",),
+}
+"""The settings that each verb takes."""
+OVERRIDDEN = {"open": "baseline", "try": "idea", "result": "idea", "withdraw": "idea"}
+"""The setting that overrides of titan.train give, by verb."""
+DEFAULT_PAIRS = 6
+"""Pairs of the noise and of the chain: the fewest that have an interval."""
 COMMAND = Command(
     "titan.campaign",
     "Keep a book of many small comparisons, and keep noise out of the baseline.",
@@ -103,26 +117,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_requests(command_line: CommandLine[Settings]) -> int:
-    settings = command_line.settings
-    folder = find_folder(settings.words[0])
-    if settings.requests is None and settings.words[-1].startswith("{"):
-        _check_only_json(command_line)
-        return _answer_line(folder, settings.words[-1], settings.words[1] if len(settings.words) == 3 else None)
-    if settings.requests is None:
-        named = _read_verb(settings.words[1:])
-        return _print_answer(_answer(folder, named, _add_overrides(settings, named, command_line.overrides)))
-    if command_line.overrides or len(settings.words) > 2:
-        raise ConfigError(f"requests={settings.requests}: the requests are in the file; leave the other words out.")
-    verb = settings.words[1] if len(settings.words) == 2 else None
-    return max((_answer_line(folder, line, verb) for line in _read_lines(settings.requests)), default=0)
+    settings, overrides = command_line.settings, command_line.overrides
+    words, folder = settings.words, find_folder(settings.words[0])
+    if settings.requests is not None:
+        if overrides or len(words) > 2:
+            raise ConfigError(f"requests={settings.requests}: the requests are in the file; leave the other words out.")
+        verb = words[1] if len(words) == 2 else None
+        return max((_answer_line(folder, line, verb) for line in _read_lines(settings.requests)), default=0)
+    if words[-1].startswith("{"):
+        if overrides or settings != Settings(words) or len(words) not in (2, 3):
+            raise ConfigError("a request as JSON holds everything; leave the other words out.")
+        return _answer_line(folder, words[-1], words[1] if len(words) == 3 else None)
+    if len(words) != 2:
+        wrong = f"{' '.join(words[1:])}: one verb is expected" if len(words) > 1 else "the verb is missing"
+        raise ConfigError(f"{wrong}; give one of {', '.join(VERBS)} behind the campaign's name.")
+    verb = _check_verb(words[1])
+    if overrides:
+        if (name := OVERRIDDEN.get(verb)) is None:
+            raise ConfigError(f"{overrides[0]}: {verb} takes no overrides; leave it out.")
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"{overrides[0]}: {name}= is given as well; leave one of them out.")
+        settings = Settings(**{**vars(settings), name: tuple(overrides)})
+    return _print_answer(_answer(folder, verb, settings))
 
 
 def find_folder(name: str) -> Path:
-    """Return the folder of a campaign: a name is one below runs/.
-
-    Raises:
-        ConfigError: for a name that is no folder's.
-    """
+    """Return the folder of a campaign: a name is one below runs/; raise ConfigError for a name that is no folder's."""
     typed_settings.check_text(name, f"NAME={name}")
     folder = Path(name) if "/" in name else Path("runs") / name
     if name in (".", "..") or folder.is_file():
@@ -132,39 +152,8 @@ def find_folder(name: str) -> Path:
     return folder
 
 
-def _check_only_json(command_line: CommandLine[Settings]) -> None:
-    """Raise ConfigError for other words beside a request as JSON, which holds everything."""
-    given = vars(command_line.settings) != vars(Settings(command_line.settings.words))
-    if command_line.overrides or given or len(command_line.settings.words) not in (2, 3):
-        raise ConfigError("a request as JSON holds everything; leave the other words out.")
-
-
-def _read_verb(words: Sequence[str]) -> str:
-    """Return the verb of a command line's words behind the name."""
-    if len(words) != 1:
-        wrong = f"{' '.join(words)}: one verb is expected" if words else "the verb is missing"
-        raise ConfigError(f"{wrong}; give one of {', '.join(VERBS)} behind the campaign's name.")
-    return check_verb(words[0])
-
-
-def _add_overrides(settings: Settings, verb: str, overrides: Sequence[str]) -> Settings:
-    """Return the request with the other words where the verb has them."""
-    name = {"open": "baseline", "try": "idea", "result": "idea", "withdraw": "idea"}.get(verb)
-    if not overrides:
-        return settings
-    if name is None:
-        raise ConfigError(f"{overrides[0]}: {verb} takes no overrides; leave it out.")
-    if getattr(settings, name) is not None:
-        raise ConfigError(f"{overrides[0]}: {name}= is given as well; leave one of them out.")
-    return Settings(**{**vars(settings), name: tuple(overrides)})
-
-
-def check_verb(verb: object) -> str:
-    """Return a verb.
-
-    Raises:
-        ConfigError: when there is no such verb.
-    """
+def _check_verb(verb: object) -> str:
+    """Return a verb, or raise ConfigError when there is no such verb."""
     if verb not in VERBS:
         raise ConfigError(
             f"{verb}: there is no such verb{suggest_nearest(str(verb), VERBS)} There are {', '.join(VERBS)}."
@@ -172,58 +161,24 @@ def check_verb(verb: object) -> str:
     return str(verb)
 
 
-def parse_request(text: str, verb: str | None = None) -> tuple[str, Settings]:
-    """Return the verb and the request of a line of JSON.
-
-    Args:
-        verb: the one that the command line gives; None where the line has it.
-
-    Raises:
-        ConfigError: when the line is no request.
-    """
-    try:
-        content = untrusted.parse_object(text)
-    except ValueError as error:
-        raise ConfigError(f"{text[:80]}: is no JSON object ({error}); write a request such as {EXAMPLE}.") from None
-    if "verb" in content and verb is not None:
-        raise ConfigError(f"verb={content['verb']}: the command line has the verb {verb}; leave one of them out.")
-    verb = check_verb(content.pop("verb", verb))
-    if isinstance(content.get("idea"), dict):  # another program's settings: their order means nothing
-        content["idea"] = json.dumps(content["idea"], sort_keys=True)
-    known = {field.name for field in fields(Settings)} - {"words", "requests"}
-    if unknown := next((name for name in content if name not in known), None):
-        raise ConfigError(f"{unknown}: a request has no such key{suggest_nearest(unknown, sorted(known))}")
-    return verb, typed_settings.build(Settings, {"words": ["-"], **content})
-
-
-EXAMPLE = '{"verb": "list"}'
-
-
-def _read_lines(name: str) -> Iterator[str]:
-    """Yield the lines of a file or of stdin.
-
-    Raises:
-        ConfigError: when it can't be read.
-    """
+def _read_lines(name: str) -> Iterable[str]:
+    """Return the lines of a file, or those of stdin as they come; raise ConfigError when it can't be read."""
     if name == "-":
-        yield from (line for line in sys.stdin if line.strip())
-        return
+        return filter(str.strip, sys.stdin)
     try:
-        with untrusted.open_regular_file(Path(name)) as file:
-            lines = [line for line in io.TextIOWrapper(file, encoding="utf-8") if line.strip()]
+        return [line for line in untrusted.read_regular_file(Path(name)).decode().split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         is_undecodable = isinstance(error, UnicodeDecodeError)
         reason = "no text in UTF-8" if is_undecodable else getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"requests={name}: can't be read ({reason}); correct the path, or give - for stdin."
         ) from None
-    yield from lines
 
 
 def _answer_line(folder: Path, line: str, verb: str | None) -> int:
     """Answer a line, also with an error, and return its exit code."""
     try:
-        return _print_answer(_answer(folder, *parse_request(line.strip(), verb)))
+        return _print_answer(_answer(folder, *_parse_request(line.strip(), verb)))
     except Exception as error:
         if (user_error := describe_user_error(error)) is None:
             raise
@@ -231,6 +186,28 @@ def _answer_line(folder: Path, line: str, verb: str | None) -> int:
         print(f"titan: {sentence}", file=sys.stderr)
         _print_answer({"error": sentence, "exit_code": code})
         return code
+
+
+def _parse_request(text: str, verb: str | None) -> tuple[str, Settings]:
+    """Return the verb and the settings of a line of JSON, or raise ConfigError when it is no request.
+
+    Args:
+        verb: the one that the command line gives; None where the line has it.
+    """
+    try:
+        content = untrusted.parse_object(text)
+    except ValueError as error:
+        example = '{"verb": "list"}'
+        raise ConfigError(f"{text[:80]}: is no JSON object ({error}); write a request such as {example}.") from None
+    if "verb" in content and verb is not None:
+        raise ConfigError(f"verb={content['verb']}: the command line has the verb {verb}; leave one of them out.")
+    verb = _check_verb(content.pop("verb", verb))
+    if isinstance(content.get("idea"), dict):  # another program's settings: their order means nothing
+        content["idea"] = json.dumps(content["idea"], sort_keys=True)
+    known = {field.name for field in fields(Settings)} - {"words", "requests"}
+    if unknown := next((name for name in content if name not in known), None):
+        raise ConfigError(f"{unknown}: a request has no such key{suggest_nearest(unknown, sorted(known))}")
+    return verb, typed_settings.build(Settings, {"words": ["-"], **content})
 
 
 def _print_answer(answer: Mapping[str, Any]) -> int:
@@ -247,59 +224,27 @@ def _answer(folder: Path, verb: str, request: Settings) -> dict[str, Any]:
     """
     from titan.evidence.session import Session  # only now: --help and wrong words need not wait for numpy
 
-    check_keys(verb, request)
+    defaults = vars(Settings(request.words, requests=request.requests))
+    for name, value in vars(request).items():
+        if value != defaults[name] and name not in VERBS[verb]:  # it would have no effect
+            takes = f"takes {', '.join(VERBS[verb])}" if VERBS[verb] else "takes no settings"
+            raise ConfigError(f"{name}={typed_settings.format_value(value)}: {verb} {takes}; leave it out.")
     session = Session(folder, TitanTrainer())
     with contextlib.redirect_stdout(sys.stderr), redirect_descriptor():
         answer = ANSWERS[verb](session, request)
     return {"verb": verb, **answer}
 
 
-def check_keys(verb: str, request: Settings) -> None:
-    """Raise ConfigError for a key that a verb does not take: it would have no effect."""
-    for name, value in vars(request).items():
-        is_given = value is not None and name not in ("words", "requests") and not (name == "batch" and value == 2)
-        if is_given and name not in KEYS[verb]:
-            takes = f"takes {', '.join(KEYS[verb])}" if KEYS[verb] else "takes no settings"
-            raise ConfigError(f"{name}={typed_settings.format_value(value)}: {verb} {takes}; leave it out.")
-
-
-KEYS: Mapping[str, tuple[str, ...]] = {
-    "open": ("baseline", "metric", "budget", "margin", "pairs", "slope"),
-    "noise": ("pairs", "batch", "losses"),
-    "try": ("idea", "hypothesis", "pairs", "batch"),
-    "result": ("idea", "hypothesis", "seed", "baseline_loss", "loss"),
-    "withdraw": ("idea", "reason"),
-    "list": (),
-    "show": ("idea",),
-    "chain": ("pairs", "batch"),
-    "page": ("to",),
-}
-"""The settings that each verb takes."""
-
-
 def _open(session: Session, request: Settings) -> dict[str, Any]:
-    from titan.evidence import answers
-
-    if isinstance(request.baseline, tuple):
-        check_overrides(request.baseline)
-    rules = {n: getattr(request, n) for n in KEYS["open"][1:] if getattr(request, n) is not None}
-    return answers.describe_campaign(session.open(request.baseline, **rules))
-
-
-def _measure_noise(session: Session, request: Settings) -> dict[str, Any]:
-    if request.losses is not None:
-        return session.add_noise(request.losses)
-    return session.measure_noise(request.pairs or DEFAULT_PAIRS, request.batch)
-
-
-DEFAULT_PAIRS = 6
-"""Pairs of the noise and of the chain: the fewest that have an interval."""
+    check_overrides(request.baseline)
+    rules = {n: getattr(request, n) for n in VERBS["open"][1:] if getattr(request, n) is not None}
+    return session.open(request.baseline, **rules)
 
 
 def _try_idea(session: Session, request: Settings) -> dict[str, Any]:
     if isinstance(request.idea, str):
         raise ConfigError(f"idea={request.idea}: give overrides of titan.train, as a list in JSON.")
-    check_overrides(request.idea or ())
+    check_overrides(request.idea)
     return session.try_idea(request.idea, request.hypothesis, request.pairs, request.batch)
 
 
@@ -307,36 +252,29 @@ def _add_result(session: Session, request: Settings) -> dict[str, Any]:
     if request.idea is None or request.seed is None:
         missing = "idea" if request.idea is None else "seed"
         raise ConfigError(f"result: {missing} is missing; give idea, seed, baseline_loss and loss.")
-    if isinstance(request.idea, tuple):
-        check_overrides(request.idea)
-    before, after = (parse_loss(name, getattr(request, name)) for name in ("baseline_loss", "loss"))
-    return session.add_result(request.idea, request.seed, before, after, request.hypothesis)
+    check_overrides(request.idea)
+    losses: list[float | None] = []
+    for name in ("baseline_loss", "loss"):
+        value = getattr(request, name)
+        if value is None or (isinstance(value, str) and value != DIVERGED):
+            raise ConfigError(
+                f"{name}={'' if value is None else value}: is no finite number; give the run's final metric, or "
+                f"{DIVERGED}."
+            )
+        losses.append(None if isinstance(value, str) else float(value))
+    return session.add_result(request.idea, request.seed, losses[0], losses[1], request.hypothesis)
 
 
 def _withdraw(session: Session, request: Settings) -> dict[str, Any]:
     if request.idea is None:
         raise ConfigError("withdraw: idea is missing; give its id, or its changes.")
-    if isinstance(request.idea, tuple):
-        check_overrides(request.idea)
+    check_overrides(request.idea)
     return session.withdraw(request.idea, request.reason)
 
 
-def parse_loss(name: str, value: float | str | None) -> float | None:
-    """Return a loss; None for a run that diverged.
-
-    Raises:
-        ConfigError: when it is missing or no number.
-    """
-    if value is None or (isinstance(value, str) and value != DIVERGED):
-        raise ConfigError(
-            f"{name}={'' if value is None else value}: is no finite number; give the run's final metric, or {DIVERGED}."
-        )
-    return None if isinstance(value, str) else float(value)
-
-
-def check_overrides(overrides: Sequence[str]) -> None:
+def check_overrides(changes: str | Sequence[str] | None) -> None:
     """Raise ConfigError for words that are no overrides, and for settings that the campaign sets itself."""
-    for word in overrides:
+    for word in changes if isinstance(changes, tuple) else ():
         key = word.partition("=")[0].lstrip("+~")
         if word.startswith("-") or key in SET_BY_CAMPAIGN or key.startswith(("hydra.run", "hydra.sweep", "sweep")):
             raise ConfigError(
@@ -347,29 +285,6 @@ def check_overrides(overrides: Sequence[str]) -> None:
 SET_BY_CAMPAIGN = (
     "name", "resume", "training.seed", "training.repeat", "hydra.mode", "hydra.launcher.wait", "hydra.launcher.dry_run",
 )  # fmt: skip
-
-
-def _list_ideas(session: Session, request: Settings) -> dict[str, Any]:
-    from titan.evidence import answers
-
-    campaign = session.read()
-    ideas = [answers.describe_idea(campaign, idea, from_book=True) for idea in campaign.ideas.values()]
-    return {**answers.describe_campaign(campaign), "list": ideas}
-
-
-def _show_idea(session: Session, request: Settings) -> dict[str, Any]:
-    from titan.evidence import answers
-
-    campaign = session.read()
-    if request.idea is None:
-        return answers.describe_campaign(campaign)
-    if (idea := campaign.ideas.get(str(request.idea))) is None:
-        raise ConfigError(f"idea={request.idea}: this campaign has no such idea; the verb list names them.")
-    return answers.describe_idea(campaign, idea, from_book=True)
-
-
-def _measure_chain(session: Session, request: Settings) -> dict[str, Any]:
-    return session.measure_chain(request.pairs or DEFAULT_PAIRS, request.batch)
 
 
 def _write_page(session: Session, request: Settings) -> dict[str, Any]:
@@ -387,13 +302,17 @@ def _write_page(session: Session, request: Settings) -> dict[str, Any]:
 
 ANSWERS: Mapping[str, Callable[[Session, Settings], dict[str, Any]]] = {
     "open": _open,
-    "noise": _measure_noise,
+    "noise": lambda session, request: (
+        session.measure("noise", request.pairs or DEFAULT_PAIRS, request.batch)
+        if request.losses is None
+        else session.add_noise(request.losses)
+    ),
     "try": _try_idea,
     "result": _add_result,
     "withdraw": _withdraw,
-    "list": _list_ideas,
-    "show": _show_idea,
-    "chain": _measure_chain,
+    "list": lambda session, request: session.list_ideas(),
+    "show": lambda session, request: session.show_idea(request.idea),
+    "chain": lambda session, request: session.measure("chain", request.pairs or DEFAULT_PAIRS, request.batch),
     "page": _write_page,
 }
 
@@ -425,13 +344,11 @@ class TitanTrainer:
         """Compose a recipe and return the id of what it learns; see `CampaignTrainer.identify`."""
         from launchers.command import compose_trial
         from titan.run import identity
+        from titan.sweep import objective
 
         self.typed = tuple(overrides)
         run = compose_trial(overrides, recorded)
-        if metric.partition("/")[0] in ("validation_loss", "bits_per_byte") and run.evaluation.tokens == 0:
-            raise ConfigError(
-                f"metric={metric}: evaluation.tokens=0 asks for no evaluation; give some tokens, or metric=last_loss."
-            )
+        objective.check_measured("metric", metric, [run])
         return identity.compute_variant_id(run)
 
     def train(self, folder: Path, runs: Sequence[tuple[Sequence[str], int]], metric: str) -> list[float | None]:
@@ -439,16 +356,15 @@ class TitanTrainer:
         from launchers.command import launch_trials
         from titan.run.command_line import quote_value
 
+        def is_launcher(word: str) -> bool:
+            """Return whether an override chooses how runs are launched, which is the same for both recipes."""
+            return word.lstrip("+~").startswith(("hydra/launcher", "hydra.launcher"))
+
         launcher = list(dict.fromkeys(word for recipe, _ in runs for word in recipe if is_launcher(word)))
         trials = [[*(w for w in recipe if not is_launcher(w)), f"training.seed={seed}"] for recipe, seed in runs]
         words = [f"hydra.sweep.dir={quote_value(str(folder.absolute()))}", *launcher]
         launched = launch_trials(words, trials, self.typed)
         return [read_metric(Path(run.directory), code, metric) for run, code in launched]
-
-
-def is_launcher(word: str) -> bool:
-    """Return whether an override chooses how runs are launched, which is the same for both recipes."""
-    return word.lstrip("+~").startswith(("hydra/launcher", "hydra.launcher"))
 
 
 def read_metric(directory: Path, code: int, metric: str) -> float | None:
@@ -458,31 +374,24 @@ def read_metric(directory: Path, code: int, metric: str) -> float | None:
         ConfigError: when its result has no such number.
         RunError: when it failed for another reason.
     """
+    from titan.report.collect import GAVE_UP
     from titan.run.directory import is_finished, read_result
+    from titan.sweep import ledger
 
     result = read_result(directory)[0]
     if not is_finished(directory):
-        check_diverged(directory, code)
-        return None
+        sweep = ledger.read(directory.parent)
+        trials = sweep.trials if sweep is not None else ()
+        reason = next((trial.reason for trial in trials if Path(trial.directory) == directory), None) or ""
+        if any(words in reason for words in GAVE_UP):
+            return None
+        details = f": {reason.rstrip('.')}" if reason else ""
+        raise RunError(f"{directory}: the run ended with exit code {code}{details}; the same command tries it again.")
     value = result.get(metric, "")
     if value is None or isinstance(value, (int, float)):
         return value if value is None or math.isfinite(value) else None
     numbers = [k for k, v in result.items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
     raise ConfigError(f"metric={metric}: {directory}/result.json has no such number; it has {', '.join(numbers)}.")
-
-
-def check_diverged(directory: Path, code: int) -> None:
-    """Raise RunError for a trial that ended for another reason, with the one that the sweep's ledger has."""
-    from titan.report.collect import GAVE_UP
-    from titan.sweep import ledger
-
-    sweep = ledger.read(directory.parent)
-    trials = sweep.trials if sweep is not None else ()
-    reason = next((trial.reason for trial in trials if Path(trial.directory) == directory), None) or ""
-    if any(words in reason for words in GAVE_UP):
-        return
-    details = f": {reason.rstrip('.')}" if reason else ""
-    raise RunError(f"{directory}: the run ended with exit code {code}{details}; the same command tries it again.")
 
 
 def cli() -> None:

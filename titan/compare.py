@@ -18,7 +18,7 @@ from titan.config.settings import setting
 from titan.console import output
 from titan.errors import ConfigError, RunError
 from titan.files.output_files import check_output_files, write_output_file
-from titan.sweep.margin import parse_margin
+from titan.sweep.schema import parse_margin
 
 if TYPE_CHECKING:
     from titan.report.findings import Comparison

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,10 +20,10 @@ from titan.files.output_files import check_output_files, write_output_file
 
 if TYPE_CHECKING:
     from titan.scaling.ladders import LadderStudy
-    from titan.scaling.study import Study, Target
+    from titan.scaling.study import Study
     from titan.scaling.table import Table
 
-PAGE = "law.html"
+PAGE, SUFFIXES = "law.html", (".html", ".csv", ".json")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_law(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    files = None if settings.to is None else check_output_files(settings.to, tuple(_WRITERS), settings.sources)
+    files = None if settings.to is None else check_output_files(settings.to, SUFFIXES, settings.sources)
     table, studies = study_sources(settings)
 
     from titan.report.render import law_text
@@ -88,44 +88,30 @@ def study_sources(settings: Settings) -> tuple[Table, list[Study | LadderStudy]]
     Raises:
         ConfigError: where a source or a target is no such thing, and where the runs can't determine a law.
     """
-    _check_sources(settings.sources)
-    target = None if settings.target is None else _parse_target(settings.target)
-
-    from titan.scaling.study import Question, study_table
-
-    holdout = None if settings.holdout is None else _parse_count(f"holdout={settings.holdout}", settings.holdout)
-    table = _read_table(settings)
-    question = Question(target, holdout, settings.baseline, settings.extrapolate, settings.replicates, settings.seed)
-    return table, study_table(table, question)
-
-
-def _check_sources(sources: Sequence[str]) -> None:
-    """Raise ConfigError for a source that does not exist, and for a file beside others."""
-    for name in sources:
+    for name in settings.sources:
         if not os.path.exists(name):
             kind = "file" if name.endswith(".csv") else "directory"
             raise ConfigError(f"{name}: there is no such {kind}; correct the path.")
-        if not os.path.isdir(name) and len(sources) > 1:
+        if not os.path.isdir(name) and len(settings.sources) > 1:
             raise ConfigError(f"{name}: is a file; give one CSV file alone, or directories of runs.")
 
-
-def _read_table(settings: Settings) -> Table:
-    if os.path.isdir(settings.sources[0]):
-        from titan.report.law_runs import read_runs
-
-        return read_runs(settings.sources, settings.embeddings)
+    from titan.report.law_runs import read_runs  # only now: --help need not wait for numpy
+    from titan.scaling.study import Question, Target, study_table
     from titan.scaling.table import read_csv
 
-    return read_csv(settings.sources[0], settings.embeddings)
-
-
-def _parse_target(text: str) -> Target:
-    from titan.scaling.study import Target
-
-    parts = text.split(",")
-    if len(parts) != 2:
-        raise ConfigError(f"target={text}: give parameters and tokens, as in target=1.4B,28B.")
-    return Target(*(_parse_count(f"target={text}", part) for part in parts))
+    target = holdout = None
+    if settings.target is not None:
+        parts = settings.target.split(",")
+        if len(parts) != 2:
+            raise ConfigError(f"target={settings.target}: give parameters and tokens, as in target=1.4B,28B.")
+        target = Target(*(_parse_count(f"target={settings.target}", part) for part in parts))
+    if settings.holdout is not None:
+        holdout = _parse_count(f"holdout={settings.holdout}", settings.holdout)
+    is_folder = os.path.isdir(settings.sources[0])
+    embeddings = settings.embeddings
+    table = read_runs(settings.sources, embeddings) if is_folder else read_csv(settings.sources[0], embeddings)
+    question = Question(target, holdout, settings.baseline, settings.extrapolate, settings.replicates, settings.seed)
+    return table, study_table(table, question)
 
 
 def _parse_count(typed: str, text: str) -> float:
@@ -153,7 +139,7 @@ def _write_files(
     print()
     for file in [folder / PAGE] if files is None else files:
         try:
-            write_output_file(file, _WRITERS[file.suffix](table, studies, made), replaces_own=files is None)
+            write_output_file(file, _render(file.suffix, table, studies, made), replaces_own=files is None)
         except (RunError, ImportError) as error:
             if files is not None and isinstance(error, RunError):
                 raise
@@ -165,31 +151,17 @@ def _write_files(
             print(f"written: {file}")
 
 
-def _render_html(table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
-    from titan.report.render.law_html import render_page
+def _render(suffix: str, table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
+    """Return the content of a file, by its suffix."""
+    if suffix == ".html":
+        from titan.report.render.law_html import render_page
 
-    return render_page(table, studies, made)
-
-
-def _render_csv(table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
+        return render_page(table, studies, made)
     from titan.report.law_findings import collect_findings
-    from titan.report.render.law_export import format_csv
+    from titan.report.render import law_export
 
-    return format_csv(collect_findings(table, studies))
-
-
-def _render_json(table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
-    from titan.report.law_findings import collect_findings
-    from titan.report.render.law_export import format_json
-
-    return format_json(collect_findings(table, studies))
-
-
-_WRITERS: dict[str, Callable[[Table, Sequence[Study | LadderStudy], str], str]] = {
-    ".html": _render_html,
-    ".csv": _render_csv,
-    ".json": _render_json,
-}
+    findings = collect_findings(table, studies)
+    return law_export.format_csv(findings) if suffix == ".csv" else law_export.format_json(findings)
 
 
 def cli() -> None:

@@ -37,7 +37,7 @@ from titan.run import identity
 from titan.run.compose import warn_of_small_work
 from titan.run.resolve import list_typed_settings, resolve
 from titan.sweep import budget
-from titan.sweep.margin import parse_margin
+from titan.sweep.schema import parse_margin
 
 if TYPE_CHECKING:
     from launchers.trials import Trial

@@ -2,9 +2,9 @@
 
     python -m experiments.mixture.best runs/swarm "target={books: 1}" to=conf/sweep/confirm.yaml
 
-The loss on each source is regressed on the weights and their logarithms (`titan.scaling.mixture`). The best mixture is
-searched among those whose weights lie within the range of the swarm's, where the regression has seen runs. Its interval
-repeats regression and search on resampled runs.
+The loss on each source is regressed on the weights and their logarithms (`experiments.mixture.regression`). The best
+mixture is searched among those whose weights lie within the range of the swarm's, where the regression has seen runs.
+Its interval repeats regression and search on resampled runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.mixture.propose import check_sweep_file, format_sweep, format_weights
+from experiments.mixture.regression import FEWEST_PROXIES, MixtureModel, fit_mixture
 from experiments.mixture.swarm import Swarm, read_shares, read_swarm
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
@@ -23,8 +24,7 @@ from titan.config.settings import setting
 from titan.console import output
 from titan.errors import ConfigError
 from titan.files.output_files import write_output_file
-from titan.scaling.mixture import FEWEST_PROXIES, MixtureModel, fit_mixture
-from titan.scaling.ranks import correlate_ranks
+from titan.scaling.early_stopping import correlate_ranks
 
 Numbers = NDArray[np.float64]
 

@@ -3,19 +3,31 @@
 A launcher asks the pool for trials as long as it has room, and hands it the exit code of each that has ended. Optuna's
 study has a trial from the moment it is asked for: after a kill those that were running come first, in their folders,
 where finished ones are not started again and others resume.
+
+`hydra.sweeper.pruner=margin` follows titan's rule, `titan.scaling.early_stopping`; Optuna's pruners are asked only
+where that rule allows a trial to end at all: after its learning rate has decayed, unless trials differ in nothing that
+changes the shape of the curve. Positions are tokens, as trials may differ in their batches. Imported only where Optuna
+is installed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from launchers.search.space import Space, format_values
+import optuna
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import Trial as AskedTrial
+
+from launchers.foreign_sweeper import RESULTS
+from launchers.search.study import Space, format_values, list_corners, open_study
 from launchers.trials import Trial
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
@@ -24,17 +36,59 @@ from titan.files.run_directory import shorten_path
 from titan.hooks import stop_request
 from titan.metrics.reader import METRICS, read_new_records
 from titan.run.directory import is_done, read_result
+from titan.run.run import Run
+from titan.scaling.early_stopping import Trajectory, find_decay, find_stop, list_shape_settings
 from titan.sweep.objective import read_objective
 from titan.sweep.schema import OptunaSearch, Sweep
-
-if TYPE_CHECKING:
-    import optuna
 
 HOOK = "pruning"
 """The name of the hook by which trials are ended early."""
 HOOK_OVERRIDE = f"+hooks.{HOOK}={{_target_:titan.hooks.stop_request.StopOnRequest}}"
 POLL_SECONDS = 1.0
 """How often the validation losses of running trials are read."""
+MEASURED = "validation_loss"
+"""The objective by which trials can be ended early."""
+RECORDED = "evaluations"
+"""The attribute of Optuna's trials that has the tokens of their evaluations, of their end and of the decay."""
+
+
+def run_search(
+    launcher: Any, options: OptunaSearch, sweep: Sweep, space: Space, fixed: Sequence[str], begin: Any
+) -> None:
+    """Run a search through a launcher, and add the exit codes of its trials to the launcher's session.
+
+    Args:
+        launcher: a `launchers.plugin.SweepLauncher`, whose module imports this package.
+        fixed: the overrides that all trials share.
+        begin: called once the search is checked.
+
+    Raises:
+        ConfigError: before anything starts, when some of it can't work.
+    """
+    direction = options.direction or ("minimize" if sweep.direction == "auto" else sweep.direction)
+    shared = [*fixed, *([HOOK_OVERRIDE] if options.pruner != "none" else [])]
+    keys = frozenset(override.partition("=")[0].lstrip("+~") for override in shared)
+
+    def expand(values: Sequence[str], number: int) -> Trial:
+        trial: Trial = launcher.expand([[*shared, *values]], number, keys)[0]
+        return trial
+
+    corners = [expand(format_values(corner), 0) for corner in list_corners(space)]
+    worst = launcher.check_feedback(corners)
+    check_pruning(options, sweep, direction, space, [trial.run for trial in corners])
+    launcher.check_inputs(corners)
+    begin()
+    with open_study(launcher.root, options, direction, space, shared) as study:
+        pool = TrialPool(study, space, options, sweep, worst, expand)
+        try:
+            launcher.launch_pool(pool)
+        except KeyboardInterrupt:
+            pool.print_end(launcher.root)
+            raise
+        finally:
+            launcher.session.codes += pool.codes or [0]
+            write_best(study, launcher.root / RESULTS)
+        pool.print_end(launcher.root)
 
 
 @dataclass
@@ -50,7 +104,7 @@ class ActiveTrial:
     """
 
     trial: Trial
-    asked: list[optuna.trial.Trial]
+    asked: list[AskedTrial]
     offset: int = 0
     reported: set[int] = field(default_factory=set)
     is_pruned: bool = False
@@ -61,6 +115,7 @@ class TrialPool:
 
     Attributes:
         active: the trials that run, by their ids.
+        same_shape: whether what varies leaves the shape of the curve as it is.
         codes: the exit code of each that has ended.
     """
 
@@ -79,15 +134,18 @@ class TrialPool:
             worst: the objective of a trial that has none that is finite.
             expand: returns the checked trial of drawn values and a number; raises ConfigError.
         """
-        from launchers.search.stopping import StoppingRule  # it imports numpy
-
         self.study, self.space, self.settings = study, space, settings
         self.sweep, self.worst, self.expand = sweep, worst, expand
-        self._stopping = StoppingRule(study, space, settings.pruner)
+        self.same_shape = not list_shape_settings(space)
         self.active: dict[str, ActiveTrial] = {}
         self.codes: list[int] = []
-        self._interrupted = self._find_interrupted()
         self._is_blocked, self._failures, self._next_poll = False, 0, 0.0
+        self._interrupted: list[AskedTrial] = []  # those that ran when an earlier command ended
+        for frozen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if space.keys() <= frozen.params.keys():
+                self._interrupted.append(AskedTrial(study, frozen._trial_id))
+            else:  # the kill came before all values were drawn
+                study.tell(frozen.number, state=TrialState.FAIL)
 
     def ask(self) -> list[Trial]:
         """Return trials to start now, and ask running ones to end that are not worth their time."""
@@ -96,10 +154,21 @@ class TrialPool:
             self.prune()
         trials: list[Trial] = []
         while len(self.active) < self.settings.n_jobs and not self._is_blocked:
-            if (asked := self._ask_study()) is None:
+            if self._interrupted:
+                asked = self._interrupted.pop(0)
+            elif self._failures >= self.settings.max_failures or not self._has_left():
                 break
-            trial = self._expand(asked)
-            if trial is not None and self._add(trial, asked):
+            else:
+                asked = self.study.ask(self.space)
+            try:
+                trial = self.expand(format_values(asked.params), asked.number)
+            except ConfigError as error:  # these values can't work together, which counts as failed
+                print(f"not started: {error}", flush=True)
+                self.study.tell(asked, state=TrialState.FAIL)
+                self.codes.append(1)
+                self._failures += 1
+                continue
+            if self._add(trial, asked):
                 trials.append(trial)
         return trials
 
@@ -116,7 +185,11 @@ class TrialPool:
         if code == 130:
             return
         self._failures = self._failures + 1 if code else 0
-        state, value = self._read_outcome(trial, code)
+        directory, state, value = Path(trial.run.directory), TrialState.FAIL, None
+        if not code and read_result(directory)[0].get("ended_by", {}).get("hook") == HOOK:
+            state = TrialState.PRUNED
+        elif not code or self.sweep.worst is not None:
+            state, value = TrialState.COMPLETE, read_objective(self.sweep, directory, code, self.worst)
         for asked in active.asked:
             self.study.tell(asked, value, state)
 
@@ -125,9 +198,30 @@ class TrialPool:
         for active in self.active.values():
             if not self._report_losses(active) or active.is_pruned:
                 continue
-            if reason := self._stopping.find_reason(active.asked[0]):
+            if reason := self._find_reason(active.asked[0]):
                 active.is_pruned = True
                 stop_request.request_stop(Path(active.trial.run.directory), reason)
+
+    def _find_reason(self, asked: AskedTrial) -> str:
+        """Return why a trial ends after its last evaluation; empty where it goes on."""
+        trials = self.study.get_trials(deepcopy=False)
+        trial = trials[asked.number]
+        variant, pruner = build_trajectory(trial), self.settings.pruner
+        if variant is None or not variant.may_stop(position := max(variant.losses, default=0), self.same_shape):
+            return ""
+        reason = f"hydra.sweeper.pruner={pruner} ended it after evaluation {max(trial.intermediate_values)}"
+        if pruner != "margin":
+            return reason if asked.should_prune() else ""
+        latest = dataclasses.replace(variant, losses={position: variant.losses[position]})
+        built = (build_trajectory(trial) for trial in trials if trial.state == TrialState.COMPLETE)
+        evidence = find_stop(latest, [earlier for earlier in built if earlier is not None], self.same_shape)
+        if evidence is None:
+            return ""
+        return (
+            f"{reason}: it is further above the best than the {evidence.margin:.3g} that any of {evidence.variants} "
+            "trials made up from there (rank correlation of their losses there with their ends: "
+            f"{evidence.correlation:.2f})"
+        )
 
     def print_end(self, root: Path) -> None:
         """Print how many trials of the study are finished, the next command, and why no more were started."""
@@ -162,52 +256,19 @@ class TrialPool:
         line = f"finished: {finished} of {format_plural(total, 'trial')} of the study{hint}; "
         return f"{line}python -m titan.{verb} {root} {purpose}."
 
-    def _find_interrupted(self) -> list[optuna.trial.Trial]:
-        """Return the trials that ran when an earlier command ended."""
-        from optuna.trial import Trial as AskedTrial
-        from optuna.trial import TrialState
-
-        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        for frozen in running:
-            if not self.space.keys() <= frozen.params.keys():  # the kill came before all values were drawn
-                self.study.tell(frozen.number, state=TrialState.FAIL)
-        complete = [frozen for frozen in running if self.space.keys() <= frozen.params.keys()]
-        return [AskedTrial(self.study, frozen._trial_id) for frozen in complete]
-
-    def _ask_study(self) -> optuna.trial.Trial | None:
-        """Return the next trial; None where there are enough."""
-        if self._interrupted:
-            return self._interrupted.pop(0)
-        if self._failures >= self.settings.max_failures or not self._has_left():
-            return None
-        return self.study.ask(self.space)
-
     def _has_left(self) -> bool:
-        from optuna.trial import TrialState
-
         trials = self.study.get_trials(deepcopy=False)
         waiting = sum(trial.state == TrialState.WAITING for trial in trials)
         if self.settings.sampler == "grid" and not waiting:
             return False
         return len(trials) - waiting < self.settings.n_trials
 
-    def _expand(self, asked: optuna.trial.Trial) -> Trial | None:
-        """Return the trial of drawn values; None where they can't work together, which counts as failed."""
-        from optuna.trial import TrialState
-
-        try:
-            return self.expand(format_values(asked.params), asked.number)
-        except ConfigError as error:
-            print(f"not started: {error}", flush=True)
-            self.study.tell(asked, state=TrialState.FAIL)
-            self.codes.append(1)
-            self._failures += 1
-            return None
-
-    def _add(self, trial: Trial, asked: optuna.trial.Trial) -> bool:
+    def _add(self, trial: Trial, asked: AskedTrial) -> bool:
         """Add a trial; return whether it is to be started. One with the values of a running one waits for it."""
         reported = set(self.study.get_trials(deepcopy=False)[asked.number].intermediate_values)
-        self._stopping.record(asked, trial.run)
+        decay = find_decay_tokens(trial.run)  # kept in the study with what else the rule needs of a trial
+        recorded = {"tokens": list_evaluation_tokens(trial.run), "end": trial.run.training.total_tokens}
+        asked.set_user_attr(RECORDED, recorded | {"decay": decay if math.isfinite(decay) else None})
         if trial.id in self.active:
             self.active[trial.id].asked.append(asked)
             self._is_blocked = True
@@ -234,24 +295,70 @@ class TrialPool:
                     asked.report(loss, number)
         return has_new
 
-    def _read_outcome(self, trial: Trial, code: int) -> tuple[Any, float | None]:
-        """Return the state and the value that Optuna gets of a trial that has ended."""
-        from optuna.trial import TrialState
-
-        directory = Path(trial.run.directory)
-        if code and self.sweep.worst is None:
-            return TrialState.FAIL, None
-        if not code and read_result(directory)[0].get("ended_by", {}).get("hook") == HOOK:
-            return TrialState.PRUNED, None
-        return TrialState.COMPLETE, read_objective(self.sweep, directory, code, self.worst)
-
 
 def write_best(study: optuna.Study, file: Path) -> None:
     """Write the best trial of a study, where one is complete."""
-    import yaml
-    from optuna.trial import TrialState
-
     if study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         best = study.best_trial
         content = {"name": "optuna", "best_params": best.params, "best_value": best.value}
         write_atomic(file, yaml.safe_dump(content, sort_keys=False))
+
+
+def build_trajectory(trial: FrozenTrial) -> Trajectory | None:
+    """Return the finite losses of a trial by tokens; None where the study has none of its evaluations' tokens."""
+    recorded: dict[str, Any] | None = trial.user_attrs.get(RECORDED)
+    if recorded is None:
+        return None
+    tokens, decay = recorded["tokens"], recorded["decay"]
+    values = trial.intermediate_values.items()
+    losses = {tokens[k - 1]: loss for k, loss in values if k <= len(tokens) and math.isfinite(loss)}
+    end = math.inf if trial.values is None else trial.values[0]
+    return Trajectory(str(trial.number), losses, recorded["end"], end, math.inf if decay is None else decay)
+
+
+def list_evaluation_tokens(run: Run) -> list[int]:
+    """Return the tokens after each evaluation before the last step."""
+    every, training = run.evaluation.every, run.training
+    steps = range(every, training.steps, every) if every else ()
+    return [training.count_rows_before(step + 1) * training.seq_len for step in steps]
+
+
+def find_decay_tokens(run: Run) -> float:
+    """Return the tokens of the evaluation from which on the learning rate has decayed; infinite where there is none."""
+    every, steps = run.evaluation.every, run.training.steps
+    compute = run.schedule.build(steps)
+    rates = [compute(step).lr for step in (*(range(every, steps, every) if every else ()), steps)]
+    return find_decay([*list_evaluation_tokens(run), run.training.total_tokens], rates)
+
+
+def check_pruning(
+    options: OptunaSearch, sweep: Sweep, direction: str, names: Iterable[str], runs: Sequence[Run]
+) -> None:
+    """Raise ConfigError where a pruner would have nothing to decide by.
+
+    Args:
+        direction: "minimize" or "maximize".
+        names: the settings that vary.
+        runs: some of the trials.
+    """
+    if options.pruner == "none":
+        return
+    setting = f"hydra.sweeper.pruner={options.pruner}"
+    if sweep.objective != MEASURED or direction != "minimize":
+        raise ConfigError(
+            f"{setting}: ends trials by their validation loss; leave it out, or minimize sweep.objective={MEASURED}."
+        )
+    shapes = list_shape_settings(names)
+    for run in runs:
+        every, steps = run.evaluation.every, run.training.steps
+        if not 0 < every < steps:
+            raise ConfigError(
+                f"{setting}: needs validation losses before the last step; give evaluation.every below "
+                f"training.steps={steps} (evaluation.every={every})."
+            )
+        if shapes and find_decay_tokens(run) >= run.training.total_tokens:
+            raise ConfigError(
+                f"{setting}: trials that differ in {', '.join(shapes[:4])} may end only after the learning rate has "
+                f"decayed to half its peak, and no evaluation lies between there and the last step; give a smaller "
+                f"evaluation.every={every}, or a schedule that decays sooner."
+            )

@@ -1,35 +1,44 @@
-"""Optuna's study of a search: in one file beside the trials, opened by one command at a time.
+"""What a search varies, and Optuna's study of it: in one file beside the trials, opened by one command at a time.
 
-The file is Optuna's journal: one line per change, so that a kill at any moment costs at most the last line.
+Values of overrides become Optuna's distributions, and drawn values overrides. The file is Optuna's journal: one line
+per change, so that a kill at any moment costs at most the last line. Imported only where Optuna is installed.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from launchers.search.space import MAX_COMBINATIONS, Space, list_values
-from titan.config.optional import advise_extra
+import optuna
+from hydra.core.override_parser.types import Override
+from optuna import Study, pruners, samplers
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+    check_distribution_compatibility,
+)
+from optuna.exceptions import ExperimentalWarning
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+
 from titan.errors import ConfigError
 from titan.files import locks
+from titan.sweep.labels import clean_override
 from titan.sweep.schema import OptunaSearch
 
-if TYPE_CHECKING:
-    from optuna import Study
-    from optuna.pruners import BasePruner
-    from optuna.samplers import BaseSampler
-    from optuna.trial import FrozenTrial
-
-OLDEST_OPTUNA = 4
-"""The first version of Optuna that has what is used."""
+Space = dict[str, BaseDistribution]
+"""The distribution of each setting that varies, by its name as typed."""
+MAX_COMBINATIONS = 10_000
+"""Combinations of a grid that Optuna is given."""
 STORAGE = "study.journal"
 """The study's file in a sweep's directory."""
 FIXED = "fixed"
@@ -38,18 +47,77 @@ FREE = ("cluster.", "hydra.", "name=", "metrics.")
 """Beginnings of settings that may change when a study continues."""
 
 
-def check_packages(settings: OptunaSearch) -> None:
-    """Raise ConfigError where a package is missing or too old."""
-    try:
-        version = importlib.metadata.version("optuna")
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"hydra/sweeper=optuna: needs optuna; {advise_extra('sweep')}.") from None
-    if int(version.partition(".")[0]) < OLDEST_OPTUNA:
+def build_space(overrides: Sequence[Override]) -> Space:
+    """Return the distributions of the overrides that have several values.
+
+    Raises:
+        ConfigError: where nothing varies, or an interval has no values.
+    """
+    space = {str(o.get_key_element()): _build_distribution(o) for o in overrides if o.is_sweep_override()}
+    if not space:
         raise ConfigError(
-            f"hydra/sweeper=optuna: needs optuna {OLDEST_OPTUNA}, and {version} is installed; {advise_extra('sweep')}."
+            "hydra/sweeper=optuna: nothing varies; give values, such as 'optimizer.lr=tag(log,interval(1e-4,1e-2))'."
         )
-    if settings.sampler == "cmaes" and importlib.util.find_spec("cmaes") is None:
-        raise ConfigError(f"hydra.sweeper.sampler=cmaes: needs cmaes; {advise_extra('sweep')}, or use another sampler.")
+    return space
+
+
+def _build_distribution(override: Override) -> BaseDistribution:
+    try:
+        if override.is_interval_sweep():
+            interval: Any = override.value()
+            low, high, is_log = interval.start, interval.end, "log" in interval.tags
+            is_whole = isinstance(low, int) and isinstance(high, int)
+            return IntDistribution(low, high, log=is_log) if is_whole else FloatDistribution(low, high, log=is_log)
+        if override.is_range_sweep():
+            return _build_range([float(value) for value in override.sweep_string_iterator()], override.value())
+        return CategoricalDistribution(list(dict.fromkeys(override.sweep_string_iterator())))
+    except ValueError as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{override.input_line}: {reason}; correct the values.") from error
+
+
+def _build_range(values: Sequence[float], sweep: Any) -> BaseDistribution:
+    """Return the distribution of a range; as in a grid, its end is not in it."""
+    if not values:
+        raise ValueError("the range is empty")
+    if all(isinstance(number, int) for number in (sweep.start, sweep.stop, sweep.step)):
+        return IntDistribution(int(min(values)), int(max(values)), step=abs(sweep.step))
+    bounds = [add_steps(float(sweep.start), float(sweep.step), count) for count in (0, len(values) - 1)]
+    return FloatDistribution(min(bounds), max(bounds), step=abs(float(sweep.step)))
+
+
+def add_steps(low: float, step: float, count: int) -> float:
+    """Return low + count * step as in decimal numbers: Optuna leaves out an end that is a rounding error away."""
+    return float(Decimal(str(low)) + count * Decimal(str(step)))
+
+
+def format_values(values: Mapping[str, Any]) -> list[str]:
+    """Return drawn values as overrides."""
+    return [clean_override(f"{name}={value}") for name, value in values.items()]
+
+
+def list_corners(space: Space) -> list[dict[str, Any]]:
+    """Return two combinations, of the first and of the last values, by which a search is checked before it starts."""
+    kinds: dict[str, Any] = dict(space)
+    bounds = {name: getattr(kind, "choices", None) or (kind.low, kind.high) for name, kind in kinds.items()}
+    return [{name: values[index] for name, values in bounds.items()} for index in (0, -1)]
+
+
+def list_values(name: str, distribution: Any) -> list[Any]:
+    """Return all values of a distribution, for a grid; raise ConfigError where it has infinitely many, or too many."""
+    if choices := getattr(distribution, "choices", None):
+        return list(choices)
+    if distribution.step is None or distribution.log:
+        raise ConfigError(
+            f"hydra.sweeper.sampler=grid: {name} has an interval; give values or range(START,STOP,STEP), or take "
+            "another sampler."
+        )
+    count = round((distribution.high - distribution.low) / distribution.step) + 1
+    if count > MAX_COMBINATIONS:
+        raise ConfigError(f"hydra.sweeper.sampler=grid: {name} has {count:,} values; give fewer.")
+    if isinstance(distribution.low, int):
+        return [distribution.low + index * distribution.step for index in range(count)]
+    return [add_steps(distribution.low, distribution.step, index) for index in range(count)]
 
 
 def check_settings(settings: OptunaSearch, space: Space) -> None:
@@ -77,13 +145,12 @@ def open_study(
     Raises:
         ConfigError: where another command has the file, or the study in it is of other settings.
     """
-    import optuna
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
     file = Path(os.path.abspath(settings.storage or root / STORAGE))
-    with _lock_storage(file):
-        _drop_incomplete_line(file)
+    setting = f"hydra.sweeper.storage={file}"
+    busy = f"{setting}: another command has this study; wait until it ends, or choose another name."
+    with locks.hold_file(file.with_name(f".{file.name}.lock"), setting, "choose another file", busy):
+        if file.exists() and not (content := file.read_bytes()).endswith(b"\n"):
+            os.truncate(file, content.rfind(b"\n") + 1)  # a line that a kill cut short: the next one would follow in it
         try:
             storage = JournalStorage(JournalFileBackend(str(file), lock_obj=_NoLock()))  # type: ignore[arg-type]
             study = optuna.create_study(
@@ -100,12 +167,13 @@ def open_study(
         _check_same(study, file, direction, space, fixed)
         study.sampler = build_sampler(settings, len(study.get_trials(deepcopy=False)))
         if settings.sampler == "grid":
-            _enqueue_grid(study, space)
+            for combination in list_combinations(space):  # in the order of a grid, each once
+                study.enqueue_trial(dict(zip(space, combination, strict=True)), skip_if_exists=True)
         yield study
 
 
 class _NoLock:
-    """In place of Optuna's lock, which a kill would leave behind: `_lock_storage` has the file."""
+    """In place of Optuna's lock, which a kill would leave behind: a lock of titan's has the file."""
 
     def acquire(self) -> bool:
         """Do nothing."""
@@ -115,45 +183,17 @@ class _NoLock:
         """Do nothing."""
 
 
-@contextmanager
-def _lock_storage(file: Path) -> Iterator[None]:
-    setting = f"hydra.sweeper.storage={file}"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = locks.open_lock(file.with_name(f".{file.name}.lock"))
-    except OSError as error:
-        raise ConfigError(f"{setting}: can't be written ({error.strerror}); choose another file.") from error
-    try:
-        try:
-            locks.acquire(lock, setting, patience=0)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{setting}: another command has this study; wait until it ends, or choose another name."
-            ) from None
-        yield
-    finally:
-        os.close(lock)
-
-
-def _drop_incomplete_line(file: Path) -> None:
-    """Cut off the line that a kill left without its end: Optuna would write the next one behind it."""
-    if not file.exists():
-        return
-    content = file.read_bytes()
-    if not content.endswith(b"\n"):
-        os.truncate(file, content.rfind(b"\n") + 1)
-
-
 def _check_same(study: Study, file: Path, direction: str, space: Space, fixed: Sequence[str]) -> None:
     """Raise ConfigError where a study was begun with other settings; else record those of a new one."""
-    from optuna.distributions import check_distribution_compatibility
-
     other = f"hydra.sweeper.study_name={study.study_name}: {file} has this study with other settings"
     advice = "choose another name for this sweep."
     if study.direction.name.lower() != direction:
         raise ConfigError(f"{other} (direction={study.direction.name.lower()}); {advice}")
     for trial in study.get_trials(deepcopy=False):
-        if different := _find_other_names(trial, space):
+        # a kill may have left a trial with some values
+        is_whole = trial.state.is_finished() and trial.values is not None
+        there = trial.distributions.keys()
+        if different := sorted(there ^ space.keys() if is_whole else there - space.keys()):
             raise ConfigError(f"{other} (of {', '.join(different)} one varies there, or here, alone); {advice}")
         for name in space.keys() & trial.distributions.keys():
             try:
@@ -168,18 +208,8 @@ def _check_same(study: Study, file: Path, direction: str, space: Space, fixed: S
         study.set_user_attr(FIXED, kept)
 
 
-def _find_other_names(trial: FrozenTrial, space: Space) -> list[str]:
-    """Return what varied in a trial and does not now, or the reverse; a kill may have left a trial with some values."""
-    if not trial.state.is_finished() or trial.values is None:
-        return sorted(trial.distributions.keys() - space.keys())
-    return sorted(trial.distributions.keys() ^ space.keys())
-
-
-def build_sampler(settings: OptunaSearch, trials: int) -> BaseSampler:
+def build_sampler(settings: OptunaSearch, trials: int) -> samplers.BaseSampler:
     """Return the sampler of a study with so many trials: a study that continues draws other values than it had."""
-    from optuna import samplers
-    from optuna.exceptions import ExperimentalWarning
-
     seed = settings.seed + trials
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
@@ -191,10 +221,8 @@ def build_sampler(settings: OptunaSearch, trials: int) -> BaseSampler:
     return samplers.RandomSampler(seed=seed)
 
 
-def build_pruner(settings: OptunaSearch) -> BasePruner:
+def build_pruner(settings: OptunaSearch) -> pruners.BasePruner:
     """Return Optuna's pruner, for margin one that prunes nothing; its steps are the numbers of evaluations."""
-    from optuna import pruners
-
     if settings.pruner == "median":
         return pruners.MedianPruner(settings.startup_trials, settings.pruner_warmup)
     if settings.pruner == "successive_halving":
@@ -204,10 +232,9 @@ def build_pruner(settings: OptunaSearch) -> BasePruner:
     return pruners.NopPruner()
 
 
-def _enqueue_grid(study: Study, space: Space) -> None:
-    """Let the study ask for each combination once, in the order of a grid."""
+def list_combinations(space: Space) -> Iterator[tuple[Any, ...]]:
+    """Return the combinations of a grid; raises ConfigError for intervals, and for too many."""
     values = [list_values(name, distribution) for name, distribution in space.items()]
     if (count := math.prod(map(len, values))) > MAX_COMBINATIONS:
         raise ConfigError(f"hydra.sweeper.sampler=grid: has {count:,} combinations; give fewer values.")
-    for combination in itertools.product(*values):
-        study.enqueue_trial(dict(zip(space, combination, strict=True)), skip_if_exists=True)
+    return itertools.product(*values)

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.metadata
+import importlib.util
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from launchers.search import space as spaces
-from launchers.search import study as studies
-from launchers.search.pool import HOOK_OVERRIDE, TrialPool, write_best
-from launchers.search.space import Space
-from launchers.session import RESULTS, SweepSession, TrialSource
-from launchers.trials import Trial
 from titan.config import settings
+from titan.config.optional import advise_extra
+from titan.errors import ConfigError
 from titan.run import hydra_session
 from titan.sweep.schema import OptunaSearch, Sweep
 
-
-class SearchLauncher(Protocol):
-    """What a search needs of `launchers.plugin.SweepLauncher`."""
-
-    session: SweepSession
-    root: Path
-
-    def expand(self, overrides: Sequence[Sequence[str]], first: int, fixed: frozenset[str] | None) -> list[Trial]:
-        """Return the composed and checked trials of these overrides."""
-
-    def check_inputs(self, batch: Sequence[Trial]) -> None:
-        """Raise ConfigError where a trial lacks what it reads."""
-
-    def check_feedback(self, batch: Sequence[Trial]) -> float:
-        """Return the objective of failed trials; raises ConfigError where trials will have none."""
-
-    def launch_pool(self, source: TrialSource) -> None:
-        """Launch trials that a source chooses while others run."""
+OLDEST_OPTUNA = 4
+"""The first version of Optuna that has what is used."""
 
 
 class OptunaSweeper(Sweeper):
@@ -64,19 +44,23 @@ class OptunaSweeper(Sweeper):
         Raises:
             ConfigError: before anything starts, when some of it can't work.
         """
-        studies.check_packages(self.settings)
-        silence_optuna(bool(self.search_config.hydra.verbose))
-        overrides = self._parse(arguments)
-        space, fixed = spaces.build_space(overrides), spaces.list_fixed(overrides)
-        studies.check_settings(self.settings, space)
-        sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(self.search_config.sweep), "sweep")
-        run_search(self.launcher, self.settings, sweep, space, fixed, self._save_config)
+        check_packages(self.settings)
+        import optuna
 
-    def _parse(self, arguments: Sequence[str]) -> list[Override]:
-        """Return the overrides of `hydra.sweeper.params` and of the command line, which has the last word."""
+        from launchers.search import pool, study
+
+        is_verbose = bool(self.search_config.hydra.verbose)
+        optuna.logging.set_verbosity(optuna.logging.INFO if is_verbose else optuna.logging.WARNING)
         parser = OverridesParser.create(config_loader=self.loader)
         parsed = parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
-        return list({override.key_or_group: override for override in parsed}.values())
+        overrides = list({override.key_or_group: override for override in parsed}.values())  # the last word counts
+        space = study.build_space(overrides)
+        study.check_settings(self.settings, space)
+        fixed = [
+            f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in overrides if not o.is_sweep_override()
+        ]
+        sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(self.search_config.sweep), "sweep")
+        pool.run_search(self.launcher, self.settings, sweep, space, fixed, self._save_config)
 
     def _save_config(self) -> None:
         """Write multirun.yaml, as Hydra's own sweeper does."""
@@ -85,47 +69,15 @@ class OptunaSweeper(Sweeper):
         OmegaConf.save(hydra_session.redact_config(self.search_config), root / "multirun.yaml")
 
 
-def run_search(
-    launcher: SearchLauncher, options: OptunaSearch, sweep: Sweep, space: Space, fixed: Sequence[str], begin: Any
-) -> None:
-    """Run a search through a launcher, and add the exit codes of its trials to the launcher's session.
-
-    Args:
-        fixed: the overrides that all trials share.
-        begin: called once the search is checked.
-
-    Raises:
-        ConfigError: before anything starts, when some of it can't work.
-    """
-    direction = options.direction or ("minimize" if sweep.direction == "auto" else sweep.direction)
-    shared = [*fixed, *([HOOK_OVERRIDE] if options.pruner != "none" else [])]
-    keys = frozenset(override.partition("=")[0].lstrip("+~") for override in shared)
-
-    def expand(values: Sequence[str], number: int) -> Trial:
-        return launcher.expand([[*shared, *values]], number, keys)[0]
-
-    corners = [expand(spaces.format_values(corner), 0) for corner in spaces.list_corners(space)]
-    worst = launcher.check_feedback(corners)
-    from launchers.search.stopping import check_pruning  # it imports numpy
-
-    check_pruning(options, sweep, direction, space, [trial.run for trial in corners])
-    launcher.check_inputs(corners)
-    begin()
-    with studies.open_study(launcher.root, options, direction, space, shared) as study:
-        pool = TrialPool(study, space, options, sweep, worst, expand)
-        try:
-            launcher.launch_pool(pool)
-        except KeyboardInterrupt:
-            pool.print_end(launcher.root)
-            raise
-        finally:
-            launcher.session.codes += pool.codes or [0]
-            write_best(study, launcher.root / RESULTS)
-        pool.print_end(launcher.root)
-
-
-def silence_optuna(is_verbose: bool) -> None:
-    """Leave out Optuna's lines on each trial, unless `hydra.verbose` asks for all."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.INFO if is_verbose else optuna.logging.WARNING)
+def check_packages(settings: OptunaSearch) -> None:
+    """Raise ConfigError where a package is missing or too old."""
+    try:
+        version = importlib.metadata.version("optuna")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"hydra/sweeper=optuna: needs optuna; {advise_extra('sweep')}.") from None
+    if int(version.partition(".")[0]) < OLDEST_OPTUNA:
+        raise ConfigError(
+            f"hydra/sweeper=optuna: needs optuna {OLDEST_OPTUNA}, and {version} is installed; {advise_extra('sweep')}."
+        )
+    if settings.sampler == "cmaes" and importlib.util.find_spec("cmaes") is None:
+        raise ConfigError(f"hydra.sweeper.sampler=cmaes: needs cmaes; {advise_extra('sweep')}, or use another sampler.")

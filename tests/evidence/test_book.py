@@ -18,8 +18,8 @@ PAIR: dict[str, Any] = {"idea": "x", "stage": "screen", "seed": 1, "baseline_los
 
 
 def append(book: Book, **values: Any) -> None:
-    with book.locked() as writer:
-        writer.append("pair", **PAIR | values)
+    with book.locked() as append_event:
+        append_event("pair", **PAIR | values)
 
 
 def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ from titan.evidence.book import Book
 folder, own, other = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 book = Book(folder)
 for seed in range(200):
-    with book.locked() as writer:
-        writer.append("pair", idea=own, stage="screen", seed=seed, baseline_loss=2.0, loss=1.0, baseline=0)
+    with book.locked() as append:
+        append("pair", idea=own, stage="screen", seed=seed, baseline_loss=2.0, loss=1.0, baseline=0)
     (folder / own).touch()
     while seed == 50 and not (folder / other).exists():
         time.sleep(0.01)

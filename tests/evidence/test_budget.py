@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import campaigns
-from titan.evidence.budget import find_threshold, is_futile
+from titan.evidence.campaign import find_threshold, is_futile
 
 
 def test_the_chances_of_all_confirmations_add_up_to_the_budget() -> None:

@@ -94,10 +94,10 @@ def test_a_rejected_idea_goes_on_with_more_pairs(session: Session, trainer: Scri
 
 
 def test_seeds_are_never_used_twice(session: Session, trainer: ScriptedTrainer) -> None:
-    session.measure_noise(3)
+    session.measure("noise", 3)
     for change in ("useless=1", "good=1", "better=1"):
         session.try_idea((change,))
-    session.measure_chain(6)
+    session.measure("chain", 6)
     counts = {seed: [s for _, s in trainer.runs].count(seed) for _, seed in trainer.runs}
     noise = {seed for recipe, seed in trainer.runs[:6]}
     assert all(count == (1 if seed in noise else 2) for seed, count in counts.items())
@@ -105,16 +105,16 @@ def test_seeds_are_never_used_twice(session: Session, trainer: ScriptedTrainer) 
 
 def test_the_chain_is_worth_what_its_changes_are(session: Session, trainer: ScriptedTrainer) -> None:
     with pytest.raises(ConfigError, match="no idea was kept yet"):
-        session.measure_chain(4)
+        session.measure("chain", 4)
     for change in ("good=1", "better=1"):
         assert session.try_idea((change,))["state"] == "kept"
-    chain = session.measure_chain(9)["chain"]
+    chain = session.measure("chain", 9)["chain"]
     assert chain["pairs"] == 9 and chain["interval"][0] < 6 < chain["interval"][1]
     assert trainer.runs[-2][0] == ("model=debug",) and trainer.runs[-1][0] == ("model=debug", "good=1", "better=1")
 
 
 def test_the_noise_floor_is_that_of_a_seed(session: Session) -> None:
-    noise = session.measure_noise(60, batch=60)["noise"]
+    noise = session.measure("noise", 60, batch=60)["noise"]
     assert noise["pairs"] == 60 and noise["interval"][0] < 1 < noise["interval"][1]
     assert noise["seed_deviation"] == pytest.approx(1, abs=0.2)
 
@@ -245,8 +245,8 @@ def test_a_changed_setting_keeps_its_place() -> None:
 
 def test_the_same_pair_twice_counts_once(session: Session) -> None:
     answer = enter(session, 1)
-    with session.book.locked() as writer:
-        writer.append("pair", idea=answer["idea"], stage="screen", seed=1, baseline_loss=9.0, loss=1.0, baseline=0)
+    with session.book.locked() as append:
+        append("pair", idea=answer["idea"], stage="screen", seed=1, baseline_loss=9.0, loss=1.0, baseline=0)
     campaign = read_campaign(*session.book.read())
     assert campaign is not None and len(campaign.ideas[answer["idea"]].stages["screen"]) == 1
     assert list_overrides(campaign) == ("model=debug",)
@@ -291,9 +291,9 @@ class TestWithdraw:
         for seed in range(5):
             idea = session.add_result(("good=1",), seed, 5.0, 2.0)["idea"]
         session.withdraw(idea)
-        with session.book.locked() as writer:
+        with session.book.locked() as append:
             for seed in range(60, 72):
-                writer.append(
+                append(
                     "pair", idea=idea, stage="confirm", seed=seed, baseline_loss=5.0, loss=2.0, baseline=0
                 )  # fmt: skip
         campaign = session.read()

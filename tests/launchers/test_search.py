@@ -20,10 +20,10 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from launchers.command import run_command
-from launchers.search import space as spaces
-from launchers.search.pool import HOOK, TrialPool, write_best
-from launchers.search.study import STORAGE, check_packages, check_settings, open_study
-from launchers.search.sweeper import run_search
+from launchers.search import study as spaces
+from launchers.search.pool import HOOK, TrialPool, run_search, write_best
+from launchers.search.study import STORAGE, check_settings, open_study
+from launchers.search.sweeper import check_packages
 from launchers.session import SweepSession, TrialSource
 from launchers.slurm import state
 from launchers.slurm.sweep import SlurmSweep

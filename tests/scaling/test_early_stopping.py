@@ -6,15 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from titan.scaling.early_stopping import (
     FEWEST_EARLIER,
     Trajectory,
+    correlate_ranks,
     examine_position,
     find_decay,
     find_margin,
     find_stop,
     list_shape_settings,
+    rank,
     replay_stops,
 )
 
@@ -103,3 +106,13 @@ def test_no_larger_deficit_than_the_margin_was_made_up(pairs: list[tuple[int, in
     margin = find_margin(losses, ends)
     made_up = [a - b for a, x in pairs for b, y in pairs if x < y]
     assert margin == max([0, *made_up])
+
+
+@given(st.lists(st.integers(-9, 9), max_size=30), st.randoms())
+def test_rank_correlation_is_scipys(values: list[int], random: np.random.RandomState) -> None:
+    assert rank(values).tolist() == stats.rankdata(values).tolist()
+    other = [random.randint(-9, 9) for _ in values]
+    if len(set(values)) < 2 or len(set(other)) < 2:
+        assert np.isnan(correlate_ranks(values, other))
+    else:
+        assert correlate_ranks(values, other) == pytest.approx(stats.spearmanr(values, other).statistic, abs=1e-12)

@@ -1,7 +1,8 @@
-"""Effective speed-up: by laws, by a law's slope, and by two lengths of a baseline."""
+"""Effective speed-up: by laws, a law's slope, two lengths of a baseline, and from differences of losses."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +13,9 @@ from hypothesis import strategies as st
 from tests.support.made_tables import chinchilla, make_table, thrifty
 from tests.support.tiers import full
 from titan.errors import ConfigError
-from titan.scaling import rung_speedups
+from titan.scaling import speedup as speedups
 from titan.scaling.fit import Fit, fit_law
-from titan.scaling.rung_speedups import compare_rungs
-from titan.scaling.speedup import Measured, Speedup, compare_laws, effective_speedup, find_ratio
+from titan.scaling.speedup import Gap, Measured, Speedup, compare_laws, compare_rungs, effective_speedup, find_ratio
 from titan.scaling.table import Table
 
 N, D = 1.6e8, 3.2e9
@@ -137,12 +137,12 @@ class TestRungs:
         noisy = replace(table, loss=table.loss * np.exp(np.tile(deviations, 2) + small))
         law = fit_law(noisy, 200)
         paired = self.measure_widths(law, noisy)
-        monkeypatch.setattr(rung_speedups, "LEAST_FREEDOM", 1000)
+        monkeypatch.setattr(speedups, "LEAST_FREEDOM", 1000)
         assert np.median(paired) < 0.15 and np.median(self.measure_widths(law, noisy)) > 2 * np.median(paired)
 
     @staticmethod
     def measure_widths(law: Fit, table: Table) -> list[float]:
-        shares = [rung.speedup.tokens for rung in rung_speedups.compare_rungs(law, table, "a", "b")]
+        shares = [rung.speedup.tokens for rung in speedups.compare_rungs(law, table, "a", "b")]
         return [share.high - share.low for share in shares if share]
 
     def test_rungs_are_the_same_within_a_few_percent_of_parameters_and_with_equal_tokens(self, fit: Fit) -> None:
@@ -153,3 +153,49 @@ class TestRungs:
         few = np.arange(len(table)) % 20 < 2
         assert len(compare_rungs(fit, wider.select(few), "a", "b")) == 2 and not compare_rungs(fit, longer, "a", "b")
         assert find_ratio(wider, "a", "b", 6 * wider.n * wider.d) == pytest.approx(1.03)
+
+
+def compute_loss(tokens: float, exponent: float) -> float:
+    return 2.0 * float(tokens**-exponent)
+
+
+@pytest.mark.parametrize("length", [1.0, 0.7])
+@pytest.mark.parametrize("truth", [0.7, 0.9, 1.0, 1.2])
+def test_the_share_of_tokens_is_that_of_the_curve(truth: float, length: float) -> None:
+    """The variant's curve is the baseline's with tokens that count for more, or at another level."""
+    long = compute_loss(1.0, 0.3)
+    short = Gap(compute_loss(0.5, 0.3) - long, 0.0, 2)
+    for loss in (compute_loss(length / truth, 0.3), long + compute_loss(length, 0.3) - compute_loss(truth, 0.3)):
+        share = speedups.estimate_token_share(short, Gap(loss - long, 0.0, 2), 0.5, length)
+        assert share is not None and share.low <= truth + 1e-6 and truth - 1e-6 <= share.high
+        assert share.value == pytest.approx(truth, rel=0.06)
+
+
+def test_without_a_slope_there_is_no_share() -> None:
+    assert speedups.estimate_token_share(Gap(-0.01, 0.002, 2), Gap(0.01, 0.002, 2), 0.5) is None
+    assert speedups.estimate_token_share(Gap(0.001, 0.01, 2), Gap(0.1, 0.01, 2), 0.5) is None
+
+
+@pytest.mark.full
+def test_intervals_hold_the_truth() -> None:
+    """Three pairs of seeds; 90 % are asked for."""
+    generator, inside, count = np.random.default_rng(1), 0, 300
+    for _ in range(count):
+        truth, exponent = generator.uniform(0.7, 1.3), generator.uniform(0.15, 0.45)
+        long = compute_loss(1.0, exponent)
+        sides = []
+        for loss in (compute_loss(0.5, exponent), compute_loss(1 / truth, exponent)):
+            pairs = loss - long + generator.normal(0, 0.01, 3)
+            sides.append(Gap(float(pairs.mean()), float(pairs.std(ddof=1)) / math.sqrt(3), 2))
+        share = speedups.estimate_token_share(sides[0], sides[1], 0.5)
+        inside += share is not None and share.low <= truth <= share.high
+    assert 0.86 <= inside / count <= 0.98, inside / count
+
+
+def test_shares_and_nats() -> None:
+    slope = speedups.estimate_slope(Gap(compute_loss(0.5, 0.3) - compute_loss(1.0, 0.3), 0.0, 2), 0.5)
+    assert slope == pytest.approx(0.3 * 2.0)
+    assert speedups.convert_nats(speedups.convert_share(0.02, slope), slope) == pytest.approx(0.02)
+    assert compute_loss(1.0, 0.3) - compute_loss(1.02, 0.3) == pytest.approx(
+        speedups.convert_share(0.02, slope), rel=0.02
+    )

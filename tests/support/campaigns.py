@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.evidence.budget import SCREEN, find_threshold
-from titan.evidence.campaign import CONFIRM_FACTOR
+from titan.evidence.campaign import CONFIRM_FACTOR, SCREEN, find_threshold
 from titan.evidence.paired import compute_log_e_values
 
 Floats = NDArray[np.float64]

@@ -538,7 +538,7 @@ LADDERS = (
     ),
     define_fault(
         "ladders: embeddings are parameters",
-        "titan/sweep/ladder_sizes.py",
+        "titan/sweep/ladder.py",
         "model.embedding_parameters() * (1 if model.tied else 2)",
         "0",
         "sweep/test_ladder.py::test_the_vocabulary_is_no_part_of_the_parameters",
@@ -546,7 +546,7 @@ LADDERS = (
     define_fault(
         "ladders: the largest size is fitted",
         "titan/sweep/ladder.py",
-        "for trunk in self.trunks if trunk.size.model.dim != self._most)",
+        "for trunk in self.trunks if trunk.model.dim != self._most)",
         "for trunk in self.trunks)",
         "sweep/test_ladder.py::test_a_ladder_predicts_before_the_largest_runs_and_scores_it",
     ),
@@ -559,7 +559,7 @@ LADDERS = (
     ),
     define_fault(
         "ladders: heads are wider at larger sizes",
-        "titan/sweep/ladder_sizes.py",
+        "titan/sweep/ladder.py",
         "dim=width, layers=layers, heads=heads,",
         "dim=width, layers=layers, heads=base.heads,",
         "sweep/test_ladder.py::test_a_size_has_heads_of_the_same_width_and_the_rest_in_proportion",
@@ -574,7 +574,7 @@ LADDERS = (
     define_fault(
         "ladders: trunks are rungs of a law",
         "titan/report/law_runs.py",
-        "(trunks if _is_trunk(raw) else rungs).append",
+        "(trunks if is_trunk else rungs).append",
         "rungs.append",
         "commands/test_law.py::test_runs_are_a_table",
     ),
@@ -594,8 +594,8 @@ LADDERS = (
     ),
     define_fault(
         "early stopping: a search ends trials at a high learning rate",
-        "launchers/search/stopping.py",
-        "self.same_shape = not list_shape_settings(names)",
+        "launchers/search/pool.py",
+        "self.same_shape = not list_shape_settings(space)",
         "self.same_shape = True",
         "launchers/test_search.py::test_no_trial_ends_before_its_learning_rate_has_decayed",
     ),

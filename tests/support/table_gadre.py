@@ -104,7 +104,7 @@ def predict_large(corpus: str, evaluation: str) -> Iterator[GadrePrediction]:
     fit, widths = fit_law(runs), draw_widths(runs, targets)
     for n, d, loss, width in zip(targets.n, targets.d, targets.loss, widths, strict=True):
         interval = fit.predict(n, d, extrapolate=True)
-        yield GadrePrediction(n, loss, interval, fit.predict_plain(n, d), width)
+        yield GadrePrediction(n, loss, interval, fit.laws[fit.variants[0]].compute_plain(n, d, fit.variants[0]), width)
 
 
 def check_gadre() -> Iterator[FigureCheck]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.mixture.regression import fit_mixture
 from tests.support.published_tables import FigureCheck, read_table
-from titan.scaling.mixture import fit_mixture
-from titan.scaling.ranks import correlate_ranks
+from titan.scaling.early_stopping import correlate_ranks
 
 Numbers = NDArray[np.float64]
 

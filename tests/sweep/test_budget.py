@@ -123,9 +123,9 @@ def test_a_doubtful_time_of_a_step_is_warned_of(monkeypatch: pytest.MonkeyPatch)
     times = {2: budget.BudgetStepTime(1.0, "measured in x", few), 4: budget.BudgetStepTime(1.0, "measured in x", sure)}
     monkeypatch.setattr(budget, "find_step_time", lambda run: times[run.model.layers])
     first, second = budget.describe_times(RUNS[::2], VARIED[:2], Sweep(budget="time"))
-    assert first.line == "sweep.budget=time: a=1: 20 steps of 1 s (p10-p90 1-1 s over 8 timed steps), measured in x"
-    assert first.doubt.startswith("sweep.budget=time: the time of a step is the median of 8 timed steps of a run, ")
-    assert second.doubt == "" and "over 20 timed steps" in second.line
+    assert first[0] == "sweep.budget=time: a=1: 20 steps of 1 s (p10-p90 1-1 s over 8 timed steps), measured in x"
+    assert first[1].startswith("sweep.budget=time: the time of a step is the median of 8 timed steps of a run, ")
+    assert second[1] == "" and "over 20 timed steps" in second[0]
 
 
 @pytest.mark.full

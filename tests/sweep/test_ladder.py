@@ -25,7 +25,7 @@ from tests.support.tiers import full, thorough
 from titan.errors import RunError
 from titan.model.schema import Llama
 from titan.run.run import Run
-from titan.sweep import ladder, ladder_sizes, ladder_tuning, ledger, predictions
+from titan.sweep import ladder, ladder_law, ledger, predictions
 from titan.sweep.predictions import PredictedLoss
 from titan.sweep.schema import Sweep
 
@@ -60,7 +60,7 @@ class FakeTrainer:
         directory = Path(run.directory)
         for step in run.checkpoint.at:
             write_checkpoint(directory, step)
-        body = ladder_sizes.count_body(run.model)
+        body = ladder.count_body(run.model)
         loss = FLOOR + 40 * body**-0.4 + 60 * run.training.total_tokens**-0.35 + SCATTER * math.sin(11 * len(self.runs))
         content = {"finished": True, "step": run.training.steps, "validation_loss": loss + self.changes(run)}
         directory.mkdir(parents=True, exist_ok=True)
@@ -100,37 +100,35 @@ def test_a_size_has_heads_of_the_same_width_and_the_rest_in_proportion(
     heads: tuple[int, int], head: int, layers: int, times: int
 ) -> None:
     base = replace(BASE, dim=heads[0] * head, heads=heads[0], kv_heads=heads[1], layers=layers, ffn=8 * heads[0] * head)
-    scaled = ladder_sizes.scale_model(base, times * head)
+    scaled = ladder.scale_model(base, times * head)
     assert (scaled.dim, scaled.heads, scaled.head_size) == (times * head, times, head)
     assert scaled.heads % scaled.kv_heads == 0 and scaled.heads // scaled.kv_heads <= base.heads // base.kv_heads
     assert abs(scaled.layers - base.layers * scaled.dim / base.dim) <= max(0.5, scaled.layers * (scaled.layers == 1))
     assert scaled.ffn == 8 * scaled.dim and scaled.vocab == base.vocab
-    assert ladder_sizes.scale_model(base, base.dim) == base
+    assert ladder.scale_model(base, base.dim) == base
 
 
 def test_the_vocabulary_is_no_part_of_the_parameters() -> None:
     for tied in (False, True):
-        small, large = (ladder_sizes.count_body(replace(BASE, vocab=vocab, tied=tied)) for vocab in (64, 4096))
+        small, large = (ladder.count_body(replace(BASE, vocab=vocab, tied=tied)) for vocab in (64, 4096))
         assert small == large == sum(BASE.block_parameters(k) for k in range(BASE.layers)) + BASE.dim
 
 
 def test_branches_end_at_their_lengths_and_read_the_same_batches() -> None:
     base = compose_test_run([*TINY, "model.dim=32", "model.heads=4", "evaluation.tokens=64"])
-    variant = ladder_sizes.Variant((), base)
+    variant = ladder.Variant((), base)
     found = ladder.build_ladder([variant], Sweep(sizes=(16, 24, 8), lengths=(30.0, 60.0), seeds=3))
-    assert [(trunk.size.model.dim, trunk.seed) for trunk in found.trunks] == [(8, 0), (8, 1), (8, 2), (16, 0), (24, 0)]
+    assert [(trunk.model.dim, trunk.seed) for trunk in found.trunks] == [(8, 0), (8, 1), (8, 2), (16, 0), (24, 0)]
     for trunk in found.trunks:
-        assert trunk.size.lr == pytest.approx(base.optimizer.lr * 32 / trunk.size.model.dim, rel=1e-5)
+        assert trunk.lr == pytest.approx(base.optimizer.lr * 32 / trunk.model.dim, rel=1e-5)
         assert trunk.steps == trunk.rungs[-1].branch_step > trunk.rungs[0].branch_step > trunk.warmup
         for rung in trunk.rungs:
-            asked = rung.length * trunk.size.parameters
+            asked = rung.length * trunk.parameters
             assert asked <= rung.tokens == rung.steps * 128 < asked + 128
             assert rung.decay_steps == round(0.2 * rung.steps)
-    costs = list(ladder.list_costs(found))
     trunk = found.trunks[0]
-    assert sum(tokens for other, tokens, _ in costs if other == trunk) == 128 * (
-        trunk.steps + sum(rung.decay_steps for rung in trunk.rungs)
-    )
+    steps = trunk.steps + sum(rung.decay_steps for rung in trunk.rungs)
+    assert sum(tokens for tokens, _ in ladder.list_costs(trunk)) == 128 * steps
 
 
 def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
@@ -148,13 +146,9 @@ def test_a_ladder_predicts_before_the_largest_runs_and_scores_it(
     content, (line,) = read("prediction.json"), read_record()
     assert [run["dim"] for run in content["runs"]] == [8] * 6 + [16] * 3 + [24] * 3 and len(content["losses"]) == 3
     largest = content["losses"][-1]
-    assert (largest["n"], largest["n_all"]) == (
-        ladder_sizes.count_body(trainer.runs[-1].model),
-        trainer.runs[-1].model.parameters(),
-    )
-    assert (
-        line["d"] == trainer.runs[-1].training.total_tokens and line["loss"] == read("score.json")["scores"][-1]["loss"]
-    )
+    last = trainer.runs[-1]
+    assert (largest["n"], largest["n_all"]) == (ladder.count_body(last.model), last.model.parameters())
+    assert line["d"] == last.training.total_tokens and line["loss"] == read("score.json")["scores"][-1]["loss"]
     assert largest["low"] < line["loss"] < largest["high"] and line["inside"] is True
     shown = capsys.readouterr().out
     assert "your predictions so far: 1 of 1 inside 90 %" in shown and "dim 32 (predicted)" in shown
@@ -242,19 +236,19 @@ def test_the_rule_of_tuned_rates(best: Callable[[int], float], power: float, is_
     base = compose_test_run([*TINY, "model.dim=32", "model.heads=4", "evaluation.tokens=64"])
     base = replace(base, optimizer=replace(base.optimizer, lr=0.005))
     sweep = Sweep(sizes=(8, 16, 24, 32), lengths=(30.0, 60.0), lr_rule="tuned", tuned_factors=(0.125, 0.25, 0.5, 1, 2))
-    variant = ladder_sizes.Variant((), base)
+    variant = ladder.Variant((), base)
     made = ladder.build_ladder([variant], sweep)
-    runs = ladder_tuning.list_tuning_runs(made, sweep)
-    losses = [3 + math.log(run.lr / best(run.trunk.size.model.dim)) ** 2 for run in runs]
+    runs = ladder_law.list_tuning_runs(made, sweep)
+    losses = [3 + math.log(run.lr / best(run.trunk.model.dim)) ** 2 for run in runs]
     losses[0] = math.inf  # it diverged
-    tuned = ladder_tuning.find_best_rates(runs, losses)
+    tuned = ladder_law.find_best_rates(runs, losses)
     assert [rate.is_edge for rate in tuned] == [is_edge] * 2
-    assert any("wider sweep.tuned_factors" in line for line in ladder_tuning.describe_tuned(tuned)) == is_edge
-    rates = ladder_tuning.extrapolate_rates(tuned)
-    small, large = (rates.compute(variant, ladder_sizes.scale_model(base.model, dim), 10) for dim in (8, 32))
+    assert any("wider sweep.tuned_factors" in line for line in ladder_law.describe_tuned(tuned)) == is_edge
+    rates = ladder_law.extrapolate_rates(tuned)
+    small, large = (rates.compute(variant, ladder.scale_model(base.model, dim), 10) for dim in (8, 32))
     assert small / large == pytest.approx(4**power, rel=0.02)
     if not is_edge:
-        assert small * rates.compute(variant, ladder_sizes.scale_model(base.model, 16), 10) == pytest.approx(
+        assert small * rates.compute(variant, ladder.scale_model(base.model, 16), 10) == pytest.approx(
             best(8) * best(16), rel=0.05
         )
 
@@ -286,31 +280,27 @@ def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: FakeTrainer, n
         assert Path("runs/s/prediction.json").read_bytes() == before
 
 
-@pytest.mark.thorough
-def test_no_prediction_is_made_once_the_largest_has_begun(
-    trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert climb() == 0
-    Path("runs/s/prediction.json").unlink()
-    assert climb() == 2
-    assert "a prediction would come too late" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "overrides", "words"),
     [
-        full(lambda text: text.replace('"value": ', '"value": 1'), "it was changed", id="changed"),
-        full(lambda text: text[:100], "can't be used", id="cut"),
+        full(lambda text: text.replace('"value": ', '"value": 1'), [], "it was changed", id="changed"),
+        full(lambda text: text[:100], [], "can't be used", id="cut"),
+        thorough(None, [], "a prediction would come too late", id="gone-once-the-largest-has-begun"),
+        thorough(lambda text: text, ["optimizer.lr=5e-3"], "a ladder with other settings", id="of-another-ladder"),
     ],
 )
-def test_a_changed_prediction_is_rejected(
-    change: Callable[[str], str], words: str, trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]
+def test_a_prediction_stays_as_it_was_made(
+    change: Callable[[str], str] | None,
+    overrides: list[str],
+    words: str,
+    trainer: FakeTrainer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert climb() == 0
-    file = Path("runs/s/prediction.json")
-    file.write_text(change(file.read_text()))
-    assert climb() == 2
-    assert words in capsys.readouterr().err
+    runs, file = len(trainer.runs), Path("runs/s/prediction.json")
+    file.unlink() if change is None else file.write_text(change(file.read_text()))
+    assert climb(*overrides) == 2
+    assert words in capsys.readouterr().err and len(trainer.runs) == runs
 
 
 @pytest.mark.thorough
@@ -320,14 +310,6 @@ def test_a_ladder_goes_on_on_other_machines(trainer: FakeTrainer) -> None:
     trainer.fails = lambda count: False
     assert climb("cluster.time=1:00:00", "hydra.launcher.at_once=1") == 0
     assert len(trainer.runs) == 17
-
-
-@pytest.mark.thorough
-def test_another_ladder_does_not_get_the_prediction(trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert climb() == 0
-    runs = len(trainer.runs)
-    assert climb("optimizer.lr=5e-3") == 2
-    assert "a ladder with other settings" in capsys.readouterr().err and len(trainer.runs) == runs
 
 
 @pytest.mark.full

@@ -24,14 +24,12 @@ from titan.run.directory import is_locked
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 
+POINT = {"event": "point", "id": "a", "directory": "p", "overrides": ["x=1"], "steps": 3, "devices": 2, "asked": ""}
+
 
 def noted(root: Path, *events: dict[str, Any]) -> TrialState:
     """The only point of a sweep with these events."""
-    ledger.add_events(
-        root,
-        {"event": "point", "id": "a", "directory": "p", "overrides": ["x=1"], "steps": 3, "devices": 2, "asked": ""},
-        *events,
-    )
+    ledger.add_events(root, POINT, *events)
     sweep = ledger.read(root)
     assert sweep is not None
     return sweep.trials[0]
@@ -73,10 +71,7 @@ def test_a_finished_run_counts_whatever_the_ledger_says_unless_more_steps_are_as
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "result.json").write_text('{"finished": true, "step": 3}')
     assert noted(tmp_path, SENDING, SENT).state == "finished"
-    ledger.add_events(
-        tmp_path,
-        {"event": "point", "id": "a", "directory": "p", "overrides": [], "steps": 4, "devices": 2, "asked": ""},
-    )
+    ledger.add_events(tmp_path, POINT | {"steps": 4})
     sweep = ledger.read(tmp_path)
     assert sweep is not None and sweep.trials[0].state == "queued"
 
@@ -139,11 +134,7 @@ def test_what_slurm_says(tmp_path: Path, job: SlurmJob | None, state: str, reaso
 
 def test_a_submission_that_was_cut_short_is_found_by_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm has forgotten the first element of the array, which has ended."""
-    for name in ("a", "b"):
-        ledger.add_events(
-            tmp_path,
-            {"event": "point", "id": name, "directory": name, "overrides": [], "steps": 1, "devices": 1, "asked": ""},
-        )
+    ledger.add_events(tmp_path, *(POINT | {"id": name, "directory": name} for name in ("a", "b")))
     ledger.add_events(tmp_path, {"event": "sending", "token": "t", "points": ["a", "b"]})
     monkeypatch.setattr(standing, "find_sent_jobs", lambda token: [])
     adopt_jobs(tmp_path)
@@ -240,9 +231,8 @@ def test_a_point_is_found_again_on_other_machines(
     ids = [point.id for point in ledger.read_trials(tmp_path)]
     name = sweep_trials.find_trial_id(run, varied, ledger.read_trials(tmp_path))
     assert len(ids) == len(counts) and all(point.asked for point in ledger.read_trials(tmp_path))
-    assert name == (identity.compute_trial_id(run) if found is None else ids[found]) and (name in ids) == (
-        found is not None
-    )
+    assert name == (identity.compute_trial_id(run) if found is None else ids[found])
+    assert (name in ids) == (found is not None)
 
 
 def test_a_copy_of_the_code_is_named_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
-from titan.evidence.budget import compute_share
-from titan.evidence.campaign import Campaign, Idea, SeedPair, find_size
+from titan.evidence.campaign import Campaign, Idea, SeedPair, find_size, find_threshold
 
 
 def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> dict[str, Any]:
@@ -18,6 +17,15 @@ def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> di
         from_book: whether nothing was trained for this answer.
     """
     pairs = idea.stages["confirm"] or idea.stages["screen"]
+    logs = {name: campaign.compute_evidence(stage) if stage else [0.0] for name, stage in idea.stages.items()}
+    stages = {
+        name: {
+            "pairs": len(idea.stages[name]),
+            "e_value": round_figures(math.exp(own[-1])),
+            "highest": round_figures(math.exp(max(own))),
+        }
+        for name, own in logs.items()
+    }
     return {
         "idea": idea.id,
         "changes": idea.changes,
@@ -26,8 +34,7 @@ def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> di
         "state": idea.state,
         "kept_as": idea.kept_as,
         "from_book": from_book,
-        "screen": _describe_stage(campaign, idea.stages["screen"]),
-        "confirm": _describe_stage(campaign, idea.stages["confirm"]),
+        **stages,
         "confirmation": idea.confirmation,
         "needed": round(campaign.find_threshold(idea), 1),
         "budget_spent": round_figures(compute_spent(campaign, idea)),
@@ -40,16 +47,7 @@ def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> di
 
 def compute_spent(campaign: Campaign, idea: Idea) -> float:
     """Return the part of the campaign's budget that an idea has spent: nothing before its confirmation."""
-    return 0.0 if idea.confirmation is None else compute_share(campaign.rules.budget, idea.confirmation)
-
-
-def _describe_stage(campaign: Campaign, pairs: Sequence[SeedPair]) -> dict[str, Any]:
-    logs = campaign.compute_evidence(pairs) if pairs else [0.0]
-    return {
-        "pairs": len(pairs),
-        "e_value": round_figures(math.exp(logs[-1])),
-        "highest": round_figures(math.exp(max(logs))),
-    }
+    return 0.0 if idea.confirmation is None else 1 / find_threshold(campaign.rules.budget, idea.confirmation)
 
 
 def describe_size(campaign: Campaign, pairs: Sequence[SeedPair]) -> dict[str, Any]:
@@ -74,18 +72,16 @@ def format_idea(campaign: Campaign, idea: Idea) -> str:
     """Return the sentence about an idea."""
     size = format_size(idea.stages["confirm"] or idea.stages["screen"])
     counts = f"{len(idea.stages['screen'])} pairs of the screen, {len(idea.stages['confirm'])} of the confirmation"
-    if idea.state == "kept":
-        return f"kept, as baseline {idea.kept_as}: {size}; {counts}"
-    if idea.state == "rejected":
-        return f"rejected, not shown to be better: {size}; {counts}"
-    if idea.state == "withdrawn":
-        why = f" ({idea.reason})" if idea.reason else ""
-        spent = compute_spent(campaign, idea)
-        budget = f"{spent:.2g} of the budget stays spent" if spent else "no budget was spent"
-        return f"withdrawn before it was judged{why}; {budget}. {size}; {counts}"
-    if idea.state == "older baseline":
-        return f"not decided: baseline {idea.baseline} is no longer the baseline; try it again. {size}; {counts}"
-    return f"not decided yet ({idea.state}): {size}; {counts}"
+    spent = compute_spent(campaign, idea)
+    why = f" ({idea.reason})" if idea.reason else ""
+    budget = f"{spent:.2g} of the budget stays spent" if spent else "no budget was spent"
+    outcome = {
+        "kept": f"kept, as baseline {idea.kept_as}: ",
+        "rejected": "rejected, not shown to be better: ",
+        "withdrawn": f"withdrawn before it was judged{why}; {budget}. ",
+        "older baseline": f"not decided: baseline {idea.baseline} is no longer the baseline; try it again. ",
+    }.get(idea.state, f"not decided yet ({idea.state}): ")
+    return f"{outcome}{size}; {counts}"
 
 
 def format_size(pairs: Sequence[SeedPair]) -> str:
@@ -95,9 +91,7 @@ def format_size(pairs: Sequence[SeedPair]) -> str:
     note = f", {diverged} diverged" if diverged else ""
     if mean is None:
         return f"no pair of finite losses{note}"
-    ends = (
-        "too few pairs for an interval" if interval is None else f"95% interval {interval[0]:.4g} to {interval[1]:.4g}"
-    )
+    ends = f"95% interval {interval[0]:.4g} to {interval[1]:.4g}" if interval else "too few pairs for an interval"
     return f"better by {mean:.4g} ({ends}){note}"
 
 

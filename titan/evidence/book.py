@@ -7,12 +7,11 @@ ends it, and what it held is done again by the command that is repeated. Nothing
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from titan.files.platform import sync_file
 SCHEMA = 1
 """Increased when an event changes its meaning."""
 FILE = "campaign.jsonl"
+Append = Callable[..., None]
 
 
 class Book:
@@ -57,78 +57,48 @@ class Book:
         return self._events + events, self._damaged + damaged
 
     def _parse_lines(self, text: bytes) -> tuple[list[dict[str, Any]], int]:
-        """Return the events of some lines, and how many lines hold none."""
-        lines = text.decode(errors="replace").split("\n")
-        parsed = [self._parse_line(line) for line in lines if line.strip()]
-        events = [event for event in parsed if event is not None]
-        return events, len(parsed) - len(events)
-
-    def _parse_line(self, line: str) -> dict[str, Any] | None:
-        """Return the event of a line; None where it is torn or damaged."""
-        try:
-            event = untrusted.parse_object(line)
-            untrusted.check_type(event.get("schema"), int, "schema")
-            if event["schema"] == SCHEMA:
+        """Return the events of some lines, and how many lines are torn or damaged."""
+        events, damaged = list[dict[str, Any]](), 0
+        for line in filter(str.strip, text.decode(errors="replace").split("\n")):
+            try:
+                event = untrusted.parse_object(line)
+                untrusted.check_type(event.get("schema"), int, "schema")
+                if event["schema"] != SCHEMA:
+                    raise ConfigError(
+                        f"{self.file}: another titan wrote it (schema {event['schema']}, not {SCHEMA}); use that one, "
+                        "or choose another name."
+                    )
                 check_event(event)
-        except ValueError:
-            return None
-        if event["schema"] != SCHEMA:
-            raise ConfigError(
-                f"{self.file}: another titan wrote it (schema {event['schema']}, not {SCHEMA}); use that one, or "
-                "choose another name."
-            )
-        return event
+                events.append(event)
+            except ValueError:
+                damaged += 1
+        return events, damaged
 
     @contextmanager
-    def locked(self) -> Iterator[Writer]:
+    def locked(self) -> Iterator[Append]:
         """Lock the book for a reader that decides what to append; other processes wait.
+
+        The function that appends takes an event's kind, see `titan.evidence.campaign`, and its values: plain data whose
+        numbers are finite.
 
         Raises:
             ConfigError: when the folder can't be written or locked.
         """
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = locks.open_lock(self.file)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.file}: can't be written ({error.strerror}); choose another name or repair it."
-            ) from None
-        try:
-            locks.acquire(descriptor, str(self.file.parent))
-            yield Writer(descriptor)
-        finally:
-            os.close(descriptor)
+        with locks.hold_file(self.file, str(self.file), "choose another name or repair it") as descriptor:
+            yield partial(_append, descriptor)
 
 
-class Writer:
-    """Appends to a locked book."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def append(self, event: str, **values: Any) -> None:
-        """Append an event in one write, and flush it; a line that a kill has torn ends before it.
-
-        Args:
-            event: its kind: see `titan.evidence.campaign`.
-            values: plain data; numbers are finite.
-        """
-        line = {"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **values}
-        text = json.dumps(line, allow_nan=False) + "\n"
-        size = os.lseek(self._descriptor, 0, os.SEEK_END)
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            text = "\n" + text
-        content = text.encode()
-        while content:  # a signal or a full disk may cut a write short
-            content = content[os.write(self._descriptor, content) :]
-        sync_file(self._descriptor)
+def _append(descriptor: int, event: str, **values: Any) -> None:
+    """Append an event, and flush it."""
+    line = {"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **values}
+    locks.append_lines(descriptor, line, allow_nan=False)
+    sync_file(descriptor)
 
 
 def check_event(event: Mapping[str, Any]) -> None:
     """Raise ValueError for an object that is no event."""
-    kind = event.get("event")
-    untrusted.check_type(kind, str, "event")
-    for name, value_type in _TYPES.get(str(kind), {}).items():
+    untrusted.check_type(event.get("event"), str, "event")
+    for name, value_type in _TYPES.get(event["event"], {}).items():
         untrusted.check_type(event.get(name), value_type, name)
     if not all(math.isfinite(value) for value in event.values() if isinstance(value, (int, float))):
         raise ValueError("a number is not finite")

@@ -14,25 +14,51 @@ The stages of an idea are "screen" and "confirm". The pairs of the baseline agai
 and the pairs of the first baseline with the present one those of the idea `CHAIN`. Whether an idea is kept is never
 recorded: it follows from its pairs in the order of the file, so two processes that write at once can't disagree. The
 confirmation of an idea gets its number with its first pair.
+
+The error budget is how much evidence an idea needs, so that hardly any useless one is ever kept. An idea is screened
+first, then confirmed on seeds that nothing in the campaign has used. The j-th confirmation is passed at an e-value of j
+(j + 1) / a, where a is the budget. Whatever was known and chosen before it, a useless idea passes it with a probability
+of at most a / (j (j + 1)) (`titan.evidence.paired`), and these add up to a over any number of confirmations, since 1 /
+(j (j + 1)) = 1 / j - 1 / (j + 1). So ideas may be chosen in the light of all results, and the screen needs no
+correction: it decides only which ideas get a confirmation, and a useless one gets one with a probability of at most 1 /
+`SCREEN`. Spending an error probability over a sequence of tests: Foster and Stine 2008,
+https://doi.org/10.1111/j.1467-9868.2007.00643.x.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from titan.evidence.budget import SCREEN, find_threshold, is_futile
 from titan.evidence.paired import compute_log_e_values, find_interval
 
 Changes = str | tuple[str, ...]
 """Overrides of titan.train, or a text of a program that trains by itself."""
 NOISE, CHAIN = "noise", "chain"
 State = Literal["screening", "confirming", "kept", "rejected", "older baseline", "withdrawn"]
+SCREEN = 10.0
+"""The e-value at which an idea has passed the screen."""
 CONFIRM_FACTOR = 2
 """A confirmation may use so many times the pairs of a screen."""
+
+
+def find_threshold(budget: float, number: int) -> float:
+    """Return the e-value at which a confirmation is passed.
+
+    Args:
+        budget: the chance that any useless idea is ever kept.
+        number: of the confirmation in the campaign, from 1.
+    """
+    return number * (number + 1) / budget
+
+
+def is_futile(log_e_value: float, remaining_pairs: int, threshold: float) -> bool:
+    """Return whether no further pairs can reach a threshold: a pair at most doubles an e-value."""
+    return log_e_value + remaining_pairs * math.log(2) < math.log(threshold) - 1e-9
 
 
 @dataclass(frozen=True)
@@ -193,17 +219,7 @@ class Campaign:
 
     def take_seeds(self, count: int) -> list[int]:
         """Return the lowest seeds from 1 that nothing has used."""
-        seeds: list[int] = []
-        candidate = 1
-        while len(seeds) < count:
-            if candidate not in self.seeds:
-                seeds.append(candidate)
-            candidate += 1
-        return seeds
-
-    def find_stale(self, changes: Changes, id: str) -> list[Idea]:
-        """Return the ideas with the same changes of older baselines."""
-        return [idea for idea in self.ideas.values() if idea.changes == changes and idea.id != id]
+        return list(itertools.islice((seed for seed in itertools.count(1) if seed not in self.seeds), count))
 
 
 @cache
@@ -223,8 +239,7 @@ def read_campaign(events: Iterable[Mapping[str, Any]], damaged_lines: int = 0) -
         if campaign is None:
             campaign = _open(event) if event["event"] == "opened" else None
         else:
-            if (apply := _APPLIED.get(event["event"])) is not None:
-                apply(campaign, event)
+            _apply(campaign, event)
     if campaign is not None:
         campaign.damaged_lines = damaged_lines
         for idea in campaign.ideas.values():
@@ -238,15 +253,25 @@ def _open(event: Mapping[str, Any]) -> Campaign:
     return Campaign(Rules(baseline, **{name: event[name] for name in names}))
 
 
-def _add_idea(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    changes = event["changes"] if isinstance(event["changes"], str) else tuple(event["changes"])
-    idea = Idea(event["idea"], changes, event["hypothesis"], event["baseline"], event["result_id"], event["pairs"])
-    campaign.ideas.setdefault(idea.id, idea)
-
-
-def _extend(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    if (idea := campaign.ideas.get(event["idea"])) is not None:
+def _apply(campaign: Campaign, event: Mapping[str, Any]) -> None:
+    """Let an event change the state; what nothing is known of, such as an event of a later titan, changes nothing."""
+    kind, idea = event["event"], campaign.ideas.get(str(event.get("idea")))
+    if kind == "idea" and idea is None:
+        changes = event["changes"] if isinstance(event["changes"], str) else tuple(event["changes"])
+        id, pairs = event["idea"], event["pairs"]
+        campaign.ideas[id] = Idea(id, changes, event["hypothesis"], event["baseline"], event["result_id"], pairs)
+    elif kind == "seeds":
+        _take_seeds(campaign, event)
+    elif kind == "pair":
+        _add_pair(campaign, event)
+    elif kind == "extended" and idea is not None:
         idea.pairs = max(idea.pairs, event["pairs"])
+    elif kind == "withdrawn" and idea is not None and idea.state != "kept":
+        idea.is_withdrawn, idea.reason = True, event["reason"]
+    elif kind == "resumed" and idea is not None:
+        idea.is_withdrawn = False
+        if idea.stages["confirm"]:
+            _keep_proven(campaign, idea)
 
 
 def _take_seeds(campaign: Campaign, event: Mapping[str, Any]) -> None:
@@ -271,21 +296,19 @@ def _add_pair(campaign: Campaign, event: Mapping[str, Any]) -> None:
 
 
 def _add_evidence(campaign: Campaign, idea: Idea, stage: str, pair: SeedPair) -> None:
-    """Add a pair to an idea; the same seed a second time, by two processes at once, does not count."""
+    """Add a pair to an idea; the same seed a second time, by two processes at once, does not count.
+
+    A confirmation that begins gets its number, also of a withdrawn idea.
+    """
     pairs = idea.stages.get(stage)
     if pairs is None or any(pair.seed == other.seed for other in idea.stages["screen"] + idea.stages["confirm"]):
         return
     pairs.append(pair)
     if stage == "confirm":
-        _confirm(campaign, idea)
-
-
-def _confirm(campaign: Campaign, idea: Idea) -> None:
-    """Count a confirmation that begins, also of a withdrawn idea, and keep the idea where its evidence now suffices."""
-    if idea.confirmation is None:
-        campaign.confirmations += 1
-        idea.confirmation = campaign.confirmations
-    _keep_proven(campaign, idea)
+        if idea.confirmation is None:
+            campaign.confirmations += 1
+            idea.confirmation = campaign.confirmations
+        _keep_proven(campaign, idea)
 
 
 def _keep_proven(campaign: Campaign, idea: Idea) -> None:
@@ -294,18 +317,6 @@ def _keep_proven(campaign: Campaign, idea: Idea) -> None:
         idea.state = "kept"
         campaign.kept.append(idea.id)
         idea.kept_as = len(campaign.kept)
-
-
-def _withdraw(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    if (idea := campaign.ideas.get(event["idea"])) is not None and idea.state != "kept":
-        idea.is_withdrawn, idea.reason = True, event["reason"]
-
-
-def _resume(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    if (idea := campaign.ideas.get(event["idea"])) is not None:
-        idea.is_withdrawn = False
-        if idea.stages["confirm"]:
-            _keep_proven(campaign, idea)
 
 
 def _judge(campaign: Campaign, idea: Idea) -> State:
@@ -324,9 +335,3 @@ def _judge(campaign: Campaign, idea: Idea) -> State:
     if not is_current:
         return "older baseline"
     return "confirming" if is_screened else "screening"
-
-
-_APPLIED = {
-    "idea": _add_idea, "extended": _extend, "withdrawn": _withdraw, "resumed": _resume, "seeds": _take_seeds,
-    "pair": _add_pair,
-}  # fmt: skip

@@ -51,7 +51,7 @@ def compute_log_e_values(
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(d == 0, 0.0, np.where(np.isinf(d), d, d / scale))[..., np.newaxis]
     factors = math.log(2) - np.logaddexp(0.0, -2 * np.asarray(SHARES) * ratio)
-    return _average_logs(np.cumsum(factors, axis=-2))
+    return np.asarray(np.logaddexp.reduce(np.cumsum(factors, axis=-2), axis=-1) - math.log(len(SHARES)))
 
 
 def _compute_scale(d: Floats, noise_squares: Floats, noise_pairs: Floats) -> Floats:
@@ -66,14 +66,6 @@ def _compute_scale(d: Floats, noise_squares: Floats, noise_pairs: Floats) -> Flo
 def _spread(noise: Floats, d: Floats) -> Floats:
     """Return what was known before each pair; [..., pairs], or of one value each."""
     return noise if noise.ndim == d.ndim else noise[..., np.newaxis]
-
-
-def _average_logs(logs: Floats) -> Floats:
-    """Return the logarithm of the mean over the last dimension; [...]."""
-    highest = logs.max(axis=-1)
-    base = np.where(np.isfinite(highest), highest, 0.0)
-    with np.errstate(divide="ignore"):
-        return np.asarray(base + np.log(np.exp(logs - base[..., np.newaxis]).mean(axis=-1)))
 
 
 def find_interval(

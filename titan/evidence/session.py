@@ -10,23 +10,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from titan.errors import ConfigError
 from titan.evidence import answers
-from titan.evidence.book import Book, Writer
-from titan.evidence.budget import SCREEN, is_futile
-from titan.evidence.campaign import CHAIN, NOISE, Campaign, Changes, Idea, Rules, SeedPair, read_campaign
+from titan.evidence.book import Append, Book
+from titan.evidence.campaign import (
+    CHAIN,
+    NOISE,
+    SCREEN,
+    Campaign,
+    Changes,
+    Idea,
+    Rules,
+    is_futile,
+    read_campaign,
+)
 from titan.files import locks
 
 Loss = float | None
 """The final metric of a run; None where it diverged."""
 MAX_SEED = 2**63
-SEEDS_PER_PAIR = {NOISE: 2, CHAIN: 1}
 
 
 class CampaignTrainer(Protocol):
@@ -53,23 +59,6 @@ class CampaignTrainer(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class CampaignVariant:
-    """Changes to the present baseline, identified.
-
-    Attributes:
-        changes: see `Idea.changes`.
-        id: of the hypothesis.
-        result_id: of what the changed recipe learns.
-        baseline: the number of the baseline.
-    """
-
-    changes: Changes
-    id: str
-    result_id: str
-    baseline: int
-
-
 class Session:
     """Answers requests about one campaign.
 
@@ -83,11 +72,7 @@ class Session:
         self.book = Book(folder)
 
     def read(self) -> Campaign:
-        """Return the campaign's state.
-
-        Raises:
-            ConfigError: when none was opened.
-        """
+        """Return the campaign's state; raise ConfigError when none was opened."""
         campaign = read_campaign(*self.book.read())
         if campaign is None:
             raise ConfigError(
@@ -95,12 +80,8 @@ class Session:
             )
         return campaign
 
-    def open(self, baseline: Changes | None, **rules: Any) -> Campaign:
-        """Open a campaign; one that is open with the same rules stays as it is.
-
-        Args:
-            baseline: see `Rules.baseline`.
-            rules: other attributes of `Rules`.
+    def open(self, baseline: Changes | None, **rules: Any) -> dict[str, Any]:
+        """Open a campaign by its `Rules`, and return its state; one that is open with the same ones stays as it is.
 
         Raises:
             ConfigError: when the baseline can't be trained, or the campaign was opened with other rules.
@@ -111,18 +92,33 @@ class Session:
         metric = rules.get("metric", Rules.metric)
         id = hash_texts(baseline) if isinstance(baseline, str) else self.trainer.identify(baseline, (), metric)
         wanted = Rules(baseline, id, **rules)
-        with self.book.locked() as writer:
+        with self.book.locked() as append:
             campaign = read_campaign(*self.book.read())
             if campaign is None:
-                writer.append("opened", **vars(wanted))
+                append("opened", **vars(wanted))
             elif different := find_difference(campaign.rules, wanted):
                 raise ConfigError(
                     f"{self.folder}: this campaign was opened with {different}; give the same, or choose another name."
                 )
-        return self.read()
+        return answers.describe_campaign(self.read())
 
-    def identify(self, campaign: Campaign, changes: Changes) -> CampaignVariant:
-        """Return what changes to the present baseline are; other spellings of the same have the same id.
+    def list_ideas(self) -> dict[str, Any]:
+        """Return the state of the campaign and all its ideas, with their evidence."""
+        campaign = self.read()
+        ideas = [answers.describe_idea(campaign, idea, from_book=True) for idea in campaign.ideas.values()]
+        return {**answers.describe_campaign(campaign), "list": ideas}
+
+    def show_idea(self, id: Changes | None) -> dict[str, Any]:
+        """Return an idea with its evidence, None: the state of the campaign; raise ConfigError without such an idea."""
+        campaign = self.read()
+        if id is None:
+            return answers.describe_campaign(campaign)
+        if (idea := campaign.ideas.get(str(id))) is None:
+            raise ConfigError(f"idea={id}: this campaign has no such idea; the verb list names them.")
+        return answers.describe_idea(campaign, idea, from_book=True)
+
+    def identify(self, campaign: Campaign, changes: Changes) -> Idea:
+        """Return the idea that changes to the present baseline are; other spellings of the same have the same id.
 
         Raises:
             ConfigError: when they change nothing that is learned, or what they make can't be trained.
@@ -141,7 +137,8 @@ class Session:
                 f"{changes if isinstance(changes, str) else ' '.join(changes)}: changes nothing that is learned from "
                 f"baseline {len(campaign.kept)}; give a setting another value."
             )
-        return CampaignVariant(changes, hash_texts(campaign.baseline_id, result_id), result_id, len(campaign.kept))
+        id = hash_texts(campaign.baseline_id, result_id)
+        return Idea(id, changes, None, len(campaign.kept), result_id, campaign.rules.pairs)
 
     def try_idea(
         self, changes: Changes | None, hypothesis: str | None = None, pairs: int | None = None, batch: int = 2
@@ -164,91 +161,56 @@ class Session:
         if changes is None:
             raise ConfigError("try: there is no idea; give overrides of titan.train.")
         check_pairs(pairs)
-        variant = self.identify(campaign, changes)
+        idea = self.identify(campaign, changes)
         trained = 0
-        with self._lock_idea(variant.id):
-            self._resume(variant.id)
-            while seeds := self._take_seeds(variant, hypothesis, pairs, batch):
-                self._train_idea(variant, seeds)
+        with self._lock_idea(idea.id):
+            self._resume(idea.id)
+            while seeds := self._take_seeds(idea, hypothesis, pairs, batch):
+                campaign = self.read()
+                known = campaign.ideas[idea.id]
+                baseline = list_overrides(campaign, known.baseline)
+                recipes = (baseline, merge_overrides(baseline, known.changes))
+                runs = [(recipe, seed) for seed in seeds for recipe in recipes]
+                losses = self.trainer.train(self.folder / "ideas" / idea.id, runs, campaign.rules.metric)
+                stage = "screen" if seeds[0] in known.taken["screen"] else "confirm"  # which took the seeds
+                self._record_pairs(idea.id, stage, known.baseline, seeds, losses)
                 trained += len(seeds)
-        campaign = self.read()
-        return describe_tried(campaign, variant, from_book=not trained)
+        return describe_tried(self.read(), idea, from_book=not trained)
 
-    def _take_seeds(self, variant: CampaignVariant, hypothesis: str | None, pairs: int | None, batch: int) -> list[int]:
+    def _take_seeds(self, idea: Idea, hypothesis: str | None, pairs: int | None, batch: int) -> list[int]:
         """Return the next seeds of an idea, and record them; none where it is decided."""
-        with self.book.locked() as writer:
-            idea = self._record_idea(writer, variant, hypothesis, pairs)
+        with self.book.locked() as append:
+            idea = self._record_idea(append, idea, hypothesis, pairs)
             if idea.state not in ("screening", "confirming"):
                 return []
             if seeds := idea.untrained[:batch]:
                 return seeds
-            campaign = self.read()
-            count = min(batch, idea.most_pairs - len(idea.stages[idea.stage]))
-            seeds = campaign.take_seeds(count)
-            writer.append("seeds", idea=idea.id, stage=idea.stage, seeds=seeds, baseline=idea.baseline)
+            seeds = self.read().take_seeds(min(batch, idea.most_pairs - len(idea.stages[idea.stage])))
+            append("seeds", idea=idea.id, stage=idea.stage, seeds=seeds, baseline=idea.baseline)
             return seeds
 
-    def _record_idea(
-        self, writer: Writer, variant: CampaignVariant, hypothesis: str | None, pairs: int | None = None
-    ) -> Idea:
+    def _record_idea(self, append: Append, idea: Idea, hypothesis: str | None, pairs: int | None = None) -> Idea:
         """Return an idea of the locked book; add it, or more pairs of it, where the book has them not."""
-        campaign = self.read()
-        if variant.id not in campaign.ideas:
-            writer.append(
-                "idea",
-                idea=variant.id,
-                pairs=pairs or campaign.rules.pairs,
-                changes=variant.changes,
-                hypothesis=hypothesis,
-                baseline=variant.baseline,
-                result_id=variant.result_id,
-            )
-            campaign = self.read()
-        if pairs is not None and pairs > campaign.ideas[variant.id].pairs:
-            writer.append("extended", idea=variant.id, pairs=pairs)
-            campaign = self.read()
-        return campaign.ideas[variant.id]
+        known = self.read().ideas.get(idea.id)
+        if known is None:
+            append(
+                "idea", idea=idea.id, pairs=pairs or idea.pairs, changes=idea.changes, hypothesis=hypothesis,
+                baseline=idea.baseline, result_id=idea.result_id,
+            )  # fmt: skip
+        elif pairs is not None and pairs > known.pairs:
+            append("extended", idea=idea.id, pairs=pairs)
+        return self.read().ideas[idea.id]
 
-    def _train_idea(self, variant: CampaignVariant, seeds: Sequence[int]) -> None:
-        """Train an idea and its baseline on seeds, and record the losses under the stage that took the seeds."""
-        campaign = self.read()
-        idea = campaign.ideas[variant.id]
-        baseline = list_overrides(campaign, idea.baseline)
-        recipes = (baseline, merge_overrides(baseline, idea.changes))
-        runs = [(recipe, seed) for seed in seeds for recipe in recipes]
-        losses = self.trainer.train(self.folder / "ideas" / idea.id, runs, campaign.rules.metric)
-        stage = "screen" if seeds[0] in idea.taken["screen"] else "confirm"
-        with self.book.locked() as writer:
-            for number, seed in enumerate(seeds):
-                before, after = losses[2 * number : 2 * number + 2]
-                writer.append(
-                    "pair",
-                    idea=idea.id,
-                    stage=stage,
-                    seed=seed,
-                    baseline_loss=before,
-                    loss=after,
-                    baseline=idea.baseline,
-                )
+    def _record_pairs(self, idea: str, stage: str, baseline: int, seeds: Sequence[int], losses: Sequence[Loss]) -> None:
+        """Record pairs of losses, of the baseline and then of the idea, one for each seed."""
+        with self.book.locked() as append:
+            for seed, first, second in zip(seeds, losses[::2], losses[1::2], strict=True):
+                append_pair(append, idea, stage, baseline, seed, first, second)
 
-    @contextlib.contextmanager
-    def _lock_idea(self, name: str) -> Iterator[None]:
-        """Let one process at a time train an idea.
-
-        Raises:
-            ConfigError: while another one does.
-        """
-        folder = self.folder / "locks"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = locks.open_lock(folder / name)
-        except OSError as error:
-            raise ConfigError(f"{folder}: can't be written ({error.strerror}); make it writable.") from None
-        try:
-            _acquire(descriptor, name, folder)
-            yield
-        finally:
-            os.close(descriptor)
+    def _lock_idea(self, name: str) -> contextlib.AbstractContextManager[int]:
+        """Let one process at a time train an idea; raises ConfigError while another one does."""
+        busy = f"{name}: another process is training it; wait for that one, or try another idea."
+        return locks.hold_file(self.folder / "locks" / name, str(self.folder / "locks"), "make it writable", busy)
 
     def add_result(
         self, changes: Changes, seed: int, baseline_loss: Loss, loss: Loss, hypothesis: str | None = None
@@ -260,30 +222,20 @@ class Session:
         """
         if not 0 <= seed < MAX_SEED:
             raise ConfigError(f"seed={seed}: must be at least 0 and below 2**63.")
-        variant = self._find_variant(changes)
-        self._resume(variant.id)
-        with self.book.locked() as writer:
-            idea = self._record_idea(writer, variant, hypothesis)
+        idea = self._find_idea(changes)
+        self._resume(idea.id)
+        with self.book.locked() as append:
+            idea = self._record_idea(append, idea, hypothesis)
             if is_open := idea.state in ("screening", "confirming"):
                 check_seed(self.read(), idea, seed)
-                writer.append(
-                    "pair",
-                    idea=idea.id,
-                    stage=idea.stage,
-                    seed=seed,
-                    baseline_loss=baseline_loss,
-                    loss=loss,
-                    baseline=idea.baseline,
-                )
-        return describe_tried(self.read(), variant, from_book=not is_open)
+                append_pair(append, idea.id, idea.stage, idea.baseline, seed, baseline_loss, loss)
+        return describe_tried(self.read(), idea, from_book=not is_open)
 
-    def _find_variant(self, changes: Changes) -> CampaignVariant:
+    def _find_idea(self, changes: Changes) -> Idea:
         """Return an idea by its id, or what changes to the present baseline are; see `identify`."""
         campaign = self.read()
         known = campaign.ideas.get(changes) if isinstance(changes, str) else None
-        if known is None:
-            return self.identify(campaign, changes)
-        return CampaignVariant(known.changes, known.id, known.result_id, known.baseline)
+        return known or self.identify(campaign, changes)
 
     def withdraw(self, changes: Changes, reason: str | None = None) -> dict[str, Any]:
         """Withdraw an idea that is not judged yet; its pairs stay, and so does the budget that it has spent.
@@ -296,32 +248,60 @@ class Session:
         Raises:
             ConfigError: when there is no such idea, and when it was judged.
         """
-        variant = self._find_variant(changes)
-        with self.book.locked() as writer:
-            idea = self.read().ideas.get(variant.id)
+        id = self._find_idea(changes).id
+        with self.book.locked() as append:
+            idea = self.read().ideas.get(id)
             if idea is None:
-                raise ConfigError(f"withdraw: {variant.id}: this campaign has no such idea; the verb list names them.")
+                raise ConfigError(f"withdraw: {id}: this campaign has no such idea; the verb list names them.")
             if idea.state in ("kept", "rejected"):
                 raise ConfigError(f"withdraw: {idea.id}: was judged, {idea.state}, and stays in the book as that.")
             if idea.state != "withdrawn":
-                writer.append("withdrawn", idea=idea.id, reason=reason)
-        return describe_tried(self.read(), variant, from_book=True)
+                append("withdrawn", idea=id, reason=reason)
+        return describe_tried(self.read(), idea, from_book=True)
 
     def _resume(self, id: str) -> None:
         """Let an idea that was withdrawn go on where it was: with all its pairs, and the number of its confirmation."""
-        with self.book.locked() as writer:
+        with self.book.locked() as append:
             idea = self.read().ideas.get(id)
             if idea is not None and idea.is_withdrawn:
-                writer.append("resumed", idea=id)
+                append("resumed", idea=id)
 
-    def measure_noise(self, pairs: int, batch: int = 2) -> dict[str, Any]:
-        """Train pairs of the present baseline, each on two seeds, until there are so many.
+    def measure(self, name: str, pairs: int, batch: int = 2) -> dict[str, Any]:
+        """Train pairs that are no idea's until there are so many.
+
+        Args:
+            name: `NOISE`, of the present baseline, each on two seeds; or `CHAIN`, of the first and the present baseline
+                on fresh seeds.
+            batch: pairs that are trained together.
 
         Raises:
-            ConfigError: when another process is doing that.
+            ConfigError: for the chain when nothing was kept yet, and when another process is doing that.
             RunError: when a run failed.
         """
-        return self._train_beside(NOISE, len(self.read().kept), pairs, batch)
+        campaign = self.read()
+        number, step = len(campaign.kept), 2 if name == NOISE else 1
+        if name == CHAIN and number == 0:
+            raise ConfigError("chain: no idea was kept yet, so the present baseline is the first one; try ideas first.")
+        if isinstance(campaign.rules.baseline, str):
+            raise ConfigError(f"{name}: another program trains this campaign's runs, which titan can't.")
+        with self._lock_idea(f"{name}-{number}"):
+            while True:
+                with self.book.locked() as append:
+                    campaign = self.read()
+                    known = campaign.noise if name == NOISE else campaign.chain.get(number, [])
+                    if (missing := pairs - len(known)) <= 0:
+                        return answers.describe_campaign(campaign)
+                    taken, done = campaign.taken.get(f"{name} {number}", []), {pair.seed for pair in known}
+                    starts = [i for i in range(0, len(taken), step) if taken[i] not in done]  # taken, and not trained
+                    seeds = [seed for i in starts for seed in taken[i : i + step]][: min(batch, missing) * step]
+                    if not seeds:
+                        seeds = campaign.take_seeds(min(batch, missing) * step)
+                        append("seeds", idea=name, stage=name, seeds=seeds, baseline=number)
+                present = list_overrides(campaign, number)
+                recipes = [present] if name == NOISE else [list_overrides(campaign, 0), present]
+                runs = [(recipe, seed) for seed in seeds for recipe in recipes]
+                losses = self.trainer.train(self.folder / f"{name}-{number}", runs, campaign.rules.metric)
+                self._record_pairs(name, name, number, seeds[::step], losses)
 
     def add_noise(self, losses: Sequence[float]) -> dict[str, Any]:
         """Record final metrics of runs of the baseline that another program trained, paired in their order.
@@ -331,86 +311,21 @@ class Session:
         """
         if len(losses) % 2 or not losses:
             raise ConfigError(f"losses: {len(losses)} were given; give an even number, two for a pair.")
-        with self.book.locked() as writer:
-            baseline = len(self.read().kept)
-            for first, second in zip(losses[::2], losses[1::2], strict=True):
-                writer.append(
-                    "pair", idea=NOISE, stage=NOISE, seed=-1, baseline_loss=first, loss=second, baseline=baseline
-                )
+        self._record_pairs(NOISE, NOISE, len(self.read().kept), [-1] * (len(losses) // 2), losses)
         return answers.describe_campaign(self.read())
 
-    def measure_chain(self, pairs: int, batch: int = 2) -> dict[str, Any]:
-        """Train the first and the present baseline on fresh seeds until there are so many pairs.
 
-        Raises:
-            ConfigError: when nothing was kept yet, or another process is doing that.
-            RunError: when a run failed.
-        """
-        present = len(self.read().kept)
-        if present == 0:
-            raise ConfigError("chain: no idea was kept yet, so the present baseline is the first one; try ideas first.")
-        return self._train_beside(CHAIN, present, pairs, batch)
-
-    def _train_beside(self, name: str, number: int, pairs: int, batch: int) -> dict[str, Any]:
-        """Train pairs that are no idea's until there are so many: of the noise or of the chain.
-
-        Args:
-            name: `NOISE`, whose pairs take two seeds each, or `CHAIN`.
-            number: of the baseline.
-            pairs: see `measure_noise`.
-            batch: see `try_idea`.
-        """
-        if isinstance(self.read().rules.baseline, str):
-            raise ConfigError(f"{name}: another program trains this campaign's runs, which titan can't.")
-        with self._lock_idea(f"{name}-{number}"):
-            while (missing := pairs - len(list_pairs(self.read(), name, number))) > 0:
-                seeds = self._take_beside(name, number, min(batch, missing))
-                campaign = self.read()
-                present = list_overrides(campaign, number)
-                recipes = [present] if name == NOISE else [list_overrides(campaign, 0), present]
-                runs = [(recipe, seed) for seed in seeds for recipe in recipes]
-                losses = self.trainer.train(self.folder / f"{name}-{number}", runs, campaign.rules.metric)
-                self._record_beside(name, number, seeds, losses)
-        return answers.describe_campaign(self.read())
-
-    def _take_beside(self, name: str, number: int, pairs: int) -> list[int]:
-        """Return seeds that were taken and not trained, else new ones, and record these."""
-        with self.book.locked() as writer:
-            campaign = self.read()
-            taken, step = campaign.taken.get(f"{name} {number}", []), SEEDS_PER_PAIR[name]
-            done = {pair.seed for pair in list_pairs(campaign, name, number)}
-            left = [seed for i in range(0, len(taken), step) if taken[i] not in done for seed in taken[i : i + step]]
-            if left:
-                return left[: pairs * step]
-            seeds = campaign.take_seeds(pairs * step)
-            writer.append("seeds", idea=name, stage=name, seeds=seeds, baseline=number)
-            return seeds
-
-    def _record_beside(self, name: str, number: int, seeds: Sequence[int], losses: Sequence[Loss]) -> None:
-        with self.book.locked() as writer:
-            for seed, first, second in zip(seeds[:: SEEDS_PER_PAIR[name]], losses[::2], losses[1::2], strict=True):
-                writer.append(
-                    "pair", idea=name, stage=name, seed=seed, baseline_loss=first, loss=second, baseline=number
-                )
+def append_pair(
+    append: Append, idea: str, stage: str, baseline: int, seed: int, baseline_loss: Loss, loss: Loss
+) -> None:
+    """Append a pair of losses to a locked book."""
+    append("pair", idea=idea, stage=stage, seed=seed, baseline_loss=baseline_loss, loss=loss, baseline=baseline)
 
 
-def list_pairs(campaign: Campaign, name: str, number: int) -> list[SeedPair]:
-    """Return the pairs of the noise, of whatever baseline, or those of the chain up to a baseline."""
-    return campaign.noise if name == NOISE else campaign.chain.get(number, [])
-
-
-def _acquire(descriptor: int, name: str, folder: Path) -> None:
-    """Lock an idea; raise ConfigError while another process has it."""
-    try:
-        locks.acquire(descriptor, str(folder), patience=0)
-    except BlockingIOError:
-        raise ConfigError(f"{name}: another process is training it; wait for that one, or try another idea.") from None
-
-
-def describe_tried(campaign: Campaign, variant: CampaignVariant, from_book: bool) -> dict[str, Any]:
+def describe_tried(campaign: Campaign, idea: Idea, from_book: bool) -> dict[str, Any]:
     """Return the answer about an idea, with what was found about the same changes of older baselines."""
-    earlier = campaign.find_stale(variant.changes, variant.id)
-    return answers.describe_idea(campaign, campaign.ideas[variant.id], from_book) | {
+    earlier = [other for other in campaign.ideas.values() if other.changes == idea.changes and other.id != idea.id]
+    return answers.describe_idea(campaign, campaign.ideas[idea.id], from_book) | {
         "on_older_baselines": [{"idea": i.id, "baseline": i.baseline, "state": i.state} for i in earlier]
     }
 

@@ -43,7 +43,7 @@ class Decoder(DecoderCounts):
     FREE: ClassVar[tuple[str, ...]] = ()
     """Settings on which weights of this shape do not depend."""
     SIZE_FREE: ClassVar[tuple[str, ...]] = ()
-    """Settings of a family that stay the same at all sizes of a ladder (`titan.sweep.ladder_sizes`)."""
+    """Settings of a family that stay the same at all sizes of a ladder (`titan.sweep.ladder`)."""
     UNUSED: ClassVar[tuple[str, ...]] = ()
     """Settings that a family has no use for: another value than the default is rejected."""
     SPLIT: ClassVar[tuple[str, ...]] = ("kv_heads", "heads", "ffn", "vocab")

@@ -30,7 +30,7 @@ from titan.report.rank import VariantCandidate
 from titan.run.directory import describe_hook_end
 from titan.sweep.labels import count_distinguishing_digits, format_label
 from titan.sweep.ledger import SweepSpec
-from titan.sweep.margin import DEFAULT, parse_margin
+from titan.sweep.schema import DEFAULT_MARGIN, parse_margin
 
 FAILED_STATES = ("failed", "stopped")
 
@@ -63,7 +63,7 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     spec = _resolve_spec(collected, options)
     groups = align.group_runs(collected.list_started_runs(), collected.failed)
     margin = parse_margin(spec.margin, "margin")
-    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), margin.nats or DEFAULT)
+    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), margin.nats or DEFAULT_MARGIN)
     members, figure_notes = figures.drop_incomparable(members)
     candidates = rank.list_candidates(groups, members, options.baseline, spec.baseline)
     short = effort.find_shorter_run(candidates)

@@ -17,9 +17,9 @@ from titan.report.estimate import Member, collect_outcomes
 from titan.report.findings import Effort, Interval
 from titan.report.rank import VariantCandidate
 from titan.report.statistics import MeanDifference, compare_means, compare_seeds
-from titan.scaling import gaps
-from titan.scaling.gaps import Gap
-from titan.sweep.margin import DEFAULT, Margin
+from titan.scaling import speedup
+from titan.scaling.speedup import Gap
+from titan.sweep.schema import DEFAULT_MARGIN, Margin
 
 LONGEST = 0.9
 """Tokens of a shorter run, relative to the baseline's, at most."""
@@ -44,7 +44,7 @@ class ShorterRun:
     @cached_property
     def slope(self) -> float:
         """Return by how many nats the baseline's loss falls as tokens grow by a factor e; 0 where it does not."""
-        return max(0.0, gaps.estimate_slope(self.gap, self.share))
+        return max(0.0, speedup.estimate_slope(self.gap, self.share))
 
 
 def find_shorter_run(candidates: Sequence[VariantCandidate]) -> ShorterRun | None:
@@ -107,14 +107,14 @@ def resolve_margin(margin: Margin, candidates: Sequence[VariantCandidate], short
     """
     slope = short.slope if short else 0.0
     if margin.nats is not None:
-        return ResolvedMargin(margin.nats, gaps.convert_nats(margin.nats, slope) if slope else None)
+        return ResolvedMargin(margin.nats, speedup.convert_nats(margin.nats, slope) if slope else None)
     if slope and margin.share is not None:
-        return ResolvedMargin(gaps.convert_share(margin.share, slope), margin.share)
+        return ResolvedMargin(speedup.convert_share(margin.share, slope), margin.share)
     tokens = _find_tokens(candidates[0].members) if candidates else None
     advice = f"; {_name_missing_run(short, tokens)}" if tokens else ""
     stated = f"{100 * (margin.share or 0.0):.3g}% of the baseline's compute"
-    note = f"the margin of {stated} is not known in nats: {DEFAULT:g} are used{advice}"
-    return ResolvedMargin(DEFAULT, None, (note,))
+    note = f"the margin of {stated} is not known in nats: {DEFAULT_MARGIN:g} are used{advice}"
+    return ResolvedMargin(DEFAULT_MARGIN, None, (note,))
 
 
 def judge_candidates(candidates: Sequence[VariantCandidate], short: ShorterRun | None) -> list[Effort | None]:
@@ -136,7 +136,7 @@ def _judge(candidate: VariantCandidate, baseline: VariantCandidate, short: Short
     own = _find_tokens(candidate.members)
     if gap is None or tokens is None or own is None:
         return None
-    share = gaps.estimate_token_share(short.gap, gap, short.share, own / tokens) if short else None
+    share = speedup.estimate_token_share(short.gap, gap, short.share, own / tokens) if short else None
     if short is None or share is None:
         return Effort(f"as compute: not determined; {_name_missing_run(short, tokens)}")
     known = math.isfinite(gap.error) and math.isfinite(short.gap.error)

@@ -9,13 +9,11 @@ from html import escape
 import numpy as np
 
 from titan.console.notebook import format_fields
-from titan.scaling.fit import LEVEL, Fit, QuantileInterval, find_suspects, summarise
-from titan.scaling.floor import Floor
+from titan.scaling.fit import LEVEL, Law, QuantileInterval, SharingTest, summarise
 from titan.scaling.ladders import ComputeFactor, LadderStudy
 from titan.scaling.law import BEND, DATA, SHARED, SIZE
-from titan.scaling.replicates import Law
 from titan.scaling.speedup import Speedup, find_nearest
-from titan.scaling.study import Study, list_rungs
+from titan.scaling.study import Floor, Optimum, Study
 from titan.scaling.table import Table
 
 
@@ -132,31 +130,12 @@ class LawOfVariants:
 
 
 @dataclass(frozen=True)
-class SharingFindings:
-    """The likelihood-ratio test, in its F form, that variants share E, a and b."""
-
-    f: float
-    p: float
-    numerator: int
-    denominator: int
-
-
-@dataclass(frozen=True)
 class SpeedupFindings:
     """The speed-up of a variant over the baseline by both laws, at a size and length."""
 
     n: float
     d: float
     speedup: Speedup
-
-
-@dataclass(frozen=True)
-class OptimumFindings:
-    """The size and length with the least loss of a compute (6 N D FLOPs); None where they are not determined."""
-
-    compute: float
-    n: QuantileInterval | None
-    d: QuantileInterval | None
 
 
 @dataclass(frozen=True)
@@ -169,11 +148,11 @@ class CorpusFindings:
         not_fitted: how many were not.
         baseline: the variant that others are compared with.
         shares_law: whether variants share E, a and b.
-        sharing: the test of that; None with one variant, or too few rungs.
+        sharing: the likelihood-ratio test of that, in its F form; None with one variant, or too few rungs.
         laws: one for all variants, or one for each; none where they are compared by compute.
         rungs: what was measured and predicted, by variant, size and length.
         speedups: by variant.
-        optima: by variant.
+        optima: the size and length with the least loss of a compute (6 N D FLOPs), by variant.
         left_out: variants and runs, with the reason.
         factors: how far each variant is ahead of the baseline in FLOPs, where variants are compared by compute.
     """
@@ -183,11 +162,11 @@ class CorpusFindings:
     not_fitted: int
     baseline: str
     shares_law: bool
-    sharing: SharingFindings | None
+    sharing: SharingTest | None
     laws: tuple[LawOfVariants, ...]
     rungs: tuple[RungFindings, ...]
     speedups: Mapping[str, SpeedupFindings]
-    optima: Mapping[str, OptimumFindings]
+    optima: Mapping[str, Optimum]
     left_out: tuple[str, ...]
     factors: Mapping[str, tuple[ComputeFactor, ...]] = field(default_factory=dict)
 
@@ -225,103 +204,83 @@ class LawFindings:
 
 
 def collect_findings(table: Table, studies: Sequence[Study | LadderStudy], text: str = "") -> LawFindings:
-    """Return the findings.
-
-    Args:
-        table: all runs.
-        studies: one for each corpus.
-        text: see `LawFindings`.
-    """
+    """Return the findings of all runs; there is a study for each corpus."""
     corpora = (_collect_ladders(s) if isinstance(s, LadderStudy) else _collect_corpus(s) for s in studies)
     return LawFindings(tuple(corpora), table.counted, table.notes, text=text)
 
 
 def _collect_corpus(study: Study) -> CorpusFindings:
-    fit, test = study.fit, study.fit.sharing
-    place = study.place
+    fit, place = study.fit, study.place
     return CorpusFindings(
         corpus=study.corpus,
         runs=len(fit.table),
         not_fitted=len(study.held),
         baseline=fit.variants[0],
         shares_law=len(study.floors) == 1,
-        sharing=None if test is None else SharingFindings(test.f, test.p, test.numerator, test.denominator),
+        sharing=fit.sharing,
         laws=tuple(_collect_law(fit.laws[names[0]], floor) for names, floor in study.floors.items()),
         rungs=tuple(_collect_rungs(study)),
         speedups={name: SpeedupFindings(place.n, place.d, speedup) for name, speedup in study.speedups.items()},
-        optima={name: OptimumFindings(o.compute, o.n, o.d) for name, o in study.optima.items()},
+        optima=study.optima,
         left_out=fit.left_out,
     )
 
 
 def _collect_ladders(study: LadderStudy) -> CorpusFindings:
-    rungs = tuple(
-        RungFindings(name, n, d, count, loss, is_fitted=True, plain=None)
-        for name, n, d, loss, count in list_rungs(study.table)
-    )
+    rungs = (RungFindings(name, n, d, count, loss, True, None) for name, n, d, loss, count in study.table.list_rungs())
     return CorpusFindings(
         corpus=study.corpus, runs=len(study.table), not_fitted=0, baseline=study.baseline, shares_law=False,
-        sharing=None, laws=(), rungs=rungs, speedups={}, optima={}, left_out=study.left_out, factors=study.factors,
+        sharing=None, laws=(), rungs=tuple(rungs), speedups={}, optima={}, left_out=study.left_out,
+        factors=study.factors,
     )  # fmt: skip
 
 
 def _collect_law(law: Law, floor: Floor) -> LawOfVariants:
-    is_line, cells = law.points.is_line, law.cells
-    noise = float(np.median(law.draws.noise))
+    is_line, cells, variants = law.points.is_line, law.cells, len(law.variants)
+    center, a, b = law.points.center, law.plain[SHARED:], law.plain[SHARED + variants :]
+    log_a, log_b = a + law.plain[SIZE] * center[0], b + law.plain[DATA] * center[1]
+    size, data = (ParameterFindings(float(law.plain[k]), summarise(law.replicates[:, k])) for k in (SIZE, DATA))
+    bend = np.exp(np.quantile(law.replicates[:, BEND], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
     return LawOfVariants(
         variants=law.variants,
         form="L = E + A N^-a" if is_line else "L = E + A N^-a + B D^-b",
         floor=FloorFindings(floor.value, floor.low, floor.high, floor.is_determined, floor.least_loss),
-        size_exponent=_collect_parameter(law, SIZE),
-        data_exponent=None if is_line else _collect_parameter(law, DATA),
-        terms={name: _collect_terms(law, k) for k, name in enumerate(law.variants)},
-        noise=NoiseFindings(noise, cells.seed_sd, cells.seed_freedom, law.cell_sd),
-        bend=None if is_line else _collect_bend(law),
-        unusual=tuple((float(n), float(d), name, float(residual)) for n, d, name, residual in find_suspects(law)),
+        size_exponent=size,
+        data_exponent=None if is_line else data,
+        terms={
+            name: TermFindings(float(np.exp(log_a[k])), None if is_line else float(np.exp(log_b[k])))
+            for k, name in enumerate(law.variants)
+        },
+        noise=NoiseFindings(float(np.median(law.draws.noise)), cells.seed_sd, cells.seed_freedom, law.cell_sd),
+        bend=None if is_line else QuantileInterval(float(np.exp(law.wide[BEND])), float(bend[0]), float(bend[1])),
+        unusual=tuple((float(n), float(d), name, residual) for n, d, name, residual in law.find_suspects()),
     )
-
-
-def _collect_parameter(law: Law, column: int) -> ParameterFindings:
-    return ParameterFindings(float(law.plain[column]), summarise(law.replicates[:, column]))
-
-
-def _collect_bend(law: Law) -> QuantileInterval:
-    low, high = np.exp(np.quantile(law.replicates[:, BEND], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    return QuantileInterval(float(np.exp(law.wide[BEND])), float(low), float(high))
-
-
-def _collect_terms(law: Law, number: int) -> TermFindings:
-    a = np.exp(law.plain[SHARED + number] + law.plain[SIZE] * law.points.center[0])
-    b = np.exp(law.plain[SHARED + len(law.variants) + number] + law.plain[DATA] * law.points.center[1])
-    return TermFindings(float(a), None if law.points.is_line else float(b))
 
 
 def _collect_rungs(study: Study) -> list[RungFindings]:
     """Return rungs that were fitted, then what is predicted, with the speed-ups measured at each."""
-    fit, baseline = study.fit, study.fit.variants[0]
+    fit = study.fit
     measured = {(found.variant, found.n, found.d): found for rungs in study.rung_speedups.values() for found in rungs}
-    places = [(n, d) for name, n, d, _, _ in [*list_rungs(fit.table), *list_rungs(study.held)] if name == baseline]
+    places = {
+        (n, d) for table in (fit.table, study.held) for name, n, d in table.group_rungs() if name == fit.variants[0]
+    }
 
     def find_speedup(name: str, n: float, d: float) -> tuple[Speedup | None, int]:
-        place = find_nearest((n, d), places)
-        found = measured.get((name, *place)) if place else None
+        found = measured.get((name, *(find_nearest((n, d), places) or (n, d))))
         return (None, 0) if found is None else (found.speedup, found.pairs)
 
-    rungs = [
-        RungFindings(name, n, d, count, loss, True, _compute_plain(fit, name, n, d), None, None, False,
-                     *find_speedup(name, n, d))
-        for name, n, d, loss, count in list_rungs(fit.table)
-    ]  # fmt: skip
-    counts = {(name, n, d): count for name, n, d, _, count in list_rungs(study.held)}
+    rungs = []
+    for name, n, d, loss, count in fit.table.list_rungs():
+        speedup, pairs = find_speedup(name, n, d)
+        plain = fit.laws[name].compute_plain(n, d, name)
+        rungs.append(RungFindings(name, n, d, count, loss, True, plain, speedup=speedup, pairs=pairs))
+    held = study.held.group_rungs()
     for p in study.predictions:
-        runs = counts.get((p.variant, p.n, p.d), 0)
-        speedup = find_speedup(p.variant, p.n, p.d) if runs else (None, 0)
+        runs = len(held.get((p.variant, p.n, p.d), ()))
+        found = find_speedup(p.variant, p.n, p.d) if runs else (None, 0)
         rungs.append(
-            RungFindings(p.variant, p.n, p.d, runs, p.observed, False, p.plain, p.loss, p.is_inside, p.is_beyond,
-                         *speedup)
-        )  # fmt: skip
+            RungFindings(
+                p.variant, p.n, p.d, runs, p.observed, False, p.plain, p.loss, p.is_inside, p.is_beyond, *found
+            )
+        )
     return rungs
-
-
-def _compute_plain(fit: Fit, name: str, n: float, d: float) -> float:
-    return float(fit.laws[name].compute_plain(np.array([n]), np.array([d]), name)[0])

@@ -66,33 +66,22 @@ def read_runs(directories: Sequence[str], count_all: bool = False) -> Table:
     rungs, trunks = list[_Rung](), list[_Rung]()
     for group in group_runs(collected.list_started_runs(), collected.failed):
         for raw in group.runs:
-            result = build_member(raw, raw.directory.name).run
-            counts = _count_parameters(raw)
+            result, counts = build_member(raw, raw.directory.name).run, _count_parameters(raw)
             if reason := _find_reason(result, counts):
                 left_out.append(f"{raw.directory.name}: {reason}")
             elif counts is not None:
-                (trunks if _is_trunk(raw) else rungs).append(_Rung(raw, result, group.settings, counts))
-    if rungs:
-        left_out += _describe_trunks([rung.raw.directory.name for rung in trunks])
-    rungs = rungs or trunks
-    if not rungs:
+                # a run of the schedule wsd that never decays, as those from which decayed branches begin
+                is_trunk = (raw.config.get("schedule") or {}).get("decay") == 0
+                (trunks if is_trunk else rungs).append(_Rung(raw, result, group.settings, counts))
+    if not rungs and not trunks:
         raise ConfigError(f"{directories[0]}: has no finished run with a loss; a law needs final losses.")
-    return _build_table(*_choose_losses(rungs), left_out, count_all)
-
-
-def _describe_trunks(names: Sequence[str]) -> list[str]:
-    """Return that trunks are left out: one by one, or many in one sentence."""
-    if len(names) <= NAMED:
-        return [f"{name}: its learning rate stays constant, and others decay" for name in names]
-    shown = ", ".join(names[:NAMED])
-    return [
-        f"{len(names)} runs, {shown} and others: their learning rate stays constant, and that of the other runs decays"
-    ]
-
-
-def _is_trunk(raw: RawRun) -> bool:
-    """Return whether a run of the schedule wsd never decays, as those from which decayed branches begin."""
-    return (raw.config.get("schedule") or {}).get("decay") == 0
+    names = [trunk.raw.directory.name for trunk in trunks] if rungs else []
+    if len(names) > NAMED:
+        shown, rate = ", ".join(names[:NAMED]), "their learning rate stays constant, and that of the other runs decays"
+        left_out.append(f"{len(names)} runs, {shown} and others: {rate}")
+    else:
+        left_out += [f"{name}: its learning rate stays constant, and others decay" for name in names]
+    return _build_table(*_choose_losses(rungs or trunks), left_out, count_all)
 
 
 def _find_reason(result: RunResult, counts: tuple[float, float] | None) -> str:
@@ -139,25 +128,22 @@ def _build_table(
     if dropped:
         notes.append(f"{', '.join(dropped)}: a function of size and length in these runs, so part of the ladder's rule")
     tokens = np.array([float(rung.result.tokens) for rung in rungs])
+    models = [(rung.raw.model, int(rung.raw.config["training"]["seq_len"])) for rung in rungs]
+    flops = [float(model.flops_per_token(length)) if model else math.nan for model, length in models]
     return Table(
-        total if count_all else body,
-        tokens,
-        np.array(losses),
-        tuple(str(rung.raw.seed) for rung in rungs),
-        variants,
-        _name_corpora(rungs),
-        tuple(rung.raw.directory.name for rung in rungs),
-        body if count_all else total,
-        "with embeddings" if count_all else "without embeddings",
-        tuple(notes),
-        tokens * np.array([_compute_flops(rung.raw) for rung in rungs]),
-        np.array([rung.result.cost.training_hours for rung in rungs]),
+        n=total if count_all else body,
+        d=tokens,
+        loss=np.array(losses),
+        seed=tuple(str(rung.raw.seed) for rung in rungs),
+        variant=variants,
+        corpus=_name_corpora(rungs),
+        name=tuple(rung.raw.directory.name for rung in rungs),
+        other_n=body if count_all else total,
+        counted="with embeddings" if count_all else "without embeddings",
+        notes=tuple(notes),
+        flops=tokens * np.array(flops),
+        hours=np.array([rung.result.cost.training_hours for rung in rungs]),
     )
-
-
-def _compute_flops(raw: RawRun) -> float:
-    """Return FLOPs per token, with attention."""
-    return float(raw.model.flops_per_token(int(raw.config["training"]["seq_len"]))) if raw.model else math.nan
 
 
 def _name_variants(rungs: Sequence[_Rung]) -> tuple[tuple[str, ...], list[str]]:
@@ -165,7 +151,10 @@ def _name_variants(rungs: Sequence[_Rung]) -> tuple[tuple[str, ...], list[str]]:
     names = [name for name in dict.fromkeys(key for r in rungs for key in r.settings) if not EXECUTION.fullmatch(name)]
     values = {name: [rung.settings.get(name, "") for rung in rungs] for name in names}
     names = [name for name in names if len(set(values[name])) > 1]
-    dropped = [name for name in names if MODEL.match(name) and _follows_shape(values[name], rungs)]
+    shapes = [rung.shape for rung in rungs]
+    pairs = {name: {*zip(shapes, values[name], strict=True)} for name in names}
+    # each shape of a model has one value, as where models of a family differ in it
+    dropped = [name for name in names if MODEL.match(name) and len(pairs[name]) == len(set(shapes))]
     numbers = [name for name in names if name not in dropped and all(map(NUMBER.fullmatch, values[name]))]
     texts = [name for name in names if name not in (*dropped, *numbers)]
     words = [tuple(values[name][k] for name in texts) for k in range(len(rungs))]
@@ -176,12 +165,6 @@ def _name_variants(rungs: Sequence[_Rung]) -> tuple[tuple[str, ...], list[str]]:
         for k in range(len(rungs))
     )
     return labels, [name for name in dropped if name != "model"]
-
-
-def _follows_shape(values: Sequence[str], rungs: Sequence[_Rung]) -> bool:
-    """Return whether each shape of a model has one value of a setting, as where models of a family differ in it."""
-    pairs = {(rung.shape, value) for rung, value in zip(rungs, values, strict=True)}
-    return len(pairs) == len({shape for shape, _ in pairs})
 
 
 def _is_determined(
@@ -209,13 +192,12 @@ def _name_corpora(rungs: Sequence[_Rung]) -> tuple[str, ...]:
     if len(set(keys)) == 1:
         return ("",) * len(rungs)
     numbers = {key: k + 1 for k, key in enumerate(dict.fromkeys(keys))}
-    return tuple(f"{_describe_data(rung.raw)} ({numbers[key]})" for rung, key in zip(rungs, keys, strict=True))
-
-
-def _describe_data(raw: RawRun) -> str:
-    choice = (raw.last_document.get("choices") or {}).get("dataset", "data")
-    length = raw.config["training"]["seq_len"]
-    return f"{sanitize_line(str(choice))} {str(raw.last_document['science'].get('data'))[:8]}, rows of {length}"
+    names = []
+    for rung, key in zip(rungs, keys, strict=True):
+        document, length = rung.raw.last_document, rung.raw.config["training"]["seq_len"]
+        choice = sanitize_line(str((document.get("choices") or {}).get("dataset", "data")))
+        names.append(f"{choice} {str(document['science'].get('data'))[:8]}, rows of {length} ({numbers[key]})")
+    return tuple(names)
 
 
 def describe_table(table: Table) -> str:

@@ -17,9 +17,9 @@ from titan.console.numbers import format_plural, format_rounded
 from titan.report import align, effort, estimate, rank, statistics
 from titan.report.collect import collect_runs
 from titan.report.rank import VariantCandidate
-from titan.scaling import gaps
+from titan.scaling import speedup
 from titan.sweep.ledger import SweepSpec
-from titan.sweep.margin import DEFAULT
+from titan.sweep.schema import DEFAULT_MARGIN
 
 SEED_DEVIATION = 0.00117
 """Standard deviation of a run's final loss over seeds, nats: 124M parameters, 45 recipes of the modded-nanogpt
@@ -59,7 +59,7 @@ def read_noise(directory: Path) -> Noise:
     """
     collected = collect_runs([directory])
     groups = align.group_runs(collected.list_started_runs(), collected.failed)
-    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), DEFAULT)
+    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), DEFAULT_MARGIN)
     spec = collected.sweeps[0][1] if len(collected.sweeps) == 1 else SweepSpec()
     candidates = rank.list_candidates(groups, members, None, spec.baseline)
     measured = _measure_spread(candidates)
@@ -103,7 +103,7 @@ def describe_power(
     """
     slope = noise.slope or LENGTH_EXPONENT * LENGTH_FACTOR * tokens**-LENGTH_EXPONENT
     by = noise.source if noise.slope else "Besiroglu et al. 2024" + ", extrapolated" * (tokens < FEWEST_TOKENS)
-    nats = gaps.convert_share(effect, slope)
+    nats = speedup.convert_share(effect, slope)
     count = statistics.compute_seeds_needed(nats, noise.spread)
     needed = f"more than {statistics.MOST:,}" if count is None else f"{count:,}"
     lines = [

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from titan.scaling.ranks import correlate_ranks
-
 DECAYED = 0.5
 """The learning rate, as a share of its peak, from which on it counts as decayed."""
 FEWEST_EARLIER = 10
@@ -119,7 +117,6 @@ def find_stop(variant: Trajectory, earlier: Sequence[Trajectory], same_shape: bo
     Args:
         variant: its losses until now; `end` is not read.
         earlier: variants that have ended.
-        same_shape: see `examine_position`.
     """
     if not earlier:
         return None
@@ -151,14 +148,25 @@ class StoppingReplay:
 
 
 def replay_stops(variants: Sequence[Trajectory], same_shape: bool = False) -> StoppingReplay:
-    """Replay the rule on variants that have ended: each in turn is the new one, and has no part in the margin.
-
-    Args:
-        variants: at least two.
-        same_shape: see `examine_position`.
-    """
+    """Replay the rule on two or more variants that have ended: each is the new one, with no part in the margin."""
     stops = {v.name: find_stop(v, [other for other in variants if other is not v], same_shape) for v in variants}
     saved = sum(v.length - stop.position for v in variants if (stop := stops[v.name]) is not None)
     lost = [v.name for v in variants if find_stop(v, [other for other in variants if other.end > v.end], same_shape)]
     stopped = tuple(name for name, stop in stops.items() if stop is not None)
     return StoppingReplay(len(variants), stopped, tuple(lost), saved / sum(v.length for v in variants))
+
+
+def rank(values: ArrayLike) -> NDArray[np.float64]:
+    """Return the rank of each value, from 1; equal values share the mean of their ranks; [n] each."""
+    values = np.asarray(values, dtype=np.float64)
+    below = (values[None, :] < values[:, None]).sum(1)
+    equal = (values[None, :] == values[:, None]).sum(1)
+    return np.asarray(below + (equal + 1) / 2, dtype=np.float64)
+
+
+def correlate_ranks(first: ArrayLike, second: ArrayLike) -> float:
+    """Return Spearman's rank correlation of [n] figures; NaN where all of one are equal, or n is less than two."""
+    a, b = rank(first), rank(second)
+    a, b = a - a.mean() if len(a) else a, b - b.mean() if len(b) else b
+    scale = float(np.sqrt((a @ a) * (b @ b)))
+    return float(a @ b) / scale if scale else float("nan")

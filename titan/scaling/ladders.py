@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
+from titan.config.optional import import_optional
 from titan.errors import ConfigError
-from titan.scaling.cells import is_line
-from titan.scaling.distributions import compute_t_quantile
+from titan.scaling.fit import LEVEL
+from titan.scaling.law import Numbers
+from titan.scaling.noise import is_line
 from titan.scaling.table import Table
-
-Numbers = NDArray[np.float64]
 
 PARAMETERS = 5
 """The floor, and A and a of each ladder."""
@@ -29,6 +28,8 @@ HIGHEST = 0.99
 """The largest floor that is tried, as a share of the least loss."""
 FEWEST_RUNGS = 3
 """Rungs of different compute that a ladder needs."""
+ComputeLadder = tuple[Numbers, Numbers]
+"""Compute and mean losses of the rungs of a variant, by rising compute; [rungs] each."""
 NARROW = 0.1
 """The width of the floor's interval, as a share of the least loss, up to which it counts as determined."""
 
@@ -63,41 +64,18 @@ class ComputeFactor:
         return f"factor {self.factor:.3g} [{self.low:.3g}, {self.high:.3g}], floor {self.floor:.2f} ({floors})"
 
 
-@dataclass(frozen=True)
-class ComputeLadder:
-    """Rungs of a variant.
-
-    Attributes:
-        compute: FLOPs, or another currency; [rungs].
-        losses: [rungs].
-    """
-
-    compute: ArrayLike
-    losses: ArrayLike
-
-
-def compare_ladders(first: ComputeLadder, second: ComputeLadder, loss: float, level: float = 0.9) -> ComputeFactor:
-    """Return by what factor of compute the second ladder is ahead at a loss.
-
-    Args:
-        first: the baseline.
-        level: of the intervals.
-
-    Raises:
-        ConfigError: for rungs that determine nothing, and a loss at which nothing can be compared.
-    """
-    ladders = [_check_ladder(ladder) for ladder in (first, second)]
-    least = min(loss, *(float(losses.min()) for _, losses in ladders))
-    if loss <= 0:
-        raise ConfigError(f"loss={loss:g}: nothing reaches it; give a loss above zero.")
+def compare_ladders(first: ComputeLadder, second: ComputeLadder, loss: float) -> ComputeFactor:
+    """Return by what factor of compute the second ladder is ahead of the first, the baseline, at a loss above zero."""
+    least = min(loss, *(float(losses.min()) for _, losses in (first, second)))
     floors = np.linspace(0, HIGHEST * least, FLOORS)
     (first_log, first_error, residuals), (second_log, second_error, others) = (
-        _invert(*ladder, floors, loss) for ladder in ladders
+        _invert(*ladder, floors, loss) for ladder in (first, second)
     )
     factors, errors, squares = first_log - second_log, np.hypot(first_error, second_error), residuals + others
-    freedom = sum(len(losses) for _, losses in ladders) - PARAMETERS
+    freedom = len(first[1]) + len(second[1]) - PARAMETERS
     best = int(squares.argmin())
-    limit = squares[best] * (1 + compute_t_quantile((1 + level) / 2, freedom) ** 2 / freedom)
+    t = float(import_optional("scipy.special", "law").stdtrit(freedom, (1 + LEVEL) / 2))
+    limit = squares[best] * (1 + t**2 / freedom)
     kept = np.flatnonzero(squares <= limit)
     spread = np.sqrt(limit - squares[kept]) * errors[kept]
     low, high = np.exp((factors[kept] - spread).min()), np.exp((factors[kept] + spread).max())
@@ -105,17 +83,6 @@ def compare_ladders(first: ComputeLadder, second: ComputeLadder, loss: float, le
     determined = ends[1] - ends[0] <= NARROW * least and kept[0] > 0 and kept[-1] < FLOORS - 1
     value = float(np.exp(factors[best]))
     return ComputeFactor(loss, value, float(low), float(high), float(floors[best]), ends, bool(determined))
-
-
-def _check_ladder(ladder: ComputeLadder) -> tuple[Numbers, Numbers]:
-    compute, losses = (np.asarray(values, dtype=np.float64) for values in (ladder.compute, ladder.losses))
-    if compute.shape != losses.shape or len(set(compute.tolist())) < FEWEST_RUNGS:
-        raise ConfigError(
-            f"a ladder of {compute.size} rungs: give at least {FEWEST_RUNGS} of different compute, each with a loss."
-        )
-    if not np.isfinite([compute, losses]).all() or min(compute.min(), losses.min()) <= 0:
-        raise ConfigError("compute and losses of a ladder are above zero; correct the table.")
-    return compute, losses
 
 
 def _invert(compute: Numbers, losses: Numbers, floors: Numbers, loss: float) -> tuple[Numbers, Numbers, Numbers]:
@@ -163,13 +130,9 @@ def are_ladders(table: Table) -> bool:
     There, N and D of a variant can't be distinguished, and across variants a difference of proportions is no other than
     one of recipes.
     """
-    names = table.variants
-    single = (table.select(other == name for other in table.variant) for name in names)
-    return len(names) > 1 and not _is_on_line(table) and all(_is_on_line(part) for part in single)
-
-
-def _is_on_line(table: Table) -> bool:
-    return is_line(np.log(table.n), np.log(table.d))
+    log_n, log_d = np.log(table.n), np.log(table.d)
+    masks = [np.array([other == name for other in table.variant]) for name in table.variants]
+    return len(masks) > 1 and not is_line(log_n, log_d) and all(is_line(log_n[own], log_d[own]) for own in masks)
 
 
 def study_ladders(table: Table, corpus: str) -> LadderStudy:
@@ -182,7 +145,7 @@ def study_ladders(table: Table, corpus: str) -> LadderStudy:
         ConfigError: where the baseline has too few rungs, or no variant has enough.
     """
     ladders = {name: build_ladder(table, name) for name in table.variants}
-    short = [name for name, ladder in ladders.items() if len(set(np.asarray(ladder.compute).tolist())) < FEWEST_RUNGS]
+    short = [name for name, (compute, _) in ladders.items() if len(set(compute.tolist())) < FEWEST_RUNGS]
     baseline, *others = ladders
     compared = [name for name in others if name not in short]
     if baseline in short or not compared:
@@ -190,22 +153,18 @@ def study_ladders(table: Table, corpus: str) -> LadderStudy:
             f"variant {min(short)}: its tokens are in one proportion to parameters, so it is compared by compute, for "
             f"which a ladder needs {FEWEST_RUNGS} rungs; add sizes."
         )
-    factors = {name: _compare_variants(ladders[baseline], ladders[name]) for name in compared}
+    factors = {}
+    for name in compared:
+        ends = [float(losses.min()) for _, losses in (ladders[baseline], ladders[name])]
+        losses = dict.fromkeys((max(ends), min(ends)))
+        factors[name] = tuple(compare_ladders(ladders[baseline], ladders[name], loss) for loss in losses)
     left_out = tuple(f"{name}: a ladder needs {FEWEST_RUNGS} rungs of different compute." for name in short)
     return LadderStudy(corpus, table, baseline, factors, left_out)
 
 
 def build_ladder(table: Table, variant: str) -> ComputeLadder:
     """Return the rungs of a variant: mean losses over seeds, by rising compute."""
-    rungs: dict[tuple[float, float], list[int]] = {}
-    for k, name in enumerate(table.variant):
-        if name == variant:
-            rungs.setdefault((float(table.n[k]), float(table.d[k])), []).append(k)
-    means = sorted((float(table.compute[rows].mean()), float(table.loss[rows].mean())) for rows in rungs.values())
-    return ComputeLadder([compute for compute, _ in means], [loss for _, loss in means])
-
-
-def _compare_variants(baseline: ComputeLadder, variant: ComputeLadder) -> tuple[ComputeFactor, ...]:
-    ends = [float(np.min(ladder.losses)) for ladder in (baseline, variant)]
-    losses = dict.fromkeys((max(ends), min(ends)))
-    return tuple(compare_ladders(baseline, variant, loss) for loss in losses)
+    rungs = [rows for (name, _, _), rows in table.group_rungs().items() if name == variant]
+    means = sorted((float(table.compute[rows].mean()), float(table.loss[rows].mean())) for rows in rungs)
+    compute, losses = np.array(means).T
+    return compute, losses

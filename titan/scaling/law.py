@@ -1,4 +1,4 @@
-"""The law of losses, for many sets of parameters at once.
+"""The law of losses, and fits of it, for many sets of parameters at once.
 
 The plain law is L(N, D) = E + A N^-a + B D^-b (Hoffmann et al. 2022, arXiv:2203.15556). The wide law has one parameter
 more, its bend k: L = E + (s^(1/k) + t^(1/k))^k, where s and t are the terms of N and D. It is the plain law for k = 1
@@ -6,11 +6,13 @@ and that of Kaplan et al. 2020 (arXiv:2001.08361) for k = b and E = 0, so that p
 
 Variants share E, a, b and k, and each has A and B. Inside, ln A and ln B are the logarithms of the terms at the mean of
 ln N and ln D, so that they hardly depend on the exponents.
+
+Fits of many rows of losses run side by side, by the Levenberg-Marquardt method (Marquardt 1963), with Huber's cost.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,13 @@ TERMS = -18.0, 12.0
 """The range of ln A and ln B at the mean: at the lower end, a term is no part of any loss."""
 BENDS = -4.0, 1.5
 """The range of ln k."""
+HUBER = 1.345
+"""Standard deviations from which a residual counts linearly (Huber 1964)."""
+MAX_STEPS = 80
+GAIN = 1e-7
+"""Relative gain in cost below which a fit ends."""
+CHUNK = 4_000_000
+"""The most elements of derivatives at once."""
 
 
 @dataclass(frozen=True)
@@ -149,3 +158,97 @@ def _solve_linear(points: Points, a: float, b: float) -> Numbers:
     theta[[FLOOR, SIZE, DATA, BEND]] = max(0.0, solution[0]), a, b, 0.0
     theta[SHARED : SHARED + len(solution) - 1] = np.log(np.maximum(solution[1:], 0.01 * float(loss.min())))
     return theta
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What is minimised, for each of many rows of losses; see `fit_rows`."""
+
+    points: Points
+    y: Numbers
+    free: NDArray[np.bool_]
+    scale: float
+    bend: Numbers
+    bend_weight: float
+
+    def select(self, rows: slice | NDArray[np.int64]) -> _Problem:
+        """Return the problem for some rows."""
+        return replace(self, y=self.y[rows], bend=self.bend[rows])
+
+    def compute_costs(self, theta: Numbers) -> Numbers:
+        """Return the costs of parameters; [fits]."""
+        points = self.points
+        size = np.abs(self.y - compute_log_losses(theta, points.x, points.z, points.variant))
+        limit = HUBER * self.scale / np.sqrt(points.precision)
+        inner = np.minimum(size, limit)
+        excess = 2 * np.where(size > limit, limit, 0.0) * (size - inner)
+        prior = self.bend_weight * (theta[:, BEND] - self.bend) ** 2
+        return np.asarray((points.precision * (inner**2 + excess)).sum(1) + prior)
+
+    def compute_steps(self, theta: Numbers, damping: Numbers) -> Numbers:
+        """Return the damped Gauss-Newton steps, [fits, columns]; E does not move where it is 0 and would fall."""
+        points = self.points
+        log_loss, slopes = differentiate(theta, points)
+        residuals = self.y - log_loss
+        limit = HUBER * self.scale / np.sqrt(points.precision)
+        weights = points.precision * np.minimum(1.0, limit / np.maximum(np.abs(residuals), 1e-300))
+        weighted = (slopes * weights[..., None]).transpose(0, 2, 1)
+        hessian, gradient = np.matmul(weighted, slopes), np.matmul(weighted, residuals[..., None])[..., 0]
+        hessian[:, BEND, BEND] += self.bend_weight
+        gradient[:, BEND] -= self.bend_weight * (theta[:, BEND] - self.bend)
+        fixed = np.broadcast_to(~self.free, theta.shape).copy()
+        fixed[:, FLOOR] |= (theta[:, FLOOR] <= 0) & (gradient[:, FLOOR] <= 0)
+        hessian *= ~fixed[:, :, None] & ~fixed[:, None, :]
+        diagonal = np.einsum("rii->ri", hessian)
+        ridge = damping[:, None] * diagonal + 1e-12 * diagonal.max(1, keepdims=True) + 1e-300 + fixed
+        index = np.arange(hessian.shape[1])
+        hessian[:, index, index] += ridge
+        return np.asarray(np.linalg.solve(hessian, (gradient * ~fixed)[..., None])[..., 0])
+
+
+def fit_rows(
+    points: Points,
+    theta: Numbers,
+    y: Numbers,
+    scale: float = np.inf,
+    free: NDArray[np.bool_] | None = None,
+    bend: Numbers | float = 0.0,
+    bend_weight: float = 0.0,
+) -> tuple[Numbers, Numbers]:
+    """Fit the law to each row of ln losses; return parameters, [fits, columns], and costs, [fits].
+
+    Args:
+        theta: where to start; [fits, columns].
+        y: ln loss; [fits, points], or [points] for all fits.
+        scale: standard deviation of a residual, for Huber's cost; infinite: least squares.
+        free: which parameters are fitted, [columns]; None: the plain law's.
+        bend: prior mean of ln k; [fits] or one for all.
+        bend_weight: weight of its square in the cost: scale^2 / variance of the prior.
+    """
+    fits = len(theta)
+    free = points.list_free(wide=False) if free is None else free
+    y, bend = np.broadcast_to(y, (fits, len(points.x))), np.broadcast_to(bend, (fits,))
+    problem = _Problem(points, y, free, scale, bend, bend_weight)
+    chunk = max(1, CHUNK // (len(points.x) * points.columns))
+    rows = [slice(k, k + chunk) for k in range(0, fits, chunk)]
+    parts = [_fit_chunk(problem.select(row), theta[row].copy()) for row in rows]
+    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+
+def _fit_chunk(problem: _Problem, theta: Numbers) -> tuple[Numbers, Numbers]:
+    damping, costs = np.full(len(theta), 1e-3), problem.compute_costs(theta)
+    active = np.ones(len(theta), dtype=bool)
+    for _ in range(MAX_STEPS):
+        rows = np.flatnonzero(active)
+        part = problem.select(rows)
+        trial = clip_parameters(theta[rows] + part.compute_steps(theta[rows], damping[rows]))
+        trial_costs = part.compute_costs(trial)
+        better = trial_costs < costs[rows]
+        gain = np.where(better, costs[rows] - trial_costs, np.inf)
+        theta[rows[better]] = trial[better]
+        damping[rows] = np.clip(np.where(better, damping[rows] / 5, damping[rows] * 8), 1e-9, 1e9)
+        active[rows] = (gain > GAIN * costs[rows]) & (damping[rows] < 1e8)
+        costs[rows] = np.where(better, trial_costs, costs[rows])
+        if not active.any():
+            break
+    return theta, costs

@@ -2,16 +2,19 @@
 
 At one size, the variant needs r D tokens for the loss that the baseline has after D. With the variant's loss at D
 known, r follows from how steeply loss falls with tokens there: by a law, or by a second, shorter run of the baseline.
+Losses may be given as such, by the rungs of a table, or as differences from the baseline's: differences of pairs of
+seeds have much less noise than the losses have, so they are drawn as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from titan.console.numbers import format_count
+from titan.console.numbers import format_count, format_plural
 from titan.errors import ConfigError
 from titan.scaling.fit import LEVEL, Fit, QuantileInterval, summarise
 from titan.scaling.law import Numbers
@@ -28,6 +31,10 @@ NEAR_N, NEAR_D = 0.05, 0.01
 """Relative differences in N and in D up to which rungs of two variants are the same: their tokens have to be equal."""
 HALVES = 0.5
 """Share of draws without a ratio from which none is stated."""
+LEAST_FREEDOM = 3
+"""Degrees of freedom of the noise of pairs from which on it is used."""
+Losses = Mapping[str, list[float]]
+"""Logarithms of losses by seed."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,29 @@ class Measured:
     error: float = 0.0
     freedom: float = np.inf
 
-    def draw(self, generator: np.random.Generator, count: int = DRAWS) -> Numbers:
-        """Return draws of the mean; [count]."""
-        spread = (
-            generator.standard_t(self.freedom, count) if np.isfinite(self.freedom) else generator.normal(size=count)
-        )
-        return np.asarray(self.loss + self.error * spread)
+
+@dataclass(frozen=True)
+class Gap:
+    """A mean difference from the baseline's final loss, in nats.
+
+    Attributes:
+        value: the mean.
+        error: its standard error; NaN where it is not known.
+        freedom: degrees of freedom of the error.
+    """
+
+    value: float
+    error: float
+    freedom: float
+
+
+def draw_means(generator: np.random.Generator, value: float, error: float, freedom: float) -> Numbers:
+    """Return draws of a mean with a standard error, NaN: not known, and its degrees of freedom; [DRAWS]."""
+    if not math.isfinite(error):
+        return np.full(DRAWS, value)
+    is_normal = not math.isfinite(freedom)
+    spread = generator.normal(size=DRAWS) if is_normal else generator.standard_t(max(1.0, freedom), DRAWS)
+    return np.asarray(value + error * spread)
 
 
 @dataclass(frozen=True)
@@ -121,16 +145,16 @@ def effective_speedup(
     generator = np.random.default_rng(seed)
     if curve is None:
         return _report_missing(baseline)
+    runs = [baseline, variant] if isinstance(curve, Fit) else [curve, baseline, variant]
+    losses = [draw_means(generator, run.loss, run.error, run.freedom) for run in runs]
     if isinstance(curve, Fit):
-        measured = baseline.draw(generator), variant.draw(generator)
-        ratios = _solve_law(curve, name, baseline, measured)
+        ratios = _solve_law(curve, name, baseline, losses[1] - losses[0])
         return _summarise(ratios, flops_ratio, hours_ratio, "by the law", baseline)
     if not curve.d < 0.9 * baseline.d:
         raise ConfigError(
             f"the shorter run of the baseline has {format_count(curve.d)} tokens of {format_count(baseline.d)}; "
             f"give one with at most 90 % of them."
         )
-    losses = [run.draw(generator) for run in (curve, baseline, variant)]
     ratios = solve_two_lengths(curve.d / baseline.d, losses, generator)
     source = f"by the baseline at {format_count(curve.d)} and {format_count(baseline.d)} tokens"
     return _summarise(ratios, flops_ratio, hours_ratio, source, baseline)
@@ -145,41 +169,45 @@ def compare_laws(
     flops_ratio: float = 1.0,
     hours_ratio: float | None = None,
 ) -> Speedup:
-    """Return the speed-up of a variant at a size and length, by both laws.
+    """Return the speed-up of a variant at a size and length, by both laws; for ratios see `effective_speedup`.
 
     Args:
         n: parameters.
         d: tokens of the baseline.
-        flops_ratio: see `effective_speedup`.
-        hours_ratio: see `effective_speedup`.
     """
-    law = fit.laws[variant]
-    goal = fit.laws[baseline].draw_losses(np.array([n]), np.array([d]), baseline, noise=False)[:, 0]
-    share = law.slope / (1 + law.slope) if law.points.is_line else 1.0
-    ratios = _bisect(lambda r: law.draw_own(n * r ** (1 - share), d * r**share, variant) - goal, len(goal))
-    where = f"at N={format_count(n)}, D={format_count(d)}, by the law"
-    if not law.points.is_line:
-        return _summarise(ratios, flops_ratio, hours_ratio, where, Measured(n, d, 0.0))
-    found = _summarise(
-        ratios, flops_ratio, hours_ratio, f"{where}; sizes in the rungs' proportion", Measured(n, d, 0.0)
-    )
-    return replace(found, tokens=found.tokens and summarise(ratios**share))
+    law, is_line = fit.laws[variant], fit.laws[variant].points.is_line
+    goal = fit.laws[baseline].draw_logs(np.array([n]), np.array([d]), baseline)[:, 0]
+    share = law.slope / (1 + law.slope) if is_line else 1.0
+
+    def exceed(ratio: Numbers) -> Numbers:
+        r = ratio[:, None]
+        return np.asarray(law.draw_logs(n * r ** (1 - share), d * r**share, variant)[:, 0] - goal)
+
+    ratios = _bisect(exceed, len(goal))
+    proportion = "; sizes in the rungs' proportion" if is_line else ""
+    where = f"at N={format_count(n)}, D={format_count(d)}, by the law{proportion}"
+    found = _summarise(ratios, flops_ratio, hours_ratio, where, Measured(n, d, 0.0))
+    return replace(found, tokens=summarise(ratios**share)) if is_line and found.tokens else found
 
 
-def _draw_each(fit: Fit, name: str, n: float, d: Numbers) -> Numbers:
-    """Return the loss of each replicate at its own number of tokens; [replicates]."""
-    return fit.laws[name].draw_own(np.full(len(d), n), d, name)
+def _solve_law(fit: Fit, name: str | None, baseline: Measured, gap: Numbers) -> Numbers:
+    """Return ratios by the slope of the baseline's law through its measured loss; [draws].
 
-
-def _solve_law(fit: Fit, name: str | None, baseline: Measured, measured: tuple[Numbers, Numbers]) -> Numbers:
-    """Return ratios by the slope of the baseline's law through its measured loss; [draws]."""
+    Args:
+        gap: the variant's loss minus the baseline's; [draws].
+    """
     known = fit.get_variant(name)
     fit.check_target(baseline.n, baseline.d, known)
-    count = len(fit.laws[known].replicates)
-    gap = np.resize(measured[1] - measured[0], count)
-    start = _draw_each(fit, known, baseline.n, np.full(count, baseline.d))
-    shifted = _bisect(lambda ratio: _draw_each(fit, known, baseline.n, baseline.d * ratio) - start + gap, count)
-    scaled = _bisect(lambda ratio: start + gap - _draw_each(fit, known, baseline.n, baseline.d / ratio), count)
+    law = fit.laws[known]
+    count = len(law.replicates)
+    gap, sizes = np.resize(gap, count), np.full((count, 1), baseline.n)
+
+    def draw(ratio: Numbers) -> Numbers:
+        return np.asarray(np.exp(law.draw_logs(sizes, baseline.d * ratio[:, None], known)[:, 0]))
+
+    start = draw(np.ones(count))
+    shifted = _bisect(lambda ratio: draw(ratio) - start + gap, count)
+    scaled = _bisect(lambda ratio: start + gap - draw(1 / ratio), count)
     return _mix(shifted, scaled, np.random.default_rng(count))
 
 
@@ -232,17 +260,68 @@ def _summarise(
 ) -> Speedup:
     if (~np.isfinite(ratios)).mean() > HALVES:
         return _report_missing(baseline)
-    ratios = np.where(np.isfinite(ratios), ratios, np.exp(WIDEST))
-    if (np.abs(np.log(ratios)) > 0.999 * WIDEST).mean() > HALVES:
-        factor = (
-            f"{np.exp(WIDEST):.0f} times the tokens" if np.median(ratios) > 1 else f"1/{np.exp(WIDEST):.0f} of them"
-        )
+    if (tokens := _summarise_ratios(ratios)) is None:
+        most = f"{np.exp(WIDEST):.0f}"
+        factor = f"{most} times the tokens" if np.median(np.nan_to_num(ratios, nan=2.0)) > 1 else f"1/{most} of them"
         where = f"N={format_count(baseline.n)}, D={format_count(baseline.d)}"
         sentence = f"its loss would be equal beyond {factor} only, at {where}; compare them where losses are closer."
         return Speedup(None, None, None, sentence, source)
-    tokens = summarise(ratios)
-    hours = None if hours_ratio is None else scale_interval(tokens, hours_ratio)
-    return Speedup(tokens, scale_interval(tokens, flops_ratio), hours, "", source)
+    hours = None if hours_ratio is None else _scale(tokens, hours_ratio)
+    return Speedup(tokens, _scale(tokens, flops_ratio), hours, "", source)
+
+
+def _summarise_ratios(ratios: Numbers) -> QuantileInterval | None:
+    """Return the interval of ratios; None where more than `HALVES` of the draws have none in the range."""
+    ratios = np.where(np.isfinite(ratios), ratios, np.exp(WIDEST))
+    return None if (np.abs(np.log(ratios)) > 0.999 * WIDEST).mean() > HALVES else summarise(ratios)
+
+
+def _scale(interval: QuantileInterval, factor: float) -> QuantileInterval:
+    return QuantileInterval(interval.value * factor, interval.low * factor, interval.high * factor, LEVEL)
+
+
+def _report_missing(baseline: Measured) -> Speedup:
+    sentence = (
+        f"a run of the baseline with N={format_count(baseline.n)} on about {format_count(baseline.d / 2)} tokens, "
+        f"decayed to its end, would determine it."
+    )
+    return Speedup(None, None, None, sentence, "")
+
+
+def estimate_token_share(short: Gap, variant: Gap, share: float, length: float = 1.0) -> QuantileInterval | None:
+    """Return the share of the baseline's tokens with which a variant has the baseline's loss.
+
+    Args:
+        short: of the shorter run of the baseline.
+        share: tokens of the shorter run, relative to the baseline's; below 1.
+        length: tokens of the variant's runs, likewise.
+
+    Returns:
+        The share with an interval; None where the shorter run is not shown to be worse, so that there is no slope.
+    """
+    generator = np.random.default_rng(0)
+    first, second = (draw_means(generator, gap.value, gap.error, gap.freedom) for gap in (short, variant))
+    return _summarise_ratios(solve_two_lengths(share, [first, np.zeros(DRAWS), second], generator, length))
+
+
+def estimate_slope(short: Gap, share: float) -> float:
+    """Return by how many nats the loss falls as tokens grow by a factor e, at the end of the longer runs.
+
+    Args:
+        share: of the longer runs' tokens that the shorter run has.
+    """
+    exponent = (FLATTEST + STEEPEST) / 2
+    return float(short.value / (share**-exponent - 1) * exponent)
+
+
+def convert_share(compute: float, slope: float) -> float:
+    """Return the nats that a share of compute, 0.02 for 2 %, is worth with the slope of `estimate_slope`."""
+    return slope * math.log1p(compute)
+
+
+def convert_nats(nats: float, slope: float) -> float:
+    """Return the share of compute that a difference in nats is worth; the inverse of `convert_share`."""
+    return math.expm1(nats / slope)
 
 
 def find_ratio(table: Table, baseline: str, variant: str, cost: Numbers) -> float | None:
@@ -253,15 +332,11 @@ def find_ratio(table: Table, baseline: str, variant: str, cost: Numbers) -> floa
     """
     if len(cost) != len(table):
         return None
-    means: list[dict[tuple[float, float], float]] = []
-    for name in (baseline, variant):
-        found: dict[tuple[float, float], list[float]] = {}
-        for k, other in enumerate(table.variant):
-            if other == name and cost[k] > 0:
-                found.setdefault((table.n[k], table.d[k]), []).append(float(cost[k]))
-        means.append({place: float(np.mean(values)) for place, values in found.items()})
-    pairs = [(value, find_nearest(place, means[1])) for place, value in means[0].items()]
-    ratios = [means[1][place] / value for value, place in pairs if place is not None]
+    known = {rung: [float(cost[k]) for k in rows if cost[k] > 0] for rung, rows in table.group_rungs().items()}
+    means = {rung: float(np.mean(values)) for rung, values in known.items() if values}
+    first, second = ({(n, d): mean for (name, n, d), mean in means.items() if name == v} for v in (baseline, variant))
+    pairs = [(mean, find_nearest(place, second)) for place, mean in first.items()]
+    ratios = [second[place] / mean for mean, place in pairs if place is not None]
     return float(np.median(ratios)) if ratios else None
 
 
@@ -273,14 +348,101 @@ def find_nearest(place: tuple[float, float], others: Iterable[tuple[float, float
     return min(near, key=lambda other: abs(other[0] / place[0] - 1) + abs(other[1] / place[1] - 1), default=None)
 
 
-def scale_interval(interval: QuantileInterval, factor: float) -> QuantileInterval:
-    """Return an interval multiplied by a positive number."""
-    return QuantileInterval(interval.value * factor, interval.low * factor, interval.high * factor, LEVEL)
+@dataclass(frozen=True)
+class RungSpeedup:
+    """The speed-up of a variant at a rung.
+
+    Attributes:
+        variant: its name.
+        n: parameters of the baseline.
+        d: tokens.
+        baseline_loss: mean over seeds.
+        loss: likewise, of the variant.
+        pairs: seeds that both have; 0: the means of all runs are compared.
+        speedup: the share of the baseline's compute with which the variant has its loss.
+    """
+
+    variant: str
+    n: float
+    d: float
+    baseline_loss: float
+    loss: float
+    pairs: int
+    speedup: Speedup
+
+    def describe(self) -> str:
+        """Return where it was measured, and how large it is, in one line."""
+        where = f"N={format_count(self.n)}, D={format_count(self.d)}"
+        losses = f"loss {self.loss:.3f} against {self.baseline_loss:.3f}"
+        paired = f", {format_plural(self.pairs, 'pair')} of seeds" if self.pairs else ""
+        if self.speedup.flops is None or self.speedup.tokens is None:
+            return f"{where}: {losses}{paired}; not determined: {self.speedup.missing}"
+        hours = f", in device-hours {format_share(self.speedup.hours)}" if self.speedup.hours else ""
+        shares = (
+            f"{format_share(self.speedup.flops)} of its FLOPs, in tokens {format_share(self.speedup.tokens)}{hours}"
+        )
+        return f"{where}: {shares} ({losses}{paired})"
 
 
-def _report_missing(baseline: Measured) -> Speedup:
-    sentence = (
-        f"a run of the baseline with N={format_count(baseline.n)} on about {format_count(baseline.d / 2)} tokens, "
-        f"decayed to its end, would determine it."
+def compare_rungs(fit: Fit, table: Table, baseline: str, variant: str) -> list[RungSpeedup]:
+    """Return the speed-up at each common rung, smallest first; rungs that the law can't reach are left out.
+
+    The difference of two losses becomes compute by the slope of the baseline's law. Its noise is that of pairs of runs
+    on the same seed, pooled over the rungs with repeated seeds; with few repeats, that of two single runs around the
+    law.
+
+    Args:
+        table: measured runs, also those that were not fitted.
+    """
+    first, second = _group_seeds(table, baseline), _group_seeds(table, variant)
+    pairs = {place: (first[place], second[near]) for place in sorted(first) if (near := find_nearest(place, second))}
+    differences = {place: _compare_seeds(*pair) for place, pair in pairs.items()}
+    deviation, freedom = _pool(differences.values())
+    flops, hours = (
+        find_ratio(table, baseline, variant, table.flops) or 1.0,
+        find_ratio(table, baseline, variant, table.hours),
     )
-    return Speedup(None, None, None, sentence, "")
+    law, found = fit.laws[variant], []
+    for (n, d), sides in pairs.items():
+        paired = differences[n, d]
+        before, after = (float(np.exp(np.mean([v for values in side.values() for v in values]))) for side in sides)
+        if len(paired):
+            after = before * float(np.exp(np.mean(paired)))
+        if len(paired) and freedom >= LEAST_FREEDOM and deviation:
+            error, known = deviation / math.sqrt(len(paired)), freedom
+        else:
+            runs = sum(1 / sum(map(len, side.values())) for side in sides)
+            error, known = float(np.median(law.draws.noise)) * math.sqrt(runs), law.draws.freedom
+        try:
+            if fit.laws[baseline].points.is_line:
+                speedup = compare_laws(fit, baseline, variant, n, d, flops, hours)
+            else:
+                measured = Measured(n, d, before), Measured(n, d, after, after * error, known)
+                speedup = effective_speedup(*measured, fit, baseline, flops, hours)
+        except ConfigError:  # the law does not reach that far
+            continue
+        found.append(RungSpeedup(variant, n, d, before, after, len(paired), speedup))
+    return found
+
+
+def _group_seeds(table: Table, name: str) -> dict[tuple[float, float], dict[str, list[float]]]:
+    """Return the logarithms of losses of a variant by size and length, then by seed."""
+    groups: dict[tuple[float, float], dict[str, list[float]]] = {}
+    for (other, n, d), rows in table.group_rungs().items():
+        for k in rows if other == name else ():
+            groups.setdefault((n, d), {}).setdefault(table.seed[k], []).append(float(np.log(table.loss[k])))
+    return groups
+
+
+def _compare_seeds(baseline: Losses, variant: Losses) -> Numbers:
+    """Return ln loss of the variant minus that of the baseline, on each seed that both have; [seeds]."""
+    seeds = [seed for seed in baseline if seed and seed in variant]
+    return np.array([float(np.mean(variant[seed]) - np.mean(baseline[seed])) for seed in seeds])
+
+
+def _pool(differences: Iterable[Numbers]) -> tuple[float, int]:
+    """Return the standard deviation of a pair's difference in ln loss, and its degrees of freedom."""
+    groups = [group for group in differences if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in groups)
+    squares = sum(float(((group - group.mean()) ** 2).sum()) for group in groups)
+    return math.sqrt(squares / freedom) if freedom else 0.0, freedom

@@ -48,6 +48,9 @@ MOST_RUNS = 100_000
 HIGHEST_LOSS = 15.0
 """A higher loss is above chance for any vocabulary, so a perplexity."""
 
+Rung = tuple[str, float, float]
+"""A variant, N and D: runs that differ in their seeds only."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -106,16 +109,26 @@ class Table:
 
     def reorder(self, rows: Sequence[int] | Indices) -> Table:
         """Return the runs at some rows, in their order."""
-        texts = {key: tuple(getattr(self, key)[row] for row in rows) for key in ("seed", "variant", "corpus", "name")}
         index = np.asarray(rows, dtype=np.int64)
-        arrays = {key: getattr(self, key)[index] for key in ("n", "d", "loss", "other_n")}
-        arrays |= {key: getattr(self, key)[index] for key in ("flops", "hours") if len(getattr(self, key))}
-        changes: dict[str, Any] = {**texts, **arrays}
+        changes: dict[str, Any] = {}
+        for key in ("n", "d", "loss", "seed", "variant", "corpus", "name", "other_n", "flops", "hours"):
+            values = getattr(self, key)
+            if isinstance(values, tuple):
+                changes[key] = tuple(values[row] for row in index)
+            elif len(values):
+                changes[key] = values[index]
         return replace(self, **changes)
 
-    def select_corpus(self, corpus: str) -> Table:
-        """Return the runs of a corpus."""
-        return self.select(name == corpus for name in self.corpus)
+    def group_rungs(self) -> dict[Rung, list[int]]:
+        """Return the rows of each rung, in the order in which they occur."""
+        groups: dict[Rung, list[int]] = {}
+        for k, (name, n, d) in enumerate(zip(self.variant, self.n, self.d, strict=True)):
+            groups.setdefault((name, float(n), float(d)), []).append(k)
+        return groups
+
+    def list_rungs(self) -> list[tuple[str, float, float, float, int]]:
+        """Return variant, N, D, mean loss and number of runs of each rung, by size and length."""
+        return [(*rung, float(self.loss[rows].mean()), len(rows)) for rung, rows in sorted(self.group_rungs().items())]
 
 
 def read_csv(path: Path | str, count_all: bool = False) -> Table:
@@ -132,31 +145,31 @@ def read_csv(path: Path | str, count_all: bool = False) -> Table:
     rows = _read_rows(Path(path))
     columns = _find_columns(rows[0], str(path))
     size_key = "n_body" if "n_body" in columns and not (count_all and "n" in columns) else "n"
-    counted = (
-        "as given" if "n_body" not in columns else "without embeddings" if size_key == "n_body" else "with embeddings"
-    )
-    other = {"n": "n_body", "n_body": "n"}[size_key]
-    body, lines = _drop_empty(rows[1:])
+    other, counted = ("n", "without embeddings") if size_key == "n_body" else ("n_body", "with embeddings")
+    counted = counted if "n_body" in columns else "as given"
+    body = [(line, row) for line, row in enumerate(rows[1:], 2) if any(cell.strip() for cell in row)]
     if not 0 < len(body) <= MOST_RUNS:
         count = f"{len(body):,}" if body else "no"
         raise ConfigError(f"{path}: has {count} rows; give one per run, and at most {MOST_RUNS:,}.")
-    for row, line in zip(body, lines, strict=True):
+    for line, row in body:
         if any(cell.strip() for cell in row[len(rows[0]) :]):
             raise ConfigError(
                 f"{path}, line {line}: has {len(row)} values for {len(rows[0])} columns; write decimals with a point, "
                 "as in 3.21, and texts with a comma in quotes."
             )
+    cells = [{key: row[k].strip() if k < len(row) else "" for key, k in columns.items()} for _, row in body]
 
     def read(key: str) -> Numbers:
-        return np.array([_parse(row, columns, key, f"{path}, line {k}") for row, k in zip(body, lines, strict=True)])
+        return np.array([_parse(c[key], key, f"{path}, line {k}") for c, (k, _) in zip(cells, body, strict=True)])
 
     def texts(key: str) -> tuple[str, ...]:
-        return tuple(_read_text(row, columns, key) for row in body)
+        return tuple(sanitize_line(cell.get(key, "")) for cell in cells)
 
+    corpora = zip(texts("corpus"), texts("tokenizer"), strict=True)
     table = Table(
         read(size_key), read("d"), read("loss"), texts("seed"), texts("variant"),
-        _join_corpora(texts("corpus"), texts("tokenizer")),
-        texts("name") if "name" in columns else tuple(f"line {k}" for k in lines),
+        tuple(" ".join(filter(None, (corpus, tokenizer and f"({tokenizer})"))) for corpus, tokenizer in corpora),
+        texts("name") if "name" in columns else tuple(f"line {k}" for k, _ in body),
         read(other) if other in columns else np.full(len(body), np.nan), counted,
         (_describe_columns(rows[0], columns, size_key),),
         read("flops") if "flops" in columns else np.empty(0),
@@ -205,14 +218,8 @@ def _describe_columns(head: Sequence[str], columns: dict[str, int], size_key: st
     return known + (f"; the law uses {meanings[size_key]}" if both and size_key == "n_body" else "") + "."
 
 
-def _drop_empty(rows: Sequence[list[str]]) -> tuple[list[list[str]], list[int]]:
-    kept = [(row, k) for k, row in enumerate(rows, 2) if any(cell.strip() for cell in row)]
-    return [row for row, _ in kept], [k for _, k in kept]
-
-
-def _parse(row: Sequence[str], columns: dict[str, int], key: str, where: str) -> float:
+def _parse(text: str, key: str, where: str) -> float:
     """Return a positive number; counts may have a unit, as 1.5B."""
-    text = row[columns[key]].strip() if columns[key] < len(row) else ""
     label = {"n_body": "N", "n": "N", "d": "D"}.get(key, key)
     shown, value = truncate_text(text) or "empty", parse_number(text)
     if value is None or (key == "loss" and text[-1] not in ".0123456789"):
@@ -231,22 +238,8 @@ def parse_number(text: str) -> float | None:
     return float(match[1].replace(",", "").replace("_", "")) * FACTORS[match[2].upper()] if match else None
 
 
-def _read_text(row: Sequence[str], columns: dict[str, int], key: str) -> str:
-    """Return a text, fit to be shown; empty where the row or the table has none."""
-    return sanitize_line(row[columns[key]].strip()) if key in columns and columns[key] < len(row) else ""
-
-
-def _join_corpora(corpora: Sequence[str], tokenizers: Sequence[str]) -> tuple[str, ...]:
-    pairs = zip(corpora, tokenizers, strict=True)
-    return tuple(" ".join(filter(None, (corpus, f"({tokenizer})" if tokenizer else ""))) for corpus, tokenizer in pairs)
-
-
 def check_units(table: Table, source: str) -> None:
-    """Check that counts and losses of a table are in one unit.
-
-    Raises:
-        ConfigError: where they are not.
-    """
+    """Check that counts and losses of a table are in one unit; raise ConfigError where they are not."""
     for label, values in (("N", table.n), ("D", table.d)):
         low, high = int(values.argmin()), int(values.argmax())
         if values[low] < LEAST_COUNT:

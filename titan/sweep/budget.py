@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING
-from typing import Any, NamedTuple
+from typing import Any
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_rounded
@@ -43,9 +43,16 @@ def equalise_steps(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
         raise ConfigError(
             f"sweep.budget={sweep.budget}: decides the steps, and so does checkpoint.decay_steps; drop one."
         )
-    baseline = find_baseline(runs, varied, sweep)
-    count = _count_steps_of_equal_time if sweep.budget == "time" else _count_steps_of_equal_work
-    steps = count(runs, varied, baseline, sweep.budget)
+    first = find_baseline(runs, varied, sweep)
+    if sweep.budget == "time":  # the steps whose device-hours are nearest to those of the baseline
+        times = _find_times(runs, varied)
+        costs = [time.seconds * run.layout.devices for run, time in zip(runs, times, strict=True)]
+        steps = [max(1, round(runs[first].training.steps * costs[first] / cost)) for cost in costs]
+    else:  # the most steps that the baseline's tokens or FLOPs allow
+        tokens = float(runs[first].training.total_tokens)
+        flops = [run.model.flops_per_token(run.training.seq_len) for run in runs]
+        allowed = [tokens * flops[first] / own if sweep.budget == "flops" else tokens for own in flops]
+        steps = [count_steps(run.training, math.floor(most)) for run, most in zip(runs, allowed, strict=True)]
     return [_set_steps(run, number, sweep.budget) for run, number in zip(runs, steps, strict=True)]
 
 
@@ -79,37 +86,22 @@ def _find_value(run: Run, name: str) -> str:
     return "" if value is MISSING else format_value(value)
 
 
-class VariantTime(NamedTuple):
-    """What `sweep.budget=time` gives a variant.
-
-    Attributes:
-        line: its steps, the time of a step, and how that is known.
-        doubt: why that time is doubtful; empty where it is not.
-    """
-
-    line: str
-    doubt: str
-
-
-def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[VariantTime]:
-    """Return what `sweep.budget=time` gives each variant.
+def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[tuple[str, str]]:
+    """Return what `sweep.budget=time` gives each variant: its steps and their time, and why that time is doubtful.
 
     Args:
         runs: of all trials, with their steps.
-        varied: see `equalise_steps`.
     """
     if sweep.budget != "time":
         return []
-    times = zip(runs, varied, _find_times(runs, varied), strict=True)
-    return list(dict.fromkeys(_describe_time(run, label_variant(trial), time) for run, trial, time in times))
-
-
-def _describe_time(run: Run, label: str, time: BudgetStepTime) -> VariantTime:
-    subject = f"sweep.budget=time: {label or 'all trials'}"
-    spread = f" ({time.spread.describe()})" if time.spread else ""
-    line = f"{subject}: {run.training.steps:,} steps of {format_rounded(time.seconds)} s{spread}, {time.origin}"
-    doubt = time.spread.find_doubt() if time.spread else ""
-    return VariantTime(line, f"sweep.budget=time: {doubt}." if doubt else "")  # one for all variants of that time
+    found = dict[tuple[str, str], None]()  # one for all runs of a variant
+    for run, trial, time in zip(runs, varied, _find_times(runs, varied), strict=True):
+        subject = f"sweep.budget=time: {label_variant(trial) or 'all trials'}"
+        spread = f" ({time.spread.describe()})" if time.spread else ""
+        line = f"{subject}: {run.training.steps:,} steps of {format_rounded(time.seconds)} s{spread}, {time.origin}"
+        doubt = time.spread.find_doubt() if time.spread else ""
+        found[line, f"sweep.budget=time: {doubt}." if doubt else ""] = None
+    return list(found)
 
 
 def label_variant(trial: Sequence[str]) -> str:
@@ -125,45 +117,17 @@ def _find_times(runs: Sequence[Run], varied: Sequence[Sequence[str]]) -> list[Bu
     """
     labels, times = [label_variant(trial) for trial in varied], dict[str, BudgetStepTime]()
     for run, label in zip(runs, labels, strict=True):
-        if label not in times:
-            times[label] = _require_time(run)
+        if label in times:
+            continue
+        if (time := find_step_time(run)) is None:
+            raise ConfigError(
+                "sweep.budget=time: the time of a step is not known, because cluster.hardware is not described; choose "
+                "a cluster that describes it, measure this machine with python -m titan.calibrate, give "
+                "training.measured=DIR, the folder of finished runs of the same variants, or give training.steps of "
+                "each variant."
+            )
+        times[label] = time
     return [times[label] for label in labels]
-
-
-def _count_steps_of_equal_time(
-    runs: Sequence[Run], varied: Sequence[Sequence[str]], baseline: int, budget: str
-) -> list[int]:
-    """Return the number of steps of each run whose device-hours are nearest to those of the baseline."""
-    times = _find_times(runs, varied)
-    costs = [time.seconds * run.layout.devices for run, time in zip(runs, times, strict=True)]
-    return [max(1, round(runs[baseline].training.steps * costs[baseline] / cost)) for cost in costs]
-
-
-def _count_steps_of_equal_work(
-    runs: Sequence[Run], varied: Sequence[Sequence[str]], baseline: int, budget: str
-) -> list[int]:
-    """Return the most steps of each run that the baseline's tokens or FLOPs allow."""
-    tokens = float(runs[baseline].training.total_tokens)
-    flops = tokens * _count_flops(runs[baseline])
-    return [
-        count_steps(run.training, math.floor(flops / _count_flops(run) if budget == "flops" else tokens))
-        for run in runs
-    ]
-
-
-def _count_flops(run: Run) -> float:
-    return run.model.flops_per_token(run.training.seq_len)
-
-
-def _require_time(run: Run) -> BudgetStepTime:
-    time = find_step_time(run)
-    if time is None:
-        raise ConfigError(
-            "sweep.budget=time: the time of a step is not known, because cluster.hardware is not described; choose a "
-            "cluster that describes it, measure this machine with python -m titan.calibrate, give training.measured="
-            "DIR, the folder of finished runs of the same variants, or give training.steps of each variant."
-        )
-    return time
 
 
 def _set_steps(run: Run, steps: int, budget: str) -> Run:

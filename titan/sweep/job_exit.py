@@ -64,18 +64,14 @@ def _read_exit(folder: Path, job: str, attempt: int, file: Path) -> JobExit | No
     except (OSError, ValueError, KeyError):
         return None
     stopped = code in (EXIT_REQUEUE, 130) or state not in ("", "RUNNING")
-    reason = _find_reason(folder, f"{job}.{attempt}", code, state, content.get("why", ""))
+    reason = content.get("why", "")
+    if not reason and state not in ("", "RUNNING"):
+        reason = "cancelled"
+    elif not reason:
+        reason = find_error(folder, f"{job}.{attempt}") or {EXIT_REQUEUE: "asked to save and end", 130: "stopped"}.get(
+            code, f"exited with code {code}"
+        )
     return JobExit(attempt, code, requeue, stopped, "; ".join(filter(None, (reason, content.get("note")))))
-
-
-def _find_reason(folder: Path, attempt: str, code: int, state: str, script_reason: str) -> str:
-    if script_reason:
-        return script_reason
-    if state not in ("", "RUNNING"):
-        return "cancelled"
-    return find_error(folder, attempt) or {EXIT_REQUEUE: "asked to save and end", 130: "stopped"}.get(
-        code, f"exited with code {code}"
-    )
 
 
 def find_error(folder: Path, attempt: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from titan.config.units import read_number
 from titan.console.numbers import format_exact, shorten_exponent
@@ -31,7 +32,13 @@ def format_label(overrides: Sequence[str], digits: int = SHOWN_DIGITS) -> str:
 def count_distinguishing_digits(trials: Sequence[Sequence[str]]) -> int:
     """Return the fewest digits of sampled numbers with which trials have labels that differ, from their overrides."""
     exact = {tuple(map(clean_override, overrides)) for overrides in trials}
-    return _find_digits(len(exact), lambda digits: {tuple(_round_floats(o, digits) for o in trial) for trial in trials})
+
+    def round_all(digits: int) -> set[tuple[str, ...]]:
+        """Return the overrides whose floats have the values that labels show."""
+        rounded = partial(_FLOAT.sub, lambda match: repr(float(format_number(match[0], digits))))
+        return {tuple(map(rounded, overrides)) for overrides in trials}
+
+    return _find_digits(len(exact), round_all)
 
 
 def format_numbers(texts: Sequence[str]) -> list[str]:
@@ -45,22 +52,12 @@ def _find_digits(count: int, round_all: Callable[[int], Collection[object]]) -> 
     return next((digits for digits in range(SHOWN_DIGITS, MAX_DIGITS) if len(round_all(digits)) >= count), MAX_DIGITS)
 
 
-def _round_floats(override: str, digits: int) -> str:
-    """Return an override whose floats have the values that a label shows."""
-    return _FLOAT.sub(lambda match: repr(float(format_number(match[0], digits))), override)
-
-
 def format_number(text: str, digits: int = SHOWN_DIGITS) -> str:
     """Return a float's text; `digits` of a long one, with zeros at the end where they are more than usual."""
-    if _count_digits(text) < LONG:
+    if len(re.sub(r"e.*|\D", "", text).strip("0")) < LONG:  # significant digits
         return _clean_number(text)
     kind = "" if digits == SHOWN_DIGITS else "#"
     return shorten_exponent(f"{float(text):{kind}.{digits}g}")
-
-
-def _count_digits(text: str) -> int:
-    """Return the number of significant digits; zeros at the end count for none."""
-    return len(re.sub(r"e.*|\D", "", text).strip("0"))
 
 
 def is_same_value(typed: str, existing: str) -> bool:
@@ -73,16 +70,11 @@ def is_same_value(typed: str, existing: str) -> bool:
     typed, existing = ("".join(text.split()).strip("'\"") for text in (typed, existing))
     numbers = [read_number(text, "share") for text in (typed, existing)]
     typed, existing = (t if n is None else repr(n) for t, n in zip((typed, existing), numbers, strict=True))
+    digits = min(max(len(re.sub(r"e.*|\D", "", typed).lstrip("0")), SHOWN_DIGITS), MAX_DIGITS)  # as a label has
     try:
-        return typed == existing or float(typed) in (float(existing), _round_as(typed, existing))
+        return typed == existing or float(typed) in (float(existing), float(format_number(existing, digits)))
     except ValueError:
         return typed.lower() == existing.lower() and typed.lower() in ("true", "false")
-
-
-def _round_as(typed: str, existing: str) -> float:
-    """Return the existing number with as many digits as a label has that reads as the typed one."""
-    digits = len(re.sub(r"e.*|\D", "", typed).lstrip("0"))
-    return float(format_number(existing, min(max(digits, SHOWN_DIGITS), MAX_DIGITS)))
 
 
 def _clean_number(text: str) -> str:

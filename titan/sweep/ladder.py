@@ -3,25 +3,31 @@
 Each size has one trunk of constant learning rate, and for each length a branch of it that decays (Hu et al. 2024,
 arXiv:2404.06395; Haegele et al. 2024, arXiv:2405.18392). All trunks of a seed read the same rows in the same global
 batches, and all variants have the lengths of the first one, so that their losses are paired.
+
+A size is a width. By the rule of public model families the head's width stays, and the number of blocks, the query
+heads and the feed-forward width grow in proportion to the width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_count, format_rounded
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
-from titan.run import identity
+from titan.run import budget, identity
 from titan.run.budget import count_steps
 from titan.run.command_line import quote_value
 from titan.run.run import Run
 from titan.schedule.schema import WSD
-from titan.sweep.ladder_rates import Rates, choose_rates
-from titan.sweep.ladder_sizes import SHAPE, Variant, count_body, scale_model
+from titan.sweep.labels import format_label
 from titan.sweep.schema import Sweep
 
 SHOWN = ("model.dim", "training.seed", "checkpoint.decay_steps")
@@ -30,49 +36,43 @@ LENGTH_SETTINGS = ("training.steps", "training.tokens", "training.hours", "check
 """Settings that a ladder decides."""
 LEAST_SIZES = 4
 """Sizes of a ladder, the largest included."""
+SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
+"""Settings of the model that follow from a size."""
+AUTO = "optimizer.lr=auto"
+"""The override that has each size take the rate of `titan.optimizer.step_law`."""
+DIGITS = 6
+"""Significant digits of a rate by rule."""
 
 
 @dataclass(frozen=True)
-class Size:
-    """A size of the ladder.
+class Variant:
+    """What a ladder compares at all its sizes and lengths.
 
     Attributes:
-        model: its shape.
-        lr: its learning rate.
+        overrides: those that distinguish it; none of a ladder with a single variant.
+        base: its recipe, whose shape gives the proportions.
     """
 
-    model: Decoder
-    lr: float
-
-    @property
-    def parameters(self) -> int:
-        """Parameters without embeddings: neither those of the tokens nor the head."""
-        return count_body(self.model)
+    overrides: tuple[str, ...]
+    base: Run
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
-        return f"dim {self.model.dim}"
-
-    def list_overrides(self) -> list[str]:
-        """Return the overrides that make a recipe of this size."""
-        shape = [f"model.{name}={getattr(self.model, name)}" for name in SHAPE]
-        return [*shape, f"optimizer.lr={format_value(self.lr)}"]
+        """Its name in messages; empty where there is one only."""
+        return format_label(self.overrides)
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A size at a length.
+    """A length of a size.
 
     Attributes:
-        size: the size.
         length: tokens per parameter of the first variant, as asked for.
         steps: of trunk and branch together.
         decay_steps: of the branch.
         tokens: of all steps.
     """
 
-    size: Size
     length: float
     steps: int
     decay_steps: int
@@ -83,26 +83,32 @@ class Rung:
         """The step of the trunk after which the branch begins."""
         return self.steps - self.decay_steps
 
-    @property
-    def label(self) -> str:
-        """Its name in messages."""
-        return f"{self.size.label}, {format_rounded(self.length)} tokens/parameter"
-
 
 @dataclass(frozen=True)
 class Trunk:
     """A size of a variant with a seed: the run of constant rate, and the rungs that branch from it, shortest first."""
 
     variant: Variant
-    size: Size
+    model: Decoder
+    lr: float
     seed: int
     warmup: int
     rungs: tuple[Rung, ...]
 
     @property
+    def parameters(self) -> int:
+        """Parameters without embeddings; see `count_body`."""
+        return count_body(self.model)
+
+    @property
     def steps(self) -> int:
         """Steps up to the last branch."""
         return self.rungs[-1].branch_step
+
+    def describe(self, rung: Rung) -> str:
+        """Return the name of a rung in messages."""
+        where = f"dim {self.model.dim}, {format_rounded(rung.length)} tokens/parameter"
+        return ", ".join(filter(None, (self.variant.label, where)))
 
     def list_overrides(self) -> list[str]:
         """Return the overrides of the trunk."""
@@ -126,8 +132,9 @@ class Trunk:
 
     def list_shared(self) -> list[str]:
         """Return the overrides that the trunk and its branches share."""
-        own = [*self.variant.overrides, *self.size.list_overrides()]
-        return [*own, f"training.seed={self.seed}", f"schedule.warmup={self.warmup}"]
+        shape = [f"model.{name}={getattr(self.model, name)}" for name in SHAPE]
+        rate = f"optimizer.lr={format_value(self.lr)}"
+        return [*self.variant.overrides, *shape, rate, f"training.seed={self.seed}", f"schedule.warmup={self.warmup}"]
 
 
 @dataclass(frozen=True)
@@ -145,12 +152,12 @@ class Ladder:
     @property
     def fitted(self) -> tuple[Trunk, ...]:
         """The trunks of all sizes but the largest."""
-        return tuple(trunk for trunk in self.trunks if trunk.size.model.dim != self._most)
+        return tuple(trunk for trunk in self.trunks if trunk.model.dim != self._most)
 
     @property
     def largest(self) -> tuple[Trunk, ...]:
         """The trunk of the largest size of each variant."""
-        return tuple(trunk for trunk in self.trunks if trunk.size.model.dim == self._most)
+        return tuple(trunk for trunk in self.trunks if trunk.model.dim == self._most)
 
     @property
     def variants(self) -> list[Variant]:
@@ -159,7 +166,20 @@ class Ladder:
 
     @property
     def _most(self) -> int:
-        return self.trunks[-1].size.model.dim
+        return self.trunks[-1].model.dim
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What gives the learning rate of a trunk.
+
+    Attributes:
+        description: in words.
+        compute: from the variant, the model at the size and the steps of its longest length to the rate.
+    """
+
+    description: str
+    compute: Callable[[Variant, Decoder, int], float]
 
 
 def build_ladder(variants: Sequence[Variant], sweep: Sweep, rates: Rates | None = None) -> Ladder:
@@ -207,13 +227,6 @@ def check_sweep(sweep: Sweep) -> None:
         raise ConfigError(f"sweep.budget={sweep.budget}: a ladder decides the steps by sweep.lengths; leave it out.")
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for overrides of settings that a ladder decides."""
-    for override in overrides:
-        if override.partition("=")[0].lstrip("+") in LENGTH_SETTINGS:
-            raise ConfigError(f"{override}: a ladder decides it by sweep.lengths; leave it out.")
-
-
 def _check_recipe(base: Run) -> None:
     """Raise ConfigError for settings that a ladder can't do with."""
     if not isinstance(base.schedule, WSD):
@@ -236,10 +249,7 @@ def _check_rows(variants: Sequence[Variant]) -> None:
     for variant in variants:
         run = variant.base
         for name in ("dataset", "evaluation", "training.seq_len", "training.seed"):
-            part, _, setting = name.partition(".")
-            nodes = (getattr(recipe, part) for recipe in (first, run))
-            values = [getattr(node, setting) if setting else node for node in nodes]
-            if values[0] != values[1]:
+            if attrgetter(name)(first) != attrgetter(name)(run):
                 raise ConfigError(
                     f"{variant.label}: has another {name} than {variants[0].label}, and all variants of a ladder read "
                     "the same rows; start a ladder for each."
@@ -250,86 +260,154 @@ def _check_rows(variants: Sequence[Variant]) -> None:
 
 
 def _build_trunk(variant: Variant, width: int, parameters: int, number: int, sweep: Sweep, rates: Rates) -> Trunk:
-    base, seed = variant.base, variant.base.training.seed + number
+    base = variant.base
     model = scale_model(base.model, width)
-    longest = count_steps(base.training, max(sweep.lengths) * parameters)
-    size = Size(model, rates.compute(variant, model, longest))
-    rungs = tuple(_build_rung(base, size, length, parameters) for length in sorted(set(sweep.lengths)))
+    decay, rungs = getattr(base.schedule, "decay", 0.0), list[Rung]()
+    for length in sorted(set(sweep.lengths)):
+        steps = count_steps(base.training, length * parameters)
+        tokens = base.training.count_rows_before(steps + 1) * base.training.seq_len
+        rungs.append(Rung(length, steps, round(decay * steps), tokens))
     warmup = base.schedule.warmup_steps(rungs[0].steps)  # one for all lengths, short enough for the shortest
     for rung in rungs:
         if rung.branch_step <= warmup or rung.decay_steps < 1:
             raise ConfigError(
                 f"sweep.lengths: {format_rounded(rung.length)} tokens per parameter are {rung.steps} steps of "
-                f"{base.training.global_batch:,} tokens for width {size.model.dim}, too few for a warm-up of "
-                f"{warmup} and a decay; give longer ones, schedule.warmup=auto, or a smaller training.global_batch."
+                f"{base.training.global_batch:,} tokens for width {width}, too few for a warm-up of {warmup} and a "
+                "decay; give longer ones, schedule.warmup=auto, or a smaller training.global_batch."
             )
     if len({rung.decay_steps for rung in rungs}) < len(rungs):
         raise ConfigError(
             f"sweep.lengths={format_value(list(sweep.lengths))}: two of them decay over as many steps at width "
-            f"{size.model.dim}; give longer ones, or lengths further apart."
+            f"{width}; give longer ones, or lengths further apart."
         )
-    return Trunk(variant, size, seed, warmup, rungs)
+    lr = rates.compute(variant, model, rungs[-1].steps)
+    return Trunk(variant, model, lr, base.training.seed + number, warmup, tuple(rungs))
 
 
-def _build_rung(base: Run, size: Size, length: float, parameters: int) -> Rung:
-    steps = count_steps(base.training, length * parameters)
-    decay = getattr(base.schedule, "decay", 0.0)
-    tokens = base.training.count_rows_before(steps + 1) * base.training.seq_len
-    return Rung(size, length, steps, round(decay * steps), tokens)
+def count_body(model: Decoder) -> int:
+    """Return a model's parameters without embeddings: neither those of the tokens nor the head's."""
+    return model.parameters() - model.embedding_parameters() * (1 if model.tied else 2)
+
+
+def scale_model(base: Decoder, width: int) -> Decoder:
+    """Return a shape of another width: heads as wide as before, the rest in proportion.
+
+    Blocks are rounded to the nearest number, the feed-forward width to the nearest multiple of 8; query heads share a
+    key head in groups as large as before, or as large as divide them. Settings that a family names in `SIZE_FREE` stay.
+
+    Raises:
+        ConfigError: where there is no such shape.
+    """
+    known = {field.name for field in dataclasses.fields(Decoder)} | set(base.SIZE_FREE)
+    own = {field.name for field in dataclasses.fields(base)} - known
+    if own:
+        raise ConfigError(
+            f"sweep.sizes: there is no rule for model.{min(own)} of {type(base).__name__}; choose a dense model, such "
+            "as model=qwen3_debug, or a grid of your own shapes."
+        )
+    heads, remainder = divmod(base.heads * width, base.dim)
+    if remainder or not heads:
+        step = base.dim // math.gcd(base.dim, base.heads)
+        raise ConfigError(
+            f"sweep.sizes: {width} has no whole number of heads as those of the recipe, model.heads={base.heads} for "
+            f"model.dim={base.dim}; give multiples of {step}, or smaller heads."
+        )
+    layers = max(1, math.floor(base.layers * width / base.dim + 0.5))
+    ffn = 8 * max(1, round(base.ffn * width / base.dim / 8))
+    group = math.gcd(heads, base.heads // base.kv_heads)
+    return dataclasses.replace(base, dim=width, layers=layers, heads=heads, kv_heads=heads // group, ffn=ffn)
+
+
+def choose_rates(variants: Sequence[Variant], sweep: Sweep, is_auto: bool = False) -> Rates:
+    """Return the rates by `sweep.lr_rule`, or by `optimizer.lr=auto`.
+
+    Args:
+        is_auto: whether the command line has `optimizer.lr=auto`.
+
+    Raises:
+        ConfigError: for two rules at once.
+    """
+    # models that have factors for their learning rates, as where these transfer over sizes
+    scaled = [variant.base.model for variant in variants if variant.base.model.update_factors(variant.base.optimizer)]
+    if is_auto:
+        if sweep.lr_rule is not None:
+            raise ConfigError(f"{AUTO}: is a rule, and so is sweep.lr_rule={sweep.lr_rule}; give one of them.")
+        if scaled:
+            raise ConfigError(
+                f"{AUTO}: is a rule of the model's size, and {type(scaled[0]).__name__} scales its learning rates by "
+                "its size too; give the number that is best at its base."
+            )
+        return Rates("by Step Law for the longest length of each size (optimizer.lr=auto)", _compute_by_step_law)
+    if sweep.lr_rule == "tuned":
+        tried = f"{sweep.tuned_sizes} of the sizes with {len(set(sweep.tuned_factors))} rates each"
+        return Rates(f"in proportion to 1 / width, before it is tuned at {tried}", compute_by_width)
+    if sweep.lr_rule == "fixed" or (sweep.lr_rule is None and scaled):
+        note = "; the model scales it by size" if scaled else ""
+        return Rates(f"fixed{note}", lambda variant, model, steps: variant.base.optimizer.peak_lr)
+    return Rates("in proportion to 1 / width", compute_by_width)
+
+
+def compute_by_width(variant: Variant, model: Decoder, steps: int) -> float:
+    """Return the recipe's rate times its width over that of the model."""
+    return round_rate(variant.base.optimizer.peak_lr * variant.base.model.dim / model.dim)
+
+
+def round_rate(rate: float) -> float:
+    """Return a rate with the digits that a command line gets."""
+    return float(f"{rate:.{DIGITS}g}")
+
+
+def _compute_by_step_law(variant: Variant, model: Decoder, steps: int) -> float:
+    """Return Step Law's rate for a size at its longest length; warn or raise ConfigError outside its range."""
+    parts: dict[str, Any] = {"model": model, "training": dataclasses.replace(variant.base.training, steps=steps)}
+    return budget.compute_learning_rate(dataclasses.replace(variant.base, **parts))
 
 
 def format_ladder(ladder: Ladder, hours: Sequence[float | None]) -> str:
     """Return a table: sizes, runs and their cost. Steps of a trunk count once, and branches by their decay.
 
     Args:
-        hours: predicted device-hours of each run in the order of `list_costs`; None where not known.
+        hours: predicted device-hours of each run, trunk by trunk, each followed by its branches; None: not known.
     """
-    rows = [(*row, hour) for row, hour in zip(list_costs(ladder), hours, strict=True)]
-    groups: dict[tuple[int, str], list[Cost]] = {}
-    for row in rows:
-        groups.setdefault((row[0].size.model.dim, row[0].variant.label), []).append(row)
-    named = len(ladder.variants) > 1
-    lines = [_format_row(group, group[0][0] in ladder.largest, named) for group in groups.values()]
+    costs = iter(hours)
     header = ("size", "blocks", "parameters", "vocabulary", "lr", "runs", "tokens", "FLOPs", "device-hours")
-    total = ("all", "", "", "", "", *_sum_costs(rows))
-    table = [header, *lines, total]
+    sizes: dict[tuple[str, ...], list[Cost]] = {}
+    for trunk in ladder.trunks:
+        body, total = trunk.parameters, trunk.model.parameters()
+        name = f", {trunk.variant.label}" if len(ladder.variants) > 1 else ""
+        name = f"dim {trunk.model.dim}{name}{' (predicted)' if trunk in ladder.largest else ''}"
+        vocabulary, rate = f"+{(total - body) / body:.0%}", format_rounded(trunk.lr)
+        rows = sizes.setdefault((name, str(trunk.model.layers), format_count(body), vocabulary, rate), [])
+        rows += [(*cost, next(costs)) for cost in list_costs(trunk)]
+    sizes["all", "", "", "", ""] = [row for rows in sizes.values() for row in rows]
+    table = [header, *((*cells, *_sum_costs(rows)) for cells, rows in sizes.items())]
     widths = [max(len(line[k]) for line in table) for k in range(len(header))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
     rule = f"rule of sizes: width; blocks, heads and feed-forward width in proportion; learning rate: {ladder.rule}"
     return "\n".join([*text, rule]) + "\n"
 
 
-def list_costs(ladder: Ladder) -> Iterator[tuple[Trunk, int, float]]:
-    """Yield the trunk, the tokens and the FLOPs of each run: trunk by trunk, each followed by its branches."""
-    for trunk in ladder.trunks:
-        training = trunk.variant.base.training
-        per_token = trunk.size.model.flops_per_token(training.seq_len)
-        tokens = training.count_rows_before(trunk.steps + 1) * training.seq_len
-        yield trunk, tokens, tokens * per_token
-        for rung in trunk.rungs:
-            decayed = rung.tokens - training.count_rows_before(rung.branch_step + 1) * training.seq_len
-            yield trunk, decayed, decayed * per_token
+Cost = tuple[int, float, float | None]
+"""Tokens, FLOPs and device-hours."""
 
 
-Cost = tuple[Trunk, int, float, float | None]
-
-
-def _format_row(rows: Sequence[Cost], is_largest: bool, named: bool) -> tuple[str, ...]:
-    size = rows[0][0].size
-    share = 1 - size.parameters / size.model.parameters()
-    name = f", {rows[0][0].variant.label}" if named else ""
-    return (
-        f"{size.label}{name}{' (predicted)' if is_largest else ''}",
-        str(size.model.layers),
-        format_count(size.parameters),
-        f"+{share / (1 - share):.0%}",
-        format_rounded(size.lr),
-        *_sum_costs(rows),
-    )
+def list_costs(trunk: Trunk) -> Iterator[tuple[int, float]]:
+    """Yield the tokens and the FLOPs of a trunk, and of each of its branches."""
+    training = trunk.variant.base.training
+    per_token = trunk.model.flops_per_token(training.seq_len)
+    tokens = training.count_rows_before(trunk.steps + 1) * training.seq_len
+    yield tokens, tokens * per_token
+    for rung in trunk.rungs:
+        decayed = rung.tokens - training.count_rows_before(rung.branch_step + 1) * training.seq_len
+        yield decayed, decayed * per_token
 
 
 def _sum_costs(rows: Sequence[Cost]) -> tuple[str, ...]:
-    hours = [row[3] for row in rows]
+    tokens, flops = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    return str(len(rows)), format_count(tokens), f"{flops:.3g}", format_hours([row[2] for row in rows])
+
+
+def format_hours(hours: Sequence[float | None]) -> str:
+    """Return the sum of predicted device-hours; "unknown" where one of them is."""
     known = [hour for hour in hours if hour is not None]
-    total = format_rounded(sum(known)) if len(known) == len(hours) else "unknown"
-    return str(len(rows)), format_count(sum(row[1] for row in rows)), f"{sum(row[2] for row in rows):.3g}", total
+    return format_rounded(sum(known)) if len(known) == len(hours) else "unknown"

@@ -13,12 +13,10 @@ a token that their jobs carry), `sent` (with the jobs' numbers), `unsent` (Slurm
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +28,7 @@ from titan.files import locks, untrusted
 from titan.files.atomic import write_atomic
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_result
 from titan.sweep import job_exit
-from titan.sweep.margin import parse_margin
+from titan.sweep.schema import parse_margin
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
 
@@ -136,7 +134,7 @@ def read_spec(directory: Path) -> SweepSpec:
     """Return the content of `sweep.yaml`; empty where there is none."""
     try:
         return _parse_spec(directory)
-    except (OSError, ValueError):  # `read` notes it
+    except (OSError, ValueError, ConfigError):  # `read` notes it
         return SweepSpec()
 
 
@@ -145,32 +143,19 @@ def _parse_spec(directory: Path) -> SweepSpec:
 
     Raises:
         ValueError: when `sweep.yaml` is damaged.
+        ConfigError: when its margin is none.
         OSError: when it can't be read.
     """
     content = next(iter(untrusted.parse_yaml(untrusted.read_regular_file(directory / SWEEP).decode())), None) or {}
     untrusted.check_type(content, dict[str, Any], "it")
     for name, kind in _SPEC_TYPES.items():
         untrusted.check_type(content.get(name), kind, name)
-    axes = {k: tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
-    baseline = {k: str(v) for k, v in (content.get("baseline") or {}).items()}
-    margin = content.get("margin")
-    return SweepSpec(
-        content.get("question"),
-        axes,
-        baseline,
-        0.02 if margin is None else _check_margin(margin),
-        content.get("target"),
-        content.get("budget") or "steps",
-    )
-
-
-def _check_margin(margin: float | str) -> float | str:
-    """Return a margin that `parse_margin` can read; raises ValueError for another."""
-    try:
-        parse_margin(margin)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return margin
+    known = {name: content[name] for name in _SPEC_TYPES if content.get(name) is not None}
+    known["axes"] = {name: tuple(map(str, values)) for name, values in known.get("axes", {}).items()}
+    known["baseline"] = {name: str(value) for name, value in known.get("baseline", {}).items()}
+    spec = SweepSpec(**known)
+    parse_margin(spec.margin)
+    return spec
 
 
 _SPEC_TYPES: dict[str, Any] = {
@@ -186,39 +171,22 @@ _SPEC_TYPES: dict[str, Any] = {
 
 def write_spec(directory: Path, spec: SweepSpec) -> None:
     """Write `sweep.yaml`."""
-    plain = {
-        "question": spec.question,
-        "axes": {k: list(v) for k, v in spec.axes.items()},
-        "baseline": dict(spec.baseline),
-        "margin": spec.margin,
-        "target": spec.target,
-        "budget": spec.budget,
-    }
+    axes = {name: list(values) for name, values in spec.axes.items()}
+    plain = {**vars(spec), "axes": axes, "baseline": dict(spec.baseline)}
     write_atomic(directory / SWEEP, yaml.safe_dump(plain, sort_keys=False))
 
 
 def list_submitted_trials(directory: Path, token: str) -> list[str]:
     """Return the ids of the trials of a submission, in the order of the job array."""
-    return next(
-        (
-            list(event["points"])
-            for event in read_events(directory)
-            if event.get("event") == "sending" and event["token"] == token
-        ),
-        [],
-    )
+    events = (event for event in read_events(directory) if event.get("event") == "sending" and event["token"] == token)
+    return list(next(events, {"points": ()})["points"])
 
 
 def add_events(directory: Path, *lines: Mapping[str, Any]) -> None:
     """Append events to the ledger, in one write."""
-    text = "".join(json.dumps({"time": round(time.time(), 3), **line}) + "\n" for line in lines)
     with (directory / LEDGER).open("a+b", buffering=0) as file:
         locks.acquire(file.fileno(), f"hydra.sweep.dir={directory}")
-        file.seek(0, 2)
-        if file.tell():  # a line that a kill cut short ends here
-            file.seek(-1, 2)
-            text = text if file.read() == b"\n" else "\n" + text
-        file.write(text.encode())
+        locks.append_lines(file.fileno(), *({"time": round(time.time(), 3), **line} for line in lines))
 
 
 def read_events(directory: Path) -> Iterator[dict[str, Any]]:
@@ -284,20 +252,13 @@ def _find_problems(directory: Path) -> Iterator[str]:
         _parse_spec(directory)
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         yield f"{SWEEP} can't be read, and is not used: {getattr(error, 'strerror', None) or error}"
 
 
-@contextmanager
-def lock_sweep(directory: Path) -> Iterator[None]:
+def lock_sweep(directory: Path) -> contextlib.AbstractContextManager[int]:
     """Lock a sweep while the block runs: one launcher at a time submits its trials, another one waits."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = locks.open_lock(directory / f".{LEDGER}.lock")
-    try:
-        locks.acquire(lock, f"hydra.sweep.dir={directory}")
-        yield
-    finally:
-        os.close(lock)
+    return locks.hold_file(directory / f".{LEDGER}.lock", f"hydra.sweep.dir={directory}", "choose another name")
 
 
 def _apply_event(trials: dict[str, TrialState], event: Mapping[str, Any], directory: Path) -> None:
@@ -306,38 +267,28 @@ def _apply_event(trials: dict[str, TrialState], event: Mapping[str, Any], direct
     if kind == "point":
         run_directory = os.path.abspath(directory / event["directory"])
         trial = trials.get(event["id"], TrialState(event["id"], run_directory, tuple(event["overrides"]), "planned"))
-        trial_fields = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event["asked"]}
-        trial_fields["settings"] = event.get("settings")
-        trials[trial.id] = replace(trial, **trial_fields)
+        trials[trial.id] = replace(
+            trial, steps=int(event["steps"]), devices=int(event["devices"]), asked=event["asked"],
+            settings=event.get("settings"),
+        )  # fmt: skip
         return
-    for name in _list_trial_ids(event):
-        if name not in trials:
-            continue
-        previous = trials[name]
+    names = event.get("jobs") or event.get("points") or [str(event.get("id"))]
+    for previous in [trials[name] for name in names if name in trials]:
+        change: dict[str, Any] = {}
         if kind == "sending":
-            submission = {
-                "token": event["token"],
-                "sent_at": float(event["time"]),
-                "submissions": previous.submissions + 1,
-            }
-            trials[name] = replace(previous, job=None, jobs=(), state="queued", reason=UNCONFIRMED, **submission)
-        elif kind == "sent":
-            jobs = tuple(event["jobs"][name])
-            if not jobs:
-                continue
-            lane = event.get("lane")
-            trials[name] = replace(previous, token=None, job=jobs[0], jobs=jobs, lane=lane, state="queued", reason=None)
+            change = {"token": event["token"], "sent_at": float(event["time"]), "state": "queued"}
+            change |= {"job": None, "jobs": (), "reason": UNCONFIRMED, "submissions": previous.submissions + 1}
+        elif kind == "sent" and (jobs := tuple(event["jobs"][previous.id])):
+            change = {"token": None, "job": jobs[0], "jobs": jobs, "lane": event.get("lane")}
+            change |= {"state": "queued", "reason": None}
         elif kind == "unsent":
-            trials[name] = replace(previous, token=None, state="failed", reason=event["reason"])
+            change = {"token": None, "state": "failed", "reason": event["reason"]}
         elif kind == "started":
-            trials[name] = replace(previous, state="running", job=None, jobs=(), submissions=previous.submissions + 1)
+            change = {"state": "running", "job": None, "jobs": (), "submissions": previous.submissions + 1}
         elif kind == "ended":
             state = {0: "finished", 130: "stopped"}.get(event["code"], "failed")
-            trials[name] = replace(previous, state=state, reason=event.get("reason"))  # type: ignore[arg-type]
-
-
-def _list_trial_ids(event: Mapping[str, Any]) -> Iterable[str]:
-    return list(event.get("jobs", ())) or list(event.get("points", ())) or [str(event.get("id"))]
+            change = {"state": state, "reason": event.get("reason")}
+        trials[previous.id] = replace(previous, **change)
 
 
 def _update_state(directory: Path, trial: TrialState) -> TrialState:
@@ -359,14 +310,12 @@ def _update_state(directory: Path, trial: TrialState) -> TrialState:
 def _update_job_state(directory: Path, trial: TrialState) -> TrialState:
     """Return a trial that is not finished with its state by its job: it runs, has ended, or is to be started again."""
     job = find_last_job(directory, trial)
-    trial = replace(trial, job=job)
     end = job_exit.read_last_exit(directory / SLURM, job)
-    if end is None or end.requeue:
-        running = is_locked(Path(trial.directory))
-        return replace(
-            trial, state="running" if running else "queued", reason=None if running or not end else end.reason
-        )
-    return replace(trial, state="stopped" if end.stopped else "failed", reason=end.reason)
+    if end is not None and not end.requeue:
+        return replace(trial, job=job, state="stopped" if end.stopped else "failed", reason=end.reason)
+    if is_locked(Path(trial.directory)):
+        return replace(trial, job=job, state="running", reason=None)
+    return replace(trial, job=job, state="queued", reason=end.reason if end else None)
 
 
 def find_last_job(directory: Path, trial: TrialState) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,12 @@ from titan.run.run import Run
 from titan.sweep.schema import Sweep
 
 
-def check(sweep: Sweep, runs: list[Run]) -> None:
-    """Raise ConfigError where a run will not measure the objective.
-
-    Raises:
-        ConfigError: before any trial starts.
-    """
-    needs_evaluation = sweep.objective.partition("/")[0] in ("validation_loss", "bits_per_byte")
+def check_measured(setting: str, metric: str, runs: Sequence[Run]) -> None:
+    """Raise ConfigError, before any trial starts, where a run will not measure what a setting names."""
+    needs_evaluation = metric.partition("/")[0] in ("validation_loss", "bits_per_byte")
     if needs_evaluation and any(run.evaluation.tokens == 0 for run in runs):
         raise ConfigError(
-            f"sweep.objective={sweep.objective}: evaluation.tokens=0 asks for no evaluation; give some tokens, "
-            "or sweep.objective=last_loss."
+            f"{setting}={metric}: evaluation.tokens=0 asks for no evaluation; give some tokens, or {setting}=last_loss."
         )
 
 
@@ -39,18 +34,16 @@ def find_worst_value(sweep: Sweep, sweeper: Mapping[str, Any]) -> float:
     Raises:
         ConfigError: for directions that contradict each other, and for several objectives.
     """
-    sweeper_direction = sweeper.get("direction")
-    sweeper_direction = getattr(sweeper_direction, "name", sweeper_direction)  # Optuna's is an enumeration
-    if sweeper_direction is not None and str(sweeper_direction) not in ("minimize", "maximize"):
+    asked = sweeper.get("direction")
+    asked = None if asked is None else str(getattr(asked, "name", asked))  # Optuna's is an enumeration
+    if asked not in (None, "minimize", "maximize"):
+        raise ConfigError(f"hydra.sweeper.direction={asked}: a trial has one objective; give minimize or maximize.")
+    if asked is not None and sweep.direction not in ("auto", asked):
         raise ConfigError(
-            f"hydra.sweeper.direction={sweeper_direction}: a trial has one objective; give minimize or maximize."
+            f"sweep.direction={sweep.direction}: the sweeper has hydra.sweeper.direction={asked}; leave one of them "
+            "out."
         )
-    if sweeper_direction is not None and sweep.direction not in ("auto", str(sweeper_direction)):
-        raise ConfigError(
-            f"sweep.direction={sweep.direction}: the sweeper has hydra.sweeper.direction={sweeper_direction}; leave "
-            "one of them out."
-        )
-    direction = str(sweeper_direction or sweep.direction)
+    direction = asked or sweep.direction
     return sweep.worst if sweep.worst is not None else -math.inf if direction == "maximize" else math.inf
 
 

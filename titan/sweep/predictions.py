@@ -176,12 +176,10 @@ def add_score(folder: Path, prediction: LadderPrediction, predicted: PredictedLo
     with file.open("a+b", buffering=0) as record:
         locks.acquire(record.fileno(), str(file))
         record.seek(0)
-        lines = record.read()
-        others = [other for other in map(_parse_line, lines.splitlines()) if other]
+        others = [other for other in map(_parse_line, record.read().splitlines()) if other]
         if (prediction.digest, predicted.variant) in [(o["digest"], o.get("variant", "")) for o in others]:
             return
-        start = b"" if not lines or lines.endswith(b"\n") else b"\n"  # after a line that a kill cut short
-        record.write(start + json.dumps(line).encode() + b"\n")
+        locks.append_lines(record.fileno(), line)
 
 
 def read_record(level: float) -> Record:

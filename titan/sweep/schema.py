@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from titan.config.settings import format_value, setting
 from titan.config.text_kinds import Label, Output, TextKind
+from titan.errors import ConfigError
 
 LAUNCHER_MODULE = "hydra_plugins.titan"
 """Hydra takes launchers only from a module below `hydra_plugins`; `launchers.plugin` puts them there."""
@@ -17,6 +20,9 @@ GRID = f"{LAUNCHER_MODULE}.GridSweeper"
 """titan's own sweeper."""
 OPTUNA = f"{LAUNCHER_MODULE}.OptunaSweeper"
 """titan's sweeper that chooses trials by the results of others."""
+DEFAULT_MARGIN = 0.02
+LARGEST_NATS, LARGEST_SHARE = 1e6, 10.0
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 @dataclass(frozen=True)
@@ -146,3 +152,44 @@ LAUNCHERS: Mapping[str, tuple[str, type]] = {
     "slurm": ("SlurmLauncher", SlurmLaunch),
 }
 """The class and the settings of each launcher by name; `basic` is Hydra's own name of its local launcher."""
+
+
+@dataclass(frozen=True)
+class Margin:
+    """A margin in one of two units.
+
+    Attributes:
+        nats: of validation loss; None where it is a share of compute.
+        share: of the baseline's compute, 0.02 for 2 %; None where it is in nats.
+    """
+
+    nats: float | None
+    share: float | None = None
+
+
+def parse_margin(value: float | str, name: str = "sweep.margin") -> Margin:
+    """Return the margin that a setting states.
+
+    Args:
+        value: nats, or a share as text.
+        name: of the setting, for the message.
+
+    Raises:
+        ConfigError: for another text, and for a margin that is not above 0 or too large.
+    """
+    match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    share = float(match.group(1)) / 100 if match else None
+    try:
+        nats = None if share is not None else float(value)
+    except ValueError:
+        nats = math.nan
+    number, largest = (share, LARGEST_SHARE) if share is not None else (nats, LARGEST_NATS)
+    typed = f"{name}={value if isinstance(value, str) else f'{value:g}'}"
+    if number is not None and -math.inf < number <= 0:
+        raise ConfigError(f"{typed}: must be above 0.")
+    if number is None or not 0 < number <= largest:
+        raise ConfigError(
+            f"{typed}: must be a number of nats above 0, such as 0.02, or a share of the baseline's compute, "
+            "such as 2%."
+        )
+    return Margin(nats, share)

@@ -64,14 +64,11 @@ def label_trials(trials: Sequence[TrialState]) -> list[str]:
 def _distinguish(trials: Sequence[TrialState]) -> list[str]:
     """Return a text for each trial of one label: the fewest settings that differ, or else its folder."""
     texts = [""] * len(trials)
-    if all(trial.settings is not None for trial in trials):
-        for name in _list_differing([trial.settings or {} for trial in trials]):
-            longer = [
-                f"{t} {name}={_format(name, p.settings or {})}".strip() for t, p in zip(texts, trials, strict=True)
-            ]
-            texts = longer if len(set(longer)) > len(set(texts)) else texts
-    is_distinct = len(set(texts)) == len(trials)
-    return texts if is_distinct else [Path(trial.directory).name for trial in trials]
+    known = [trial.settings for trial in trials if trial.settings is not None]
+    for name in _list_differing(known) if len(known) == len(trials) else ():
+        longer = [f"{text} {name}={_format(name, own)}".strip() for text, own in zip(texts, known, strict=True)]
+        texts = longer if len(set(longer)) > len(set(texts)) else texts
+    return texts if len(set(texts)) == len(trials) else [Path(trial.directory).name for trial in trials]
 
 
 def _list_differing(all_settings: Sequence[Settings]) -> list[str]:
@@ -79,13 +76,9 @@ def _list_differing(all_settings: Sequence[Settings]) -> list[str]:
     values = {
         name: {_format(name, settings) for settings in all_settings} for name in sorted(set().union(*all_settings))
     }
+    axes = {axis: rank for rank, axis in enumerate(identity.SCIENCE)}
     differing = [name for name, texts in values.items() if len(texts) > 1]
-    return sorted(differing, key=lambda name: (-len(values[name]), _rank_axis(name)))
-
-
-def _rank_axis(name: str) -> int:
-    axis = name.partition(".")[0]
-    return identity.SCIENCE.index(axis) if axis in identity.SCIENCE else len(identity.SCIENCE)
+    return sorted(differing, key=lambda name: (-len(values[name]), axes.get(name.partition(".")[0], len(axes))))
 
 
 def describe_mixed(
@@ -116,28 +109,27 @@ def describe_mixed(
     for overrides, settings in new:
         groups.setdefault(_sign(overrides, settings, varied), []).append(settings)
     differing: dict[str, tuple[set[str], set[str]]] = {}
-    count = sum(
-        len(group) * _add_differing(differing, group[0], _find_nearest(signature, signatures), varied)
-        for signature, group in groups.items()
-    )
+    count = 0
+    for signature, group in groups.items():
+        fitting = [other for other in signatures if other[0] == signature[0]]  # with the same wide choices
+        if not fitting:
+            continue
+        nearest = signatures[min(fitting, key=lambda other: len(other[1] ^ signature[1]))]
+        names = _list_unvaried(group[0], nearest, varied)
+        count += len(group) * bool(names)
+        for name in names:
+            there, here = differing.setdefault(name, (set(), set()))
+            there.add(_format(name, nearest))
+            here.add(_format(name, group[0]))
     return _build_sentence(count, len(known), differing) if differing else None
 
 
-def _add_differing(
-    differing: dict[str, tuple[set[str], set[str]]], settings: Settings, nearest: Settings | None, varied: Iterable[str]
-) -> bool:
-    """Add the unvaried settings in which a trial differs from the nearest earlier one, and return whether any does."""
-    if nearest is None:
-        return False
-    names = [
+def _list_unvaried(settings: Settings, nearest: Settings, varied: Iterable[str]) -> list[str]:
+    """Return the settings that no command varied in which a trial differs from the nearest earlier one."""
+    names = (
         n for n in _list_differing([settings, nearest]) if not _is_varied(n, varied) and not NO_VARIANT.fullmatch(n)
-    ]
-    names = [n for n in names if n != "training.steps" or not any(b in settings for b in BUDGETS)]
-    for name in names:
-        there, here = differing.setdefault(name, (set(), set()))
-        there.add(_format(name, nearest))
-        here.add(_format(name, settings))
-    return bool(names)
+    )
+    return [n for n in names if n != "training.steps" or not any(budget in settings for budget in BUDGETS)]
 
 
 Signature = tuple[frozenset[str], frozenset[tuple[str, str]]]
@@ -145,14 +137,9 @@ Signature = tuple[frozenset[str], frozenset[tuple[str, str]]]
 
 
 def _sign(overrides: Sequence[str], settings: Settings, varied: Iterable[str]) -> Signature:
-    wide = frozenset(override for override in overrides if _find_name(override).partition(".")[0] not in _list_axes())
+    axes = {field.name for field in dataclasses.fields(Recipe)}
+    wide = frozenset(override for override in overrides if _find_name(override).partition(".")[0] not in axes)
     return wide, frozenset((n, _format(n, settings)) for n in settings if not _is_varied(n, varied))
-
-
-def _find_nearest(signature: Signature, known: Mapping[Signature, Settings]) -> Settings | None:
-    """Return the settings of the trial that differs least, of those with the same wide choices; None without one."""
-    fitting = [other for other in known if other[0] == signature[0]]
-    return known[min(fitting, key=lambda other: len(other[1] ^ signature[1]))] if fitting else None
 
 
 def _find_name(override: str) -> str:
@@ -165,30 +152,22 @@ def _is_varied(name: str, varied: Iterable[str]) -> bool:
 
 
 def _build_sentence(new: int, earlier: int, differing: Mapping[str, tuple[set[str], set[str]]]) -> str:
-    names = list(differing)
-    texts = [f"{name} (there {_join(differing[name][0])}, here {_join(differing[name][1])})" for name in names]
-    more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
-    verb = "differs" if new == 1 else "differ"
+    def join(values: Iterable[str]) -> str:
+        texts = [text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..." for text in sorted(values)]
+        more = [f"{len(texts) - MOST_VALUES} more"] if len(texts) > MOST_VALUES else []
+        return " or ".join([*texts[:MOST_VALUES], *more])
+
+    texts = [f"{name} (there {join(there)}, here {join(here)})" for name, (there, here) in differing.items()]
+    more = [f"and {len(texts) - MOST_NAMED} more"] if len(texts) > MOST_NAMED else []
     return (
-        f"{format_plural(new, 'new trial')} {verb} from the {earlier:,} that the directory has in settings that no "
-        f"command varies: {', '.join([*texts[:MOST_NAMED], *more])}. titan.compare takes them for other variants; "
-        "another name keeps them apart."
+        f"{format_plural(new, 'new trial')} {'differs' if new == 1 else 'differ'} from the {earlier:,} that the "
+        f"directory has in settings that no command varies: {', '.join([*texts[:MOST_NAMED], *more])}. titan.compare "
+        "takes them for other variants; another name keeps them apart."
     )
-
-
-def _join(values: Iterable[str]) -> str:
-    texts = [text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..." for text in sorted(values)]
-    more = [f"{len(texts) - MOST_VALUES} more"] if len(texts) > MOST_VALUES else []
-    return " or ".join([*texts[:MOST_VALUES], *more])
 
 
 def _format(name: str, settings: Settings) -> str:
     return format_value(settings[name]) if name in settings else _find_default(name)
-
-
-@lru_cache
-def _list_axes() -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(Recipe))
 
 
 @lru_cache(1024)

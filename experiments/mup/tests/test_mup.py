@@ -20,9 +20,7 @@ from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.optimizer.schema import SGD, AdamW, Muon
 from titan.optimizer.update_factors import build_optimizer
-from titan.sweep.ladder import build_ladder
-from titan.sweep.ladder_rates import choose_rates
-from titan.sweep.ladder_sizes import Variant
+from titan.sweep.ladder import Variant, build_ladder, choose_rates
 from titan.sweep.schema import Sweep
 
 CONF_FOLDER = Path(__file__).resolve().parents[1] / "conf"
@@ -158,11 +156,11 @@ def test_a_ladder_leaves_rates_to_the_model() -> None:
     model = Llama(**{**SHAPE, "heads": 8, "kv_heads": 4, "dim": 64, "layers": 4, "ffn": 96, "base_dim": 32})
     base = replace(compose_test_run([*TINY, "evaluation.tokens=64"]), model=model)
     ladder = build_ladder([Variant((), base)], Sweep(sizes=(16, 32, 64, 128), lengths=(8.0, 16.0), seeds=1))
-    shapes = [(t.size.model.dim, t.size.model.layers, t.size.lr) for t in ladder.trunks]
+    shapes = [(t.model.dim, t.model.layers, t.lr) for t in ladder.trunks]
     rate = base.optimizer.peak_lr
     assert shapes == [(16, 1, rate), (32, 2, rate), (64, 4, rate), (128, 8, rate)]
-    assert {(t.size.model.base_dim, t.size.model.base_layers) for t in ladder.trunks} == {(32, 2)}
-    factors = [t.size.model.update_factors(base.optimizer)["layers.0.attention.wq.weight"].lr for t in ladder.trunks]
+    assert {(t.model.base_dim, t.model.base_layers) for t in ladder.trunks} == {(32, 2)}
+    factors = [t.model.update_factors(base.optimizer)["layers.0.attention.wq.weight"].lr for t in ladder.trunks]
     assert factors == [2.0, 1.0, 0.5, 0.25] and "the model scales it" in ladder.rule
     control = Variant((), replace(base, model=replace(model, transfer="none")))
     assert choose_rates([control], Sweep()).description == "in proportion to 1 / width"

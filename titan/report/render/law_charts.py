@@ -12,9 +12,8 @@ from titan.metrics import svg
 from titan.metrics.svg import Frame, Label
 from titan.report.render.charts import Chart, ChartSize, LegendEntry, build_chart, format_legend
 from titan.scaling.fit import Fit
-from titan.scaling.floor import Floor
 from titan.scaling.law import Numbers
-from titan.scaling.study import LossPrediction, draw_band, list_rungs
+from titan.scaling.study import Floor, LossPrediction, draw_band
 
 STEPS = 24
 """Lengths at which a band is computed."""
@@ -32,7 +31,7 @@ def draw_rungs(fit: Fit, variant: str, predictions: Sequence[LossPrediction], ke
         predictions: of the variant.
         key: names the chart in the page.
     """
-    rungs = [rung for rung in list_rungs(fit.table) if rung[0] == variant]
+    rungs = [rung for rung in fit.table.list_rungs() if rung[0] == variant]
     sizes = _choose_sizes(sorted({rung[1] for rung in rungs} | {p.n for p in predictions}))
     ends = _find_ends([rung[2] for rung in rungs] + [p.d for p in predictions])
     lengths = np.geomspace(*ends, STEPS)

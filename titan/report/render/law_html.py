@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from markupsafe import Markup
 
 from titan.console.numbers import format_count, format_interval
@@ -14,9 +13,8 @@ from titan.report.render import law_text
 from titan.report.render.law_charts import draw_floor, draw_rungs
 from titan.report.render.template import POLICY, content, load_template
 from titan.scaling.ladders import LadderStudy
-from titan.scaling.rung_speedups import describe_rung
 from titan.scaling.speedup import format_share
-from titan.scaling.study import LossPrediction, Study, list_rungs
+from titan.scaling.study import LossPrediction, Study
 from titan.scaling.table import Table
 
 MOST_CHARTS = 4
@@ -79,7 +77,7 @@ def _build_section(study: Study, number: int) -> dict[str, Any]:
     predictions = {p.variant: [q for q in study.predictions if q.variant == p.variant] for p in study.predictions}
     lines = [line.strip() for line in law_text.format_study(study) if line.strip()]
     tabled = {law_text.describe_prediction(p) for p in study.predictions}
-    tabled |= {describe_rung(found) for rungs in study.rung_speedups.values() for found in rungs}
+    tabled |= {found.describe() for rungs in study.rung_speedups.values() for found in rungs}
     headings = "loss of a new run", law_text.RUNG_LINES, "and "  # those of tables, and the ends of long lists
     sentences = [line for line in lines if line not in tabled and not line.startswith(headings)]
     names = study.fit.variants[:MOST_CHARTS]
@@ -99,7 +97,7 @@ def _build_ladder_section(study: LadderStudy) -> dict[str, Any]:
     sentences = law_text.format_ladders(study)
     rungs = [
         [name, format_count(n), format_count(d), f"{loss:.4f}", str(count), ""]
-        for name, n, d, loss, count in list_rungs(study.table)
+        for name, n, d, loss, count in study.table.list_rungs()
     ]
     return {
         "heading": sanitize_nested(study.corpus or "All runs"),
@@ -141,8 +139,8 @@ def _list_speedups(study: Study) -> list[list[str]]:
 
 def _list_rungs(study: Study) -> list[list[str]]:
     rows = []
-    for name, n, d, loss, count in list_rungs(study.fit.table):
-        law = float(study.fit.laws[name].compute_plain(np.array([n]), np.array([d]), name)[0])
+    for name, n, d, loss, count in study.fit.table.list_rungs():
+        law = study.fit.laws[name].compute_plain(n, d, name)
         rows.append(
             [law_text.name_variant(name), format_count(n), format_count(d), f"{loss:.4f}", str(count), f"{law:.4f}"]
         )

@@ -9,13 +9,10 @@ import numpy as np
 from titan.console.numbers import format_count, format_interval, format_plural
 from titan.console.text import sanitize_line
 from titan.report.law_runs import describe_table
-from titan.scaling.fit import ALPHA, LEVEL, REACH, Fit, find_suspects
-from titan.scaling.floor import Floor
+from titan.scaling.fit import ALPHA, LEVEL, REACH, Fit, Law
 from titan.scaling.ladders import ComputeFactor, LadderStudy
 from titan.scaling.law import BEND, DATA, SHARED, SIZE, Numbers
-from titan.scaling.replicates import Law
-from titan.scaling.rung_speedups import describe_rung
-from titan.scaling.study import LossPrediction, Optimum, Study
+from titan.scaling.study import Floor, LossPrediction, Optimum, Study
 from titan.scaling.table import Table
 
 SHOWN = 30
@@ -82,7 +79,7 @@ def describe_left_out(study: Study) -> list[str]:
     """Return what was left out, and rungs far from the law."""
     lines = [f"left out: {reason}" for reason in study.fit.left_out]
     for names in study.floors:
-        for n, d, variant, residual in find_suspects(study.fit.laws[names[0]]):
+        for n, d, variant, residual in study.fit.laws[names[0]].find_suspects():
             where = f"N={format_count(n)}, D={format_count(d)}{f', {variant}' if variant else ''}"
             lines.append(
                 f"unusual: {where} is {residual:+.1f} robust standard deviations from the law; it stays, with a weight "
@@ -197,7 +194,7 @@ def _format_speedups(study: Study) -> Iterator[str]:
         yield speedup.describe(name_variant(name), baseline)
         if rungs := study.rung_speedups.get(name):
             yield f"{RUNG_LINES} {name_variant(name)} needs for {baseline}'s loss:"
-            yield from (f"  {describe_rung(rung)}" for rung in rungs[:SHOWN])
+            yield from (f"  {rung.describe()}" for rung in rungs[:SHOWN])
         if len(rungs or ()) > SHOWN:
             yield f"  and {len(rungs or ()) - SHOWN} more, on the page"
 

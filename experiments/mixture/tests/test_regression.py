@@ -3,17 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from experiments.mixture import regression
+from experiments.mixture.regression import fit_mixture
 from titan.errors import ConfigError
-from titan.scaling import mixture
-from titan.scaling.mixture import fit_mixture
-from titan.scaling.ranks import correlate_ranks
+from titan.scaling.early_stopping import correlate_ranks
 
 
-def draw(count: int, sources: int = 4, seed: int = 0) -> mixture.Numbers:
+def draw(count: int, sources: int = 4, seed: int = 0) -> regression.Numbers:
     return np.random.default_rng(seed).dirichlet(np.ones(sources), count)
 
 
-def lose(weights: mixture.Numbers) -> mixture.Numbers:
+def lose(weights: regression.Numbers) -> regression.Numbers:
     """Return losses that fall with the logarithm of two weights, as published ones do."""
     return np.asarray(np.exp(1.2 - 0.08 * np.log(weights[:, 0] + 0.003) - 0.02 * np.log(weights[:, 1] + 0.003)))
 
@@ -28,7 +28,7 @@ def test_leave_one_out_error_is_that_of_fits_without_each_proxy() -> None:
     weights = draw(20)
     losses = lose(weights) * np.exp(np.random.default_rng(2).normal(0, 0.01, 20))
     model = fit_mixture(weights, losses)
-    features = (mixture._build_features(weights, model.small_weight) - model.mean) / model.scale
+    features = (regression._build_features(weights, model.small_weight) - model.mean) / model.scale
     errors = []
     for k in range(len(losses)):
         x, y = np.delete(features, k, 0), np.log(np.delete(losses, k))

@@ -1,4 +1,4 @@
-"""The laws, their derivatives, fits of many rows at once, and the distributions."""
+"""The laws, their derivatives, and fits of many rows at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.made_tables import LADDER, Law, chinchilla, kaplan, make_table, thrifty
-from titan.scaling.cells import group_cells
-from titan.scaling.distributions import compute_f_tail, compute_t_quantile
-from titan.scaling.law import BEND, DATA, FLOOR, SIZE, compute_log_losses, differentiate, guess_parameters
-from titan.scaling.replicates import fit_robust
-from titan.scaling.solve import fit_rows
+from titan.scaling.fit import fit_robust
+from titan.scaling.law import BEND, DATA, FLOOR, SIZE, compute_log_losses, differentiate, fit_rows, guess_parameters
+from titan.scaling.noise import group_cells
 
 
 @given(st.floats(0, 2), st.floats(0.05, 1), st.floats(0.05, 1), st.floats(-2.5, 1), st.floats(-2, 1), st.floats(-2, 1))
@@ -66,16 +64,3 @@ def test_a_bad_rung_moves_a_prediction_little() -> None:
         at = np.log(n) - points.center[0], np.log(d) - points.center[1], np.zeros(1, dtype=np.int64)
         losses.append(float(np.exp(compute_log_losses(theta, *at))[0, 0]))
     assert abs(losses[1] - losses[0]) < 0.01
-
-
-@given(st.floats(0.01, 50), st.integers(1, 30), st.integers(1, 200))
-def test_tails_of_f_are_scipys(value: float, numerator: int, denominator: int) -> None:
-    stats = pytest.importorskip("scipy.stats")
-    expected = float(stats.f.sf(value, numerator, denominator))
-    assert compute_f_tail(value, numerator, denominator) == pytest.approx(expected, rel=1e-8, abs=1e-12)
-
-
-@pytest.mark.parametrize("freedom", [1, 2.5, 7, 100])
-def test_quantiles_of_t_are_scipys(freedom: float) -> None:
-    stats = pytest.importorskip("scipy.stats")
-    assert compute_t_quantile(0.95, freedom) == pytest.approx(float(stats.t.ppf(0.95, freedom)), rel=1e-8)
