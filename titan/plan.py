@@ -275,11 +275,11 @@ def _describe_power(
     variants = {identity.compute_variant_id(trial.run) for trial in trials}  # of those that learn the same there is one
     if len(seeds) < 2 or len(variants) < len(seeds) or len(tokens) > 1 or len(set(seeds.values())) > 1:
         return []
-    from titan.report import power  # only now: a plan without it need not wait for numpy
+    from titan.report import effort  # only now: a plan without it need not wait for numpy
 
-    noise = power.PUBLISHED if folder is None else power.read_noise(Path(folder))
+    noise = effort.PUBLISHED if folder is None else effort.read_noise(Path(folder))
     hours = fmean(plan.device_hours.value for plan in plans)
-    return power.describe_power(effect, noise, float(tokens.pop()), len(seeds), next(iter(seeds.values())), hours)
+    return effort.describe_power(effect, noise, float(tokens.pop()), len(seeds), next(iter(seeds.values())), hours)
 
 
 def _refine_plans(trials: Sequence[Trial], plans: Sequence[estimate.Plan], source: str) -> list[estimate.Plan]:

@@ -9,7 +9,7 @@ import pytest
 from tests.support.made_runs import Story, make_run
 from tests.support.tiers import full
 from titan.report.comparison import Options, compare
-from titan.report.early_losses import LEAST_VARIANTS
+from titan.report.notes import LEAST_VARIANTS
 from titan.scaling.early_stopping import FEWEST_EARLIER
 
 COUNT = FEWEST_EARLIER + 2

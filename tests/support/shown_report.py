@@ -41,7 +41,7 @@ def make_curves(steps: int, seed: int, gain: float = 0.0, rounding: float = 0.0)
         steps=numbers,
         tokens=numbers.astype(float) * TOKENS,
         losses=shared + away,
-        rates=np.full(steps, 1e-3),
+        learning_rates=np.full(steps, 1e-3),
         device_hours=numbers / 3600,
         validation_steps=at,
         validation_tokens=at.astype(float) * TOKENS,

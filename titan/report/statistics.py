@@ -101,16 +101,6 @@ class SignCounts:
         return float(_import_stats().binomtest(self.wins, decided).pvalue) if decided else None
 
 
-def count_signs(arm: ArrayLike, baseline: ArrayLike) -> SignCounts:
-    """Return the pairs counted by the better side; [pairs] each, infinite where a run diverged."""
-    arm_values, baseline_values = np.asarray(arm, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
-    return SignCounts(
-        int((arm_values < baseline_values).sum()),
-        int((arm_values > baseline_values).sum()),
-        int((arm_values == baseline_values).sum()),
-    )
-
-
 def estimate_mean_difference(differences: ArrayLike) -> MeanDifference:
     """Return the mean of the differences of pairs, or of other repeats; [pairs]."""
     values = np.asarray(differences, dtype=np.float64)
@@ -310,7 +300,10 @@ def compare_seeds(variant: Mapping[int, float], baseline: Mapping[int, float]) -
     mean_difference = (
         estimate_mean_difference(variant_values[finite] - baseline_values[finite]) if finite.any() else None
     )
-    signs = count_signs(variant_values, baseline_values) if lost_seeds or baseline_lost_seeds else None
+    signs = None
+    if lost_seeds or baseline_lost_seeds:
+        wins, losses = (variant_values < baseline_values).sum(), (variant_values > baseline_values).sum()
+        signs = SignCounts(int(wins), int(losses), int((variant_values == baseline_values).sum()))
     return SeedComparison(mean_difference, True, len(common), signs, lost_seeds, baseline_lost_seeds)
 
 
