@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from titan.scaling.table import Table
 
 PAGE = "law.html"
+FORMATS = (".html", ".csv", ".json")
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_law(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    files = None if settings.to is None else check_output_files(settings.to, tuple(_WRITERS), settings.sources)
+    files = None if settings.to is None else check_output_files(settings.to, FORMATS, settings.sources)
     table, studies = study_sources(settings)
 
-    from titan.report.render import law_text
+    from titan.report.render import law_report
     from titan.scaling.fit import LEVEL
     from titan.sweep import predictions
 
-    print(law_text.format_studies(table, studies), end="")
+    print(law_report.format_studies(table, studies), end="")
     if (record := predictions.read_record(LEVEL)).scored:
         print(f"\n{record.describe()}")
     _write_files(table, studies, settings.sources[0], files, command_line.words)
@@ -153,7 +154,7 @@ def _write_files(
     print()
     for file in [folder / PAGE] if files is None else files:
         try:
-            write_output_file(file, _WRITERS[file.suffix](table, studies, made), replaces_own=files is None)
+            write_output_file(file, _format_file(file.suffix, table, studies, made), replaces_own=files is None)
         except (RunError, ImportError) as error:
             if files is not None and isinstance(error, RunError):
                 raise
@@ -165,31 +166,15 @@ def _write_files(
             print(f"written: {file}")
 
 
-def _render_html(table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
-    from titan.report.render.law_html import render_page
-
-    return render_page(table, studies, made)
-
-
-def _render_csv(table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
+def _format_file(suffix: str, table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
+    """Return what runs show in the format of a file's suffix."""
     from titan.report.law_findings import collect_findings
-    from titan.report.render.law_export import format_csv
+    from titan.report.render import law_report
 
-    return format_csv(collect_findings(table, studies))
-
-
-def _render_json(table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
-    from titan.report.law_findings import collect_findings
-    from titan.report.render.law_export import format_json
-
-    return format_json(collect_findings(table, studies))
-
-
-_WRITERS: dict[str, Callable[[Table, Sequence[Study | LadderStudy], str], str]] = {
-    ".html": _render_html,
-    ".csv": _render_csv,
-    ".json": _render_json,
-}
+    if suffix == ".html":
+        return law_report.render_page(table, studies, made)
+    write = law_report.format_csv if suffix == ".csv" else law_report.format_json
+    return write(collect_findings(table, studies))
 
 
 def cli() -> None:

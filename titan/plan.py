@@ -31,7 +31,7 @@ from titan.estimate.refine import UNCHANGED, CorrectionFactors, Refinement
 from titan.estimate.single_changes import find_best_changes
 from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
-from titan.report.render.plan_data import PlanOutcome
+from titan.report.render.plan_text import PlanOutcome
 from titan.run import identity
 from titan.run.open_layout import list_typed_settings
 from titan.run.resolve import resolve
@@ -332,7 +332,7 @@ def _trace_step(run: Run, settings: PlanSettings) -> TracedStep:
 
 
 def _render_page(outcome: PlanOutcome, provenance: str) -> str:
-    from titan.report.render.plan_html import render_page
+    from titan.report.render.plan_page import render_page
 
     run = outcome.run
     rank = max(range(len(outcome.plan.memory)), key=lambda rank: outcome.plan.memory[rank].bytes)
@@ -341,7 +341,7 @@ def _render_page(outcome: PlanOutcome, provenance: str) -> str:
 
 
 def _render_sweep_page(labels: Sequence[str], plans: Sequence[estimate.Plan], provenance: str) -> str:
-    from titan.report.render.plan_html import render_grid_page
+    from titan.report.render.plan_page import render_grid_page
 
     return render_grid_page(labels, plans, provenance)
 

@@ -1,4 +1,7 @@
-"""A comparison for other programs: CSV with one row per run, and JSON with everything but the curves."""
+"""Reports for other programs: the one writer of CSV and of JSON, and what they have of a comparison.
+
+The CSV has one row per run, and the JSON everything but the curves.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titan.console.text import escape
-from titan.report.findings import Comparison, Curves, FailedRun, RunPrediction, RunResult, Variant
+from titan.report.findings import Comparison, Curves, RunPrediction, RunResult, Variant
 
 FORMAT = 2
 """Version of the JSON; rises when a key changes its meaning or is removed."""
@@ -38,17 +41,27 @@ def format_csv(comparison: Comparison) -> str:
     """Return a heading and one row per run, also for those that failed without metrics; unknown values are empty."""
     rows = [_build_row(variant, run) for variant in comparison.variants for run in variant.runs]
     directories = {row["directory"] for row in rows}
-    rows += [_build_failed_row(failed) for failed in comparison.failed if failed.directory not in directories]
+    rows += [
+        {"run": failed.label, "directory": failed.directory, "state": failed.state, "reason": failed.reason}
+        for failed in comparison.failed
+        if failed.directory not in directories
+    ]
     extra_columns = sorted({name for row in rows for name in row} - set(COLUMNS))
     return format_table([*COLUMNS, *extra_columns], rows)
 
 
 def format_json(comparison: Comparison) -> str:
     """Return all results in full precision; keys are the fields of `titan.report.findings`, not finite is null."""
-    return json.dumps({"format": FORMAT, **convert_to_plain(comparison)}, indent=1, allow_nan=False) + "\n"
+    return write_json(FORMAT, comparison)
 
 
 def _build_row(variant: Variant, run: RunResult) -> dict[str, Any]:
+    speed_columns: dict[str, Any] = {}
+    if run.speed is not None:
+        times = run.speed.step_seconds
+        speed_columns = {"step_seconds": times.median, "step_seconds_p10": times.p10, "step_seconds_p90": times.p90}
+        speed_columns |= {name: getattr(run.speed, name) for name in _SPEED_FIELDS}
+        speed_columns["steps_timed"] = run.speed.steps
     return {
         "variant": variant.label,
         "baseline": variant.baseline,
@@ -57,7 +70,7 @@ def _build_row(variant: Variant, run: RunResult) -> dict[str, Any]:
         **{name: getattr(run, name) for name in _RUN_FIELDS},
         "validation_loss": run.validation,
         "bits_per_byte": run.bits,
-        **_build_speed_columns(run),
+        **speed_columns,
         "diverged": run.diverged,
         "outlier": run.outlier,
         **{field.name: getattr(run.cost, field.name) for field in dataclasses.fields(run.cost)},
@@ -67,19 +80,6 @@ def _build_row(variant: Variant, run: RunResult) -> dict[str, Any]:
         **run.experts,
         **run.own,
         **_build_prediction_columns(run.predicted),
-    }
-
-
-def _build_speed_columns(run: RunResult) -> dict[str, Any]:
-    if run.speed is None:
-        return {}
-    times = run.speed.step_seconds
-    return {
-        "step_seconds": times.median,
-        "step_seconds_p10": times.p10,
-        "step_seconds_p90": times.p90,
-        **{name: getattr(run.speed, name) for name in _SPEED_FIELDS},
-        "steps_timed": run.speed.steps,
     }
 
 
@@ -93,10 +93,6 @@ def _build_prediction_columns(prediction: RunPrediction | None) -> dict[str, Any
     for name in ("step_error", "memory_error", "work_seconds", "evaluation_seconds"):
         values[name] = getattr(prediction, name)
     return {f"predicted/{name}": value for name, value in (values | dict(prediction.step_parts)).items()}
-
-
-def _build_failed_row(failed: FailedRun) -> dict[str, Any]:
-    return {"run": failed.label, "directory": failed.directory, "state": failed.state, "reason": failed.reason}
 
 
 def format_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -119,15 +115,24 @@ def _format_field(value: Any) -> Any:
     return "" if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 
-def convert_to_plain(value: Any) -> Any:
+def write_json(version: int, content: Any) -> str:
+    """Return results, a mapping or a dataclass, in full precision as strict JSON: not finite is null.
+
+    Args:
+        version: of the format.
+    """
+    return json.dumps({"format": version, **_convert_to_plain(content)}, indent=1, allow_nan=False) + "\n"
+
+
+def _convert_to_plain(value: Any) -> Any:
     """Return results as JSON values, without curves."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: convert_to_plain(element) for name, element in fields.items() if not isinstance(element, Curves)}
+        return {name: _convert_to_plain(element) for name, element in fields.items() if not isinstance(element, Curves)}
     if isinstance(value, Mapping):
-        return {str(name): convert_to_plain(element) for name, element in value.items()}
+        return {str(name): _convert_to_plain(element) for name, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return [convert_to_plain(element) for element in value]
+        return [_convert_to_plain(element) for element in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value
