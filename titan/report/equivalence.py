@@ -182,10 +182,7 @@ def _answer_by_final_losses(
         return "no", phrase, None
     if abs(difference.estimate) >= margin:
         return "undecided", f"{phrase}; more pairs are unlikely to show equivalence", None
-    spread = difference.spread, difference.freedom, difference.count
-    needed = statistics.estimate_repeats_needed(
-        lambda s: statistics.compute_pairs_needed(margin, s, difference.estimate), *spread
-    )
+    needed = difference.estimate_repeats(lambda s: statistics.compute_pairs_needed(margin, s, difference.estimate))
     return "undecided", f"{phrase}; {statistics.format_repeats_needed(needed, 'pairs')} would decide", needed
 
 

@@ -58,6 +58,10 @@ class MeanDifference:
         low, high = _import_stats().t.interval(level, self.freedom, loc=self.estimate, scale=self.error)
         return Interval(self.estimate, float(low), float(high), level)
 
+    def estimate_repeats(self, count: Callable[[float], int | None]) -> RepeatsNeeded:
+        """Return the number of repeats needed; see `estimate_repeats_needed`."""
+        return estimate_repeats_needed(count, self.spread, self.freedom, self.count)
+
     def compute_p_value(self) -> float | None:
         """Return the two-sided p-value of the t-test against zero; None with fewer than two repeats."""
         if not math.isfinite(self.error):
@@ -223,6 +227,13 @@ def format_repeats_needed(needed: RepeatsNeeded, noun: str, existing: int | None
     between = low if low == high else f"{low} to {high}"
     counted_noun = noun.removesuffix("s") if number == "1" else noun
     return f"{number} more {counted_noun} (95% range {between}, estimated from {needed.seen})"
+
+
+def describe_repeats_needed(needed: RepeatsNeeded, noun: str) -> str:
+    """Return what would decide an answer in words; see `format_repeats_needed`."""
+    if needed.count is None:
+        return f"more {noun} are unlikely to decide"
+    return f"{format_repeats_needed(needed, noun)} would decide"
 
 
 def _format_more(count: int | None, seen: int) -> str:

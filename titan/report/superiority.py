@@ -26,17 +26,11 @@ from titan.console.numbers import format_plural
 from titan.report import statistics
 from titan.report.align import LossMeasure, find_common_measure
 from titan.report.effort import count_flops_per_token
-from titan.report.estimate import (
-    MeasureFunction,
-    Member,
-    average_by_seed,
-    collect_outcomes,
-    find_crossing,
-)
+from titan.report.estimate import MeasureFunction, Member, average_by_seed, collect_outcomes, find_crossing
 from titan.report.findings import Answer, Interval, Numbers, Quality, RepeatsNeeded
-from titan.report.parity import ROUNDING, Agreement, compare_steps, find_agreement, pair_runs
+from titan.report.parity import ROUNDING, compare_steps, find_agreement, pair_runs
 from titan.report.rank import VariantCandidate
-from titan.report.statistics import ALPHA, MeanDifference, SignCounts, compare_seeds
+from titan.report.statistics import ALPHA, MeanDifference, compare_seeds
 from titan.report.uncorrected import (
     SAME_HOURS,
     ComparedMeasure,
@@ -108,17 +102,11 @@ def compare_variant(
 
 def _has_equal_flops(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
     """Return whether the finished runs of both sides computed as many FLOPs, up to a step."""
-    sides = [[_count_flops(m) for m in side if m.run.state == "finished"] for side in (variant, baseline)]
-    if not all(sides) or None in sides[0] + sides[1]:
-        return False
-    a, b = (float(np.median(np.array(side, dtype=np.float64))) for side in sides)
-    fewest_steps = min(m.run.step for m in (*variant, *baseline) if m.run.state == "finished")
+    finished = [[m for m in side if m.run.state == "finished"] for side in (variant, baseline)]
+    counts = [[m.run.tokens * (count_flops_per_token(m) or math.nan) for m in side] for side in finished]
+    a, b = (float(np.median(side)) if side else math.nan for side in counts)  # of a run without a speed: not known
+    fewest_steps = min((m.run.step for side in finished for m in side), default=1)
     return abs(a - b) <= max(SAME_HOURS, 1 / fewest_steps) * max(a, b)
-
-
-def _count_flops(member: Member) -> float | None:
-    flops = count_flops_per_token(member)
-    return None if flops is None else member.run.tokens * flops
 
 
 def _compare_at_end(
@@ -128,7 +116,10 @@ def _compare_at_end(
     seeds = compare_seeds(*(collect_outcomes(side, measure.final_value) for side in (variant, baseline)))
     if seeds is None:
         return _build_missing(variant, baseline, measure, "the end")
-    if agreement := _find_agreement(variant, baseline):
+    pairs = pair_runs(variant, baseline) if len(variant) == len(baseline) == 1 else []
+    # the only pair in any dtype as in fp32: a setting without effect leaves the order of sums as it is
+    agreement = find_agreement(pairs, [compare_steps(*pair) for pair in pairs], ROUNDING["fp32"])
+    if agreement:
         answer: Answer = "no" if agreement.decides else "undecided"
         text = f"{'no difference' if agreement.decides else 'inconclusive'}: {agreement.text}"
         quality = Quality(answer, text, measure.name, "the end", seeds.compute_interval(), None, None, {}, 1, None)
@@ -138,17 +129,6 @@ def _compare_at_end(
     if tokens and baseline_tokens and tokens != baseline_tokens:
         suffix = f" after {max(tokens):,} tokens (baseline: {max(baseline_tokens):,})"
     return build_ranked(seeds, measure, "the end", suffix, _compare_by_source(variant, baseline))
-
-
-def _find_agreement(variant: Sequence[Member], baseline: Sequence[Member]) -> Agreement | None:
-    """Return what the only pair of runs shows, if all its losses are equal to rounding; else None.
-
-    In any dtype it is that of fp32: a setting without effect leaves the order of sums as it is.
-    """
-    pairs = pair_runs(variant, baseline)
-    if len(pairs) != 1 or len(variant) != 1 or len(baseline) != 1:
-        return None
-    return find_agreement(pairs, [compare_steps(*pair) for pair in pairs], ROUNDING["fp32"])
 
 
 def _build_missing(
@@ -273,82 +253,61 @@ def correct_comparisons(
     decided: dict[tuple[int, int], Quality] = {}
     for indices in families.values():
         values = [variants[i][j].quality.p for i, j in indices]
-        tests = sum(p is not None for p in values)
+        alpha = ALPHA / max(1, sum(p is not None for p in values))  # the strictest level of the correction
         for (i, j), p in zip(indices, statistics.correct_p_values(values), strict=True):
-            decided[i, j] = _decide_quality(variants[i][j], p, margin, tests)
+            decided[i, j] = _decide_quality(variants[i][j], p, margin, alpha)
     return [tuple(decided[i, j] for j in range(len(comparisons))) for i, comparisons in enumerate(variants)]
 
 
-def _decide_quality(comparison: UncorrectedComparison, p_holm: float | None, margin: float, tests: int) -> Quality:
+def _decide_quality(comparison: UncorrectedComparison, p_holm: float | None, margin: float, alpha: float) -> Quality:
     """Return the answer: yes by the corrected test, no by equivalence, else undecided with the pairs needed.
 
     Args:
         margin: in nats.
-        tests: how many comparisons the correction is over.
+        alpha: level at which a difference that more pairs show must be significant.
     """
     quality, seeds = comparison.quality, comparison.seeds
     if seeds is None:
         return quality
-    if seeds.signs is not None:
-        return _decide_by_signs(quality, seeds.signs, p_holm)
-    if p_holm is None or seeds.difference is None:
+    answer: Answer = "undecided"
+    if seeds.signs is not None:  # a side with diverged runs is never better, whatever it won
+        is_better = seeds.signs.wins > seeds.signs.losses
+        if p_holm is not None and p_holm < ALPHA and not (quality.diverged if is_better else quality.baseline_diverged):
+            answer = "yes"
+        test = "" if p_holm is None else f"; sign test, p {p_holm:.2g}"
+        text = f"{_choose_word(answer, is_better)}: {quality.text}{test}"
+        return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm)
+    difference = seeds.difference
+    if p_holm is None or difference is None:
         return dataclasses.replace(quality, text=f"inconclusive: {quality.text}", needed=2)
-    nats = quality.measure == "validation loss"
+    nats, needed, suffix = quality.measure == "validation loss", None, ""
     bounds = [c.difference for c in (seeds, comparison.other_bound) if c is not None]  # one, or two
-    p_values = [difference.compute_equivalence_p_value(margin) for difference in bounds if difference is not None]
-    small = nats and comparison.can_be_equal and all(p is not None and p < ALPHA for p in p_values)
-    answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
-    by_seeds = answer == "undecided" and not comparison.advice
-    needed = _estimate_needed(seeds.difference, margin if nats else None, tests) if by_seeds else None
-    text = _format_sentence(answer, quality, p_holm, needed, margin, small, comparison.advice)
+    p_values = [bound.compute_equivalence_p_value(margin) for bound in bounds if bound is not None]
+    is_small = nats and comparison.can_be_equal and all(p is not None and p < ALPHA for p in p_values)
+    if p_holm < ALPHA:
+        answer, suffix = "yes", f"; yet smaller than the equivalence margin of {margin:g}" if is_small else ""
+    elif is_small:
+        answer, suffix = "no", f": smaller than the equivalence margin of {margin:g}"
+    elif comparison.advice:
+        suffix = f"; {comparison.advice}"
+    else:
+        needed = _estimate_needed(difference, margin if nats else None, alpha)
+        suffix = f"; {statistics.describe_repeats_needed(needed, 'seeds')}"
+    text = f"{_choose_word(answer, difference.estimate < 0)}: {quality.text}, p {p_holm:.2g}{suffix}"
     count = needed.count if needed else None
     return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm, needed=count, needed_range=needed)
 
 
-def _decide_by_signs(quality: Quality, signs: SignCounts, p_holm: float | None) -> Quality:
-    """Return the answer where runs diverged: a side with diverged runs is never better, whatever it won."""
-    better = signs.wins > signs.losses
-    plain = not (quality.diverged if better else quality.baseline_diverged)
-    answer: Answer = "yes" if p_holm is not None and p_holm < ALPHA and plain else "undecided"
-    word = ("better" if better else "worse") if answer == "yes" else "inconclusive"
-    test = "" if p_holm is None else f"; sign test, p {p_holm:.2g}"
-    return dataclasses.replace(quality, answer=answer, text=f"{word}: {quality.text}{test}", p_holm=p_holm)
+def _choose_word(answer: Answer, is_better: bool) -> str:
+    return {"yes": "better" if is_better else "worse", "no": "no difference"}.get(answer, "inconclusive")
 
 
-def _estimate_needed(difference: MeanDifference, margin: float | None, tests: int) -> RepeatsNeeded:
-    """Return the pairs needed to show a difference as large as the one seen, or equivalence.
-
-    A difference must be significant at the strictest level of Holm's correction.
-    """
-    spread_estimate = difference.spread, difference.freedom, difference.count
+def _estimate_needed(difference: MeanDifference, margin: float | None, alpha: float) -> RepeatsNeeded:
+    """Return the pairs needed to show a difference as large as the one seen, or equivalence."""
     if margin is not None and abs(difference.estimate) < margin:
-        return statistics.estimate_repeats_needed(
-            lambda s: statistics.compute_pairs_needed(margin, s, difference.estimate), *spread_estimate
+        return difference.estimate_repeats(
+            lambda spread: statistics.compute_pairs_needed(margin, spread, difference.estimate)
         )
-    alpha = ALPHA / tests
-    return statistics.estimate_repeats_needed(
-        lambda s: statistics.compute_seeds_needed(difference.estimate, s, alpha=alpha), *spread_estimate
+    return difference.estimate_repeats(
+        lambda spread: statistics.compute_seeds_needed(difference.estimate, spread, alpha=alpha)
     )
-
-
-def _format_sentence(
-    answer: Answer,
-    quality: Quality,
-    p: float,
-    needed: RepeatsNeeded | None,
-    margin: float,
-    small: bool,
-    advice: str,
-) -> str:
-    better = quality.difference is not None and quality.difference.estimate < 0
-    word = {"yes": "better" if better else "worse", "no": "no difference"}.get(answer, "inconclusive")
-    phrase = f"{word}: {quality.text}, p {p:.2g}"
-    if answer == "no":
-        return f"{phrase}: smaller than the equivalence margin of {margin:g}"
-    if answer == "yes":
-        return f"{phrase}; yet smaller than the equivalence margin of {margin:g}" if small else phrase
-    if advice:
-        return f"{phrase}; {advice}"
-    if needed is None or needed.count is None:
-        return f"{phrase}; more seeds are unlikely to decide"
-    return f"{phrase}; {statistics.format_repeats_needed(needed, 'seeds')} would decide"
