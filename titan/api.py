@@ -67,7 +67,7 @@ from titan.report import comparison, history
 from titan.report.findings import Comparison
 from titan.report.law_findings import LawFindings, collect_findings
 from titan.report.render import law_report
-from titan.report.render.export import format_csv
+from titan.report.render.comparison_report import format_csv
 from titan.report.render.sentences import format_answers, format_lead
 from titan.run import certificate, evaluated, summary
 from titan.run.directory import read_attempts, read_result

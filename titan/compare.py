@@ -118,12 +118,12 @@ def _write_files(comparison: Comparison, folder: Path, files: Sequence[Path] | N
 
 def _format_file(suffix: str, comparison: Comparison, provenance: str) -> str:
     """Return the comparison in the format of a file's suffix."""
-    from titan.report.render import comparison_report, document, export
+    from titan.report.render import comparison_report, document
 
     if suffix == ".csv":
-        return export.format_csv(comparison)
+        return comparison_report.format_csv(comparison)
     if suffix == ".json":
-        return export.format_json(comparison)
+        return comparison_report.format_json(comparison)
     if suffix == ".md":
         return f"{document.format_markdown(comparison_report.build_report(comparison))}\n`{provenance}`\n"
     return comparison_report.render_page(comparison, provenance)

@@ -15,7 +15,8 @@ from tests.support.made_runs import Story, StoryAttempt, make_run, read_lines, w
 from tests.support.shown_report import show_markdown, show_text
 from titan.report.comparison import compare
 from titan.report.findings import Comparison, RunPrediction, RunResult
-from titan.report.render import comparison_report, export, table_data
+from titan.report.render import table_data
+from titan.report.render.comparison_report import PREDICTED_TITLE, format_csv, format_json, render_page
 
 STILL: dict[str, Any] = {"jitter": 0.0}
 
@@ -102,25 +103,25 @@ def test_the_table_has_the_variants_with_a_prediction(found: Comparison) -> None
     )
 
 
-SHOWN = {"text": lambda c: show_text(c, 300), "markdown": show_markdown, "html": comparison_report.render_page}
+SHOWN = {"text": lambda c: show_text(c, 300), "markdown": show_markdown, "html": render_page}
 
 
 @pytest.mark.parametrize("form", SHOWN)
 def test_every_form_shows_the_table_if_a_run_has_a_prediction(form: str, found: Comparison, tmp_path: Path) -> None:
     shown = SHOWN[form](found)  # type: ignore[no-untyped-call]
-    assert comparison_report.PREDICTED_TITLE in shown and "+10.0%" in shown and "ms predicted" in shown
+    assert PREDICTED_TITLE in shown and "+10.0%" in shown and "ms predicted" in shown
     make_run(tmp_path / "run", Story())
-    assert comparison_report.PREDICTED_TITLE not in SHOWN[form](compare([tmp_path / "run"]))  # type: ignore[no-untyped-call]
+    assert PREDICTED_TITLE not in SHOWN[form](compare([tmp_path / "run"]))  # type: ignore[no-untyped-call]
 
 
 def test_csv_and_json(found: Comparison, tmp_path: Path) -> None:
-    by_name = {Path(row["directory"]).name: row for row in csv.DictReader(io.StringIO(export.format_csv(found)))}
+    by_name = {Path(row["directory"]).name: row for row in csv.DictReader(io.StringIO(format_csv(found)))}
     assert float(by_name["single"]["predicted/step_seconds"]) == 0.55
     assert float(by_name["single"]["predicted/step_error"]) == pytest.approx(0.1)
     assert float(by_name["single"]["predicted/matmuls"]) == pytest.approx(0.9 * 0.55)
     assert by_name["ddp"]["predicted/step_seconds"] == ""
-    variants = json.loads(export.format_json(found))["variants"]
+    variants = json.loads(format_json(found))["variants"]
     told = {Path(run["directory"]).name: run["predicted"] for variant in variants for run in variant["runs"]}
     assert told["single"]["step_seconds"]["estimate"] == 0.55 and told["ddp"] is None
     make_run(tmp_path / "run", Story())
-    assert "predicted" not in export.format_csv(compare([tmp_path / "run"]))
+    assert "predicted" not in format_csv(compare([tmp_path / "run"]))

@@ -13,7 +13,7 @@ from tests.support.page_reader import PageReader
 from tests.support.page_style import compute_contrast, find_least_difference, list_drawings, read_themes
 from titan.report.findings import Comparison
 from titan.report.render.comparison_report import render_page
-from titan.report.render.page import POLICY
+from titan.report.render.document import POLICY
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
 COMPARISONS.append(pytest.param(shown_report.make_many_variants(12, 50), id="twelve"))

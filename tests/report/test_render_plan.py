@@ -19,7 +19,7 @@ from titan.estimate.plan import Plan, build_plan, list_memory_parts
 from titan.estimate.single_changes import find_best_changes
 from titan.estimate.step_time import CAUSES
 from titan.report.render import plan_memory, plan_page, plan_text
-from titan.report.render.page import POLICY
+from titan.report.render.document import POLICY
 from titan.report.render.plan_memory import ActionPhases
 from titan.report.render.plan_text import PlanOutcome, list_figures
 

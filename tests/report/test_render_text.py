@@ -14,8 +14,9 @@ import pytest
 from tests.support import shown_report
 from tests.support.shown_report import show_markdown, show_text
 from titan.report.findings import Comparison, FailedRun, Interval, Variant
-from titan.report.render import export, sentences, table_data
-from titan.report.render.comparison_report import render_page
+from titan.report.render import sentences, table_data
+from titan.report.render.comparison_report import COLUMNS, format_csv, format_json, render_page
+from titan.report.render.document import format_table
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
 COMPARISONS.append(pytest.param(shown_report.make_many_variants(12, 50), id="twelve"))
@@ -234,9 +235,9 @@ def test_markdown_takes_labels_for_text(label: str, told: str) -> None:
 
 def test_csv_has_a_row_a_run() -> None:
     comparison = shown_report.make_mixed()
-    rows = list(csv.DictReader(io.StringIO(export.format_csv(comparison))))
+    rows = list(csv.DictReader(io.StringIO(format_csv(comparison))))
     runs = [(variant, run) for variant in comparison.variants for run in variant.runs]
-    assert list(rows[0])[: len(export.COLUMNS)] == list(export.COLUMNS)
+    assert list(rows[0])[: len(COLUMNS)] == list(COLUMNS)
     assert len(rows) == len(runs) + len(comparison.failed)
     for row, (variant, run) in zip(rows, runs, strict=False):
         assert (row["variant"], row["run"], row["directory"]) == (variant.label, run.label, run.directory)
@@ -250,20 +251,20 @@ def test_csv_has_a_row_a_run() -> None:
 def test_csv_has_a_failed_run_with_figures_once() -> None:
     variant = shown_report.make_variant("base", (0,), state="failed", reason="killed")
     failed = FailedRun("base", variant.runs[0].directory, "failed", "killed")
-    (row,) = csv.DictReader(io.StringIO(export.format_csv(shown_report.make_comparison(variant, failed=[failed]))))
+    (row,) = csv.DictReader(io.StringIO(format_csv(shown_report.make_comparison(variant, failed=[failed]))))
     assert (row["state"], row["reason"]) == ("failed", "killed")
 
 
 def test_csv_leaves_empty_what_is_unknown() -> None:
     variant = shown_report.make_variant("base")
     variant = replace(variant, runs=(shown_report.make_run_result("base", 0, None, loss=float("nan"), bits=None),))
-    (row,) = csv.DictReader(io.StringIO(export.format_csv(shown_report.make_comparison(variant))))
+    (row,) = csv.DictReader(io.StringIO(format_csv(shown_report.make_comparison(variant))))
     assert row["loss"] == row["bits_per_byte"] == row["mfu"] == row["step_seconds"] == row["reason"] == ""
 
 
 def test_no_cell_of_a_csv_is_a_formula() -> None:
     cells = ["=1+2", "+cmd|x", "-x", "@SUM(A1)", "-", "a=b", "-1.5", "+1e-3", "-.5%", "\t=1", "x\r=1", "x\n=1", ""]
-    text = export.format_table(["=heading", "n"], [{"=heading": cell, "n": -1.5} for cell in cells])
+    text = format_table(["=heading", "n"], [{"=heading": cell, "n": -1.5} for cell in cells])
     assert text.startswith("'=heading,n\n")
     found = [row["'=heading"] for row in csv.DictReader(io.StringIO(text, newline=""))]
     assert found == [*(f"'{cell}" for cell in cells[:5]), *cells[5:9], r"\t=1", r"x\r=1", r"x\n=1", ""]
@@ -276,7 +277,7 @@ def refuse(constant: str) -> None:
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_json_is_strict_and_full(comparison: Comparison) -> None:
-    found = json.loads(export.format_json(comparison), parse_constant=refuse)
+    found = json.loads(format_json(comparison), parse_constant=refuse)
     assert found["format"] == 2 and found["title"] == comparison.title
     assert [variant["label"] for variant in found["variants"]] == [variant.label for variant in comparison.variants]
     assert [failed["reason"] for failed in found["failed"]] == [failed.reason for failed in comparison.failed]
@@ -290,9 +291,9 @@ def test_json_has_null_for_what_is_not_finite() -> None:
         shown_report.make_variant("base"),
         runs=(shown_report.make_run_result("base", loss=float("nan"), validation=float("inf")),),
     )
-    (run,) = json.loads(export.format_json(shown_report.make_comparison(variant)), parse_constant=refuse)["variants"][
-        0
-    ]["runs"]
+    (run,) = json.loads(format_json(shown_report.make_comparison(variant)), parse_constant=refuse)["variants"][0][
+        "runs"
+    ]
     assert run["loss"] is None and run["validation"] is None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from titan.metrics.svg import LETTER
-from titan.report.render.page import read_file
+from titan.report.render.document import read_file
 
 Lab = tuple[float, float, float]
 DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{.*?\n\}", re.S)

@@ -308,12 +308,10 @@ def _determine_state(
         return "finished", None
     if is_locked(directory):
         return "running", None
-    end = classify_end(directory, document, result)
-    if end is None:  # it left neither a result nor a message
-        text = "it ended without an error message; the same command resumes it"
-        if len(steps) and steps.is_nonfinite()[-1]:
-            text = f"it ended after step {steps.step[-1]}, whose loss or gradient norm is not finite"
-        end = ("stopped", text)
+    text = "it ended without an error message; the same command resumes it"
+    if len(steps) and steps.is_nonfinite()[-1]:
+        text = f"it ended after step {steps.step[-1]}, whose loss or gradient norm is not finite"
+    end: tuple[State, str] = classify_end(directory, document, result) or ("stopped", text)
     if trial and trial.state in ("failed", "stopped", "queued", "running"):
         return trial.state, _find_ledger_reason(trial) or (None if trial.state == "running" else end[1])
     return end

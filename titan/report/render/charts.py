@@ -304,7 +304,7 @@ def build_padded_frame(size: ChartSize, spots: Sequence[ParetoSpot], heights: Se
         low, high = min(values), max(values)  # room of at least a fifth of them: small differences look small
         pad = max(0.1 * (high - low), (0.2 * high - (high - low)) / 2) or 1.0
         scales.append(Scale(max(0.0, low - pad), high + pad, *ends))
-    return Frame(*scales, size.width, size.height)
+    return Frame(scales[0], scales[1], size.width, size.height)
 
 
 def draw_front(frame: Frame, front: Sequence[ParetoSpot]) -> str:

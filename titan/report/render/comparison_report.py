@@ -1,13 +1,15 @@
-"""A comparison as a report: answers in words, tables, charts, failures, notes, settings and runs."""
+"""A comparison as a report, from answers in words to tables of all runs, and as CSV and JSON."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from titan.console.numbers import format_fixed, format_plural, format_rounded
 from titan.report import rank
-from titan.report.findings import Comparison, RunResult
+from titan.report.findings import Comparison, RunPrediction, RunResult, Variant
 from titan.report.render.charts import Chart, draw_memory_bars, draw_pareto, draw_speed, format_marks
 from titan.report.render.curves import draw_differences, draw_settings, draw_training_loss, draw_validation_loss
 from titan.report.render.document import (
@@ -23,6 +25,9 @@ from titan.report.render.document import (
     Section,
     Table,
     Words,
+    format_data,
+    format_page,
+    format_table,
 )
 from titan.report.render.sentences import (
     describe_margin,
@@ -42,6 +47,23 @@ from titan.report.render.table_data import (
     tabulate_sources,
 )
 
+FORMAT = 2
+"""Version of the JSON; rises when a key changes its meaning or is removed."""
+
+COLUMNS = (
+    "variant", "baseline", "same_science", "run", "directory", "state", "reason", "seed", "science_id", "group_id",
+    "execution_id", "code_id", "devices", "hardware", "step", "steps", "tokens", "decayed", "loss", "validation_loss",
+    "bits_per_byte", "step_seconds", "step_seconds_p10", "step_seconds_p90", "tokens_per_second_per_device",
+    "tflops_per_device", "mfu", "mfu_causal", "memory_gib", "steps_timed", "device_hours", "goodput", "attempts",
+    "start_seconds", "checkpoint_seconds", "data_seconds", "steps_again", "diverged", "outlier",
+)  # fmt: skip
+"""Columns of every CSV, in this order; `setting/NAME`, `bits_per_byte/SOURCE`, keys of metrics.jsonl of tasks,
+`hooks/NAME/METRIC` and `predicted/NAME` follow."""
+
+_RUN_FIELDS = ("directory", "state", "reason", "seed", "science_id", "group_id", "execution_id", "code_id", "devices",
+         "hardware", "step", "steps", "tokens", "decayed", "loss")  # fmt: skip
+"""Columns that are fields of `RunResult` under the same name."""
+_SPEED_FIELDS = ("tokens_per_second_per_device", "tflops_per_device", "mfu", "mfu_causal", "memory_gib")
 PREDICTED_TITLE = "Predicted and measured"
 VALUES = 12
 """The most values listed of a setting that differs."""
@@ -100,8 +122,6 @@ def build_report(comparison: Comparison, has_charts: bool = False) -> Report:
 
 def render_page(comparison: Comparison, footer: str = "") -> str:
     """Return the page of a comparison; `footer` is its last line. Needs jinja2."""
-    from titan.report.render.page import format_page
-
     return format_page(build_report(comparison, has_charts=True), footer, ("page.css",), "page.js")
 
 
@@ -154,3 +174,64 @@ def _format_run(run: RunResult) -> list[str]:
         run.execution_id,
         run.code_id,
     ]
+
+
+# ---- for other programs ----
+
+
+def format_csv(comparison: Comparison) -> str:
+    """Return a heading and one row per run, also for those that failed without metrics; unknown values are empty."""
+    rows = [_build_row(variant, run) for variant in comparison.variants for run in variant.runs]
+    directories = {row["directory"] for row in rows}
+    rows += [
+        {"run": failed.label, "directory": failed.directory, "state": failed.state, "reason": failed.reason}
+        for failed in comparison.failed
+        if failed.directory not in directories
+    ]
+    extra_columns = sorted({name for row in rows for name in row} - set(COLUMNS))
+    return format_table([*COLUMNS, *extra_columns], rows)
+
+
+def format_json(comparison: Comparison) -> str:
+    """Return all results in full precision; keys are the fields of `titan.report.findings`, not finite is null."""
+    return format_data(FORMAT, comparison)
+
+
+def _build_row(variant: Variant, run: RunResult) -> dict[str, Any]:
+    speed_columns: dict[str, Any] = {}
+    if run.speed is not None:
+        times = run.speed.step_seconds
+        speed_columns = {"step_seconds": times.median, "step_seconds_p10": times.p10, "step_seconds_p90": times.p90}
+        speed_columns |= {name: getattr(run.speed, name) for name in _SPEED_FIELDS}
+        speed_columns["steps_timed"] = run.speed.steps
+    return {
+        "variant": variant.label,
+        "baseline": variant.baseline,
+        "same_science": variant.same_science,
+        "run": run.label,
+        **{name: getattr(run, name) for name in _RUN_FIELDS},
+        "validation_loss": run.validation,
+        "bits_per_byte": run.bits,
+        **speed_columns,
+        "diverged": run.diverged,
+        "outlier": run.outlier,
+        **{field.name: getattr(run.cost, field.name) for field in dataclasses.fields(run.cost)},
+        **{f"setting/{name}": value for name, value in variant.settings.items()},
+        **{f"bits_per_byte/{source}": value for source, value in run.bits_by_source.items()},
+        **run.figures,
+        **run.experts,
+        **run.own,
+        **_build_prediction_columns(run.predicted),
+    }
+
+
+def _build_prediction_columns(prediction: RunPrediction | None) -> dict[str, Any]:
+    """Return the columns of a prediction, which a file has only if any run has one."""
+    if prediction is None:
+        return {}
+    values: dict[str, Any] = {"constants": prediction.constants}
+    for name, interval in (("step_seconds", prediction.step_seconds), ("memory_gib", prediction.memory_gib)):
+        values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    for name in ("step_error", "memory_error", "work_seconds", "evaluation_seconds"):
+        values[name] = getattr(prediction, name)
+    return {f"predicted/{name}": value for name, value in (values | dict(prediction.step_parts)).items()}

@@ -1,15 +1,28 @@
-"""A report as data, with one writer for the terminal and one for Markdown; `page` writes HTML, `export` CSV and JSON.
+"""A report as data, with one writer for each format: terminal, Markdown, HTML, and CSV and JSON for other programs.
 
 A report has a title, sentences, and sections of parts: tables, items, charts. A writer leaves out the parts that its
 format has no place for: a terminal shows no charts, and of lists of settings and runs only what a part says in a line.
+HTML is one file that loads nothing; `page.html.jinja` lays the parts out and escapes all text, the charts are SVG that
+escapes its own. It needs jinja2 (the extra `compare`).
 """
 
 from __future__ import annotations
 
+import base64
+import csv
+import dataclasses
+import hashlib
+import importlib.resources
+import io
+import json
+import math
+import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from titan.console.text import escape
 
 if TYPE_CHECKING:
     from titan.report.render.charts import Chart
@@ -19,6 +32,15 @@ Mood = Literal["", "good", "bad", "open"]
 GAP = "  "
 NARROWEST = 20
 """The fewest columns of a terminal for labels of rows, if they need them."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""A page may load nothing, and run no script but its own, whose digest is added."""
+MANY = 12
+"""More items than these scroll in a box."""
+NARROW_STYLES = ("page.css", "plan.css")
+"""Of pages without wide tables."""
+UNWRITTEN = ("curves",)
+"""Fields that JSON leaves out, as they are long."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?%?", re.IGNORECASE | re.ASCII)
 STYLES: dict[str, str] = {"head": "1", "good": "32", "bad": "31", "open": "33"}
 
 
@@ -365,3 +387,88 @@ def _escape_text(text: str) -> str:
     marked = "".join(f"\\{sign}" if sign in "\\`*_|#" else sign for sign in " ".join(text.split()))
     marked = marked.replace("](", "]\\(")  # a link; brackets alone are none
     return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+# ---- HTML ----
+
+
+def format_page(report: Report, footer: str = "", styles: tuple[str, ...] = NARROW_STYLES, script: str = "") -> str:
+    """Return the page of a report.
+
+    Args:
+        footer: date and command, for the last line.
+        styles: files of this package.
+        script: a file of this package; empty: none.
+    """
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    code = read_file(script) if script else ""
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    environment = Environment(
+        loader=FunctionLoader(read_file),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    environment.filters["kind"] = lambda part: type(part).__name__
+    return environment.get_template("page.html.jinja").render(
+        report=report,
+        sections=[s for s in report.sections if any(part and not isinstance(part, Commands) for part in s.parts)],
+        policy=f"{POLICY}; script-src 'sha256-{digest}'" if code else POLICY,
+        css="".join(map(read_file, styles)),
+        script=code,
+        footer=footer,
+        many=MANY,
+    )
+
+
+def read_file(name: str) -> str:
+    """Return a file of this package."""
+    return importlib.resources.files("titan.report.render").joinpath(name).read_text(encoding="utf-8")
+
+
+# ---- CSV and JSON ----
+
+
+def format_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a heading and one row per mapping as CSV; what a row lacks, or is unknown, is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_format_field, columns))
+    writer.writerows([_format_field(row.get(name)) for name in columns] for row in rows)
+    return text.getvalue()
+
+
+def _format_field(value: Any) -> Any:
+    """Return a CSV field: true and false as in JSON, empty where not finite, and no formula of a spreadsheet."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return (
+            escape(f"'{value}") if value.startswith(tuple("=+-@")) and not _NUMBER.fullmatch(value) else escape(value)
+        )
+    return "" if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
+
+
+def format_data(version: int, content: Any) -> str:
+    """Return results, a mapping or a dataclass, in full precision as strict JSON: not finite is null.
+
+    Args:
+        version: of the format.
+    """
+    return json.dumps({"format": version, **_convert_to_plain(content)}, indent=1, allow_nan=False) + "\n"
+
+
+def _convert_to_plain(value: Any) -> Any:
+    """Return results as JSON values, without long curves."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: _convert_to_plain(element) for name, element in fields.items() if name not in UNWRITTEN}
+    if isinstance(value, Mapping):
+        return {str(name): _convert_to_plain(element) for name, element in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_convert_to_plain(element) for element in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value

@@ -16,8 +16,17 @@ from titan.metrics.svg import Frame, Label
 from titan.report.law_findings import LawFindings, RungFindings
 from titan.report.law_runs import describe_table
 from titan.report.render.charts import Chart, ChartSize, LegendEntry, build_chart, format_legend
-from titan.report.render.document import Bullets, Figures, Report, Section, Table
-from titan.report.render.export import format_table, write_json
+from titan.report.render.document import (
+    NARROW_STYLES,
+    Bullets,
+    Figures,
+    Report,
+    Section,
+    Table,
+    format_data,
+    format_page,
+    format_table,
+)
 from titan.scaling.fit import ALPHA, LEVEL, REACH, Fit, find_suspects
 from titan.scaling.floor import Floor
 from titan.scaling.ladders import LadderStudy
@@ -236,7 +245,7 @@ def _describe_optimum(name: str, optimum: Optimum) -> str:
 def format_json(findings: LawFindings) -> str:
     """Return all findings in full precision; keys are the fields of `titan.report.law_findings`."""
     content = {field.name: getattr(findings, field.name) for field in fields(findings) if field.name != "text"}
-    return write_json(FORMAT, content)
+    return format_data(FORMAT, content)
 
 
 def format_csv(findings: LawFindings) -> str:
@@ -267,8 +276,6 @@ def render_page(table: RunTable, studies: Sequence[Study | LadderStudy], footer:
         table: all runs.
         studies: one for each corpus.
     """
-    from titan.report.render.page import NARROW_STYLES, format_page
-
     sections = [section for k, study in enumerate(studies) for section in _build_sections(study, k)]
     report = Report("Scaling law", " ".join(_summarise(studies)), [Section("", [Bullets(table.notes)]), *sections])
     return format_page(sanitize_nested(report), sanitize_line(footer), (*NARROW_STYLES, "law.css"))

@@ -51,7 +51,7 @@ CATEGORIES = {
     "imbalance": ("c13", "rows of experts beyond an even load"),
     "allocator": ("c7", "reserved, not usable"),
 }
-"""The colour of each category and a note on it, in the order of the stack; see `list_categories`."""
+"""The colour of each category and a note on it, in the order of the stack; see `_list_categories`."""
 POINTS = 700
 """Most points of the chart over a step."""
 FAR = 2.5

@@ -36,8 +36,8 @@ from titan.report.render.document import (
     Section,
     Table,
     Words,
+    format_page,
 )
-from titan.report.render.page import format_page
 from titan.report.render.plan_memory import ActionPhases, choose_time_unit
 from titan.report.render.plan_text import (
     CLOSELY,
@@ -196,7 +196,7 @@ def _describe_search(outcome: PlanOutcome) -> list[Section]:
         ("Fastest layouts", caption, numbers, found.best),
         ("Pareto front", front, letters, found.front),
     ):
-        rows = [
+        rows: list[list[str | Cell]] = [
             [Cell(name), *_build_cells(outcome, result), outcome.format_command(result)]
             for name, result in zip(names, results, strict=True)
         ]

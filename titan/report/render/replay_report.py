@@ -9,8 +9,7 @@ import numpy as np
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Label
 from titan.report.render.charts import Chart, ChartSize, build_chart
-from titan.report.render.document import Bullets, Figures, Report, Section, Table
-from titan.report.render.page import format_page
+from titan.report.render.document import Bullets, Figures, Report, Section, Table, format_page
 from titan.training.replay.differences import Difference
 from titan.training.replay.questions import Answers
 

@@ -182,11 +182,11 @@ def _describe_unfinished(comparison: Comparison) -> list[str]:
     parts = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
     diverged = {run.directory for run in runs if run.diverged}
     kinds = Counter(_classify_missing(run) for run in comparison.failed if run.directory not in diverged)
-    format_were = lambda count: f"{count} {'was' if count == 1 else 'were'}"  # noqa: E731
+    were = {kind: f"{count} {'was' if count == 1 else 'were'}" for kind, count in kinds.items()}
     sentences = {
-        "ended early": f"{format_were(kinds['ended early'])} ended early by a hook, listed below.",
+        "ended early": f"{were.get('ended early')} ended early by a hook, listed below.",
         "waiting": f"{format_plural(kinds['waiting'], 'trial')} without metrics yet.",
-        "stopped": f"{format_were(kinds['stopped'])} stopped, listed below.",
+        "stopped": f"{were.get('stopped')} stopped, listed below.",
         "failed": f"{kinds['failed']} failed for other reasons than divergence, listed below.",
     }
     return parts + [sentence for kind, sentence in sentences.items() if kinds[kind]]
