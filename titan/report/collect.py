@@ -23,11 +23,11 @@ from titan.files.untrusted import parse_object, read_regular_file
 from titan.metrics import columns
 from titan.metrics.columns import MetricsFile, StepColumns
 from titan.model.schema import Llama
-from titan.report.findings import FailedRun, State
+from titan.report.findings import FailedRun
 from titan.report.run_end import classify_end
 from titan.run.directory import ENVIRONMENT, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
-from titan.sweep.ledger import SweepSpec, TrialState
+from titan.sweep.ledger import State, SweepSpec, TrialState
 from titan.sweep.trial_settings import label_trials
 
 ESSENTIAL_KEYS = (

@@ -24,7 +24,6 @@ from titan.report.findings import (
     Outcomes,
     RunPrediction,
     RunResult,
-    State,
     StepPercentiles,
     TimeToTarget,
 )
@@ -38,6 +37,7 @@ from titan.report.statistics import (
 )
 from titan.run.prediction import parse_document
 from titan.run.step_interval import LEAST_RUNS, compute_block_medians
+from titan.sweep.ledger import State
 
 LAST_STEPS, LAST_SHARE = 10, 0.02
 """The loss of training is the mean over the last share of the steps, and over so many at least."""

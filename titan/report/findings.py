@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-State = Literal["finished", "stopped", "running", "queued", "failed", "planned"]
+from titan.sweep.ledger import State
+
 Answer = Literal["yes", "no", "undecided"]
 
 Numbers = NDArray[np.float64]

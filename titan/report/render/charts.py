@@ -117,6 +117,13 @@ def format_legend(entries: Sequence[LegendEntry]) -> str:
     return f'<p class="legend">{spans}</p>' if spans else ""
 
 
+def draw_level(frame: Frame, value: float, words: str = "", shift: float = -5) -> str:
+    """Return a dashed horizontal line with its name at its left end, so far below it."""
+    at = frame.y.at(value)
+    line = f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>'
+    return line + (svg.draw_text(frame.x.start + 6, at + shift, words, kind="halo") if words else "")
+
+
 def choose_coloured(comparison: Comparison) -> list[int]:
     """Return the indices of the coloured variants: the baseline, then in turn the fastest with its hyperparameters and
     the one with the lowest loss with other hyperparameters."""

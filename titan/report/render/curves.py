@@ -25,6 +25,7 @@ from titan.report.render.charts import (
     LegendEntry,
     build_chart,
     choose_coloured,
+    draw_level,
     format_legend,
     format_marks,
     format_variant_legend,
@@ -244,21 +245,13 @@ def _draw_difference_chart(
     def draw(size: ChartSize) -> str:
         frame = size.build_frame((0, _find_most_tokens(lines)), (low, high), log="y")
         body = frame.draw_axes("tokens", "difference, nats", format_tokens, format_log_tick)
-        body += _draw_lines(comparison, size, frame, lines, "differences") + _draw_levels(frame, levels)
+        body += _draw_lines(comparison, size, frame, lines, "differences")
+        for level_name, level in levels.items():  # the name of the highest is above it, the others below
+            shift = -5 if level == max(levels.values()) else svg.LINE
+            body += draw_level(frame, level, f"{level_name}: {level:.2g}", shift)
         return (format_variant_legend(comparison) if size.is_narrow else "") + svg.draw_picture(frame, name, body)
 
     return build_chart(name, caption + _format_legend(comparison), draw)
-
-
-def _draw_levels(frame: Frame, levels: Mapping[str, float]) -> str:
-    """Return dashed horizontal lines; the name of the highest is above it, the others below."""
-    body = ""
-    for name, level in levels.items():
-        at = frame.y.at(level)
-        body += f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>'
-        shift = -5 if level == max(levels.values()) else svg.LINE
-        body += svg.draw_text(frame.x.start + 6, at + shift, f"{name}: {level:.2g}", kind="halo")
-    return body
 
 
 # ---- over a varied number ----

@@ -15,7 +15,7 @@ from titan.metrics import svg
 from titan.metrics.svg import Frame, Label
 from titan.report.law_findings import LawFindings, RungFindings
 from titan.report.law_runs import describe_table
-from titan.report.render.charts import Chart, ChartSize, LegendEntry, build_chart, format_legend
+from titan.report.render.charts import Chart, ChartSize, LegendEntry, build_chart, draw_level, format_legend
 from titan.report.render.document import (
     NARROW_STYLES,
     Bullets,
@@ -483,7 +483,7 @@ def draw_floor(floor: Floor, variants: Sequence[str], key: str) -> Chart:
         body = frame.draw_axes("floor E", "rise in cost", format_tick, format_tick)
         line = svg.draw_line(frame, floor.grid[shown], floor.rise[shown], 'class="c1"', "profile")
         limit = frame.y.at(floor.limit)
-        line += f'<path class="level" d="M{frame.x.start:.1f} {limit:.1f}H{frame.x.end:.1f}"/>'
+        line += draw_level(frame, floor.limit)
         clip = f"floor-{key}{'-narrow' if size.is_narrow else ''}"
         label = svg.draw_labels(frame, [Label(limit, "90% interval", 'class="c0"')]) if not size.is_narrow else ""
         return svg.draw_picture(frame, title, body + svg.clip_body(frame, clip, line) + label)

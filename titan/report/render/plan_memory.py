@@ -278,7 +278,7 @@ def _draw_limit(frame: Frame, size: ChartSize, limit: float | None, peak: Moment
     x, anchor = (frame.x.start + 6, "start") if is_left else (frame.x.end - 4, "end")
     name = "device" if size.is_narrow else "memory of a device"
     words = svg.draw_text(x, at - 6, f"{name}: {limit:.1f} GiB", anchor, "halo")
-    return f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>{words}'
+    return charts.draw_level(frame, limit) + words
 
 
 def _is_right(frame: Frame, peak: Moment) -> bool:

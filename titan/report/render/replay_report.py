@@ -8,7 +8,7 @@ import numpy as np
 
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Label
-from titan.report.render.charts import Chart, ChartSize, build_chart
+from titan.report.render.charts import Chart, ChartSize, build_chart, draw_level
 from titan.report.render.document import Bullets, Figures, Report, Section, Table, format_page
 from titan.training.replay.differences import Difference
 from titan.training.replay.questions import Answers
@@ -71,10 +71,8 @@ def draw_layers(answers: Answers) -> Chart | None:
 
     def draw(size: ChartSize) -> str:
         frame = size.build_frame((0, max(1, len(forward) - 1)), (FLOOR, 10 ** np.ceil(np.log10(2 * high))), log="y")
-        bound = frame.y.at(answers.bound)
         body = frame.draw_axes("module", "difference", name_module, lambda value: f"{value:.0e}")
-        body += f'<path class="level" d="M{frame.x.start:.1f} {bound:.1f}H{frame.x.end:.1f}"/>'
-        body += svg.draw_text(frame.x.start + 6, bound - 5, f"bound: {answers.bound:g}", kind="halo")
+        body += draw_level(frame, answers.bound, f"bound: {answers.bound:g}")
         labels = []
         for number, differences in enumerate(lines):
             points = sorted((positions[d.name], _clip(d.relative, frame)) for d in differences if d.name in positions)
