@@ -363,7 +363,7 @@ def _format_markdown_part(part: Part) -> list[str]:
         case Bullets():
             return [f"- {_escape_text(sentence)}" for sentence in part.sentences]
         case Words():
-            return [part.text]
+            return [_escape_text(part.text)]
         case Grid():
             head = [part.name, *(f"{column.name} {column.unit}".strip() for column in part.columns)]
             rows = [[label, *(c.cells[i].format_line() for c in part.columns)] for i, label in enumerate(part.labels)]

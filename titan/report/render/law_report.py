@@ -289,9 +289,8 @@ def _summarise(studies: Sequence[Study | LadderStudy]) -> list[str]:
         floors = [floor for study in laws for floor in study.floors.values()]
         open_floors = sum(not floor.is_determined for floor in floors)
         parts = [f"{sum(bool(p.is_inside) for p in scored)} of {len(scored)} held-out rungs inside 90% intervals"]
-        parts = parts if scored else []
-        parts.append(f"floor not determined in {open_floors} of {len(floors)} laws")
-        parts[-1] = parts[-1] if open_floors else "the rungs determine the floor"
+        missing = f"floor not determined in {open_floors} of {len(floors)} laws"
+        parts = [*(parts if scored else []), missing if open_floors else "the rungs determine the floor"]
         sentence = "; ".join(parts)
         words.append(f"{sentence[0].upper()}{sentence[1:]}.")
     return [*words, "Variants are compared by compute, without a law."] if len(laws) < len(studies) else words
