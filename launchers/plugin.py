@@ -162,7 +162,6 @@ class SweepLauncher(Launcher):
             raise ConfigError(f"hydra/sweeper={sweeper}: chooses trials by the results of others; plan a grid instead.")
         if not getattr(self.settings, "wait", True):
             raise ConfigError(f"hydra.launcher.wait=false: hydra/sweeper={sweeper} needs the results; leave it out.")
-        sweep = build_sweep(self.config)
         objective.check_measured("sweep.objective", sweep.objective, [trial.run for trial in batch])
         return objective.find_worst_value(sweep, OmegaConf.to_container(self.config.hydra.sweeper))  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ from titan import plan as plan_command
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError, RunError
 from titan.metrics.reader import merge_steps
-from titan.report.render import law_export
+from titan.report.render import law_report
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = f"""
@@ -238,7 +238,7 @@ def test_law_gives_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     found = api.law("runs.csv", target="200M,8B", replicates=100)
     assert law.main(["runs.csv", "target=200M,8B", "replicates=100", "to=a.json"]) == 0
-    assert json.loads(law_export.format_json(found)) == json.loads(Path("a.json").read_text())
+    assert json.loads(law_report.format_json(found)) == json.loads(Path("a.json").read_text())
     (corpus,) = found.corpora
     assert corpus.laws[0].floor.plain == pytest.approx(2, abs=0.05)
     target = corpus.rungs[-1]

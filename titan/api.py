@@ -66,8 +66,8 @@ from titan.precision.schema import Precision
 from titan.report import comparison, history
 from titan.report.findings import Comparison
 from titan.report.law_findings import LawFindings, collect_findings
-from titan.report.render import law_text
-from titan.report.render.export import format_csv
+from titan.report.render import law_report
+from titan.report.render.comparison_report import format_csv
 from titan.report.render.sentences import format_answers, format_lead
 from titan.run import certificate, evaluated
 from titan.run.directory import read_attempts, read_result
@@ -555,7 +555,7 @@ def law(
     }  # fmt: skip
     options = settings.build(LawSettings, {"sources": [str(name) for name in names], **values})
     table, studies = study_sources(options)
-    return collect_findings(table, studies, law_text.format_studies(table, studies))
+    return collect_findings(table, studies, law_report.format_studies(table, studies))
 
 
 class LoadedModel(NamedTuple):

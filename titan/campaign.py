@@ -293,7 +293,7 @@ def _write_page(session: Session, request: Settings) -> dict[str, Any]:
     file = check_output_file(request.to or str(session.folder / PAGE), (".html",))
     campaign = session.read()
     import_optional("jinja2", "page")
-    from titan.report.render.campaign_html import render_page
+    from titan.report.render.campaign_report import render_page
 
     made = f"{datetime.now():%Y-%m-%d %H:%M}: python -m titan.campaign {session.folder} page"
     write_output_file(file, render_page(campaign, session.folder.name, made))

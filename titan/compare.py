@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from titan.report.findings import Comparison
 
 PAGE = "compare.html"
+FORMATS = (".html", ".md", ".csv", ".json")
 DEFAULT_COLUMNS = 160
 """Columns without a terminal, as in a file."""
 
@@ -73,16 +74,15 @@ def _run_comparison(command_line: CommandLine[Settings]) -> int:
     if settings.margin is not None:
         parse_margin(settings.margin, "margin")
     _check_directories(directories)
-    files = None if settings.to is None else check_output_files(settings.to, tuple(_WRITERS))
+    files = None if settings.to is None else check_output_files(settings.to, FORMATS)
 
     from titan.report.comparison import Options, compare  # only now: --help and errors need not wait for numpy
-    from titan.report.render import table
+    from titan.report.render.comparison_report import build_report
+    from titan.report.render.document import format_text
 
     comparison = compare(directories, Options(settings.baseline, settings.margin, settings.target))
-    print(
-        table.format_report(comparison, shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns, _uses_colours()),
-        end="",
-    )
+    width = shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns
+    print(format_text(build_report(comparison), width, _uses_colours()), end="")
     _write_files(comparison, Path(directories[0]), files, command_line.words)
     return 0
 
@@ -105,7 +105,7 @@ def _write_files(comparison: Comparison, folder: Path, files: Sequence[Path] | N
     provenance = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.compare', *words])}"
     print()
     for file in [folder / PAGE] if files is None else files:
-        text = _WRITERS[file.suffix](comparison, provenance)
+        text = _format_file(file.suffix, comparison, provenance)
         try:
             write_output_file(file, text, replaces_own=files is None)
         except RunError as error:
@@ -116,36 +116,17 @@ def _write_files(comparison: Comparison, folder: Path, files: Sequence[Path] | N
             print(f"written: {file}")
 
 
-def _render_html(comparison: Comparison, provenance: str) -> str:
-    from titan.report.render.html import render_page
+def _format_file(suffix: str, comparison: Comparison, provenance: str) -> str:
+    """Return the comparison in the format of a file's suffix."""
+    from titan.report.render import comparison_report, document
 
-    return render_page(comparison, provenance)
-
-
-def _render_markdown(comparison: Comparison, provenance: str) -> str:
-    from titan.report.render.markdown import format_markdown
-
-    return f"{format_markdown(comparison)}\n`{provenance}`\n"
-
-
-def _render_csv(comparison: Comparison, provenance: str) -> str:
-    from titan.report.render.export import format_csv
-
-    return format_csv(comparison)
-
-
-def _render_json(comparison: Comparison, provenance: str) -> str:
-    from titan.report.render.export import format_json
-
-    return format_json(comparison)
-
-
-_WRITERS: dict[str, Callable[[Comparison, str], str]] = {
-    ".html": _render_html,
-    ".md": _render_markdown,
-    ".csv": _render_csv,
-    ".json": _render_json,
-}
+    if suffix == ".csv":
+        return comparison_report.format_csv(comparison)
+    if suffix == ".json":
+        return comparison_report.format_json(comparison)
+    if suffix == ".md":
+        return f"{document.format_markdown(comparison_report.build_report(comparison))}\n`{provenance}`\n"
+    return comparison_report.render_page(comparison, provenance)
 
 
 def cli() -> None:

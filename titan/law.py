@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from titan.scaling.study import Study
     from titan.scaling.table import Table
 
-PAGE, SUFFIXES = "law.html", (".html", ".csv", ".json")
+PAGE = "law.html"
+FORMATS = (".html", ".csv", ".json")
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_law(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    files = None if settings.to is None else check_output_files(settings.to, SUFFIXES, settings.sources)
+    files = None if settings.to is None else check_output_files(settings.to, FORMATS, settings.sources)
     table, studies = study_sources(settings)
 
-    from titan.report.render import law_text
+    from titan.report.render import law_report
     from titan.scaling.fit import LEVEL
     from titan.sweep import predictions
 
-    print(law_text.format_studies(table, studies), end="")
+    print(law_report.format_studies(table, studies), end="")
     if (record := predictions.read_record(LEVEL)).scored:
         print(f"\n{record.describe()}")
     _write_files(table, studies, settings.sources[0], files, command_line.words)
@@ -139,7 +140,7 @@ def _write_files(
     print()
     for file in [folder / PAGE] if files is None else files:
         try:
-            write_output_file(file, _render(file.suffix, table, studies, made), replaces_own=files is None)
+            write_output_file(file, _format_file(file.suffix, table, studies, made), replaces_own=files is None)
         except (RunError, ImportError) as error:
             if files is not None and isinstance(error, RunError):
                 raise
@@ -151,17 +152,15 @@ def _write_files(
             print(f"written: {file}")
 
 
-def _render(suffix: str, table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
-    """Return the content of a file, by its suffix."""
-    if suffix == ".html":
-        from titan.report.render.law_html import render_page
-
-        return render_page(table, studies, made)
+def _format_file(suffix: str, table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
+    """Return what runs show in the format of a file's suffix."""
     from titan.report.law_findings import collect_findings
-    from titan.report.render import law_export
+    from titan.report.render import law_report
 
-    findings = collect_findings(table, studies)
-    return law_export.format_csv(findings) if suffix == ".csv" else law_export.format_json(findings)
+    if suffix == ".html":
+        return law_report.render_page(table, studies, made)
+    write = law_report.format_csv if suffix == ".csv" else law_report.format_json
+    return write(collect_findings(table, studies))
 
 
 def cli() -> None:

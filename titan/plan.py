@@ -32,7 +32,7 @@ from titan.estimate.layout_options import LayoutCandidate
 from titan.estimate.refine import UNCHANGED, CorrectionFactors, Refinement
 from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
-from titan.report.render.plan_data import PlanOutcome
+from titan.report.render.plan_text import PlanOutcome
 from titan.run import identity
 from titan.run.compose import warn_of_small_work
 from titan.run.resolve import list_typed_settings, resolve
@@ -240,11 +240,11 @@ def _describe_power(
     variants = {identity.compute_variant_id(trial.run) for trial in trials}  # of those that learn the same there is one
     if len(seeds) < 2 or len(variants) < len(seeds) or len(tokens) > 1 or len(set(seeds.values())) > 1:
         return []
-    from titan.report import power  # only now: a plan without it need not wait for numpy
+    from titan.report import effort  # only now: a plan without it need not wait for numpy
 
-    noise = power.PUBLISHED if folder is None else power.read_noise(Path(folder))
+    noise = effort.PUBLISHED if folder is None else effort.read_noise(Path(folder))
     hours = fmean(plan.device_hours.value for plan in plans)
-    return power.describe_power(effect, noise, float(tokens.pop()), len(seeds), next(iter(seeds.values())), hours)
+    return effort.describe_power(effect, noise, float(tokens.pop()), len(seeds), next(iter(seeds.values())), hours)
 
 
 def _refine_plans(trials: Sequence[Trial], plans: Sequence[estimate.Plan], source: str) -> list[estimate.Plan]:
@@ -290,7 +290,7 @@ def _trace_step(run: Run, settings: PlanSettings) -> TracedStep:
 
 
 def _render_page(outcome: PlanOutcome, provenance: str) -> str:
-    from titan.report.render.plan_html import render_page
+    from titan.report.render.plan_page import render_page
 
     run, usages = outcome.run, outcome.plan.memory
     rank = max(range(len(usages)), key=lambda rank: usages[rank].bytes)
@@ -299,7 +299,7 @@ def _render_page(outcome: PlanOutcome, provenance: str) -> str:
 
 
 def _render_sweep_page(labels: Sequence[str], plans: Sequence[estimate.Plan], provenance: str) -> str:
-    from titan.report.render.plan_html import render_grid_page
+    from titan.report.render.plan_page import render_grid_page
 
     return render_grid_page(labels, plans, provenance)
 

@@ -161,7 +161,7 @@ def _start_foreign(settings: Settings, overrides: Sequence[str], side: ReplayPla
 
 
 def _render_page(settings: Settings, comparison: ReplayComparison) -> str:
-    from titan.report.render.replay_html import render_page  # only here: it needs jinja2
+    from titan.report.render.replay_report import render_page  # only here: it needs jinja2
 
     a, b = comparison.a.record, comparison.b.record
     figures = [(key, f"{a[key]:.6g}", f"{b[key]:.6g}") for key in ("loss", "grad_norm", "lr")]

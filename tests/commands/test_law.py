@@ -18,7 +18,7 @@ from tests.support.made_tables import chinchilla, make_table, thrifty
 from tests.support.tiers import full
 from titan import law
 from titan.report.law_runs import read_runs
-from titan.report.render import law_export
+from titan.report.render import law_report
 
 FEW = "replicates=100"
 
@@ -127,7 +127,7 @@ def test_json_has_every_figure_of_the_screen(words: list[str], table: Path, caps
     assert law.main(["runs.csv", *words, FEW, "to=[a.json,a.csv]"]) == 0
     shown = capsys.readouterr().out.partition("\nwritten")[0]
     content = json.loads((table / "a.json").read_text())
-    assert content["format"] == law_export.FORMAT and len(FIGURE.findall(shown)) > 60
+    assert content["format"] == law_report.FORMAT and len(FIGURE.findall(shown)) > 60
     assert find_missing_figures(shown, content) == []
     for path in ("noise", "floor", "terms", "bend", "size_exponent"):
         cut = json.loads((table / "a.json").read_text())
@@ -139,9 +139,9 @@ def test_json_has_every_figure_of_the_screen(words: list[str], table: Path, caps
 def test_csv_has_a_row_per_rung_and_documented_columns(table: Path) -> None:
     assert law.main(["runs.csv", "target=160M,3.2B", FEW, "to=a.csv"]) == 0
     rows = list(csv.DictReader(io.StringIO((table / "a.csv").read_text())))
-    assert tuple(rows[0]) == law_export.COLUMNS and len(rows) == 40
+    assert tuple(rows[0]) == law_report.COLUMNS and len(rows) == 40
     documented = (Path(__file__).parents[2] / "docs/laws.md").read_text()
-    assert [name for name in law_export.RUNG_COLUMNS if f"`{name}`" not in documented] == []
+    assert [name for name in law_report.RUNG_COLUMNS if f"`{name}`" not in documented] == []
     targets = [row for row in rows if row["is_fitted"] == "false"]
     assert [(row["variant"], row["is_inside"]) for row in targets] == [("a", "true"), ("b", "true")]
     assert all(float(row["predicted_low"]) < float(row["loss"]) < float(row["predicted_high"]) for row in targets)

@@ -14,7 +14,8 @@ from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from titan.metrics.loss_curves import read_loss_curves
 from titan.metrics.plot import plot_losses
 from titan.metrics.spikes import SpikeDetector
-from titan.report import collect, history, notes
+from titan.report import collect, history
+from titan.report.comparison import compare
 from titan.report.history import History
 from titan.training.trainer import Trainer
 
@@ -82,4 +83,5 @@ def test_marks_are_in_the_plot_and_in_a_comparison(tmp_path: Path) -> None:
     (raw,) = collect.collect_runs([tmp_path / "run"]).runs
     (found,) = history.find_spikes(History(raw))
     assert (found.step, found.usual, found.rows) == (30, 3.1, tuple(spike["rows"]))
-    assert f"(rows {spike['rows'][0]} to {spike['rows'][1]})" in notes._format_rows(found)
+    rows = f"(rows {spike['rows'][0]} to {spike['rows'][1]})"
+    assert any(rows in note for note in compare([tmp_path / "run"]).variants[0].notes)

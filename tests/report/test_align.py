@@ -116,7 +116,7 @@ BASELINES = [
     pytest.param("parallelism=tp", {}, None, id="fits-none"),
     pytest.param("parallelism=fsdp", {}, [1, 2], id="at-any-rate"),
     pytest.param("optimizer.weight_decay=0.1", {}, None, id="fits-several"),
-    pytest.param("fsdp", {}, None, id="no-setting"),
+    pytest.param("fsdp", {}, [1, 2], id="an-option-at-any-rate"),
 ]
 
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from tests.support.made_runs import H200, Story, StoryAttempt, make_run, make_sweep
+from tests.support.shown_report import show_markdown, show_text
 from titan.errors import ConfigError
 from titan.report.comparison import Options, compare
-from titan.report.render import markdown, table
 from titan.sweep.ledger import SweepSpec
 
 S = Story()
@@ -155,7 +155,7 @@ def test_texts_of_runs_change_no_terminal(tmp_path: Path) -> None:
     asked = SweepSpec(hostile, {"parallelism": ("single", "fsdp")})
     make_sweep(tmp_path, asked, {"a": (SINGLE,), "b": (FSDP, f"name={hostile}"), "c": (hostile,)})
     found = compare([tmp_path])
-    for text in (table.format_report(found, 100), markdown.format_markdown(found)):
+    for text in (show_text(found, 100), show_markdown(found)):
         assert "\x1b" not in text and "\x07" not in text and "x1b[2J" in text
 
 

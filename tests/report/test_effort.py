@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.made_runs import Story, make_run
 from titan.errors import ConfigError
-from titan.report import power
+from titan.report import effort
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Variant
 from titan.report.render.sentences import describe_margin
@@ -114,10 +114,10 @@ def test_a_margin_that_is_none_is_rejected(margin: str, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_seeds_that_show_an_effect_follow_from_own_runs(tmp_path: Path) -> None:
     make_runs(tmp_path, (200, 100), -0.05)
-    noise = power.read_noise(tmp_path)
+    noise = effort.read_noise(tmp_path)
     assert noise.slope == pytest.approx(SLOPE, rel=0.15) and 0.001 < noise.spread < 0.01
-    few, many = (power.describe_power(effect, noise, 1e6, 2, 3, 1.0) for effect in (0.1, 0.001))
+    few, many = (effort.describe_power(effect, noise, 1e6, 2, 3, 1.0) for effect in (0.1, 0.001))
     assert "2 seeds per variant" in few[1] or "3 seeds per variant" in few[1]
     assert "4 device-hours" in few[1] or "6 device-hours" in few[1]
     assert int(many[1].split()[0].replace(",", "")) > 100
-    assert "Besiroglu" in power.describe_power(0.02, power.PUBLISHED, 1e10, 2, 3, 1.0)[0]
+    assert "Besiroglu" in effort.describe_power(0.02, effort.PUBLISHED, 1e10, 2, 3, 1.0)[0]

@@ -14,7 +14,7 @@ from titan.report.collect import RawRun, collect_runs
 from titan.report.comparison import compare
 from titan.report.estimate import build_member
 from titan.report.history import History
-from titan.report.render import export
+from titan.report.render import comparison_report
 from titan.report.render.table_data import build_columns
 
 SEVERAL = Story(
@@ -160,7 +160,7 @@ def test_figures_of_tasks_are_compared(tmp_path: Path) -> None:
     assert dict(variant.runs[1].figures) == {"evaluation/hs/acc": 0.6, "ema/validation_loss": 4.0}
     shown = {(column.name, column.unit): column.cells[0].main for column in build_columns(found)}
     assert shown["hs", "acc"] == "0.5500" and shown["ema", "validation_loss"] == "3.5000"
-    assert "ema/validation_loss,evaluation/hs/acc" in export.format_csv(found).splitlines()[0]
+    assert "ema/validation_loss,evaluation/hs/acc" in comparison_report.format_csv(found).splitlines()[0]
 
 
 @pytest.mark.full
@@ -182,4 +182,4 @@ def test_the_load_of_experts_is_compared(tmp_path: Path) -> None:
         column.unit: [cell.main for cell in column.cells] for column in build_columns(found) if column.name == "experts"
     }
     assert shown == {"largest load": ["", "2.5"], "entropy": ["", "0.9"]}
-    assert "expert_load_max" in export.format_csv(found).splitlines()[0]
+    assert "expert_load_max" in comparison_report.format_csv(found).splitlines()[0]

@@ -13,11 +13,12 @@ import yaml
 
 from tests.support import shown_report
 from tests.support.made_runs import Story, StoryAttempt, make_run, make_sweep, read_lines, write_lines
+from tests.support.shown_report import show_text
 from titan.metrics import svg
 from titan.report.collect import collect_runs
 from titan.report.comparison import Options, compare
 from titan.report.findings import Variant
-from titan.report.render import sentences, table
+from titan.report.render import sentences
 from titan.sweep import job_exit
 from titan.sweep.ledger import SweepSpec
 
@@ -190,7 +191,7 @@ def test_points_that_have_not_begun_are_no_failures(tmp_path: Path) -> None:
     found = compare([tmp_path])
     assert sentences.format_lead(found) == ["No run has metrics.", "2 trials without metrics yet."]
     assert found.failed[0].label == "optimizer.lr=1e9"
-    assert "Trials without metrics yet\n- optimizer.lr=1e9" in table.format_report(found, 160)
+    assert "Trials without metrics yet\n- optimizer.lr=1e9" in show_text(found, 160)
 
 
 def test_a_run_of_another_version_of_titan_is_listed(tmp_path: Path) -> None:

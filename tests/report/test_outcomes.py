@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from tests.support.made_runs import Story, StoryAttempt, make_run, make_sweep, read_lines, write_lines
+from tests.support.shown_report import show_text
 from tests.support.tiers import full
 from titan.report import rank
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Outcomes, Variant
-from titan.report.render import sentences, table
-from titan.report.render.sweep_chart import draw_settings
+from titan.report.render import sentences
+from titan.report.render.curves import draw_settings
 from titan.report.render.table_data import build_columns, format_answer
 from titan.sweep.ledger import SweepSpec
 
@@ -208,7 +209,7 @@ def test_outliers(levels: Sequence[float], others: Sequence[float], far: list[bo
     assert any(note.startswith("outlier: seed 2 with 7.0135; the median") for note in found.variants[1].notes) == any(
         far
     )
-    assert ("1 outlier" in table.format_report(found, 200)) == any(far)
+    assert ("1 outlier" in show_text(found, 200)) == any(far)
 
 
 SPIKES = [
@@ -255,9 +256,7 @@ def test_the_first_sentence_of_an_ordinary_grid(tmp_path: Path) -> None:
         "lr=0.01, best of 2 learning rates); not significant with 2 seeds (p 0.11; 1 more seed "
     )
     assert re.search(r"\(95% range 1 to \d+, estimated from 2\) would decide\)\.$", lead[0])
-    rows = [
-        line.split("  ")[0] for line in table.format_report(found, 250).splitlines() if line.startswith("optimizer=")
-    ]
+    rows = [line.split("  ")[0] for line in show_text(found, 250).splitlines() if line.startswith("optimizer=")]
     assert rows[:3] == ["optimizer=muon lr=0.01", "optimizer=adamw lr=0.01", "optimizer=adamw lr=0.001"]
     assert [variant.label for variant in found.variants if variant.baseline] == ["optimizer=adamw lr=0.01"]
 
@@ -277,7 +276,7 @@ def test_variants_of_unequal_tokens_are_judged_at_equal_ones(tmp_path: Path) -> 
         "The variants saw different numbers of tokens (5,120, 10,240), so their final losses are not ranked"
     )
     assert "compared at equal tokens" in lead[0] and lead[1] == "global_batch=256 compared with the baseline: worse."
-    assert "5,120" in table.format_report(found, 200) and format_answer(found.variants[1]).detail == "at equal tokens"
+    assert "5,120" in show_text(found, 200) and format_answer(found.variants[1]).detail == "at equal tokens"
 
 
 @pytest.mark.full

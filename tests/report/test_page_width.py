@@ -12,7 +12,7 @@ from tests.support import shown_report
 from tests.support.browser import find_browser, measure_page
 from tests.support.made_tables import chinchilla, make_table, thrifty
 from titan.evidence.campaign import read_campaign
-from titan.report.render import campaign_html, html, law_html
+from titan.report.render import campaign_report, comparison_report, law_report
 from titan.scaling.study import Question, Target, study_table
 
 WIDTH = 390
@@ -23,7 +23,7 @@ def make_law_page() -> str:
     table = make_table((chinchilla, thrifty(0.8)), seed_sd=0.003)
     names = {"a": "", "b": LONG}
     table = replace(table, variant=tuple(names[name] for name in table.variant), notes=(f"left out: {LONG}",))
-    return law_html.render_page(table, study_table(table, Question(Target(1.6e8, 3.2e9), replicates=100)), LONG * 2)
+    return law_report.render_page(table, study_table(table, Question(Target(1.6e8, 3.2e9), replicates=100)), LONG * 2)
 
 
 def make_campaign_page() -> str:
@@ -43,11 +43,11 @@ def make_campaign_page() -> str:
     events.append({"event": "withdrawn", "idea": "withdrawn", "reason": LONG})
     campaign = read_campaign(events)
     assert campaign is not None and [i.state for i in campaign.ideas.values()] == ["kept", "rejected", "withdrawn"]
-    return campaign_html.render_page(campaign, LONG, LONG * 2)
+    return campaign_report.render_page(campaign, LONG, LONG * 2)
 
 
 def make_compare_page() -> str:
-    return html.render_page(shown_report.make_mixed(), LONG * 2)
+    return comparison_report.render_page(shown_report.make_mixed(), LONG * 2)
 
 
 @pytest.mark.full
@@ -58,7 +58,7 @@ def make_compare_page() -> str:
         pytest.param(make_law_page, id="law"),
         pytest.param(make_campaign_page, id="campaign"),
         pytest.param(make_compare_page, id="compare"),
-        pytest.param(lambda: html.render_page(shown_report.make_many_variants(12, 50)), id="compare-many"),
+        pytest.param(lambda: comparison_report.render_page(shown_report.make_many_variants(12, 50)), id="compare-many"),
     ],
 )
 def test_a_page_is_as_wide_as_a_telephone(make: Callable[[], str], tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from tests.support.made_runs import Story, StoryAttempt, make_run, read_lines, write_lines
+from tests.support.shown_report import show_markdown, show_text
 from titan.report.comparison import compare
 from titan.report.findings import Comparison, RunPrediction, RunResult
-from titan.report.render import export, html, markdown, predicted, table
+from titan.report.render import table_data
+from titan.report.render.comparison_report import PREDICTED_TITLE, format_csv, format_json, render_page
 
 STILL: dict[str, Any] = {"jitter": 0.0}
 
@@ -80,14 +82,14 @@ def test_a_plan_without_an_interval_is_neither_met_nor_missed(tmp_path: Path) ->
     found = compare([tmp_path / "run"])
     step = prediction(found, "run").step_seconds
     assert (step.estimate, step.low, step.high) == (0.25, None, None)
-    assert predicted.summarize_intervals(found) == "" and "outside" not in table.format_report(found, 300)
+    assert table_data.summarize_intervals(found) == "" and "outside" not in show_text(found, 300)
 
 
 def test_the_table_has_the_variants_with_a_prediction(found: Comparison) -> None:
-    labels = [found.variants[i].label for i in predicted.list_variants(found)]
+    labels = [found.variants[i].label for i in table_data.list_predicted(found)]
     assert sorted(labels) == ["parallelism=fsdp", "parallelism=single"]
     cells = {
-        label: {(column.name, column.unit): column.cells[k] for column in predicted.build_columns(found)}
+        label: {(column.name, column.unit): column.cells[k] for column in table_data.build_predicted_columns(found)}
         for k, label in enumerate(labels)
     }
     single, fsdp = cells["parallelism=single"], cells["parallelism=fsdp"]
@@ -96,30 +98,30 @@ def test_the_table_has_the_variants_with_a_prediction(found: Comparison) -> None
     assert (fsdp["error", "of the step"].main, fsdp["error", "of the step"].mood) == ("-50.0%", "bad")
     assert (fsdp["computation", "ms predicted"].main, fsdp["communication", "ms predicted"].main) == ("225", "25")
     assert ("idle", "ms predicted") not in single and single["checkpoints", "ms measured"].main == "50"
-    assert predicted.summarize_intervals(found) == (
+    assert table_data.summarize_intervals(found) == (
         "Measured within the predicted interval: step time of 1 of 2 runs, memory of 0 of 2 runs."
     )
 
 
-SHOWN = {"text": lambda c: table.format_report(c, 300), "markdown": markdown.format_markdown, "html": html.render_page}
+SHOWN = {"text": lambda c: show_text(c, 300), "markdown": show_markdown, "html": render_page}
 
 
 @pytest.mark.parametrize("form", SHOWN)
 def test_every_form_shows_the_table_if_a_run_has_a_prediction(form: str, found: Comparison, tmp_path: Path) -> None:
     shown = SHOWN[form](found)  # type: ignore[no-untyped-call]
-    assert predicted.TITLE in shown and "+10.0%" in shown and "ms predicted" in shown
+    assert PREDICTED_TITLE in shown and "+10.0%" in shown and "ms predicted" in shown
     make_run(tmp_path / "run", Story())
-    assert predicted.TITLE not in SHOWN[form](compare([tmp_path / "run"]))  # type: ignore[no-untyped-call]
+    assert PREDICTED_TITLE not in SHOWN[form](compare([tmp_path / "run"]))  # type: ignore[no-untyped-call]
 
 
 def test_csv_and_json(found: Comparison, tmp_path: Path) -> None:
-    by_name = {Path(row["directory"]).name: row for row in csv.DictReader(io.StringIO(export.format_csv(found)))}
+    by_name = {Path(row["directory"]).name: row for row in csv.DictReader(io.StringIO(format_csv(found)))}
     assert float(by_name["single"]["predicted/step_seconds"]) == 0.55
     assert float(by_name["single"]["predicted/step_error"]) == pytest.approx(0.1)
     assert float(by_name["single"]["predicted/matmuls"]) == pytest.approx(0.9 * 0.55)
     assert by_name["ddp"]["predicted/step_seconds"] == ""
-    variants = json.loads(export.format_json(found))["variants"]
+    variants = json.loads(format_json(found))["variants"]
     told = {Path(run["directory"]).name: run["predicted"] for variant in variants for run in variant["runs"]}
     assert told["single"]["step_seconds"]["estimate"] == 0.55 and told["ddp"] is None
     make_run(tmp_path / "run", Story())
-    assert "predicted" not in export.format_csv(compare([tmp_path / "run"]))
+    assert "predicted" not in format_csv(compare([tmp_path / "run"]))

@@ -16,8 +16,7 @@ from titan.metrics import svg
 from titan.metrics.svg import Scale
 from titan.report.findings import Comparison
 from titan.report.render import charts, curves
-from titan.report.render import pareto as front
-from titan.report.render.pareto import ParetoSpot
+from titan.report.render.charts import ParetoSpot
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -123,7 +122,7 @@ def test_front_has_those_that_none_beats(drawn: list[tuple[int, int, bool]]) -> 
     spots = [ParetoSpot(i, x, y, out) for i, (x, y, out) in enumerate(drawn)]
     fair = [spot for spot in spots if not spot.is_excluded]
     best = {(s.x, s.y) for s in fair if not any(o.x >= s.x and o.y <= s.y and (o.x, o.y) != (s.x, s.y) for o in fair)}
-    found = front.select_front(spots)
+    found = charts.select_front(spots)
     assert {(spot.x, spot.y) for spot in found} == best and len(found) == len(best)
 
 
@@ -133,7 +132,7 @@ def test_an_variant_that_learns_something_else_is_hollow() -> None:
         shown_report.make_variant("fast", tokens=90_000, memory=0.1, learning=shown_report.make_learning("no")),
         shown_report.make_variant("good", tokens=40_000, memory=0.9, learning=shown_report.make_learning()),
     ]
-    chart = front.draw_pareto(shown_report.make_comparison(*variants))
+    chart = charts.draw_pareto(shown_report.make_comparison(*variants))
     assert chart is not None and chart.html.count('class="hollow"') == 1 and "Hollow" in chart.caption
 
 

@@ -12,8 +12,8 @@ from tests.support import shown_report
 from tests.support.page_reader import PageReader
 from tests.support.page_style import compute_contrast, find_least_difference, list_drawings, read_themes
 from titan.report.findings import Comparison
-from titan.report.render.html import render_page
-from titan.report.render.template import POLICY
+from titan.report.render.comparison_report import render_page
+from titan.report.render.document import POLICY
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
 COMPARISONS.append(pytest.param(shown_report.make_many_variants(12, 50), id="twelve"))

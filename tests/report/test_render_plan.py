@@ -18,10 +18,10 @@ from titan.estimate import overhead, search
 from titan.estimate.plan import Plan, build_plan, list_memory_parts
 from titan.estimate.search import find_best_changes
 from titan.estimate.step_time import CAUSES
-from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
-from titan.report.render.plan_data import PlanOutcome, list_figures
+from titan.report.render import plan_memory, plan_page, plan_text
+from titan.report.render.document import POLICY
 from titan.report.render.plan_memory import ActionPhases
-from titan.report.render.template import POLICY
+from titan.report.render.plan_text import PlanOutcome, list_figures
 
 NASTY = '<script>alert("x")</script>'
 COMMON = (
@@ -67,11 +67,11 @@ def searched() -> tuple[PlanOutcome, int, ActionPhases]:
 
 
 def page(name: str) -> str:
-    return plan_html.render_page(*(searched() if name == "search" else made(name)), footer="made today")
+    return plan_page.render_page(*(searched() if name == "search" else made(name)), footer="made today")
 
 
 def grid() -> str:
-    return plan_html.render_grid_page([*RUNS], [made(name)[0].plan for name in RUNS], "made today")
+    return plan_page.render_grid_page([*RUNS], [made(name)[0].plan for name in RUNS], "made today")
 
 
 PAGES = [*RUNS, "search", "grid"]
@@ -97,7 +97,7 @@ def test_a_page_is_whole_and_needs_nothing(name: str) -> None:
 
 @pytest.mark.full
 def test_each_part_has_a_colour_and_a_name() -> None:
-    colours = {cause: colour for causes in plan_charts.CAUSE_COLOURS.values() for cause, colour in causes.items()}
+    colours = {cause: colour for causes in plan_page.CAUSE_COLOURS.values() for cause, colour in causes.items()}
     assert set(colours) == set(CAUSES) and len(set(colours.values())) == len(CAUSES)
     categories = plan_memory.CATEGORIES
     assert len({colour for colour, _ in categories.values()}) == len(categories)
@@ -163,7 +163,7 @@ def bars(html: str) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("name", ["fsdp", "1f1b"])
 def test_each_bar_of_the_waterfall_begins_where_the_one_before_ended(name: str) -> None:
     planned = made(name)[0].plan
-    *falls, (start, total) = bars(plan_charts.draw_waterfall(planned).html)
+    *falls, (start, total) = bars(plan_page.draw_waterfall(planned).html)
     assert len(falls) == len(planned.step.parts)
     unit, at = total / planned.step.seconds, start
     for (left, width), seconds in zip(falls, planned.step.parts.values(), strict=True):
@@ -177,16 +177,16 @@ def test_each_bar_of_the_waterfall_begins_where_the_one_before_ended(name: str) 
 def test_the_timetable_has_every_action_and_what_is_idle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = made(name)[0].plan.step
     ranks, end = 1 + max(span.rank for span in step.spans), max(span.end for span in step.spans)
-    chart = plan_charts.draw_timetable(step)
+    chart = plan_page.draw_timetable(step)
     assert chart is not None and chart.html.count('class="bar idle"') == ranks
     assert len(bars(chart.html)) == len(step.spans) + ranks
     busy = sum(span.end - span.start for span in step.spans if span.rank == 0)
     assert f">{1 - busy / end:.0%} idle<" in chart.html
-    monkeypatch.setattr(plan_charts, "MANY", 4)
-    few = plan_charts.draw_timetable(step)
+    monkeypatch.setattr(plan_page, "MANY", 4)
+    few = plan_page.draw_timetable(step)
     assert few is not None and few.html.count("<path") <= 1 + ranks * len({span.action.kind for span in step.spans})
     assert len(re.findall(r"M[\d.]+ [\d.]+h", few.html)) == len(step.spans)
-    assert plan_charts.draw_timetable(made("fsdp")[0].plan.step) is None
+    assert plan_page.draw_timetable(made("fsdp")[0].plan.step) is None
 
 
 @pytest.mark.parametrize("name", ["fsdp", "1f1b", "zero-bubble"])
@@ -218,8 +218,8 @@ def test_names_can_not_break_out() -> None:
     run = replace(outcome.run, machine=replace(outcome.run.machine, name=NASTY), choices={"model": NASTY})
     hostile = replace(outcome, run=run, arguments=(*outcome.arguments, f"name={NASTY}"))
     for text in (
-        plan_html.render_page(hostile, rank, steps, NASTY),
-        plan_html.render_grid_page([NASTY], [outcome.plan], NASTY),
+        plan_page.render_page(hostile, rank, steps, NASTY),
+        plan_page.render_grid_page([NASTY], [outcome.plan], NASTY),
     ):
         read = PageReader(text)
         assert "script" not in read.tags and NASTY in read.text
@@ -257,7 +257,7 @@ def test_what_fits_up_to_its_interval_says_so() -> None:
     marks = {}
     for factor in (1.01, 10.0):
         changed = replace(outcome, plan=replace(outcome.plan, memory_gib=factor * largest))
-        page = plan_html.render_page(changed, *searched()[1:], footer="made today")
+        page = plan_page.render_page(changed, *searched()[1:], footer="made today")
         marks[factor] = (re.search(r"\) +! ", plan_text.format_plan(changed)) is not None, ">fits closely<" in page)
     assert marks == {1.01: (True, True), 10.0: (False, False)}
 
@@ -274,13 +274,13 @@ def test_pages_and_notebooks_judge_the_memory(factor: float, verdict: str, shown
     outcome, rank, steps = made("fsdp")
     planned = replace(outcome.plan, memory_gib=factor * outcome.plan.fullest.gib)
     for text in (
-        plan_html.render_page(replace(outcome, plan=planned), rank, steps),
-        plan_html.render_grid_page(["fsdp"], [planned]),
+        plan_page.render_page(replace(outcome, plan=planned), rank, steps),
+        plan_page.render_grid_page(["fsdp"], [planned]),
     ):
         assert re.findall(r'"pill \w+">[\w ]+<?', text)[0].startswith(verdict.rstrip("<"))
     assert planned.list_facts()["memory"].endswith(f", {shown}")
     unknown = replace(outcome.plan, memory_gib=None)
-    assert "pill" not in plan_html.render_grid_page(["fsdp"], [unknown]).partition("</style>")[2]
+    assert "pill" not in plan_page.render_grid_page(["fsdp"], [unknown]).partition("</style>")[2]
     assert unknown.list_facts()["memory"].endswith(")")
 
 
@@ -300,8 +300,8 @@ def test_ratios_have_the_decimals_of_times(error: float, speed: float, words: st
     result = replace(first, step=replace(first.step, parts={"matmuls": seconds}))
     changed = replace(outcome, plan=replace(outcome.plan, error=error), changes=(result,))
     assert changed.format_speed(result) == words and bool(changed.faster) is faster
-    text, page = plan_text.format_plan(changed), plan_html.render_page(changed, *made("fsdp")[1:])
-    assert (f"{words}, " in text, f">{words} <" in page) == (faster, faster)
+    text, page = plan_text.format_plan(changed), plan_page.render_page(changed, *made("fsdp")[1:])
+    assert (f"{words}, " in text, f">{words}<" in page) == (faster, faster)
     assert (f"no single change by more than {0.5 if error < 0.05 else 5:g} %" in text) is not faster
     assert not re.search(r"\b\d\.\d{3,}x", text + page)
 
@@ -326,7 +326,7 @@ def test_results_have_the_intervals_of_the_plan() -> None:
 def test_a_sweep_marks_what_fits_up_to_its_interval() -> None:
     planned = made("fsdp")[0].plan
     plans = [replace(planned, memory_gib=factor * planned.fullest.gib) for factor in (0.9, 1.01, 10.0)]
-    text, page = plan_text.format_grid("abc", plans), plan_html.render_grid_page("abc", plans)
+    text, page = plan_text.format_grid("abc", plans), plan_page.render_grid_page("abc", plans)
     lines = text.splitlines()
     assert " x  " in lines[1] and " ! " in lines[2] and not re.search("[!x]", lines[3][5:])
     assert "!: fits closely: the interval reaches beyond the device" in lines and "x: does not fit" in lines

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from tests.support import shown_report
+from tests.support.shown_report import show_markdown, show_text
 from titan.report.findings import Comparison, FailedRun, Interval, Variant
-from titan.report.render import export, markdown, sentences, table, table_data
-from titan.report.render.html import render_page
+from titan.report.render import sentences, table_data
+from titan.report.render.comparison_report import COLUMNS, format_csv, format_json, render_page
+from titan.report.render.document import format_table
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
 COMPARISONS.append(pytest.param(shown_report.make_many_variants(12, 50), id="twelve"))
@@ -27,13 +29,13 @@ def packed(text: str) -> str:
 @pytest.mark.parametrize("width", [40, 80, 100, 160])
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_terminal_keeps_to_its_width(comparison: Comparison, width: int) -> None:
-    assert max(map(len, table.format_report(comparison, width).splitlines())) <= width
+    assert max(map(len, show_text(comparison, width).splitlines())) <= width
 
 
 @pytest.mark.parametrize("width", [40, 100, 300])
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_terminal_says_it_all(comparison: Comparison, width: int) -> None:
-    text = packed(table.format_report(comparison, width))
+    text = packed(show_text(comparison, width))
     for failed in comparison.failed:
         assert packed(failed.label) in text and packed(failed.reason) in text and failed.directory in text
     for variant in comparison.variants:
@@ -43,7 +45,7 @@ def test_terminal_says_it_all(comparison: Comparison, width: int) -> None:
 
 
 def test_terminal_in_one_line_an_variant() -> None:
-    lines = table.format_report(shown_report.make_two_variants(), 200).splitlines()
+    lines = show_text(shown_report.make_two_variants(), 200).splitlines()
     (single,) = [line for line in lines if line.startswith("parallelism=single")]
     (fsdp,) = [line for line in lines if line.startswith("parallelism=fsdp  ")]
     assert re.split(r"\s{2,}", single)[1:6] == ["baseline", "2.6531 [2.6431, 2.6631]", "2", "1", "30,000"]
@@ -51,20 +53,20 @@ def test_terminal_in_one_line_an_variant() -> None:
 
 
 def test_terminal_leaves_the_heaviest_columns_out_and_says_so() -> None:
-    text = table.format_report(shown_report.make_two_variants(), 100)
+    text = show_text(shown_report.make_two_variants(), 100)
     assert "terminal is too narrow: bits, device-hours, goodput, loss." in text.replace("MFU, ", "")
     assert "goodput" not in text.partition("Columns left out")[0]
 
 
 def test_terminal_without_room_for_a_table_has_a_block_an_variant() -> None:
-    lines = table.format_report(shown_report.make_two_variants(), 40).splitlines()
+    lines = show_text(shown_report.make_two_variants(), 40).splitlines()
     at = lines.index("parallelism=fsdp")
     assert lines[at + 1 : at + 4] == ["  answer: same", "  validation nats: 2.6531 [2.6431,", "    2.6631]"]
 
 
 @pytest.mark.parametrize("width", [40, 100, 160])
 def test_colours_change_nothing_else(width: int) -> None:
-    plain, coloured = (table.format_report(shown_report.make_mixed(), width, colour=colour) for colour in (False, True))
+    plain, coloured = (show_text(shown_report.make_mixed(), width, colour=colour) for colour in (False, True))
     assert ("\x1b" not in plain and "\x1b[32msame\x1b[0m" in coloured) or width == 40
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
 
@@ -200,7 +202,7 @@ def test_runs(changes: dict[str, Any], told: str) -> None:
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_markdown_tables_are_whole(comparison: Comparison) -> None:
-    text = markdown.format_markdown(comparison)
+    text = show_markdown(comparison)
     assert "<" not in text and ">" not in text
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
         bars = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
@@ -209,13 +211,7 @@ def test_markdown_tables_are_whole(comparison: Comparison) -> None:
 
 def test_markdown_says_it_all() -> None:
     comparison = shown_report.make_mixed()
-    text = (
-        markdown.format_markdown(comparison)
-        .replace("\\", "")
-        .replace("&lt;", "<")
-        .replace("&gt;", ">")
-        .replace("&amp;", "&")
-    )
+    text = show_markdown(comparison).replace("\\", "").replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
     assert all(variant.label in text for variant in comparison.variants)
     assert all(failed.reason in text and failed.directory in text for failed in comparison.failed)
     assert "| optimizer=muon | validation loss at the end | -0.0100 | -0.0200 [-0.0300, -0.0100] |" in text
@@ -234,16 +230,14 @@ def test_markdown_says_it_all() -> None:
 )
 def test_markdown_takes_labels_for_text(label: str, told: str) -> None:
     failed = FailedRun(label, "/data", "failed", "killed")
-    assert f"\n| {told} | failed | killed | /data |\n" in markdown.format_markdown(
-        shown_report.make_comparison(failed=[failed])
-    )
+    assert f"\n| {told} | failed | killed | /data |\n" in show_markdown(shown_report.make_comparison(failed=[failed]))
 
 
 def test_csv_has_a_row_a_run() -> None:
     comparison = shown_report.make_mixed()
-    rows = list(csv.DictReader(io.StringIO(export.format_csv(comparison))))
+    rows = list(csv.DictReader(io.StringIO(format_csv(comparison))))
     runs = [(variant, run) for variant in comparison.variants for run in variant.runs]
-    assert list(rows[0])[: len(export.COLUMNS)] == list(export.COLUMNS)
+    assert list(rows[0])[: len(COLUMNS)] == list(COLUMNS)
     assert len(rows) == len(runs) + len(comparison.failed)
     for row, (variant, run) in zip(rows, runs, strict=False):
         assert (row["variant"], row["run"], row["directory"]) == (variant.label, run.label, run.directory)
@@ -257,20 +251,20 @@ def test_csv_has_a_row_a_run() -> None:
 def test_csv_has_a_failed_run_with_figures_once() -> None:
     variant = shown_report.make_variant("base", (0,), state="failed", reason="killed")
     failed = FailedRun("base", variant.runs[0].directory, "failed", "killed")
-    (row,) = csv.DictReader(io.StringIO(export.format_csv(shown_report.make_comparison(variant, failed=[failed]))))
+    (row,) = csv.DictReader(io.StringIO(format_csv(shown_report.make_comparison(variant, failed=[failed]))))
     assert (row["state"], row["reason"]) == ("failed", "killed")
 
 
 def test_csv_leaves_empty_what_is_unknown() -> None:
     variant = shown_report.make_variant("base")
     variant = replace(variant, runs=(shown_report.make_run_result("base", 0, None, loss=float("nan"), bits=None),))
-    (row,) = csv.DictReader(io.StringIO(export.format_csv(shown_report.make_comparison(variant))))
+    (row,) = csv.DictReader(io.StringIO(format_csv(shown_report.make_comparison(variant))))
     assert row["loss"] == row["bits_per_byte"] == row["mfu"] == row["step_seconds"] == row["reason"] == ""
 
 
 def test_no_cell_of_a_csv_is_a_formula() -> None:
     cells = ["=1+2", "+cmd|x", "-x", "@SUM(A1)", "-", "a=b", "-1.5", "+1e-3", "-.5%", "\t=1", "x\r=1", "x\n=1", ""]
-    text = export.format_table(["=heading", "n"], [{"=heading": cell, "n": -1.5} for cell in cells])
+    text = format_table(["=heading", "n"], [{"=heading": cell, "n": -1.5} for cell in cells])
     assert text.startswith("'=heading,n\n")
     found = [row["'=heading"] for row in csv.DictReader(io.StringIO(text, newline=""))]
     assert found == [*(f"'{cell}" for cell in cells[:5]), *cells[5:9], r"\t=1", r"x\r=1", r"x\n=1", ""]
@@ -283,7 +277,7 @@ def refuse(constant: str) -> None:
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_json_is_strict_and_full(comparison: Comparison) -> None:
-    found = json.loads(export.format_json(comparison), parse_constant=refuse)
+    found = json.loads(format_json(comparison), parse_constant=refuse)
     assert found["format"] == 2 and found["title"] == comparison.title
     assert [variant["label"] for variant in found["variants"]] == [variant.label for variant in comparison.variants]
     assert [failed["reason"] for failed in found["failed"]] == [failed.reason for failed in comparison.failed]
@@ -297,9 +291,9 @@ def test_json_has_null_for_what_is_not_finite() -> None:
         shown_report.make_variant("base"),
         runs=(shown_report.make_run_result("base", loss=float("nan"), validation=float("inf")),),
     )
-    (run,) = json.loads(export.format_json(shown_report.make_comparison(variant)), parse_constant=refuse)["variants"][
-        0
-    ]["runs"]
+    (run,) = json.loads(format_json(shown_report.make_comparison(variant)), parse_constant=refuse)["variants"][0][
+        "runs"
+    ]
     assert run["loss"] is None and run["validation"] is None
 
 
@@ -309,7 +303,7 @@ def test_the_command_that_shows_the_difference_can_be_copied() -> None:
     learning = replace(next(v.learning for v in made.variants if v.learning), answer="no", command=command)
     variants = tuple(replace(v, learning=learning) if v.learning else v for v in made.variants)
     comparison = replace(made, variants=variants)
-    assert f"  {command}" in table.format_report(comparison, 40).splitlines()
-    assert f"    {command}" in markdown.format_markdown(comparison).splitlines()
+    assert f"  {command}" in show_text(comparison, 40).splitlines()
+    assert f"    {command}" in show_markdown(comparison).splitlines()
     assert f"<code>{command}</code>" in render_page(comparison)
-    assert sentences.COMMANDS_TITLE not in table.format_report(made, 40)
+    assert "Where they differ first" not in show_text(made, 40)

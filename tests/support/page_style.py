@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from titan.metrics.svg import LETTER
-from titan.report.render.template import content
+from titan.report.render.document import read_file
 
 Lab = tuple[float, float, float]
 DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{.*?\n\}", re.S)
@@ -15,7 +15,7 @@ DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{.*?\n\}", re.S)
 
 def read_themes(*names: str) -> dict[str, dict[str, str]]:
     """The colours by variable name, of the light and the dark theme of style sheets."""
-    css = "\n".join(map(content, names))
+    css = "\n".join(map(read_file, names))
     light, dark = DARK.sub("", css), "\n".join(DARK.findall(css))
     return {"light": _read_colours(light), "dark": _read_colours(light) | _read_colours(dark)}
 

@@ -24,6 +24,8 @@ from titan.report.findings import (
     TimeToTarget,
     Variant,
 )
+from titan.report.render.comparison_report import build_report
+from titan.report.render.document import format_markdown, format_text
 
 NASTY = '<script>alert("x")</script> & |pipe|'
 TOKENS = 4096
@@ -41,7 +43,7 @@ def make_curves(steps: int, seed: int, gain: float = 0.0, rounding: float = 0.0)
         steps=numbers,
         tokens=numbers.astype(float) * TOKENS,
         losses=shared + away,
-        rates=np.full(steps, 1e-3),
+        learning_rates=np.full(steps, 1e-3),
         device_hours=numbers / 3600,
         validation_steps=at,
         validation_tokens=at.astype(float) * TOKENS,
@@ -228,9 +230,17 @@ ALL = {
 }
 
 
+def show_text(comparison: Comparison, width: int, colour: bool = False) -> str:
+    return format_text(build_report(comparison), width, colour)
+
+
+def show_markdown(comparison: Comparison) -> str:
+    return format_markdown(build_report(comparison))
+
+
 def main(folder: Path) -> None:
     """Write a page of each."""
-    from titan.report.render.html import render_page
+    from titan.report.render.comparison_report import render_page
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in ALL.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -111,16 +111,18 @@ def group_runs(runs: Sequence[RawRun], failed: Sequence[FailedRun] = ()) -> list
     """Return the runs in groups, in the order in which they were found."""
     groups: dict[Any, list[RawRun]] = {}
     for raw in runs:
-        groups.setdefault(_build_group_key(raw), []).append(raw)
-    facts = [collect_facts(members[0]) for members in groups.values()]
-    settings = find_distinguishing_settings(facts)
+        values = _collect_facts(raw).values.items()
+        key = sorted((name, format_value(value)) for name, value in values if not PATHS.fullmatch(name))
+        groups.setdefault((raw.last_document["ids"]["group"], tuple(key)), []).append(raw)
+    facts = [_collect_facts(members[0]) for members in groups.values()]
+    settings = _find_distinguishing_settings(facts)
     return [
         RunGroup(tuple(members), group_facts, group_settings, _find_missing_trials(members, failed))
         for members, group_facts, group_settings in zip(groups.values(), facts, settings, strict=True)
     ]
 
 
-def collect_facts(raw: RawRun) -> Facts:
+def _collect_facts(raw: RawRun) -> Facts:
     """Return the facts of a run."""
     last, science = raw.last_document, raw.last_document["science"]
     degrees = read_degrees(last)
@@ -132,10 +134,8 @@ def collect_facts(raw: RawRun) -> Facts:
     values |= {"data": str(science.get("data"))[:8], "parent": science.get("parent")}
     values |= {CONTINUED: " ".join(map(str, raw.earlier_planned_steps)) or "no"}
     typed = frozenset(override.partition("=")[0].lstrip("+~") for override in raw.overrides)
-    hooks = {
-        "hooks": format_value(list(raw.config.get("hooks") or {}))
-    }  # as on the command line; no axis, so no choice yet
-    choices = {**(last.get("choices") or {}), **hooks}
+    hooks = format_value(list(raw.config.get("hooks") or {}))  # as on the command line; no axis, so no choice yet
+    choices = {**(last.get("choices") or {}), "hooks": hooks}
     return Facts(choices, values, typed, _resolve_auto(choices, values, raw))
 
 
@@ -152,36 +152,31 @@ def _resolve_auto(choices: Mapping[str, str], values: Mapping[str, Any], raw: Ra
     }
 
 
-def _build_group_key(raw: RawRun) -> Any:
-    values = collect_facts(raw).values
-    key_settings = sorted((name, format_value(value)) for name, value in values.items() if not PATHS.fullmatch(name))
-    return raw.last_document["ids"]["group"], tuple(key_settings)
-
-
 def _find_missing_trials(runs: Sequence[RawRun], failed: Sequence[FailedRun]) -> tuple[FailedRun, ...]:
     """Return the trials without metrics that differ from runs in their seed only."""
-    recipes = {_select_recipe(raw.overrides) for raw in runs}
-    return tuple(trial for trial in failed if trial.overrides and _select_recipe(trial.overrides) in recipes)
+
+    def select_recipe(overrides: Sequence[str]) -> frozenset[str]:
+        return frozenset(override for override in overrides if not SEED_OVERRIDE.fullmatch(override))
+
+    recipes = {select_recipe(raw.overrides) for raw in runs}
+    return tuple(trial for trial in failed if trial.overrides and select_recipe(trial.overrides) in recipes)
 
 
-def _select_recipe(overrides: Sequence[str]) -> frozenset[str]:
-    """Return the overrides of a trial that all seeds of its variant share."""
-    return frozenset(override for override in overrides if not SEED_OVERRIDE.fullmatch(override))
-
-
-def find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]:
+def _find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]:
     """Return the settings that distinguish each variant, with their values as typed.
 
     An option that was chosen stands for the settings that follow from it; those that the command line gave are named
     beside it, others only where the variants would have equal labels without them.
     """
-    columns = {name: _format_column([f.values.get(name) for f in facts]) for name in _list_names(facts)}
+    names = dict.fromkeys(name for run_facts in facts for name in run_facts.values)
+    columns = {name: _format_column([f.values.get(name) for f in facts]) for name in names}
     differ = {name: column for name, column in columns.items() if len(set(column)) > 1}
     if "data" not in differ:
         differ = {name: column for name, column in differ.items() if not PATHS.fullmatch(name)}
-    choices = _find_differing_choices(facts, differ)
-    strong_names = [name for name in differ if _is_always_named(name, choices, facts)]
-    settings = choices | {name: differ[name] for name in strong_names}
+    touched = {name.partition(".")[0] for name in differ}
+    options = {axis: [f.choices.get(axis, "?") for f in facts] for axis in (*Recipe.axes(), "hooks") if axis in touched}
+    choices = {axis: column for axis, column in options.items() if len(set(column)) > 1}
+    settings = choices | {name: column for name, column in differ.items() if _is_always_named(name, choices, facts)}
     for name in sorted(differ.keys() - settings.keys(), key=lambda n: (n in DERIVED[1:], n != "devices", n)):
         if not _is_determined(differ[name], settings.values()):
             settings[name] = differ[name]
@@ -205,18 +200,6 @@ def _name_resolved(name: str, column: Sequence[str], facts: Sequence[Facts]) -> 
     resolved = [f.resolved.get(name, value) if value == AUTO else value for value, f in zip(column, facts, strict=True)]
     named = set(column)
     return [value if meaning in named else meaning for value, meaning in zip(column, resolved, strict=True)]
-
-
-def _list_names(facts: Sequence[Facts]) -> list[str]:
-    return list(dict.fromkeys(name for run_facts in facts for name in run_facts.values))
-
-
-def _find_differing_choices(facts: Sequence[Facts], differ: Iterable[str]) -> dict[str, list[str]]:
-    """Return the axes, and hooks, whose options differ, and not only in name."""
-    touched = {name.partition(".")[0] for name in differ}
-    axes = (*Recipe.axes(), "hooks")
-    columns = {axis: [f.choices.get(axis, "?") for f in facts] for axis in axes if axis in touched}
-    return {axis: column for axis, column in columns.items() if len(set(column)) > 1}
 
 
 def _is_always_named(name: str, choices: Mapping[str, Any], facts: Sequence[Facts]) -> bool:
@@ -248,12 +231,11 @@ def collect_differing_settings(groups: Sequence[RunGroup]) -> dict[str, tuple[st
 def label_runs(group: RunGroup, groups: Sequence[RunGroup]) -> list[str]:
     """Return a label for each run of a group."""
     all_runs = [raw for variant in groups for raw in variant.runs]
-    parts = [group.label]
     seeds, repeats = len({raw.seed for raw in all_runs}) > 1, len({raw.repeat for raw in all_runs}) > 1
-    labels = []
-    for raw in group.runs:
-        suffixes = [f"seed={raw.seed}"] * seeds + [f"repeat={raw.repeat}"] * repeats
-        labels.append(" ".join(parts + suffixes))
+    labels = [
+        " ".join([group.label, *[f"seed={raw.seed}"] * seeds, *[f"repeat={raw.repeat}"] * repeats])
+        for raw in group.runs
+    ]
     duplicates = {label for label in labels if labels.count(label) > 1}
     return [f"{x} ({raw.directory.name})" if x in duplicates else x for x, raw in zip(labels, group.runs, strict=True)]
 
@@ -274,8 +256,9 @@ def _collect_main_settings(group: RunGroup) -> dict[str, str]:
     main_settings = {
         axis: choices[axis] for axis in ("model", "dataset", "optimizer", "parallelism", "memory") if axis in choices
     }
-    if size := _count_parameters(group):
-        main_settings["model"] = f"{main_settings.get('model', '?')}, {format_count(size)} parameters"
+    if raw.model:  # its class can be loaded
+        size = format_count(raw.model.parameters())
+        main_settings["model"] = f"{main_settings.get('model', '?')}, {size} parameters"
     batch = "" if training.get("grow") else f" of {format_tokens(training['global_batch'])} tokens"
     return main_settings | {
         "precision": str(raw.config.get("precision", {}).get("compute", "?")),
@@ -285,49 +268,23 @@ def _collect_main_settings(group: RunGroup) -> dict[str, str]:
     }
 
 
-def _count_parameters(group: RunGroup) -> int | None:
-    """Return the model's parameter count; None where its class can't be loaded."""
-    model = group.runs[0].model
-    return model.parameters() if model else None
-
-
-@dataclass(frozen=True, order=True)
-class _HostSpan:
-    """An attempt on a machine, in seconds since 1970."""
-
-    host: str
-    start: float
-    end: float
-    directory: Path
-
-
 def find_shared_runs(runs: Sequence[RawRun]) -> set[Path]:
     """Return the directories of runs with an attempt during another run's attempt on the same machine.
 
     Hosts are those of the first ranks, and of each run's last attempt: env.json has no others.
     """
-    spans = sorted(span for raw in runs for span in _list_spans(raw))
+    spans = []  # attempts on a machine: host, start, end (seconds since 1970) and directory
+    for raw in (raw for raw in runs if raw.host):
+        for document in raw.documents:
+            start, end = parse_start_time(document), raw.metrics.last_times.get(int(document["attempt"]))
+            spans += [(raw.host, start, end, raw.directory)] if start is not None and end is not None else []
     directories: set[Path] = set()
-    for _, host_spans in groupby(spans, key=lambda span: span.host):
-        directories |= _find_overlaps(list(host_spans))
-    return directories
-
-
-def _list_spans(raw: RawRun) -> Iterator[_HostSpan]:
-    for document in raw.documents if raw.host else ():
-        start, end = parse_start_time(document), raw.metrics.last_times.get(int(document["attempt"]))
-        if start is not None and end is not None:
-            yield _HostSpan(raw.host, start, end, raw.directory)
-
-
-def _find_overlaps(spans: Sequence[_HostSpan]) -> set[Path]:
-    """Return the overlapping attempts of one host, in order of start: each is compared with the longest one."""
-    directories: set[Path] = set()
-    longest = spans[0]
-    for span in spans[1:]:
-        if span.start + ALLOWED_OVERLAP < min(longest.end, span.end):
-            directories |= {span.directory, longest.directory}
-        longest = max(longest, span, key=lambda candidate: candidate.end)
+    for _, host_spans in groupby(sorted(spans), key=lambda span: span[0]):
+        longest, *later_spans = host_spans
+        for span in later_spans:  # in order of start: each is compared with the longest one
+            if span[1] + ALLOWED_OVERLAP < min(longest[2], span[2]):
+                directories |= {span[3], longest[3]}
+            longest = max(longest, span, key=lambda candidate: candidate[2])
     return directories
 
 
@@ -342,39 +299,26 @@ def identify_evaluation_set(run: RawRun) -> tuple[Any, ...]:
     """Return the settings that decide the evaluation set and its rows."""
     config = run.config
     rows = config["training"]["seq_len"], config["dataset"].get("mask_documents")
-    return (_read_digest(run), config.get("evaluation", {}).get("tokens"), *rows)
-
-
-def _read_digest(run: RawRun) -> Any:
-    return run.last_document["science"].get("data")
+    return (run.last_document["science"].get("data"), config.get("evaluation", {}).get("tokens"), *rows)
 
 
 def _has_same_text(variant: RawRun, baseline: RawRun) -> bool:
     """Return whether two runs have the same text as evaluation set, whatever their tokens and rows are."""
-    count = [run.config.get("evaluation", {}).get("tokens") for run in (variant, baseline)]
-    if count[0] != count[1]:
-        return False
-    if _read_digest(variant) == _read_digest(baseline):
-        return True
-    return bool(
-        _identify_text(variant) == _identify_text(baseline)
-        and _list_reading_settings(variant) != _list_reading_settings(baseline)
+    runs = (variant, baseline)
+    counts = [run.config.get("evaluation", {}).get("tokens") for run in runs]
+    digests, kinds = ([run.last_document["science"].get(key) for run in runs] for key in ("data", "dataset"))
+    if counts[0] != counts[1] or digests[0] == digests[1]:
+        return bool(counts[0] == counts[1])
+    text, reading = zip(*map(_split_dataset_settings, runs), strict=True)
+    return bool(kinds[0] == kinds[1] and text[0] == text[1] and reading[0] != reading[1])
+
+
+def _split_dataset_settings(run: RawRun) -> tuple[Any, Any]:
+    """Return the settings that decide the text of the evaluation set, and those that change the same text's digest."""
+    dataset = run.config["dataset"]
+    parts = {"": dataset, **(dataset.get("sources") or {})}
+    ignored = (*READING_SETTINGS, *HOUSEKEEPING)
+    return (
+        {name: {k: format_value(v) for k, v in part.items() if k not in ignored} for name, part in parts.items()},
+        {name: [format_value(part.get(k)) for k in ("tokenizer", "block", "window")] for name, part in parts.items()},
     )
-
-
-def _identify_text(run: RawRun) -> Any:
-    """Return the settings that decide the text of the evaluation set."""
-    dataset = run.config["dataset"]
-    parts = {"": dataset, **(dataset.get("sources") or {})}
-    dataset_kinds = run.last_document["science"].get("dataset")
-    return dataset_kinds, {
-        name: {k: format_value(v) for k, v in part.items() if k not in (*READING_SETTINGS, *HOUSEKEEPING)}
-        for name, part in parts.items()
-    }
-
-
-def _list_reading_settings(run: RawRun) -> Any:
-    """Return the settings that change the digest of the same text."""
-    dataset = run.config["dataset"]
-    parts = {"": dataset, **(dataset.get("sources") or {})}
-    return {name: [format_value(part.get(k)) for k in ("tokenizer", "block", "window")] for name, part in parts.items()}

@@ -7,7 +7,7 @@ runs and sweeps.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -23,11 +23,11 @@ from titan.files.untrusted import parse_object, read_regular_file
 from titan.metrics import columns
 from titan.metrics.columns import MetricsFile, StepColumns
 from titan.model.schema import Llama
-from titan.report.findings import FailedRun, State
+from titan.report.findings import FailedRun
 from titan.report.run_end import classify_end
 from titan.run.directory import ENVIRONMENT, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
-from titan.sweep.ledger import SweepSpec, TrialState
+from titan.sweep.ledger import State, SweepSpec, TrialState
 from titan.sweep.trial_settings import label_trials
 
 ESSENTIAL_KEYS = (
@@ -157,9 +157,6 @@ class _RunCollection:
     sweeps: dict[Path, SweepSpec] = field(default_factory=dict)
     corruption: list[str] = field(default_factory=list)
 
-    def has_run(self, directory: Path) -> bool:
-        return directory in self.runs or directory in self.failed
-
 
 def count_devices(document: Mapping[str, Any]) -> int:
     """Return the number of devices of the attempt that a document in run.yaml describes."""
@@ -183,7 +180,8 @@ def collect_runs(directories: Sequence[Path], label: str = "") -> CollectedRuns:
         count_before = len(collection.runs) + len(collection.failed)
         resolved = directory.resolve()
         _add_directory(resolved, collection, named_by_user=True)
-        if len(collection.runs) + len(collection.failed) == count_before and not collection.has_run(resolved):
+        is_known = resolved in collection.runs or resolved in collection.failed
+        if len(collection.runs) + len(collection.failed) == count_before and not is_known:
             raise ConfigError(
                 f"{label or directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
             )
@@ -198,7 +196,8 @@ def collect_runs(directories: Sequence[Path], label: str = "") -> CollectedRuns:
 def _add_directory(directory: Path, collection: _RunCollection, named_by_user: bool = False) -> None:
     """Add a run or a sweep, else search the subdirectories."""
     if (directory / "run.yaml").is_file():
-        if named_by_user or _is_run_directory(directory):
+        # a remote directory of a run's checkpoints has a run.yaml too
+        if named_by_user or any((directory / name).exists() for name in ("metrics.jsonl", ".lock", "log")):
             _add_run(directory, collection, None, sanitize_line(directory.name))
         return
     try:
@@ -214,26 +213,17 @@ def _add_directory(directory: Path, collection: _RunCollection, named_by_user: b
         for trial, label in zip(sweep.trials, label_trials(sweep.trials), strict=True):
             _add_run(Path(trial.directory), collection, trial, label)
         return
-    for child in _list_subdirectories(directory):
-        _add_directory(child, collection)
-
-
-def _is_run_directory(directory: Path) -> bool:
-    """Return whether it is a run's directory: a remote directory of its checkpoints has a run.yaml too."""
-    return any((directory / name).exists() for name in ("metrics.jsonl", ".lock", "log"))
-
-
-def _list_subdirectories(directory: Path) -> Iterator[Path]:
     try:
         with os.scandir(directory) as entries:
             names = sorted(e.name for e in entries if e.is_dir() and not e.is_symlink() and not e.name.startswith("."))
     except OSError:
         return
-    yield from (directory / name for name in names)
+    for name in names:
+        _add_directory(directory / name, collection)
 
 
 def _add_run(directory: Path, collection: _RunCollection, trial: TrialState | None, label: str) -> None:
-    if collection.has_run(directory):
+    if directory in collection.runs or directory in collection.failed:
         return
     run = _read_run(directory, trial, label)
     if isinstance(run, RawRun):
@@ -244,37 +234,42 @@ def _add_run(directory: Path, collection: _RunCollection, trial: TrialState | No
 
 def _read_run(directory: Path, trial: TrialState | None, label: str) -> RawRun | FailedRun:
     """Return a run, or why there is none."""
+    typed = trial.overrides if trial else ()
     try:
         documents = tuple(read_attempts(directory)) if (directory / "run.yaml").is_file() else ()
     except ConfigError as error:
-        return FailedRun(label, str(directory), "failed", str(error), _list_overrides(trial))
+        return FailedRun(label, str(directory), "failed", str(error), typed)
     if not documents:
         state: State = trial.state if trial else "failed"
-        missing_reason = _find_ledger_reason(trial) or _explain_missing_run(state, trial)
-        return FailedRun(label, str(directory), state, missing_reason, _list_overrides(trial))
+        reason = _find_ledger_reason(trial) or _explain_missing_run(state, trial)
+        return FailedRun(label, str(directory), state, reason, typed)
     if missing_key := _find_missing_key(documents):
-        return FailedRun(
-            label, str(directory), "failed", f"its run.yaml has no {missing_key}: another version of titan wrote it"
-        )
+        reason = f"its run.yaml has no {missing_key}: another version of titan wrote it"
+        return FailedRun(label, str(directory), "failed", reason)
     metrics = columns.read(directory / "metrics.jsonl")
     result, result_corruption = read_result(directory, {d["ids"]["science"] for d in documents})
     corruption = [result_corruption] if result_corruption else []
     if metrics.corrupt_lines:
         lines = format_plural(metrics.corrupt_lines, "line")
         corruption.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
-    state, reason = _determine_state(directory, documents[-1], result, trial, metrics.steps)
-    overrides = tuple(trial.overrides if trial else documents[-1].get("overrides") or ())
-    environment = _read_json(directory / ENVIRONMENT)
+    try:
+        environment = parse_object(read_regular_file(directory / ENVIRONMENT))
+    except (OSError, ValueError):
+        environment = {}
     device, host = environment.get("device"), environment.get("host")
-    device_info = device if isinstance(device, dict) else {}
-    corruption_notes, host_name = tuple(corruption), host if isinstance(host, str) else ""
+    run_state, run_reason = _determine_state(directory, documents[-1], result, trial, metrics.steps)
     return RawRun(
-        directory, documents, metrics, result, device_info, state, reason, overrides, host_name, corruption_notes
+        directory=directory,
+        documents=documents,
+        metrics=metrics,
+        result=result,
+        device=device if isinstance(device, dict) else {},
+        state=run_state,
+        reason=run_reason,
+        overrides=tuple(trial.overrides if trial else documents[-1].get("overrides") or ()),
+        host=host if isinstance(host, str) else "",
+        corruption=tuple(corruption),
     )
-
-
-def _list_overrides(trial: TrialState | None) -> tuple[str, ...]:
-    return trial.overrides if trial else ()
 
 
 def _find_missing_key(documents: Sequence[Mapping[str, Any]]) -> str:
@@ -313,21 +308,10 @@ def _determine_state(
         return "finished", None
     if is_locked(directory):
         return "running", None
-    end = classify_end(directory, document, result) or _describe_last_step(steps)
+    text = "it ended without an error message; the same command resumes it"
+    if len(steps) and steps.is_nonfinite()[-1]:
+        text = f"it ended after step {steps.step[-1]}, whose loss or gradient norm is not finite"
+    end: tuple[State, str] = classify_end(directory, document, result) or ("stopped", text)
     if trial and trial.state in ("failed", "stopped", "queued", "running"):
         return trial.state, _find_ledger_reason(trial) or (None if trial.state == "running" else end[1])
     return end
-
-
-def _describe_last_step(steps: StepColumns) -> tuple[State, str]:
-    """Return how an attempt ended that left neither a result nor a message."""
-    if len(steps) and steps.is_nonfinite()[-1]:
-        return "stopped", f"it ended after step {steps.step[-1]}, whose loss or gradient norm is not finite"
-    return "stopped", "it ended without an error message; the same command resumes it"
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return parse_object(read_regular_file(file))
-    except (OSError, ValueError):
-        return {}

@@ -5,7 +5,7 @@ Each stage is a module of the same name, but for the tests, of which there are t
 1. collect: find the runs and read their files.
 2. align: group the runs into variants, whose runs differ in seed and repeat only.
 3. estimate: results of each run, then means, speeds and outcomes over the seeds of a variant; without the figures of
-   files and tasks that `figures` finds to be of different content.
+   files and tasks that `notes` finds to be of different content.
 4. rank: the best of several learning rates stands for its recipe, and one variant is the baseline.
 5. test each variant against the baseline: equivalence where both have the same hyperparameters, else superiority.
 6. effort: what share of the baseline's compute each variant needs for its loss.
@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.console.text import sanitize_nested
-from titan.report import align, effort, equivalence, estimate, figures, notes, rank, superiority
-from titan.report.collect import CollectedRuns, RawRun, collect_runs
+from titan.report import align, effort, equivalence, estimate, notes, rank, superiority
+from titan.report.collect import CollectedRuns, collect_runs
 from titan.report.effort import ShorterRun
-from titan.report.estimate import VariantEstimates
-from titan.report.findings import Comparison, Effort, FailedRun, Learning, Quality, Variant
+from titan.report.findings import Comparison, FailedRun, Variant
 from titan.report.rank import VariantCandidate
 from titan.run.directory import describe_hook_end
 from titan.sweep.labels import count_distinguishing_digits, format_label
@@ -60,90 +59,76 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     """
     options = options or Options()
     collected = collect_runs([Path(directory) for directory in directories])
-    spec = _resolve_spec(collected, options)
+    spec = collected.sweeps[0][1] if len(collected.sweeps) == 1 else SweepSpec()  # the user's options override it
+    spec = spec if options.margin is None else replace(spec, margin=options.margin)
+    spec = spec if options.target is None else replace(spec, target=options.target)
     groups = align.group_runs(collected.list_started_runs(), collected.failed)
     margin = parse_margin(spec.margin, "margin")
     members = estimate.build_members(groups, align.find_shared_runs(collected.runs), margin.nats or DEFAULT_MARGIN)
-    members, figure_notes = figures.drop_incomparable(members)
+    members, figure_notes = notes.drop_incomparable(members)
     candidates = rank.list_candidates(groups, members, options.baseline, spec.baseline)
     short = effort.find_shorter_run(candidates)
-    resolved = effort.resolve_margin(margin, candidates, short)
-    variants = _build_variants(candidates, spec, resolved.nats, short)
+    nats, share, margin_notes = effort.resolve_margin(margin, candidates, short)
+    title = ", ".join(os.fspath(directory).rstrip("/") for directory in directories)
+    if len(collected.sweeps) == len(directories) == 1:
+        title = collected.sweeps[0][0].name
+    comparison_notes = notes.list_comparison_notes(
+        candidates, collected, spec, nats, options.baseline, options.margin is not None
+    )
     groups = [candidate.group for candidate in candidates]
     comparison = Comparison(
-        title=_build_title(collected, directories),
+        title=title,
         question=spec.question,
         common=align.find_common_settings(groups),
         differs=align.collect_differing_settings(groups),
-        variants=rank.order_variants(variants),
+        variants=rank.order_variants(_build_variants(candidates, spec, nats, short)),
         failed=_list_failed_runs(collected, candidates),
         target=spec.target,
-        margin=resolved.nats,
-        margin_share=resolved.share,
+        margin=nats,
+        margin_share=share,
         budget=spec.budget,
-        notes=(
-            *resolved.notes,
-            *figure_notes,
-            *notes.list_comparison_notes(
-                candidates, collected, spec, resolved.nats, options.baseline, options.margin is not None
-            ),
-        ),
+        notes=(*margin_notes, *figure_notes, *comparison_notes),
     )
     sanitized: Comparison = sanitize_nested(comparison)  # its texts are of runs' files, whoever wrote these
     return sanitized
-
-
-def _resolve_spec(collected: CollectedRuns, options: Options) -> SweepSpec:
-    """Return the sweep's question, margin and target, if there is one sweep, overridden by the user's."""
-    spec = collected.sweeps[0][1] if len(collected.sweeps) == 1 else SweepSpec()
-    if options.margin is not None:
-        spec = replace(spec, margin=options.margin)
-    return replace(spec, target=options.target) if options.target is not None else spec
-
-
-def _build_title(collected: CollectedRuns, directories: Sequence[str | os.PathLike[str]]) -> str:
-    if len(collected.sweeps) == 1 and len(directories) == 1:
-        return collected.sweeps[0][0].name
-    return ", ".join(os.fspath(directory).rstrip("/") for directory in directories)
 
 
 def _build_variants(
     candidates: Sequence[VariantCandidate], spec: SweepSpec, margin: float, short: ShorterRun | None
 ) -> list[Variant]:
     """Return all variants with their estimates and tests, the baseline first."""
-    estimates = [
-        estimate.estimate_variant(v.members, v.group.missing, candidates[0].members, spec.target) for v in candidates
-    ]
     learnings = equivalence.judge_candidates(candidates, margin)
     qualities = superiority.judge_candidates(candidates, spec.target, margin, spec.budget)
     efforts = effort.judge_candidates(candidates, short)
-    parts = zip(candidates, estimates, learnings, qualities, efforts, strict=True)
-    return [_build_variant(part[0], candidates[0], *part[1:]) for part in parts]
-
-
-def _build_variant(
-    candidate: VariantCandidate,
-    baseline: VariantCandidate,
-    estimates: VariantEstimates,
-    learning: Learning | None,
-    qualities: tuple[Quality, ...],
-    variant_effort: Effort | None,
-) -> Variant:
-    return Variant(
-        label=candidate.group.label,
-        settings=candidate.group.settings,
-        baseline=candidate is baseline,
-        same_science=candidate.group.group_id == baseline.group.group_id,
-        runs=tuple(m.run for m in candidate.members),
-        learning=learning,
-        quality=qualities,
-        notes=notes.list_variant_notes(candidate, baseline),
-        tried=candidate.tuning.rate_count,
-        untuned=not candidate.tuning.is_best,
-        against_best=candidate.tuning.against_best,
-        effort=variant_effort,
-        **vars(estimates),
-    )
+    variants = []
+    for candidate, learning, quality, variant_effort in zip(candidates, learnings, qualities, efforts, strict=True):
+        group, members, baseline, tuning = candidate.group, candidate.members, candidates[0], candidate.tuning
+        speed, speed_ratio, few, speed_doubt = estimate.compare_speeds(members, baseline.members)
+        variants.append(
+            Variant(
+                label=group.label,
+                settings=group.settings,
+                baseline=candidate is baseline,
+                same_science=group.group_id == baseline.group.group_id,
+                runs=tuple(m.run for m in members),
+                speed=speed,
+                speed_ratio=speed_ratio,
+                validation=estimate.estimate_seed_mean(members, lambda m: m.run.validation),
+                bits=estimate.estimate_seed_mean(members, lambda m: m.run.bits),
+                learning=learning,
+                quality=quality,
+                reached=estimate.estimate_time_to_target(members, baseline.members, spec.target),
+                notes=notes.list_variant_notes(candidate, baseline),
+                few=few,
+                speed_doubt=speed_doubt,
+                outcomes=estimate.count_outcomes(members, group.missing),
+                tried=tuning.rate_count,
+                untuned=not tuning.is_best,
+                against_best=tuning.against_best,
+                effort=variant_effort,
+            )
+        )
+    return variants
 
 
 def _list_failed_runs(collected: CollectedRuns, candidates: Sequence[VariantCandidate]) -> tuple[FailedRun, ...]:
@@ -152,20 +137,13 @@ def _list_failed_runs(collected: CollectedRuns, candidates: Sequence[VariantCand
     members_by_directory = {m.raw.directory: m for candidate in candidates for m in candidate.members}
     digits = count_distinguishing_digits([raw.overrides for raw in collected.runs])
     for raw in collected.runs:
-        if raw.state not in FAILED_STATES and raw.directory in members_by_directory:
+        member = members_by_directory.get(raw.directory)
+        if raw.state not in FAILED_STATES and member:
             continue
-        label = (
-            members_by_directory[raw.directory].run.label
-            if raw.directory in members_by_directory
-            else format_label(raw.overrides, digits)
-        )
+        label = member.run.label if member else format_label(raw.overrides, digits)
         reason = raw.reason or "its first step is not finished"
-        name, is_hook_end = label or raw.directory.name, _is_ended_by_hook(raw)
+        is_latest = raw.result.get("attempt") == raw.last_document["attempt"]
+        is_hook_end = raw.state == "stopped" and is_latest and describe_hook_end(raw.result) is not None
+        name = label or raw.directory.name
         failed_runs.append(FailedRun(name, str(raw.directory), raw.state, reason, raw.overrides, is_hook_end))
     return tuple(failed_runs)
-
-
-def _is_ended_by_hook(raw: RawRun) -> bool:
-    """Return whether a hook ended the last attempt of a run."""
-    is_latest = raw.result.get("attempt") == raw.last_document["attempt"]
-    return raw.state == "stopped" and is_latest and describe_hook_end(raw.result) is not None

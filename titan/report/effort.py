@@ -1,7 +1,11 @@
-"""How much of the baseline's compute a variant needs for the baseline's loss: in tokens, FLOPs and device-hours.
+"""Compute as the measure of an effect: how much of the baseline's a variant needs, and how many seeds show a share.
 
-That follows from how steeply the baseline's loss falls with tokens. A variant that differs from the baseline in its
-length only, and whose learning rate has decayed too, shows it.
+How much of the baseline's compute a variant needs for the baseline's loss, in tokens, FLOPs and device-hours, follows
+from how steeply the baseline's loss falls with tokens. A variant that differs from the baseline in its length only, and
+whose learning rate has decayed too, shows it.
+
+How many seeds show an effect, before the runs of a sweep, depends on that slope and on the spread of the differences of
+pairs of seeds. Both come from earlier runs of the user where there are some, else from published ones.
 """
 
 from __future__ import annotations
@@ -10,20 +14,33 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from titan.console.numbers import format_count, format_rounded
+import numpy as np
+
+from titan.console.numbers import format_count, format_plural, format_rounded
+from titan.report import align, estimate, rank, statistics
 from titan.report.align import find_common_measure
-from titan.report.estimate import Member, collect_outcomes
+from titan.report.collect import collect_runs
+from titan.report.estimate import Member, average_by_seed, collect_outcomes
 from titan.report.findings import Effort, Interval
 from titan.report.rank import VariantCandidate
 from titan.report.statistics import MeanDifference, compare_means, compare_seeds
 from titan.scaling import speedup
 from titan.scaling.speedup import Gap
+from titan.sweep.ledger import SweepSpec
 from titan.sweep.schema import DEFAULT_MARGIN, Margin
 
 LONGEST = 0.9
 """Tokens of a shorter run, relative to the baseline's, at most."""
 LEVEL = 0.9
+SEED_DEVIATION = 0.00117
+"""Standard deviation of a run's final loss over seeds, nats: 124M parameters, 45 recipes of the modded-nanogpt
+repository's optimization track."""
+LENGTH_FACTOR, LENGTH_EXPONENT = 2085.43, 0.3658
+"""B and beta of L = E + A N^-alpha + B D^-beta by Besiroglu et al. 2024 (arXiv:2404.10102)."""
+FEWEST_TOKENS = 1e8
+"""Of the runs that this law was fitted to."""
 CostPerToken = Callable[[Member], float | None]
 
 
@@ -83,23 +100,10 @@ def _measure_gap(variant: Sequence[Member], baseline: Sequence[Member]) -> Gap |
     return Gap(difference.estimate, difference.error, difference.freedom)
 
 
-@dataclass(frozen=True)
-class ResolvedMargin:
-    """A margin in both units.
-
-    Attributes:
-        nats: of validation loss.
-        share: of the baseline's compute; None where it is not known.
-        notes: what there is to say of it.
-    """
-
-    nats: float
-    share: float | None
-    notes: tuple[str, ...] = ()
-
-
-def resolve_margin(margin: Margin, candidates: Sequence[VariantCandidate], short: ShorterRun | None) -> ResolvedMargin:
-    """Return a margin in nats and as a share of the baseline's compute.
+def resolve_margin(
+    margin: Margin, candidates: Sequence[VariantCandidate], short: ShorterRun | None
+) -> tuple[float, float | None, tuple[str, ...]]:
+    """Return a margin in nats and as a share of the baseline's compute, None where that is not known, and notes.
 
     Args:
         candidates: the variants, the baseline first.
@@ -107,14 +111,13 @@ def resolve_margin(margin: Margin, candidates: Sequence[VariantCandidate], short
     """
     slope = short.slope if short else 0.0
     if margin.nats is not None:
-        return ResolvedMargin(margin.nats, speedup.convert_nats(margin.nats, slope) if slope else None)
+        return margin.nats, speedup.convert_nats(margin.nats, slope) if slope else None, ()
     if slope and margin.share is not None:
-        return ResolvedMargin(speedup.convert_share(margin.share, slope), margin.share)
+        return speedup.convert_share(margin.share, slope), margin.share, ()
     tokens = _find_tokens(candidates[0].members) if candidates else None
     advice = f"; {_name_missing_run(short, tokens)}" if tokens else ""
     stated = f"{100 * (margin.share or 0.0):.3g}% of the baseline's compute"
-    note = f"the margin of {stated} is not known in nats: {DEFAULT_MARGIN:g} are used{advice}"
-    return ResolvedMargin(DEFAULT_MARGIN, None, (note,))
+    return DEFAULT_MARGIN, None, (f"the margin of {stated} is not known in nats: {DEFAULT_MARGIN:g} are used{advice}",)
 
 
 def judge_candidates(candidates: Sequence[VariantCandidate], short: ShorterRun | None) -> list[Effort | None]:
@@ -141,14 +144,18 @@ def _judge(candidate: VariantCandidate, baseline: VariantCandidate, short: Short
         return Effort(f"as compute: not determined; {_name_missing_run(short, tokens)}")
     known = math.isfinite(gap.error) and math.isfinite(short.gap.error)
     low, high = (share.low, share.high) if known else (None, None)
-    estimate = Interval(share.value, low, high, LEVEL)
-    flops = _scale(estimate, _find_ratio(candidate, baseline, _count_flops))
-    hours = (
-        _scale(estimate, _find_ratio(candidate, baseline, _count_hours))
-        if _has_one_hardware(candidate, baseline)
-        else None
+    tokens_share = Interval(share.value, low, high, LEVEL)
+    flops = _scale(tokens_share, _find_ratio(candidate, baseline, count_flops_per_token))
+    hardware = {m.run.hardware for side in (candidate, baseline) for m in side.members}
+    hours = _scale(tokens_share, _find_ratio(candidate, baseline, _count_hours)) if len(hardware) == 1 else None
+    parts = [(flops, "FLOPs"), (tokens_share, "tokens"), (hours, "device-hours")]
+    shares = [f"{_format_share(part)} of its {name}" for part, name in parts if part]
+    doubt = "" if tokens_share.low is not None else "; one pair of seeds gives no interval"
+    text = (
+        f"as compute: reaches the baseline's loss with {', '.join(shares)} (by the baseline at "
+        f"{format_count(short.tokens)} and {format_count(short.tokens / short.share)} tokens{doubt})"
     )
-    return Effort(_describe(estimate, flops, hours, short), estimate, flops, hours)
+    return Effort(text, tokens_share, flops, hours)
 
 
 def _name_missing_run(short: ShorterRun | None, tokens: float) -> str:
@@ -157,16 +164,6 @@ def _name_missing_run(short: ShorterRun | None, tokens: float) -> str:
         return "the baseline's shorter runs are not worse than it, so give one with fewer tokens, or more seeds of both"
     return (
         f"runs of the baseline with about {format_count(tokens / 2)} tokens, decayed to their end, would determine it"
-    )
-
-
-def _describe(tokens: Interval, flops: Interval | None, hours: Interval | None, short: ShorterRun) -> str:
-    parts = [(flops, "FLOPs"), (tokens, "tokens"), (hours, "device-hours")]
-    shares = [f"{_format_share(share)} of its {name}" for share, name in parts if share]
-    doubt = "" if tokens.low is not None else "; one pair of seeds gives no interval"
-    return (
-        f"as compute: reaches the baseline's loss with {', '.join(shares)} (by the baseline at "
-        f"{format_count(short.tokens)} and {format_count(short.tokens / short.share)} tokens{doubt})"
     )
 
 
@@ -180,13 +177,12 @@ def _scale(share: Interval, ratio: MeanDifference | None) -> Interval | None:
     """Return the share times a ratio that is given by its logarithm, with the errors of both."""
     if ratio is None:
         return None
-    factor, bounds = math.exp(ratio.estimate), ratio.compute_interval(LEVEL)
-    estimate = share.estimate * factor
+    bounds, scaled = ratio.compute_interval(LEVEL), share.estimate * math.exp(ratio.estimate)
     if share.low is None or share.high is None or bounds.low is None or bounds.high is None:
-        return Interval(estimate, None, None, LEVEL)
+        return Interval(scaled, None, None, LEVEL)
     low = math.hypot(math.log(share.estimate / share.low), ratio.estimate - bounds.low)
     high = math.hypot(math.log(share.high / share.estimate), bounds.high - ratio.estimate)
-    return Interval(estimate, estimate * math.exp(-low), estimate * math.exp(high), LEVEL)
+    return Interval(scaled, scaled * math.exp(-low), scaled * math.exp(high), LEVEL)
 
 
 def _find_ratio(candidate: VariantCandidate, baseline: VariantCandidate, cost: CostPerToken) -> MeanDifference | None:
@@ -196,11 +192,8 @@ def _find_ratio(candidate: VariantCandidate, baseline: VariantCandidate, cost: C
     return compare_means(*logs) if all(logs) else None
 
 
-def _has_one_hardware(candidate: VariantCandidate, baseline: VariantCandidate) -> bool:
-    return len({m.run.hardware for side in (candidate, baseline) for m in side.members}) == 1
-
-
-def _count_flops(member: Member) -> float | None:
+def count_flops_per_token(member: Member) -> float | None:
+    """Return the FLOPs of a token in units of 1e12; None where the run's speed is not known."""
     speed = member.run.speed
     if speed is None or speed.tflops_per_device is None:
         return None
@@ -210,3 +203,95 @@ def _count_flops(member: Member) -> float | None:
 def _count_hours(member: Member) -> float | None:
     """Return device-hours per token; None on a machine that another run used at the same time."""
     return None if member.run.shared else member.run.cost.training_hours / member.run.tokens
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What earlier runs say.
+
+    Attributes:
+        spread: standard deviation of the difference of a pair of seeds, nats.
+        slope: nats by which the loss falls as tokens grow by a factor e; None where no run shows it.
+        source: of both, as text.
+    """
+
+    spread: float
+    slope: float | None
+    source: str
+
+
+PUBLISHED = Noise(
+    math.sqrt(2) * SEED_DEVIATION, None, "published runs of 124M parameters; plan.noise=DIR reads it from your own"
+)
+
+
+def read_noise(directory: Path) -> Noise:
+    """Return the noise of finished runs, with several seeds.
+
+    Raises:
+        ConfigError: for a directory without runs.
+    """
+    collected = collect_runs([directory])
+    groups = align.group_runs(collected.list_started_runs(), collected.failed)
+    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), DEFAULT_MARGIN)
+    spec = collected.sweeps[0][1] if len(collected.sweeps) == 1 else SweepSpec()
+    candidates = rank.list_candidates(groups, members, None, spec.baseline)
+    measured = _measure_spread(candidates)
+    orders = [[candidate, *(other for other in candidates if other is not candidate)] for candidate in candidates]
+    slopes = [short.slope for order in orders if (short := find_shorter_run(order)) and short.slope]
+    slope = slopes[0] if slopes else None
+    if measured is None:
+        return Noise(PUBLISHED.spread, slope, f"{PUBLISHED.source}: {directory} has no variant with two seeds")
+    spread, freedom = measured
+    return Noise(spread, slope, f"{directory}, {format_plural(freedom, 'degree')} of freedom")
+
+
+def _measure_spread(candidates: Sequence[VariantCandidate]) -> tuple[float, int] | None:
+    """Return the pooled spread of pairs of seeds, else of single seeds times the root of two, with its freedom."""
+    losses = [average_by_seed(c.members, lambda m: m.run.validation) for c in candidates]
+    pairs = [
+        np.array([other[seed] - losses[0][seed] for seed in other.keys() & losses[0].keys()]) for other in losses[1:]
+    ]
+    singles = [np.array(list(side.values())) for side in losses]
+    return _pool(pairs, 1.0) or _pool(singles, math.sqrt(2))
+
+
+def _pool(samples: Sequence[np.ndarray], factor: float) -> tuple[float, int] | None:
+    kept = [sample for sample in samples if len(sample) > 1]
+    freedom = sum(len(sample) - 1 for sample in kept)
+    squares = sum(float(((sample - sample.mean()) ** 2).sum()) for sample in kept)
+    return (factor * math.sqrt(squares / freedom), freedom) if freedom and squares else None
+
+
+def describe_power(
+    effect: float, noise: Noise, tokens: float, variants: int, seeds: int, hours_per_run: float
+) -> list[str]:
+    """Return what shows an effect with a probability of 80 %, and what that costs.
+
+    Args:
+        effect: share of compute, 0.02 for 2 %.
+        tokens: of a run.
+        variants: of the sweep, with the baseline.
+        seeds: of each variant in the sweep.
+        hours_per_run: device-hours.
+    """
+    slope = noise.slope or LENGTH_EXPONENT * LENGTH_FACTOR * tokens**-LENGTH_EXPONENT
+    by = noise.source if noise.slope else "Besiroglu et al. 2024" + ", extrapolated" * (tokens < FEWEST_TOKENS)
+    nats = speedup.convert_share(effect, slope)
+    count = statistics.compute_seeds_needed(nats, noise.spread)
+    lines = [
+        f"an effect of {effect:.3g} of the compute is {format_rounded(nats)} nats after these tokens (by {by}); the "
+        "difference of a pair of seeds has a standard deviation of "
+        f"{format_rounded(noise.spread)} nats ({noise.source})"
+    ]
+    if count is None:
+        advice = "would show it with a probability of 80 %: look for a larger effect"
+        return [*lines, f"more than {statistics.MOST:,} seeds per variant {advice}"]
+    runs = variants * count
+    return [
+        *lines,
+        f"{format_plural(count, 'seed')} per variant show it with a probability of 80 %: {format_plural(runs, 'run')}, "
+        f"{format_rounded(runs * hours_per_run)} device-hours; this sweep has {seeds:,} per variant",
+        f"to state it as compute in the comparison, add the baseline with half of the steps: "
+        f"{format_plural(count, 'run')}, {format_rounded(count * hours_per_run / 2)} device-hours",
+    ]

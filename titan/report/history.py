@@ -58,7 +58,8 @@ class History:
         self._limits = find_step_limits(raw.documents)
         self._counted_lines = _find_last_lines(self._lines, self._limits)
         self.steps = self._lines.select_lines(self._counted_lines)
-        self.validations = self._select_validations()
+        validations = self._select_last(self.raw.metrics.validations)
+        self.validations = tuple(validations[step] for step in sorted(validations))
         self.spike_marks = self._select_last(self.raw.metrics.spike_marks)
 
     @cached_property
@@ -75,15 +76,11 @@ class History:
         first_time = float(lines.time[0] - lines.seconds[0]) if len(lines) else last_time
         start = parse_start_time(document)
         start = first_time if start is None else min(start, first_time)
-        start_seconds = first_time - start if len(lines) else 0.0
-        return AttemptSpan(
-            number,
-            count_devices(document),
-            start_seconds,
-            start_seconds + _compute_extra_seconds(lines.seconds),
-            max(0.0, last_time - start),
-            lines.time - start,
-        )
+        lead = start_seconds = first_time - start if len(lines) else 0.0
+        if len(lines):  # the first step may take longer than usual
+            lead += max(0.0, float(lines.seconds[0] - np.nanmedian(lines.seconds)))
+        seconds = max(0.0, last_time - start)
+        return AttemptSpan(number, count_devices(document), start_seconds, lead, seconds, lines.time - start)
 
     @cached_property
     def device_hours(self) -> Numbers:
@@ -92,11 +89,7 @@ class History:
         for span in self.spans:
             line_hours[self._lines.attempt == span.number] = hours_spent + span.devices * (span.ends - span.lead) / HOUR
             hours_spent += span.devices * (span.seconds - span.lead) / HOUR
-        return (
-            np.maximum.accumulate(line_hours[self._counted_lines])
-            if len(self._counted_lines)
-            else line_hours[self._counted_lines]
-        )
+        return np.maximum.accumulate(line_hours[self._counted_lines])
 
     @property
     def final_validation(self) -> Mapping[str, Any]:
@@ -124,31 +117,26 @@ class History:
     def build_curves(self) -> Curves:
         """Return the curves of the run."""
         records = self.validations
+
+        def build_column(key: str) -> Numbers:
+            values = [record.get(key) for record in records]
+            return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
         return Curves(
             steps=self.steps.step,
             tokens=self.steps.tokens,
             losses=self.steps.loss,
-            rates=self.steps.lr,
+            learning_rates=self.steps.lr,
             device_hours=self.device_hours,
             validation_steps=np.array([v["step"] for v in records], dtype=np.int64),
-            validation_tokens=_build_column(records, "tokens"),
-            validation=_build_column(records, "validation_loss"),
-            bits_per_byte=_build_column(records, "bits_per_byte"),
+            validation_tokens=build_column("tokens"),
+            validation=build_column("validation_loss"),
+            bits_per_byte=build_column("bits_per_byte"),
         )
-
-    def _select_validations(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the last validation of each step that counts."""
-        last_validations = self._select_last(self.raw.metrics.validations)
-        return tuple(last_validations[step] for step in sorted(last_validations))
 
     def _select_last(self, records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
         """Return the last of these records of each step that counts, by step."""
         return {int(r["step"]): r for r in records if r["step"] <= self._limits.get(int(r["attempt"]), math.inf)}
-
-
-def _compute_extra_seconds(seconds: Numbers) -> float:
-    """Return by how much the first of some steps took longer than usual."""
-    return max(0.0, float(seconds[0] - np.nanmedian(seconds))) if len(seconds) else 0.0
 
 
 def find_step_limits(documents: tuple[Mapping[str, Any], ...]) -> dict[int, float]:
@@ -162,43 +150,26 @@ def find_step_limits(documents: tuple[Mapping[str, Any], ...]) -> dict[int, floa
 
 def _find_last_lines(lines: StepColumns, limits: Mapping[int, float]) -> NDArray[np.int64]:
     """Return the indices of the last line of each step that counts, in rising order of steps."""
-    last_steps = np.array([limits.get(int(attempt), math.inf) for attempt in np.unique(lines.attempt)])
-    is_counted = (
-        lines.step <= last_steps[np.searchsorted(np.unique(lines.attempt), lines.attempt)]
-        if len(lines)
-        else np.zeros(0, bool)
-    )
-    indices = np.flatnonzero(is_counted)[::-1]
+    attempts, positions = np.unique(lines.attempt, return_inverse=True)
+    last_steps = np.array([limits.get(int(attempt), math.inf) for attempt in attempts])
+    indices = np.flatnonzero(lines.step <= last_steps[positions])[::-1]
     _, first_indices = np.unique(lines.step[indices], return_index=True)
     return indices[first_indices]
 
 
-def _build_column(records: tuple[Mapping[str, Any], ...], key: str) -> Numbers:
-    values = [record.get(key) for record in records]
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
-
-
 def has_diverged(history: History) -> bool:
     """Return whether a run has no finite result because of its recipe."""
-    raw, nonfinite = history.raw, _count_last_nonfinite(history)
+    raw = history.raw
+    finite = np.flatnonzero(~history.steps.is_nonfinite())
+    nonfinite = len(history.steps) - (int(finite[-1]) + 1 if len(finite) else 0)  # steps at the end
     if raw.state == "finished":
         value = history.final_validation.get("validation_loss", 0.0 if nonfinite < LAST_NONFINITE else None)
         return value is None or not np.isfinite(value) or nonfinite >= SPIKE_BLOCK
     if raw.state not in ("failed", "stopped"):
         return False
-    reason = raw.reason or ""
-    return raw.gave_up or (reason.startswith(SILENT_REASONS) and nonfinite >= max(1, _read_bad_steps(raw) - 1))
-
-
-def _read_bad_steps(raw: RawRun) -> int:
-    """Return the steps in a row after which the run gives up; the last one of them has no line."""
-    return int(raw.config["training"].get("bad_steps") or 3)
-
-
-def _count_last_nonfinite(history: History) -> int:
-    """Return the number of steps at the end that were not finite."""
-    finite = np.flatnonzero(~history.steps.is_nonfinite())
-    return len(history.steps) - (int(finite[-1]) + 1 if len(finite) else 0)
+    bad_steps = int(raw.config["training"].get("bad_steps") or 3)  # the last one of them has no line
+    is_silent = (raw.reason or "").startswith(SILENT_REASONS)
+    return raw.gave_up or (is_silent and nonfinite >= max(1, bad_steps - 1))
 
 
 def find_spikes(history: History) -> tuple[Spike, ...]:
@@ -227,16 +198,12 @@ def _compute_usual_losses(losses: Numbers) -> Numbers:
     blocks, usual_losses = len(losses) // SPIKE_BLOCK, np.full(len(losses), np.nan)
     if blocks < 2:
         return usual_losses
-    usual, limit = _compute_limits(losses[: blocks * SPIKE_BLOCK].reshape(blocks, SPIKE_BLOCK))
+    whole = losses[: blocks * SPIKE_BLOCK].reshape(blocks, SPIKE_BLOCK)
+    finite = np.where(np.isfinite(whole), whole, np.inf)  # a step that is not finite is not low
+    usual = np.median(finite, axis=1)
+    deviations = np.median(np.abs(finite - np.where(np.isfinite(usual), usual, 0.0)[:, None]), axis=1)
+    limit = usual + np.maximum(SPIKE_DEVIATIONS * deviations, MIN_RISE)  # infinite where no step is finite
     block = np.arange(len(losses)) // SPIKE_BLOCK
     high = np.flatnonzero((block > 0) & (losses > limit[np.maximum(block, 1) - 1]))
     usual_losses[high] = usual[block[high] - 1]
     return usual_losses
-
-
-def _compute_limits(blocks: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the median and the spike limit of each block; infinite where no step is finite."""
-    finite_blocks = np.where(np.isfinite(blocks), blocks, np.inf)  # a step that is not finite is not low
-    usual = np.median(finite_blocks, axis=1)
-    deviations = np.median(np.abs(finite_blocks - np.where(np.isfinite(usual), usual, 0.0)[:, None]), axis=1)
-    return usual, usual + np.maximum(SPIKE_DEVIATIONS * deviations, MIN_RISE)

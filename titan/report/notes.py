@@ -1,25 +1,46 @@
-"""What a reader has to know beside the answers: notes on a variant and on the whole comparison."""
+"""What a reader has to know beside the answers: notes on a variant and on the whole comparison.
+
+Among them: which figures of files and tasks are not compared, as their content differs; and how alike the early losses
+and the ends of variants rank these runs, and what stopping early would have saved. The rule for stopping is that of
+`titan.scaling.early_stopping`, replayed on the variants of a comparison.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
-from titan.console.numbers import format_plural
-from titan.report import early_losses, statistics
-from titan.report.align import find_common_measure
+from titan.console.numbers import format_plural, format_tokens
+from titan.report import statistics
+from titan.report.align import collect_differing_settings, find_common_measure
 from titan.report.collect import CollectedRuns
 from titan.report.estimate import Member, average_by_seed, classify_unfinished, format_speed_settings
-from titan.report.findings import FailedRun, RunResult, Spike
+from titan.report.findings import RunResult
 from titan.report.rank import VariantCandidate, find_fitting, has_settings
-from titan.run import identity
+from titan.run import evaluated, identity
+from titan.scaling.early_stopping import (
+    FEWEST_EARLIER,
+    Trajectory,
+    examine_position,
+    find_decay,
+    list_shape_settings,
+    replay_stops,
+)
 from titan.sweep.ledger import SweepSpec
 
 NAMED_RUNS, NAMED_VARIANTS = 6, 4
 """Runs and variants that a note names."""
+INCOMPARABLE_RUNS = 4
+"""Runs that a note on figures names."""
+WINDOWS = 20
+"""Parts of a run over which training losses are averaged, where it was not validated before its end."""
+LEAST_VARIANTS = 8
+"""Finished variants without which nothing is said of early losses."""
 
 
 def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantCandidate) -> tuple[str, ...]:
@@ -27,8 +48,12 @@ def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantC
     members, baseline = candidate.members, baseline_candidate.members
     notes = [candidate.tuning.note] if candidate.tuning.note else []
     notes += [*_note_unfinished(members), *_note_outcomes(members)]
-    if counts := _describe_missing(candidate.group.missing):
-        notes.append(f"{counts}: not counted as outcomes of the recipe")
+    missing = Counter(
+        "stopped" if t.state == "stopped" else classify_unfinished(t.state) for t in candidate.group.missing
+    )
+    counts = [f"{missing[kind]} of its trials {words}" for kind, words in WITHOUT_METRICS.items() if missing[kind]]
+    if counts:
+        notes.append(f"{', '.join(counts)}: not counted as outcomes of the recipe")
     if members[0].raw.earlier_planned_steps:
         steps = ", then ".join(f"{number:,}" for number in members[0].raw.earlier_planned_steps)
         notes.append(
@@ -49,65 +74,37 @@ def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantC
     return tuple(notes)
 
 
+WITHOUT_METRICS = {
+    "failed": "failed without metrics",
+    "stopped": "stopped without metrics",
+    "waiting": "have no metrics yet",
+}
+
+
 def _note_outcomes(members: Sequence[Member]) -> list[str]:
     """Return notes on divergence, outliers, spikes and steps that were not finite."""
-    runs = [m.run for m in members]
-    return [*_note_diverged(runs), *_note_outliers(runs), *_note_spikes(runs), *_note_nonfinite(members)]
-
-
-def _describe_missing(trials: Sequence[FailedRun]) -> str:
-    """Return how many trials have no metrics, and why; empty where there are none."""
-    kinds = Counter("stopped" if t.state == "stopped" else classify_unfinished(t.state) for t in trials)
-    by_kind = {
-        "failed": "failed without metrics",
-        "stopped": "stopped without metrics",
-        "waiting": "have no metrics yet",
-    }
-    return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in by_kind.items() if kinds[kind])
-
-
-def _note_diverged(runs: Sequence[RunResult]) -> list[str]:
-    diverged = [run for run in runs if run.diverged]
-    examples = ", ".join(f"seed {run.seed} at step {run.step:,}" for run in diverged[:NAMED_RUNS])
-    remainder = f" and {len(diverged) - NAMED_RUNS} more" if len(diverged) > NAMED_RUNS else ""
-    share = f"{len(diverged)} of {format_plural(len(runs), 'run')}"
-    note = f"{share} diverged ({examples}{remainder}): the mean loss does not include them"
-    return [note] if diverged else []
-
-
-def _note_outliers(runs: Sequence[RunResult]) -> list[str]:
-    losses = [run.validation for run in runs if run.validation is not None]
-    outliers = [f"seed {run.seed} with {run.validation:.4f}" for run in runs if run.outlier]
-    return (
-        [f"outlier: {', '.join(outliers)}; the median of its {len(losses)} runs is {np.median(losses):.4f}"]
-        if outliers
-        else []
-    )
-
-
-def _note_spikes(runs: Sequence[RunResult]) -> list[str]:
-    spiked = [run for run in runs if run.spikes]
-    if not spiked:
-        return []
-    count = sum(len(run.spikes) for run in spiked)
-    rise, run, top = max(((s.loss - s.usual, r, s) for r in spiked for s in r.spikes), key=lambda entry: entry[0])
-    return [
-        f"loss spikes in {len(spiked)} of {format_plural(len(runs), 'run')}: {count} in all, the highest by {rise:.2f} "
-        f"nats to {top.loss:.2f} at step {top.step:,} of seed {run.seed}{_format_rows(top)}"
-    ]
-
-
-def _format_rows(spike: Spike) -> str:
-    return "" if spike.rows is None else f" (rows {spike.rows[0]} to {spike.rows[1]})"
-
-
-def _note_nonfinite(members: Sequence[Member]) -> list[str]:
-    """Return a note on steps that were not finite."""
+    runs, notes = [m.run for m in members], []
+    if diverged := [run for run in runs if run.diverged]:
+        examples = ", ".join(f"seed {run.seed} at step {run.step:,}" for run in diverged[:NAMED_RUNS])
+        remainder = f" and {len(diverged) - NAMED_RUNS} more" if len(diverged) > NAMED_RUNS else ""
+        share = f"{len(diverged)} of {format_plural(len(runs), 'run')}"
+        notes.append(f"{share} diverged ({examples}{remainder}): the mean loss does not include them")
+    if outliers := [f"seed {run.seed} with {run.validation:.4f}" for run in runs if run.outlier]:
+        losses = [run.validation for run in runs if run.validation is not None]
+        notes.append(f"outlier: {', '.join(outliers)}; the median of its {len(losses)} runs is {np.median(losses):.4f}")
+    if spikes := [(spike, run) for run in runs for spike in run.spikes]:
+        top, run = max(spikes, key=lambda entry: entry[0].loss - entry[0].usual)
+        rows = "" if top.rows is None else f" (rows {top.rows[0]} to {top.rows[1]})"
+        notes.append(
+            f"loss spikes in {sum(bool(run.spikes) for run in runs)} of {format_plural(len(runs), 'run')}: "
+            f"{len(spikes)} in all, the highest by {top.loss - top.usual:.2f} nats to {top.loss:.2f} at step "
+            f"{top.step:,} of seed {run.seed}{rows}"
+        )
     counts = [int(m.history.steps.is_nonfinite().sum()) for m in members]
-    if not any(counts):
-        return []
-    runs_text, steps_text = f"{sum(map(bool, counts))} of {len(members)} runs", format_plural(sum(counts), "step")
-    return [f"loss or gradient norm not finite in {runs_text}: {steps_text}, which did not update the weights"]
+    if any(counts):
+        where = f"{sum(map(bool, counts))} of {len(members)} runs: {format_plural(sum(counts), 'step')}"
+        notes.append(f"loss or gradient norm not finite in {where}, which did not update the weights")
+    return notes
 
 
 def _note_unfinished(members: Sequence[Member]) -> list[str]:
@@ -126,24 +123,15 @@ def _note_unfinished(members: Sequence[Member]) -> list[str]:
 
 def _note_text_amounts(members: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
     """Return a note on validation sets of different amounts of text, where bits per byte are compared."""
-    variant_bytes, baseline_bytes = (_compute_bytes_per_token(side[0]) for side in (members, baseline))
+    sides = [(side[0].run.validation, side[0].run.bits) for side in (members, baseline)]
+    amounts = [nats / math.log(2) / bits for nats, bits in sides if nats and bits]  # bytes per token
     measure = find_common_measure(members[0].raw, baseline[0].raw)
-    if (
-        variant_bytes is None
-        or baseline_bytes is None
-        or measure != "bits per byte"
-        or abs(variant_bytes / baseline_bytes - 1) < 0.02
-    ):
+    if len(amounts) < 2 or measure != "bits per byte" or abs(amounts[0] / amounts[1] - 1) < 0.02:
         return []
     return [
-        f"its validation set has {variant_bytes / baseline_bytes:.2f} times the baseline's text, so bits per byte are "
+        f"its validation set has {amounts[0] / amounts[1]:.2f} times the baseline's text, so bits per byte are "
         "measured on different amounts of text"
     ]
-
-
-def _compute_bytes_per_token(member: Member) -> float | None:
-    nats, bits = member.run.validation, member.run.bits
-    return nats / math.log(2) / bits if nats and bits else None
 
 
 def _note_hardware_and_code(members: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
@@ -179,7 +167,7 @@ def list_comparison_notes(
         spec: the question, baseline, margin and target in effect.
         margin: in nats.
     """
-    groups, all_members = [v.group for v in candidates], [m for v in candidates for m in v.members]
+    all_members = [m for v in candidates for m in v.members]
     notes = [
         *collected.corruption,
         *(f"{raw.directory.name}: {corruption}" for raw in collected.runs for corruption in raw.corruption),
@@ -200,12 +188,13 @@ def list_comparison_notes(
     if not collected.sweeps and not margin_typed:
         notes.append("no equivalence margin was fixed in advance: the default of 0.02 nats is used")
     notes += _note_baseline_choice(candidates, named_baseline, spec) if candidates else []
-    emulated = [m for m in all_members if _is_emulated(m)]
-    notes += [
-        "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
-    ] * bool(emulated)
-    notes += early_losses.note_early_losses(candidates)
-    return (*notes, *(_note_seeds_needed(candidates, margin) if groups else []))
+    precisions = [m.raw.config.get("precision") or {} for m in all_members]
+    if any(p.get("emulate") and p.get("matmuls", "compute") != "compute" for p in precisions):
+        notes.append(
+            "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
+        )
+    notes += _note_early_losses(candidates)
+    return (*notes, *(_note_seeds_needed(candidates, margin) if candidates else []))
 
 
 def _note_baseline_choice(
@@ -233,12 +222,6 @@ def _note_baseline_choice(
     return notes
 
 
-def _is_emulated(member: Member) -> bool:
-    """Return whether a run emulated 8-bit matmuls."""
-    precision = member.raw.config.get("precision") or {}
-    return bool(precision.get("emulate")) and precision.get("matmuls", "compute") != "compute"
-
-
 def _note_seeds_needed(candidates: Sequence[VariantCandidate], margin: float) -> list[str]:
     """Return a note on the seeds that show a difference of one margin: by pairs of seeds, else by the baseline's."""
     baseline = average_by_seed(candidates[0].members, lambda m: m.run.validation)
@@ -248,30 +231,173 @@ def _note_seeds_needed(candidates: Sequence[VariantCandidate], margin: float) ->
         differences = [losses[seed] - baseline[seed] for seed in sorted(losses.keys() & baseline.keys())]
         if len(differences) >= 2 and (estimate := statistics.estimate_mean_difference(differences)).spread:
             count = statistics.compute_seeds_needed(margin, estimate.spread)
-            notes.append(f"{candidate.group.label} {_format_pairs(count, len(differences))}")
+            words = f"needs more than {statistics.MOST:,} seeds"
+            if count is not None:
+                more = f"needs {format_plural(count - len(differences), 'more seed')}"
+                words = "has enough seeds" if count <= len(differences) else more
+            notes.append(f"{candidate.group.label} {words}")
     if notes:
         further = f", and {len(notes) - NAMED_VARIANTS} further variants" if len(notes) > NAMED_VARIANTS else ""
         return [
             f"to show a difference of {margin:.3g} nats from the baseline, by the spread of pairs of seeds: "
             f"{', '.join(notes[:NAMED_VARIANTS])}{further}"
         ]
-    return _note_unpaired_seeds(list(baseline.values()), margin)
-
-
-def _format_pairs(count: int | None, seen: int) -> str:
-    if count is None:
-        return f"needs more than {statistics.MOST:,} seeds"
-    return "has enough seeds" if count <= seen else f"needs {format_plural(count - seen, 'more seed')}"
-
-
-def _note_unpaired_seeds(losses: Sequence[float], margin: float) -> list[str]:
-    """Return a note on the seeds of each variant, by the spread of the baseline's."""
-    if len(losses) < 2 or not (spread := statistics.estimate_mean_difference(losses).spread):
+    values = list(baseline.values())  # unpaired, of the baseline alone
+    if len(values) < 2 or not (spread := statistics.estimate_mean_difference(values).spread):
         return []
     count = statistics.compute_seeds_needed(margin, math.sqrt(2) * spread)
     number = f"more than {statistics.MOST:,}" if count is None else f"{count:,}"
     return [
-        f"the baseline's final validation loss has a standard deviation of {spread:.4f} nats over {len(losses)} seeds: "
+        f"the baseline's final validation loss has a standard deviation of {spread:.4f} nats over {len(values)} seeds: "
         f"to show a difference of {margin:.3g} takes {number} seeds per variant, fewer where the losses of paired "
         "seeds are correlated"
     ]
+
+
+# ---- figures of files and tasks ----
+
+
+def drop_incomparable(members: Sequence[Sequence[Member]]) -> tuple[list[list[Member]], list[str]]:
+    """Return the runs of each variant without figures whose content differs between runs, and notes on these.
+
+    What a run did not record is taken to be the same as in other runs, if the name of the file is.
+    """
+    runs, dropped, notes = [m for variant in members for m in variant], set[str](), list[str]()
+    for name in dict.fromkeys(evaluated.find_name(key) for m in runs for key in m.run.figures):
+        contents = _group_by_content(runs, name)
+        files, digests = {file for file, _ in contents}, {digest for _, digest in contents}
+        unknown = [run for (_, digest), names in contents.items() if not digest for run in names]
+        if len(digests - {""}) > 1 or (unknown and len(files) > 1):
+            dropped.add(name)
+            parts = (f"{d or 'not recorded'} in {_list_runs(names)}" for (_, d), names in contents.items())
+            verb = "differ" if len(files) > 1 else "differs"
+            what = f"{', '.join(sorted(files))} {verb}, or how it is read"
+            notes.append(f"not compared: {what}: evaluation/{name} is of {'; '.join(parts)}")
+        elif unknown and len(digests) > 1:
+            what = f"evaluation/{name}: the content of {min(files)} is not recorded in {_list_runs(unknown)}"
+            notes.append(f"{what}, and taken to be that of the other runs")
+
+    def drop(m: Member) -> Member:
+        kept = {key: value for key, value in m.run.figures.items() if evaluated.find_name(key) not in dropped}
+        return replace(m, run=replace(m.run, figures=kept))
+
+    return [[drop(m) for m in variant] for variant in members], notes
+
+
+def _group_by_content(runs: Sequence[Member], name: str) -> dict[tuple[str, str], list[str]]:
+    """Return the directories of the runs that have figures of a set or task, by its content.
+
+    That is the name of the file and the digest of its content, which is empty where a run did not record it.
+    """
+    names: dict[tuple[str, str], list[str]] = {}
+    for m in runs:
+        if name in map(evaluated.find_name, m.run.figures):
+            attempt = m.history.final_validation.get("attempt")  # others may have measured other content
+            document = next((d for d in m.raw.documents if d["attempt"] == attempt), m.raw.last_document)
+            content = Path(evaluated.find_file(document, name)).name, document.get(evaluated.KEY, {}).get(name, "")
+            names.setdefault(content, []).append(m.raw.directory.name)
+    return names
+
+
+def _list_runs(names: Sequence[str]) -> str:
+    remainder = f" and {len(names) - INCOMPARABLE_RUNS} more" if len(names) > INCOMPARABLE_RUNS else ""
+    return ", ".join(names[:INCOMPARABLE_RUNS]) + remainder
+
+
+# ---- early losses ----
+
+
+def _note_early_losses(candidates: Sequence[VariantCandidate]) -> list[str]:
+    """Return a sentence on the early losses of a comparison's finished variants; none where they are too few.
+
+    It has the rank correlation at the first position at which all may stop, and what stopping would have done.
+    """
+    variants = _build_trajectories(candidates)
+    positions = sorted(set.intersection(*({*v.losses} - {v.length} for v in variants))) if variants else []
+    if len(variants) < LEAST_VARIANTS or not positions:
+        return []
+    shapes = list_shape_settings(collect_differing_settings([candidate.group for candidate in candidates]))
+    allowed = [at for at in positions if all(variant.may_stop(at, not shapes) for variant in variants)]
+    shown = allowed[0] if allowed else positions[-1]
+    correlation = np.nan_to_num(examine_position(variants, shown, same_shape=True).correlation)  # equal: no ranks
+    sentence = (
+        f"early losses, after {format_tokens(shown)} tokens, rank the {len(variants)} variants as the ends do: "
+        f"{correlation:.2f} (rank correlation)"
+    )
+    if shapes:
+        sentence += f"; the variants differ in {', '.join(shapes[:4])}, which changes the shape of the curve"
+    if not allowed:
+        return [f"{sentence}, and none has a loss between the decay of its rate and its end: stopping is not offered"]
+    return [f"{sentence}; {_describe_replay(variants, not shapes)}"]
+
+
+def _describe_replay(variants: Sequence[Trajectory], same_shape: bool) -> str:
+    """Return what stopping early would have done."""
+    if len(variants) <= FEWEST_EARLIER:
+        return f"stopping is offered from {FEWEST_EARLIER + 1} variants on"
+    when = "" if same_shape else " after the decay of the learning rate"
+    result = replay_stops(variants, same_shape)
+    if result.lost:
+        return f"the margin rule would have stopped {len(result.lost)} that ended best so far{when}: it is not offered"
+    if not result.stopped:
+        return f"the margin rule would have stopped none of them{when}"
+    return (
+        f"the margin rule (hydra.sweeper.pruner=margin) would have stopped {len(result.stopped)} of them{when}, "
+        f"saved {100 * result.saved:.0f} % of the tokens and kept each best one, on these runs"
+    )
+
+
+def _build_trajectories(candidates: Sequence[VariantCandidate]) -> list[Trajectory]:
+    """Return the losses of variants by tokens, the mean of their finished runs; none where no measure compares all."""
+
+    def has_ended(run: RunResult) -> bool:
+        is_known = run.validation is not None and bool(np.isfinite(run.validation))
+        return run.state == "finished" and run.decayed and is_known
+
+    finished = [[m for m in candidate.members if has_ended(m.run)] for candidate in candidates]
+    labels = [candidate.group.label for candidate in candidates]
+    pairs = [(label, members) for label, members in zip(labels, finished, strict=True) if members]
+    measures = {find_common_measure(members[0].raw, pairs[0][1][0].raw) for _, members in pairs}
+    if not measures or None in measures:
+        return []
+    built = [_average_runs(label, members, "bits per byte" in measures) for label, members in pairs]
+    return [variant for variant in built if variant is not None]
+
+
+def _average_runs(name: str, members: Sequence[Member], by_bytes: bool) -> Trajectory | None:
+    """Return the mean trajectory of a variant's runs, at the tokens that all have; None without any early loss."""
+    runs = [member.run for member in members]
+    ends = [run.bits if by_bytes else run.validation for run in runs]
+    losses = [_collect_losses(run, by_bytes) for run in runs]
+    shared = sorted(set.intersection(*({*by_tokens} for by_tokens in losses)))
+    if None in ends or not shared:
+        return None
+    means = {tokens: float(np.mean([by_tokens[tokens] for by_tokens in losses])) for tokens in shared}
+    decays = []  # the tokens from which on the learning rate has decayed
+    for curves in (run.curves for run in runs):
+        peak = float(np.nanmax(curves.learning_rates)) if np.isfinite(curves.learning_rates).any() else 0.0
+        decays.append(find_decay(curves.tokens, curves.learning_rates / peak) if peak > 0 else math.inf)
+    return Trajectory(name, means, max(run.tokens for run in runs), float(np.mean(ends)), max(decays))  # type: ignore[arg-type]
+
+
+def _collect_losses(run: RunResult, by_bytes: bool) -> Mapping[int, float]:
+    """Return a run's losses before its end, by tokens.
+
+    They are its validations, else means of the training loss; these only where all validate on the same set, so that
+    they learn from the same data.
+    """
+    curves = run.curves
+    early = np.isfinite(curves.validation_tokens) & (curves.validation_tokens < run.tokens)
+    tokens, losses = curves.validation_tokens[early], (curves.bits_per_byte if by_bytes else curves.validation)[early]
+    if not len(tokens) and not by_bytes:
+        tokens, losses = _average_windows(run)
+    return {int(at): float(loss) for at, loss in zip(tokens, losses, strict=True) if np.isfinite(loss)}
+
+
+def _average_windows(run: RunResult) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]:
+    """Return the tokens at the ends of the parts of a run but the last, and the mean training loss of each part."""
+    curves, width = run.curves, max(1, run.steps // WINDOWS)
+    ends = np.arange(1, WINDOWS) * width - 1
+    ends = ends[ends < len(curves.steps)]
+    means = [float(np.mean(curves.losses[end + 1 - width : end + 1])) for end in ends]
+    return curves.tokens[ends], np.array(means)

@@ -24,7 +24,7 @@ from titan.sweep.labels import is_same_value
 
 
 @dataclass(frozen=True)
-class RateTuning:
+class LearningRateTuning:
     """How the learning rate of a variant was tuned.
 
     Attributes:
@@ -52,7 +52,7 @@ class VariantCandidate:
 
     group: RunGroup
     members: Sequence[Member]
-    tuning: RateTuning
+    tuning: LearningRateTuning
 
 
 def list_candidates(
@@ -66,7 +66,7 @@ def list_candidates(
     Args:
         baseline: the baseline that the user named.
     """
-    tunings = find_best_rates(groups, members)
+    tunings = find_best_learning_rates(groups, members)
     candidates = [VariantCandidate(*parts) for parts in zip(groups, members, tunings, strict=True)]
     if not candidates:
         return []
@@ -88,11 +88,9 @@ def find_baselines(groups: Sequence[RunGroup], option: str | None, sweep_baselin
     """
     if option is None:
         indices = find_fitting(groups, sweep_baseline) or [0]
-        return (
-            indices[:1]
-            if _names_rate(sweep_baseline)
-            else _select_family(groups, indices[0], indices if sweep_baseline else range(len(groups)))
-        )
+        if _names_learning_rate(sweep_baseline):
+            return indices[:1]
+        return _select_family(groups, indices[0], indices if sweep_baseline else range(len(groups)))
     indices, exact = _match_option(groups, option)
     if indices and not exact and len(family := _select_family(groups, indices[0], indices)) == len(indices):
         return family
@@ -115,10 +113,10 @@ def _match_option(groups: Sequence[RunGroup], option: str) -> tuple[list[int], b
     if named := [i for i, group_names in enumerate(names) if option in group_names]:
         return named, False
     settings = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
-    return find_fitting(groups, settings), _names_rate(settings)
+    return find_fitting(groups, settings), _names_learning_rate(settings)
 
 
-def _names_rate(settings: Mapping[str, str]) -> bool:
+def _names_learning_rate(settings: Mapping[str, str]) -> bool:
     return any(name in (LEARNING_RATE, "lr") for name in settings)
 
 
@@ -134,10 +132,7 @@ def find_fitting(groups: Sequence[RunGroup], settings: Mapping[str, str]) -> lis
 
 def has_settings(group: RunGroup, settings: Mapping[str, str]) -> bool:
     """Return whether a group has settings, by full or short names, with values as typed."""
-    return all(
-        any(is_same_value(value, existing) for existing in _list_values(group, name))
-        for name, value in settings.items()
-    )
+    return all(any(is_same_value(value, v) for v in _list_values(group, name)) for name, value in settings.items())
 
 
 def _list_values(group: RunGroup, name: str) -> list[str]:
@@ -151,61 +146,56 @@ def _list_values(group: RunGroup, name: str) -> list[str]:
     return [format_value(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed + resolved
 
 
-def find_best_rates(groups: Sequence[RunGroup], members: Sequence[Sequence[Member]]) -> list[RateTuning]:
+def find_best_learning_rates(
+    groups: Sequence[RunGroup], members: Sequence[Sequence[Member]]
+) -> list[LearningRateTuning]:
     """Return for each variant whether it has the best of several learning rates."""
     families: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         families.setdefault(group.other_settings, []).append(index)
-    tunings = [RateTuning(True, None)] * len(groups)
+    tunings = [LearningRateTuning(True, None)] * len(groups)
     if len({_format_recipe(group) for group in groups}) < 2:
         return tunings  # one recipe: its learning rate may be the question
     for family in families.values():
-        for index, tuning in zip(
-            family, _tune_family([(_read_rate(groups[i]), members[i]) for i in family]), strict=True
-        ):
-            tunings[index] = tuning
+        learning_rates = [float(groups[i].facts.values.get(LEARNING_RATE) or 0.0) for i in family]
+        for i, tuning in zip(family, _tune_family(learning_rates, [members[i] for i in family]), strict=True):
+            tunings[i] = tuning
     return tunings
 
 
 def _format_recipe(group: RunGroup) -> str:
     """Return the hyperparameters without learning rate and seed as one text."""
-    science = group.runs[0].last_document["science"]
-    return repr(
-        sorted(
-            (name, format_value(value))
-            for name, value in science.items()
-            if name not in (LEARNING_RATE, "training.seed")
-        )
-    )
+    science = group.runs[0].last_document["science"].items()
+    return repr(sorted((name, format_value(v)) for name, v in science if name not in (LEARNING_RATE, "training.seed")))
 
 
-def _read_rate(group: RunGroup) -> float:
-    return float(group.facts.values.get(LEARNING_RATE) or 0.0)
+def _tune_family(learning_rates: Sequence[float], members: Sequence[Sequence[Member]]) -> list[LearningRateTuning]:
+    """Return the tunings of variants that differ in their learning rate only."""
+    count = len(learning_rates)
+    if count == 1:
+        return [LearningRateTuning(True, "learning rate not tuned", 1)]
+    final_losses = [collect_outcomes(side, lambda m: m.run.validation) for side in members]
+    merits = [_compute_learning_rate_merit(results.values()) for results in final_losses]
+    if not any(np.isfinite(mean) for _, mean in merits):
+        return [LearningRateTuning(True, f"none of its {count} learning rates has a finished run")] * count
+    best = merits.index(min(merits))
+    tried = sorted(learning_rates)
+    note = f"best of {count} learning rates ({', '.join(map(format_value, tried))}), selected by these same runs"
+    if learning_rates[best] in (tried[0], tried[-1]):
+        note += "; it is the lowest or highest one, so a better one may lie outside"
+    rejection = f"not ranked: the best of its learning rates is {format_value(learning_rates[best])}"
+    tunings = []
+    for losses in final_losses:
+        comparison, against_best = compare_seeds(losses, final_losses[best]), ""
+        if comparison and comparison.signs and comparison.lost_seeds:  # runs of this rate diverged
+            wins = f"better on {comparison.signs.wins} of {comparison.signs.count} seeds"
+            against_best = f"{wins}, {comparison.lost_seeds} diverged"
+        tunings.append(LearningRateTuning(False, rejection, count, against_best))
+    tunings[best] = LearningRateTuning(True, note, count)
+    return tunings
 
 
-def _tune_family(family: Sequence[tuple[float, Sequence[Member]]]) -> list[RateTuning]:
-    if len(family) == 1:
-        return [RateTuning(True, "learning rate not tuned", 1)]
-    final_losses = [collect_outcomes(members, lambda m: m.run.validation) for _, members in family]
-    means = [compute_rate_merit(results.values()) for results in final_losses]
-    if not any(np.isfinite(mean) for _, mean in means):
-        return [RateTuning(True, f"none of its {len(family)} learning rates has a finished run")] * len(family)
-    best = means.index(min(means))
-    rate, rates = family[best][0], sorted(rate for rate, _ in family)
-    note = f"best of {len(family)} learning rates ({', '.join(map(format_value, rates))}), selected by these same runs"
-    note += (
-        "; it is the lowest or highest one, so a better one may lie outside" if rate in (rates[0], rates[-1]) else ""
-    )
-    rejection = f"not ranked: the best of its learning rates is {format_value(rate)}"
-    results = [
-        RateTuning(False, rejection, len(family), _compare_with_best(losses, final_losses[best]))
-        for losses in final_losses
-    ]
-    results[best] = RateTuning(True, note, len(family))
-    return results
-
-
-def compute_rate_merit(final_losses: Iterable[float]) -> tuple[float, float]:
+def _compute_learning_rate_merit(final_losses: Iterable[float]) -> tuple[float, float]:
     """Return the sort key of a variant, the best first: the share of diverged seeds, and the mean of the others.
 
     Args:
@@ -215,14 +205,6 @@ def compute_rate_merit(final_losses: Iterable[float]) -> tuple[float, float]:
     finite = values[np.isfinite(values)]
     share = 1 - len(finite) / len(values) if len(values) else 0.0
     return share, float(finite.mean()) if len(finite) else np.inf
-
-
-def _compare_with_best(final_losses: Mapping[int, float], best: Mapping[int, float]) -> str:
-    """Return how a rate at which runs diverged compares with the best one; empty where none did."""
-    comparison = compare_seeds(final_losses, best)
-    if comparison is None or comparison.signs is None or not comparison.lost_seeds:
-        return ""
-    return f"better on {comparison.signs.wins} of {comparison.signs.count} seeds, {comparison.lost_seeds} diverged"
 
 
 def select_verdict(variant: Variant) -> Quality | None:
@@ -256,27 +238,18 @@ def rank_variants(variants: Sequence[Variant]) -> list[int]:
     Layouts of one recipe by their speed; others by the share of seeds that diverged, then by loss. Where the numbers of
     tokens differ, losses do not rank them: by the tokens to the target where there is one, else as they are.
     """
-    indices = range(len(variants))
-    if len(variants) > 1 and all(variant.same_science for variant in variants):
-        return sorted(indices, key=lambda i: -_read_speed(variants[i]))
-    if len(list_token_counts(variants)) > 1:
-        return sorted(indices, key=lambda i: _read_tokens_to_target(variants[i]))
-    bits = uses_bits(variants)
-    return sorted(indices, key=lambda i: compute_merit(variants[i], bits))
+    are_layouts = len(variants) > 1 and all(variant.same_science for variant in variants)
+    has_unequal_tokens, bits = len(list_token_counts(variants)) > 1, uses_bits(variants)
 
+    def compute_merit(variant: Variant) -> tuple[float, float]:
+        if are_layouts:
+            return 0.0, -variant.speed.estimate if variant.speed else 0.0
+        if has_unequal_tokens:
+            return 0.0, (variant.reached.median_tokens if variant.reached else None) or math.inf
+        result = select_result(variant, bits)
+        return compute_diverged_share(variant), result.estimate if result else math.inf
 
-def _read_speed(variant: Variant) -> float:
-    return variant.speed.estimate if variant.speed else 0.0
-
-
-def _read_tokens_to_target(variant: Variant) -> float:
-    return variant.reached.median_tokens if variant.reached and variant.reached.median_tokens else math.inf
-
-
-def compute_merit(variant: Variant, bits: bool = False) -> tuple[float, float]:
-    """Return the sort key of a variant at equal tokens, the best first."""
-    interval = select_result(variant, bits)
-    return compute_diverged_share(variant), interval.estimate if interval else math.inf
+    return sorted(range(len(variants)), key=lambda i: compute_merit(variants[i]))
 
 
 def compute_diverged_share(variant: Variant) -> float:

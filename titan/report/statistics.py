@@ -58,6 +58,10 @@ class MeanDifference:
         low, high = _import_stats().t.interval(level, self.freedom, loc=self.estimate, scale=self.error)
         return Interval(self.estimate, float(low), float(high), level)
 
+    def estimate_repeats(self, count: Callable[[float], int | None]) -> RepeatsNeeded:
+        """Return the number of repeats needed; see `estimate_repeats_needed`."""
+        return estimate_repeats_needed(count, self.spread, self.freedom, self.count)
+
     def compute_p_value(self) -> float | None:
         """Return the two-sided p-value of the t-test against zero; None with fewer than two repeats."""
         if not math.isfinite(self.error):
@@ -99,16 +103,6 @@ class SignCounts:
         """Return the two-sided p-value of the exact sign test, without ties; None where all pairs are ties."""
         decided = self.wins + self.losses
         return float(_import_stats().binomtest(self.wins, decided).pvalue) if decided else None
-
-
-def count_signs(arm: ArrayLike, baseline: ArrayLike) -> SignCounts:
-    """Return the pairs counted by the better side; [pairs] each, infinite where a run diverged."""
-    arm_values, baseline_values = np.asarray(arm, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
-    return SignCounts(
-        int((arm_values < baseline_values).sum()),
-        int((arm_values > baseline_values).sum()),
-        int((arm_values == baseline_values).sum()),
-    )
 
 
 def estimate_mean_difference(differences: ArrayLike) -> MeanDifference:
@@ -235,6 +229,13 @@ def format_repeats_needed(needed: RepeatsNeeded, noun: str, existing: int | None
     return f"{number} more {counted_noun} (95% range {between}, estimated from {needed.seen})"
 
 
+def describe_repeats_needed(needed: RepeatsNeeded, noun: str) -> str:
+    """Return what would decide an answer in words; see `format_repeats_needed`."""
+    if needed.count is None:
+        return f"more {noun} are unlikely to decide"
+    return f"{format_repeats_needed(needed, noun)} would decide"
+
+
 def _format_more(count: int | None, seen: int) -> str:
     """Return how many repeats are needed beyond those seen, at least one: these did not decide it."""
     return f"more than {MOST:,}" if count is None else f"{max(1, count - seen):,}"
@@ -310,7 +311,10 @@ def compare_seeds(variant: Mapping[int, float], baseline: Mapping[int, float]) -
     mean_difference = (
         estimate_mean_difference(variant_values[finite] - baseline_values[finite]) if finite.any() else None
     )
-    signs = count_signs(variant_values, baseline_values) if lost_seeds or baseline_lost_seeds else None
+    signs = None
+    if lost_seeds or baseline_lost_seeds:
+        wins, losses = (variant_values < baseline_values).sum(), (variant_values > baseline_values).sum()
+        signs = SignCounts(int(wins), int(losses), int((variant_values == baseline_values).sum()))
     return SeedComparison(mean_difference, True, len(common), signs, lost_seeds, baseline_lost_seeds)
 
 

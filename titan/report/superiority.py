@@ -25,29 +25,23 @@ import numpy as np
 from titan.console.numbers import format_plural
 from titan.report import statistics
 from titan.report.align import LossMeasure, find_common_measure
-from titan.report.equal_hours import SAME_HOURS, compare_at_equal_hours
-from titan.report.estimate import (
-    MeasureFunction,
-    Member,
-    average_by_seed,
-    collect_outcomes,
-    find_crossing,
-)
+from titan.report.effort import count_flops_per_token
+from titan.report.estimate import MeasureFunction, Member, average_by_seed, collect_outcomes, find_crossing
 from titan.report.findings import Answer, Interval, Numbers, Quality, RepeatsNeeded
-from titan.report.parity import ROUNDING, Agreement, compare_steps, find_agreement, pair_runs
+from titan.report.parity import ROUNDING, compare_steps, find_agreement, pair_runs
 from titan.report.rank import VariantCandidate
-from titan.report.statistics import ALPHA, MeanDifference, SeedComparison, SignCounts, compare_seeds
+from titan.report.statistics import ALPHA, MeanDifference, compare_seeds
 from titan.report.uncorrected import (
+    SAME_HOURS,
     ComparedMeasure,
     UncorrectedComparison,
     build_inconclusive,
     build_ranked,
+    compare_at_equal_hours,
     compare_before_end,
 )
 
 EARLIER_TARGET_ADVICE = "set a lower target or a lower evaluation.every"
-
-
 _LOSSES: dict[LossMeasure, ComparedMeasure] = {
     "validation loss": ComparedMeasure(
         "validation loss", "nats", lambda m: m.run.validation, lambda m: m.run.curves.validation
@@ -91,105 +85,66 @@ def compare_variant(
         return [build_inconclusive("validation loss", "the end", text)]
     measure = _LOSSES[common_loss]
     end = _compare_at_end(variant, baseline, measure)
+    finished, read = ([count(side) for side in (variant, baseline)] for count in (_collect_finished, _collect_tokens))
     comparisons = [end]
     if budget == "flops" and _has_equal_flops(variant, baseline):
         comparisons = [dataclasses.replace(end, quality=dataclasses.replace(end.quality, at="equal FLOPs"))]
-    elif has_unequal_tokens(variant, baseline):
+    elif all(finished) and finished[0] != finished[1]:
         comparisons = _compare_at_unequal_tokens(variant, baseline, measure, end, target)
-    elif (
-        _collect_tokens(variant) and _collect_tokens(baseline) and _collect_tokens(variant) != _collect_tokens(baseline)
-    ):
+    elif all(read) and read[0] != read[1]:
         comparisons.append(compare_before_end(variant, baseline, measure, "equal tokens", _build_token_axis))
-    hours = compare_at_equal_hours(variant, baseline, measure, end) if _has_same_machines(variant, baseline) else []
+    # hours are comparable on the same hardware that no other run used at the same time
+    hardware, baseline_hardware = ({m.run.hardware for m in side} for side in (variant, baseline))
+    is_comparable = hardware == baseline_hardware != {""} and not any(m.run.shared for m in (*variant, *baseline))
+    hours = compare_at_equal_hours(variant, baseline, measure, end) if is_comparable else []
     return [*hours, *comparisons] if budget == "time" else [*comparisons, *hours]
-
-
-def has_unequal_tokens(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
-    """Return whether both sides have finished runs and these saw different numbers of tokens."""
-    variant_tokens, baseline_tokens = _collect_finished_tokens(variant), _collect_finished_tokens(baseline)
-    return bool(variant_tokens and baseline_tokens) and variant_tokens != baseline_tokens
 
 
 def _has_equal_flops(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
     """Return whether the finished runs of both sides computed as many FLOPs, up to a step."""
-    sides = [[_count_flops(m) for m in side if m.run.state == "finished"] for side in (variant, baseline)]
-    if not all(sides) or None in sides[0] + sides[1]:
-        return False
-    a, b = (float(np.median(np.array(side, dtype=np.float64))) for side in sides)
-    fewest_steps = min(m.run.step for m in (*variant, *baseline) if m.run.state == "finished")
+    finished = [[m for m in side if m.run.state == "finished"] for side in (variant, baseline)]
+    counts = [[m.run.tokens * (count_flops_per_token(m) or math.nan) for m in side] for side in finished]
+    a, b = (float(np.median(side)) if side else math.nan for side in counts)  # of a run without a speed: not known
+    fewest_steps = min((m.run.step for side in finished for m in side), default=1)
     return abs(a - b) <= max(SAME_HOURS, 1 / fewest_steps) * max(a, b)
-
-
-def _count_flops(member: Member) -> float | None:
-    """Return the FLOPs of a run in units of 1e12; None where its speed is not known."""
-    speed = member.run.speed
-    if speed is None or speed.tflops_per_device is None:
-        return None
-    return member.run.tokens * speed.tflops_per_device / speed.tokens_per_second_per_device
-
-
-def _has_same_machines(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
-    """Return whether hours are comparable: the same hardware, not shared with another run at the same time."""
-    variant_hardware, baseline_hardware = ({m.run.hardware for m in side} for side in (variant, baseline))
-    return variant_hardware == baseline_hardware != {""} and not any(m.run.shared for m in (*variant, *baseline))
 
 
 def _compare_at_end(
     variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure
 ) -> UncorrectedComparison:
     """Compare the final values of finished runs."""
-    seed_comparison = compare_seeds(
-        collect_outcomes(variant, measure.final_value), collect_outcomes(baseline, measure.final_value)
-    )
-    if seed_comparison is None:
-        return build_inconclusive(
-            measure.name, "the end", "inconclusive: " + _explain_missing(variant, baseline, measure)
-        )
-    if agreement := _find_agreement(variant, baseline):
-        return _build_equal(agreement, seed_comparison, measure)
-    variant_tokens, baseline_tokens = _collect_finished_tokens(variant), _collect_finished_tokens(baseline)
-    suffix = (
-        ""
-        if variant_tokens == baseline_tokens or not (variant_tokens and baseline_tokens)
-        else f" after {max(variant_tokens):,} tokens (baseline: {max(baseline_tokens):,})"
-    )
-    return build_ranked(seed_comparison, measure, "the end", suffix, _compare_by_source(variant, baseline))
+    seeds = compare_seeds(*(collect_outcomes(side, measure.final_value) for side in (variant, baseline)))
+    if seeds is None:
+        return _build_missing(variant, baseline, measure, "the end")
+    pairs = pair_runs(variant, baseline) if len(variant) == len(baseline) == 1 else []
+    # the only pair in any dtype as in fp32: a setting without effect leaves the order of sums as it is
+    agreement = find_agreement(pairs, [compare_steps(*pair) for pair in pairs], ROUNDING["fp32"])
+    if agreement:
+        answer: Answer = "no" if agreement.decides else "undecided"
+        text = f"{'no difference' if agreement.decides else 'inconclusive'}: {agreement.text}"
+        quality = Quality(answer, text, measure.name, "the end", seeds.compute_interval(), None, None, {}, 1, None)
+        return UncorrectedComparison(quality)
+    tokens, baseline_tokens = _collect_finished(variant), _collect_finished(baseline)
+    suffix = ""
+    if tokens and baseline_tokens and tokens != baseline_tokens:
+        suffix = f" after {max(tokens):,} tokens (baseline: {max(baseline_tokens):,})"
+    return build_ranked(seeds, measure, "the end", suffix, _compare_by_source(variant, baseline))
 
 
-def _build_equal(
-    agreement: Agreement, seed_comparison: SeedComparison, measure: ComparedMeasure
+def _build_missing(
+    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure, at: str
 ) -> UncorrectedComparison:
-    """Return the comparison of the only pair of runs, whose losses are equal to rounding."""
-    answer: Answer = "no" if agreement.decides else "undecided"
-    text = f"{'no difference' if agreement.decides else 'inconclusive'}: {agreement.text}"
-    difference = seed_comparison.compute_interval()
-    return UncorrectedComparison(Quality(answer, text, measure.name, "the end", difference, None, None, {}, 1, None))
-
-
-def _find_agreement(variant: Sequence[Member], baseline: Sequence[Member]) -> Agreement | None:
-    """Return what the only pair of runs shows, if all its losses are equal to rounding; else None.
-
-    In any dtype it is that of fp32: a setting without effect leaves the order of sums as it is.
-    """
-    pairs = pair_runs(variant, baseline)
-    if len(pairs) != 1 or len(variant) != 1 or len(baseline) != 1:
-        return None
-    return find_agreement(pairs, [compare_steps(*pair) for pair in pairs], ROUNDING["fp32"])
-
-
-def _explain_missing(variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure) -> str:
-    for owner, members in (("of this variant", variant), ("of the baseline", baseline)):
-        if not any(m.run.state == "finished" or m.run.diverged for m in members):
-            return f"no run {owner} has finished its learning rate schedule; unfinished runs are not ranked"
-        if not collect_outcomes(members, measure.final_value):
-            return f"no run {owner} has a final {measure.name}"
+    """Return a comparison without values, and why there are none."""
     diverged = sum(m.run.diverged for m in (*variant, *baseline))
-    phrase = "the variants have no seed in common, and too few seeds for an unpaired comparison"
-    return (
-        f"{format_plural(diverged, 'run')} diverged, and there are no common seeds to count wins over"
-        if diverged
-        else phrase
-    )
+    reason = "the variants have no seed in common, and too few seeds for an unpaired comparison"
+    if diverged:
+        reason = f"{format_plural(diverged, 'run')} diverged, and there are no common seeds to count wins over"
+    for owner, members in (("of the baseline", baseline), ("of this variant", variant)):
+        if not collect_outcomes(members, measure.final_value):
+            reason = f"no run {owner} has a final {measure.name}"
+        if not any(m.run.state == "finished" or m.run.diverged for m in members):
+            reason = f"no run {owner} has finished its learning rate schedule; unfinished runs are not ranked"
+    return build_inconclusive(measure.name, at, f"inconclusive: {reason}")
 
 
 def _compare_at_unequal_tokens(
@@ -211,7 +166,6 @@ def _compare_at_unequal_tokens(
 
 def _compare_to_target(variant: Sequence[Member], baseline: Sequence[Member], target: float) -> UncorrectedComparison:
     """Compare the tokens to the target; runs that ended above it never reach it."""
-
     if any(len(values) and values[0] <= target for values in (m.run.curves.validation for m in (*variant, *baseline))):
         text = f"inconclusive: runs had reached the loss {target:g} at their first validation; {EARLIER_TARGET_ADVICE}"
         return build_inconclusive("tokens to the target", "the target", text)
@@ -225,21 +179,19 @@ def _compare_to_target(variant: Sequence[Member], baseline: Sequence[Member], ta
     measure = ComparedMeasure(
         "tokens to the target", "", compute_log_tokens, _build_token_axis, f"did not reach the loss {target:g}"
     )
-    seed_comparison = compare_seeds(
-        average_by_seed(variant, compute_log_tokens), average_by_seed(baseline, compute_log_tokens)
-    )
-    if seed_comparison is None:
-        return build_inconclusive(
-            measure.name, "the target", f"inconclusive: {_explain_missing(variant, baseline, measure)}"
-        )
-    return build_ranked(seed_comparison, measure, "the target", f" to reach the loss {target:g}")
+    seeds = compare_seeds(*(average_by_seed(side, compute_log_tokens) for side in (variant, baseline)))
+    if seeds is None:
+        return _build_missing(variant, baseline, measure, "the target")
+    return build_ranked(seeds, measure, "the target", f" to reach the loss {target:g}")
 
 
 def _compare_at_equal_tokens(
     variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure
 ) -> UncorrectedComparison:
     """Compare at the most tokens at which all runs validated; not ranked where there are none."""
-    points = _find_common_tokens([m for m in (*variant, *baseline) if m.run.state == "finished"], measure)
+    finished = [m for m in (*variant, *baseline) if m.run.state == "finished"]
+    axes = [_build_token_axis(m)[np.isfinite(measure.curve(m))] for m in finished if not m.run.diverged]
+    points = set.intersection(*(set(map(int, tokens)) for tokens in axes)) if axes else set()
     if not points:
         text = (
             "inconclusive: not ranked, because the numbers of tokens differ and the runs have no validation at the "
@@ -247,52 +199,37 @@ def _compare_at_equal_tokens(
         )
         return build_inconclusive(measure.name, "equal tokens", text)
     point = max(points)
-    seed_comparison = compare_seeds(
-        *(collect_outcomes(side, lambda m: _read_value(m, measure, point)) for side in (variant, baseline))
-    )
-    if seed_comparison is None:
-        return build_inconclusive(
-            measure.name, "equal tokens", f"inconclusive: {_explain_missing(variant, baseline, measure)}"
-        )
+
+    def read_value(m: Member) -> float | None:
+        indices = np.flatnonzero(_build_token_axis(m) == point)
+        return float(measure.curve(m)[indices[-1]]) if len(indices) and m.run.state == "finished" else None
+
+    seeds = compare_seeds(*(collect_outcomes(side, read_value) for side in (variant, baseline)))
+    if seeds is None:
+        return _build_missing(variant, baseline, measure, "equal tokens")
     share = point / max(m.run.tokens for m in (*variant, *baseline))
-    position_text = (
-        f" at {point:,} tokens, where the longer runs were {share:.0%} through their learning rate schedule,"
-    )
-    return build_ranked(seed_comparison, measure, "equal tokens", position_text)
-
-
-def _find_common_tokens(members: Sequence[Member], measure: ComparedMeasure) -> set[int]:
-    """Return the numbers of tokens at which all runs have a finite validation."""
-    token_axes = [_build_token_axis(m)[np.isfinite(measure.curve(m))] for m in members if not m.run.diverged]
-    return set.intersection(*(set(map(int, tokens)) for tokens in token_axes)) if token_axes else set()
-
-
-def _read_value(member: Member, measure: ComparedMeasure, point: int) -> float | None:
-    indices = np.flatnonzero(_build_token_axis(member) == point)
-    return float(measure.curve(member)[indices[-1]]) if len(indices) and member.run.state == "finished" else None
+    position = f" at {point:,} tokens, where the longer runs were {share:.0%} through their learning rate schedule,"
+    return build_ranked(seeds, measure, "equal tokens", position)
 
 
 def _compare_by_source(variant: Sequence[Member], baseline: Sequence[Member]) -> dict[str, Interval]:
     """Return the difference in bits per byte of each source that both have."""
-    names = dict.fromkeys(name for m in (*variant, *baseline) for name in m.run.bits_by_source)
     intervals = {}
-    for name in names:
-        read_source_bits: MeasureFunction = lambda m, name=name: m.run.bits_by_source.get(name)  # type: ignore[misc]  # noqa: E731
-        seed_comparison = compare_seeds(
-            collect_outcomes(variant, read_source_bits), collect_outcomes(baseline, read_source_bits)
-        )
-        if seed_comparison and (interval := seed_comparison.compute_interval()):
+    for name in dict.fromkeys(name for m in (*variant, *baseline) for name in m.run.bits_by_source):
+        read: MeasureFunction = lambda m, name=name: m.run.bits_by_source.get(name)  # type: ignore[misc]  # noqa: E731
+        seeds = compare_seeds(collect_outcomes(variant, read), collect_outcomes(baseline, read))
+        if seeds and (interval := seeds.compute_interval()):
             intervals[name] = interval
     return intervals
 
 
-def _collect_finished_tokens(members: Sequence[Member]) -> set[int]:
+def _collect_finished(members: Sequence[Member]) -> set[int]:
     """Return the numbers of tokens of finished runs."""
     return {m.run.tokens for m in members if m.run.state == "finished"}
 
 
 def _collect_tokens(members: Sequence[Member]) -> set[int]:
-    return _collect_finished_tokens(members) or {m.run.tokens for m in members if m.run.step and not m.run.diverged}
+    return _collect_finished(members) or {m.run.tokens for m in members if m.run.step and not m.run.diverged}
 
 
 def _build_token_axis(member: Member) -> Numbers:
@@ -316,87 +253,61 @@ def correct_comparisons(
     decided: dict[tuple[int, int], Quality] = {}
     for indices in families.values():
         values = [variants[i][j].quality.p for i, j in indices]
-        tests = sum(p is not None for p in values)
+        alpha = ALPHA / max(1, sum(p is not None for p in values))  # the strictest level of the correction
         for (i, j), p in zip(indices, statistics.correct_p_values(values), strict=True):
-            decided[i, j] = _decide_quality(variants[i][j], p, margin, tests)
+            decided[i, j] = _decide_quality(variants[i][j], p, margin, alpha)
     return [tuple(decided[i, j] for j in range(len(comparisons))) for i, comparisons in enumerate(variants)]
 
 
-def _decide_quality(comparison: UncorrectedComparison, p_holm: float | None, margin: float, tests: int) -> Quality:
+def _decide_quality(comparison: UncorrectedComparison, p_holm: float | None, margin: float, alpha: float) -> Quality:
     """Return the answer: yes by the corrected test, no by equivalence, else undecided with the pairs needed.
 
     Args:
         margin: in nats.
-        tests: how many comparisons the correction is over.
+        alpha: level at which a difference that more pairs show must be significant.
     """
     quality, seeds = comparison.quality, comparison.seeds
     if seeds is None:
         return quality
-    if seeds.signs is not None:
-        return _decide_by_signs(quality, seeds.signs, p_holm)
-    if p_holm is None or seeds.difference is None:
+    answer: Answer = "undecided"
+    if seeds.signs is not None:  # a side with diverged runs is never better, whatever it won
+        is_better = seeds.signs.wins > seeds.signs.losses
+        if p_holm is not None and p_holm < ALPHA and not (quality.diverged if is_better else quality.baseline_diverged):
+            answer = "yes"
+        test = "" if p_holm is None else f"; sign test, p {p_holm:.2g}"
+        text = f"{_choose_word(answer, is_better)}: {quality.text}{test}"
+        return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm)
+    difference = seeds.difference
+    if p_holm is None or difference is None:
         return dataclasses.replace(quality, text=f"inconclusive: {quality.text}", needed=2)
-    nats = quality.measure == "validation loss"
-    small = nats and comparison.can_be_equal and _is_equivalent(comparison, margin)
-    answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
-    by_seeds = answer == "undecided" and not comparison.advice
-    needed = _estimate_needed(seeds.difference, margin if nats else None, tests) if by_seeds else None
-    text = _format_sentence(answer, quality, p_holm, needed, margin, small, comparison.advice)
+    nats, needed, suffix = quality.measure == "validation loss", None, ""
+    bounds = [c.difference for c in (seeds, comparison.other_bound) if c is not None]  # one, or two
+    p_values = [bound.compute_equivalence_p_value(margin) for bound in bounds if bound is not None]
+    is_small = nats and comparison.can_be_equal and all(p is not None and p < ALPHA for p in p_values)
+    if p_holm < ALPHA:
+        answer, suffix = "yes", f"; yet smaller than the equivalence margin of {margin:g}" if is_small else ""
+    elif is_small:
+        answer, suffix = "no", f": smaller than the equivalence margin of {margin:g}"
+    elif comparison.advice:
+        suffix = f"; {comparison.advice}"
+    else:
+        needed = _estimate_needed(difference, margin if nats else None, alpha)
+        suffix = f"; {statistics.describe_repeats_needed(needed, 'seeds')}"
+    text = f"{_choose_word(answer, difference.estimate < 0)}: {quality.text}, p {p_holm:.2g}{suffix}"
     count = needed.count if needed else None
     return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm, needed=count, needed_range=needed)
 
 
-def _is_equivalent(comparison: UncorrectedComparison, margin: float) -> bool:
-    """Return whether the difference is smaller than the margin, at both bounds where there are two."""
-    differences = [c.difference for c in (comparison.seeds, comparison.other_bound) if c is not None]
-    p_values = [difference.compute_equivalence_p_value(margin) for difference in differences if difference is not None]
-    return all(p is not None and p < ALPHA for p in p_values)
+def _choose_word(answer: Answer, is_better: bool) -> str:
+    return {"yes": "better" if is_better else "worse", "no": "no difference"}.get(answer, "inconclusive")
 
 
-def _decide_by_signs(quality: Quality, signs: SignCounts, p_holm: float | None) -> Quality:
-    """Return the answer where runs diverged: a side with diverged runs is never better, whatever it won."""
-    better = signs.wins > signs.losses
-    plain = not (quality.diverged if better else quality.baseline_diverged)
-    answer: Answer = "yes" if p_holm is not None and p_holm < ALPHA and plain else "undecided"
-    word = ("better" if better else "worse") if answer == "yes" else "inconclusive"
-    test = "" if p_holm is None else f"; sign test, p {p_holm:.2g}"
-    return dataclasses.replace(quality, answer=answer, text=f"{word}: {quality.text}{test}", p_holm=p_holm)
-
-
-def _estimate_needed(difference: MeanDifference, margin: float | None, tests: int) -> RepeatsNeeded:
-    """Return the pairs needed to show a difference as large as the one seen, or equivalence.
-
-    A difference must be significant at the strictest level of Holm's correction.
-    """
-    spread_estimate = difference.spread, difference.freedom, difference.count
+def _estimate_needed(difference: MeanDifference, margin: float | None, alpha: float) -> RepeatsNeeded:
+    """Return the pairs needed to show a difference as large as the one seen, or equivalence."""
     if margin is not None and abs(difference.estimate) < margin:
-        return statistics.estimate_repeats_needed(
-            lambda s: statistics.compute_pairs_needed(margin, s, difference.estimate), *spread_estimate
+        return difference.estimate_repeats(
+            lambda spread: statistics.compute_pairs_needed(margin, spread, difference.estimate)
         )
-    alpha = ALPHA / tests
-    return statistics.estimate_repeats_needed(
-        lambda s: statistics.compute_seeds_needed(difference.estimate, s, alpha=alpha), *spread_estimate
+    return difference.estimate_repeats(
+        lambda spread: statistics.compute_seeds_needed(difference.estimate, spread, alpha=alpha)
     )
-
-
-def _format_sentence(
-    answer: Answer,
-    quality: Quality,
-    p: float,
-    needed: RepeatsNeeded | None,
-    margin: float,
-    small: bool,
-    advice: str,
-) -> str:
-    better = quality.difference is not None and quality.difference.estimate < 0
-    word = {"yes": "better" if better else "worse", "no": "no difference"}.get(answer, "inconclusive")
-    phrase = f"{word}: {quality.text}, p {p:.2g}"
-    if answer == "no":
-        return f"{phrase}: smaller than the equivalence margin of {margin:g}"
-    if answer == "yes":
-        return f"{phrase}; yet smaller than the equivalence margin of {margin:g}" if small else phrase
-    if advice:
-        return f"{phrase}; {advice}"
-    if needed is None or needed.count is None:
-        return f"{phrase}; more seeds are unlikely to decide"
-    return f"{phrase}; {statistics.format_repeats_needed(needed, 'seeds')} would decide"

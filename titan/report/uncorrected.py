@@ -1,7 +1,15 @@
-"""A comparison of two variants' values over their seeds, before the correction for the number of variants."""
+"""A comparison of two variants' values over their seeds, before the correction for the number of variants.
+
+Also that at equal device-hours. Runs of equal time rarely end at the same second, because the speed of steps varies.
+The slower side's loss in the time of the other lies between two measured values. With all its time it trained for
+longer: its final loss is a lower bound. Where its runs stood after the other side's time, their learning rate had not
+decayed to its end: that loss is an upper bound, because a schedule that ends there reaches a lower one. What holds at
+both bounds is an answer.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan.console.numbers import format_interval, format_signed
-from titan.report.estimate import MeasureFunction, Member, collect_outcomes
+from titan.report.estimate import MeasureFunction, Member, build_hour_axis, collect_outcomes
 from titan.report.findings import Interval, Numbers, Quality
 from titan.report.statistics import SeedComparison, SignCounts, compare_seeds
 
 NO_COMMON_VALIDATION = "a run has no validation as early as the end of the shortest run (lower evaluation.every)"
+SAME_HOURS = 0.02
+"""Device-hours, and FLOPs, that differ by no more than this share are equal."""
+FEW_HOURS = 0.1
+"""Share of device-hours up to which more seeds decide, rather than runs of equal time."""
+EQUAL_HOURS = "equal device-hours"
 
 
 @dataclass(frozen=True)
@@ -54,9 +67,10 @@ class UncorrectedComparison:
     advice: str = ""
 
 
-def build_inconclusive(measure: str, at: str, text: str) -> UncorrectedComparison:
-    """Return a comparison that is not ranked, and why."""
-    return UncorrectedComparison(Quality("undecided", text, measure, at, None, None, None, {}, 0, None))
+def build_inconclusive(measure: str, at: str, text: str, seeds: SeedComparison | None = None) -> UncorrectedComparison:
+    """Return a comparison that is not ranked, and why; with the difference that there is."""
+    difference, pairs = (seeds.compute_interval(), seeds.pairs) if seeds else (None, 0)
+    return UncorrectedComparison(Quality("undecided", text, measure, at, difference, None, None, {}, pairs, None))
 
 
 def build_ranked(
@@ -67,6 +81,7 @@ def build_ranked(
     by_source: Mapping[str, Interval] | None = None,
 ) -> UncorrectedComparison:
     """Return a ranked comparison; its answer follows from Holm's correction."""
+    signs = seed_comparison.signs or SignCounts(0, 0)
     quality = Quality(
         answer="undecided",
         text=format_difference(seed_comparison, measure, suffix),
@@ -78,8 +93,8 @@ def build_ranked(
         by_source=by_source or {},
         pairs=seed_comparison.pairs,
         needed=None,
-        better=seed_comparison.signs.wins if seed_comparison.signs else 0,
-        worse=seed_comparison.signs.losses if seed_comparison.signs else 0,
+        better=signs.wins,
+        worse=signs.losses,
         diverged=seed_comparison.lost_seeds,
         baseline_diverged=seed_comparison.baseline_lost_seeds,
     )
@@ -87,47 +102,33 @@ def build_ranked(
 
 
 def format_difference(seed_comparison: SeedComparison, measure: ComparedMeasure, suffix: str = "") -> str:
-    """Return the difference as text, with `suffix` behind its value."""
-    if seed_comparison.signs is not None:
-        return _format_signs(seed_comparison, seed_comparison.signs, measure, suffix)
-    if seed_comparison.difference is None:
+    """Return the difference as text, with `suffix` behind its value.
+
+    Where runs diverged: wins and diverged runs, and the difference over the other pairs, which is biased.
+    """
+    difference, signs, phrase = seed_comparison.difference, seed_comparison.signs, ""
+    if difference is not None and measure.unit:
+        phrase = f"{measure.name} differs by {format_signed(difference.estimate)} {measure.unit}{suffix}"
+    elif difference is not None:
+        phrase = f"it needs {math.exp(difference.estimate):.3g} times the baseline's tokens{suffix}"
+    if signs is not None:
+        parts = [f"better on {signs.wins} of {signs.count} seeds"]
+        for side, count in (("", seed_comparison.lost_seeds), ("baseline: ", seed_comparison.baseline_lost_seeds)):
+            parts += [f"{side}{count} {measure.infinite_text}"] if count else []
+        biased = f" (over the other pairs, {phrase}, which is biased in favour of the side that lost runs)"
+        return ", ".join(parts) + (biased if difference else "")
+    if difference is None:
         return ""
-    phrase = _format_estimate(seed_comparison.difference.estimate, measure, suffix)
-    interval_text = _format_bounds(seed_comparison.difference.compute_interval(), measure)
-    if not interval_text:
+    interval = difference.compute_interval()
+    if interval.low is None or interval.high is None:
         return f"{phrase} in the only pair of seeds; one seed is not enough to compare recipes"
-    count = seed_comparison.difference.count
-    seeds_text = (
-        f"{count} pairs of seeds" if seed_comparison.paired else f"at least {count} seeds on each side, unpaired"
-    )
-    return f"{phrase} {interval_text} over {seeds_text}"
-
-
-def _format_estimate(estimate: float, measure: ComparedMeasure, suffix: str) -> str:
-    if not measure.unit:
-        return f"it needs {math.exp(estimate):.3g} times the baseline's tokens{suffix}"
-    return f"{measure.name} differs by {format_signed(estimate)} {measure.unit}{suffix}"
-
-
-def _format_bounds(interval: Interval, measure: ComparedMeasure) -> str:
-    if measure.unit or interval.low is None or interval.high is None:
-        return format_interval(interval.low, interval.high, format_signed)
-    return format_interval(math.exp(interval.low), math.exp(interval.high), "{:.3g}".format)
-
-
-def _format_signs(seed_comparison: SeedComparison, signs: SignCounts, measure: ComparedMeasure, suffix: str) -> str:
-    """Return wins and diverged runs as text, and the difference over the other pairs, which is biased."""
-    wins = f"better on {signs.wins} of {signs.count} seeds"
-    wins += f", {seed_comparison.lost_seeds} {measure.infinite_text}" if seed_comparison.lost_seeds else ""
-    wins += (
-        f", baseline: {seed_comparison.baseline_lost_seeds} {measure.infinite_text}"
-        if seed_comparison.baseline_lost_seeds
-        else ""
-    )
-    if seed_comparison.difference is None:
-        return wins
-    remainder = f"over the other pairs, {_format_estimate(seed_comparison.difference.estimate, measure, suffix)}"
-    return f"{wins} ({remainder}, which is biased in favour of the side that lost runs)"
+    if measure.unit:
+        bounds = format_interval(interval.low, interval.high, format_signed)
+    else:
+        bounds = format_interval(math.exp(interval.low), math.exp(interval.high), "{:.3g}".format)
+    count = difference.count
+    seeds = f"{count} pairs of seeds" if seed_comparison.paired else f"at least {count} seeds on each side, unpaired"
+    return f"{phrase} {bounds} over {seeds}"
 
 
 def compare_before_end(
@@ -140,31 +141,14 @@ def compare_before_end(
     """Compare where the shortest run ended; not ranked, because other runs had not finished their schedule."""
     ends = [float(axis(m)[-1]) for m in (*variant, *baseline) if len(axis(m)) and goes_on(m)]
     point = min(ends, default=0.0)
-    interpolate_value: MeasureFunction = lambda m: interpolate_at(axis(m), measure.curve(m), point)  # noqa: E731
-    seed_comparison = (
-        compare_seeds(collect_outcomes(variant, interpolate_value), collect_outcomes(baseline, interpolate_value))
-        if point > 0
-        else None
-    )
-    if seed_comparison is None:
+    interpolate: MeasureFunction = lambda m: interpolate_at(axis(m), measure.curve(m), point)  # noqa: E731
+    seeds = compare_seeds(*(collect_outcomes(side, interpolate) for side in (variant, baseline))) if point > 0 else None
+    if seeds is None:
         return build_inconclusive(measure.name, at, f"inconclusive: {NO_COMMON_VALIDATION}")
     position_text = f"{point:,.0f} tokens" if at == "equal tokens" else f"{point:.3g} device-hours"
     reason = "not ranked, because not all runs had finished their learning rate schedule"
-    text = f"inconclusive: at {position_text} {format_difference(seed_comparison, measure)}; {reason}"
-    return UncorrectedComparison(
-        Quality(
-            "undecided",
-            text,
-            measure.name,
-            at,
-            seed_comparison.compute_interval(),
-            None,
-            None,
-            {},
-            seed_comparison.pairs,
-            None,
-        )
-    )
+    text = f"inconclusive: at {position_text} {format_difference(seeds, measure)}; {reason}"
+    return build_inconclusive(measure.name, at, text, seeds)
 
 
 def goes_on(member: Member) -> bool:
@@ -179,3 +163,114 @@ def interpolate_at(axis: Numbers, values: Numbers, point: float) -> float | None
     if not len(axis) or not axis[0] <= point <= axis[-1]:
         return None
     return float(np.interp(point, axis, values))
+
+
+@dataclass(frozen=True)
+class _Hours:
+    """Device-hours of both sides.
+
+    Attributes:
+        variant: median of its runs.
+        baseline: median of its runs.
+    """
+
+    variant: float
+    baseline: float
+
+    @property
+    def ratio(self) -> float:
+        """The variant's by the baseline's."""
+        return self.variant / self.baseline
+
+    @property
+    def excess(self) -> float:
+        """What the slower side took more, as a share of the other's."""
+        return max(self.ratio, 1 / self.ratio) - 1
+
+    @property
+    def slower_name(self) -> str:
+        """Name of the slower side."""
+        return "the variant" if self.ratio > 1 else "the baseline"
+
+
+def compare_at_equal_hours(
+    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure, end: UncorrectedComparison
+) -> list[UncorrectedComparison]:
+    """Compare at equal device-hours: by the final values, and by bounds where the sides spent different time.
+
+    Args:
+        baseline: runs of the baseline, on the same machines.
+        end: comparison of the final values.
+    """
+    sides = [[m for m in side if m.run.step and goes_on(m)] for side in (variant, baseline)]
+    side_hours = [[m.run.cost.training_hours for m in side] for side in sides]
+    if not all(side_hours) or min(map(min, side_hours)) <= 0:
+        return []
+    if end.seeds is None or end.seeds.difference is None:
+        return [compare_before_end(variant, baseline, measure, EQUAL_HOURS, build_hour_axis)]
+    # final values are those of finished runs, and so are their hours: others have taken less
+    sides = [[m for m in side if m.run.state == "finished"] for side in sides]
+    hours = _Hours(*(float(np.median([m.run.cost.training_hours for m in side])) for side in sides))
+    if abs(hours.ratio - 1) <= SAME_HOURS:
+        return [build_ranked(end.seeds, measure, EQUAL_HOURS, "")]
+    earlier, left_out = (None, "") if end.seeds.signs else _compare_earlier(variant, baseline, measure, hours)
+    slower = sides[0] if hours.ratio > 1 else sides[1]
+    steps = max(1, math.floor(int(np.median([m.run.step for m in slower])) / (1 + hours.excess)))  # in the other's time
+    more = f"{hours.slower_name} took {hours.excess:.0%} more device-hours"
+    advice = f"{more}: run {hours.slower_name} with training.steps={steps}"
+    if earlier is None or earlier.difference is None or earlier.signs:
+        return [_compare_by_end(end.seeds, measure, hours, advice)]
+    return [_compare_by_bounds(end.seeds, earlier, measure, hours, advice, left_out)]
+
+
+def _compare_earlier(
+    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure, hours: _Hours
+) -> tuple[SeedComparison | None, str]:
+    """Return the comparison of the faster side's final values with the slower's where they had taken as long.
+
+    With the seeds of the slower side that are left out, and why, as text.
+    """
+    point = min(hours.variant, hours.baseline)
+
+    def interpolate_value(m: Member) -> float | None:
+        if m.run.state != "finished" or m.run.cost.training_hours <= point:
+            return measure.final_value(m)
+        return interpolate_at(build_hour_axis(m), measure.curve(m), point)
+
+    slower, faster = (variant, baseline) if hours.ratio > 1 else (baseline, variant)
+    slower_values = collect_outcomes(slower, interpolate_value)
+    sides = [slower_values, collect_outcomes(faster, measure.final_value)]
+    missing = sorted(collect_outcomes(slower, measure.final_value).keys() - slower_values.keys())
+    names = ", ".join(f"seed {seed}" for seed in missing)
+    left_out = f"; without {names}, whose evaluations do not span that time" if missing else ""
+    return compare_seeds(*(sides if hours.ratio > 1 else sides[::-1])), left_out
+
+
+def _compare_by_end(end: SeedComparison, measure: ComparedMeasure, hours: _Hours, advice: str) -> UncorrectedComparison:
+    """Rank by the final values where the side that spent less is better; else say how to make it judgeable."""
+    assert end.difference is not None
+    p_value = end.compute_p_value()
+    if (end.difference.estimate < 0) == (hours.ratio < 1) and p_value is not None:
+        suffix = f" with {abs(hours.ratio - 1):.0%} {'fewer' if hours.ratio < 1 else 'more'} device-hours"
+        ranked = build_ranked(end, measure, EQUAL_HOURS, suffix)
+        return dataclasses.replace(ranked, can_be_equal=False, advice=advice)
+    text = f"inconclusive: {format_difference(end, measure)}; {advice}"
+    return build_inconclusive(measure.name, EQUAL_HOURS, text, end)
+
+
+def _compare_by_bounds(
+    end: SeedComparison, earlier: SeedComparison, measure: ComparedMeasure, hours: _Hours, advice: str, left_out: str
+) -> UncorrectedComparison:
+    """Rank by the bound that favours the slower side less; bounds of two signs show no difference, but no rank."""
+    assert end.difference is not None and earlier.difference is not None
+    is_faster_better = (end.difference.estimate < 0) == (hours.ratio < 1)
+    near, far = (end, earlier) if is_faster_better else (earlier, end)
+    suffix = f" with {abs(hours.ratio - 1):.0%} {'fewer' if hours.ratio < 1 else 'more'} device-hours"
+    if near is earlier:
+        more = f"it took {hours.excess:.0%} more in all{left_out}"
+        suffix = f" where {hours.slower_name} had taken as many device-hours ({more})"
+    ranked = build_ranked(near, measure, EQUAL_HOURS, suffix)
+    if is_faster_better or (end.difference.estimate < 0) == (earlier.difference.estimate < 0):
+        return dataclasses.replace(ranked, other_bound=far, advice=advice if hours.excess > FEW_HOURS else "")
+    quality = dataclasses.replace(ranked.quality, p=None if ranked.quality.p is None else 1.0)
+    return dataclasses.replace(ranked, quality=quality, other_bound=far, advice=advice)

@@ -1,9 +1,14 @@
-"""Charts over tokens: training loss, validation loss, and the difference to the baseline."""
+"""Charts of a comparison's losses: over tokens, as the difference to the baseline, and over a varied number.
+
+The last one shows the result over a setting such as the learning rate, with a line for each other setting.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import pairwise
 
 import numpy as np
@@ -12,12 +17,16 @@ from titan.console.numbers import format_log_tick, format_tick, format_tokens
 from titan.metrics import svg
 from titan.metrics.plot import POINTS, SMOOTHING_SHARE, Points, thin_curve
 from titan.metrics.svg import Frame, Label
+from titan.report import rank
 from titan.report.findings import Comparison, RunResult
 from titan.report.render.charts import (
     Chart,
     ChartSize,
+    LegendEntry,
     build_chart,
     choose_coloured,
+    draw_level,
+    format_legend,
     format_marks,
     format_variant_legend,
     name_line,
@@ -31,6 +40,10 @@ NARROW_POINTS = 120
 """The most points of a curve in a narrow chart, roughly."""
 FLOOR = 1e-9
 """The smallest difference of losses that is drawn: smaller ones are near the precision of fp32."""
+SPANS = 4.0
+"""Ratio of largest to smallest number from which the axis of a varied number is logarithmic."""
+FIRST = ("optimizer.lr", "training.global_batch")
+"""Of several varied numbers, the first of these is the axis, else the one with the most values."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +68,7 @@ def draw_training_loss(comparison: Comparison) -> Chart | None:
 
 def draw_validation_loss(comparison: Comparison) -> Chart | None:
     """Return the chart of validation loss over tokens; in bits per byte where variants are compared in those."""
-    bits = any(quality.measure == "bits per byte" for variant in comparison.variants for quality in variant.quality)
-    lines = []
+    bits, lines = rank.uses_bits(comparison.variants), []
     for i, run in _list_runs(comparison):
         values = run.curves.bits_per_byte if bits else run.curves.validation
         points = thin_curve(run.curves.validation_tokens, values, _count_points(comparison), share=0)
@@ -78,11 +90,16 @@ def draw_differences(comparison: Comparison) -> Chart | None:
     ]
     if base is None or not pairs:
         return None
-    points = min(WINDOWS, _count_points(comparison))
-    lines = [Line(i, run.label, _drop_zeros(compute_median_gap(run, base_run, points))) for i, run, base_run in pairs]
+    points, lines = min(WINDOWS, _count_points(comparison)), []
+    for i, run, base_run in pairs:
+        tokens, gaps = compute_median_gap(run, base_run, points)
+        lines.append(Line(i, run.label, (tokens[gaps > FLOOR], gaps[gaps > FLOOR])))  # zero has no logarithm
     differing = {i for i, run, base_run in pairs if not _is_equal(run, base_run)}
     equal = list(dict.fromkeys(comparison.variants[i].label for i, *_ in pairs if i not in differing))
-    return _draw_difference_chart(comparison, lines, equal, _compute_seed_noise(base.runs))
+    # the median difference of two seeds, over steps and pairs of neighbouring seeds
+    neighbours = [(run, next_run) for run, next_run in pairwise(base.runs) if run.seed != next_run.seed]
+    noise = np.concatenate([np.empty(0), *(compute_median_gap(*pair, WINDOWS)[1] for pair in neighbours)])
+    return _draw_difference_chart(comparison, lines, equal, float(np.median(noise)) if noise.size else None)
 
 
 def _compute_common_differences(run: RunResult, base: RunResult) -> Points:
@@ -97,14 +114,6 @@ def _is_equal(run: RunResult, base: RunResult) -> bool:
     """Return whether all common losses are equal."""
     differences = _compute_common_differences(run, base)[1]
     return bool(differences.size) and not differences.any()
-
-
-def _compute_seed_noise(runs: Sequence[RunResult]) -> float | None:
-    """Return the median difference of two seeds over steps and pairs of neighbouring seeds."""
-    seed_gaps = [
-        compute_median_gap(run, next_run, WINDOWS)[1] for run, next_run in pairwise(runs) if run.seed != next_run.seed
-    ]
-    return float(np.median(np.concatenate(seed_gaps))) if any(gap.size for gap in seed_gaps) else None
 
 
 def compute_median_gap(run: RunResult, base: RunResult, points: int) -> Points:
@@ -153,16 +162,11 @@ def _draw_losses(
 
     def draw(size: ChartSize) -> str:
         frame = size.build_frame((0, _find_most_tokens(lines)), (low, high))
-        axes = frame.draw_axes("tokens", unit, format_tokens, format_tick)
-        return _draw_picture(comparison, size, frame, title, axes + _draw_lines(comparison, size, frame, lines, name))
+        body = frame.draw_axes("tokens", unit, format_tokens, format_tick)
+        body += _draw_lines(comparison, size, frame, lines, name)
+        return (format_variant_legend(comparison) if size.is_narrow else "") + svg.draw_picture(frame, title, body)
 
     return build_chart(title, legend, draw)
-
-
-def _draw_picture(comparison: Comparison, size: ChartSize, frame: Frame, title: str, body: str) -> str:
-    """Return a drawing of lines, with a legend where labels have no room."""
-    legend = format_variant_legend(comparison) if size.is_narrow else ""
-    return legend + svg.draw_picture(frame, title, body)
 
 
 def _find_most_tokens(lines: Sequence[Line]) -> float:
@@ -171,7 +175,8 @@ def _find_most_tokens(lines: Sequence[Line]) -> float:
 
 def _draw_lines(comparison: Comparison, size: ChartSize, frame: Frame, lines: Sequence[Line], name: str) -> str:
     """Return the lines, grey ones below, and their labels, or letters in a narrow chart, at their ends."""
-    above = choose_coloured(comparison)[::-1]
+    coloured = choose_coloured(comparison)
+    above = coloured[::-1]
     order = sorted(lines, key=lambda line: above.index(line.variant) if line.variant in above else -1)
     most = min(NARROW_POINTS, _count_points(comparison)) if size.is_narrow else POINTS
     body = "".join(
@@ -179,9 +184,10 @@ def _draw_lines(comparison: Comparison, size: ChartSize, frame: Frame, lines: Se
         for line in order
     )
     end_labels = []
-    for position, i in enumerate(choose_coloured(comparison)):
+    for position, i in enumerate(coloured):
         words = name_line(position) if size.is_narrow else comparison.variants[i].label
-        ends = [_find_end(frame, line) for line in lines if line.variant == i]
+        last = [float(line.points[1][-1]) for line in lines if line.variant == i]  # it may leave the frame
+        ends = [frame.y.at(min(max(value, frame.y.low), frame.y.high)) for value in last]
         end_labels += [Label(float(np.mean(ends)), words, format_marks(comparison, i))] if ends else []
     clip = f"{name}-narrow" if size.is_narrow else name
     return svg.clip_body(frame, clip, f'<g class="{_choose_classes(comparison)}">{body}</g>') + svg.draw_labels(
@@ -203,11 +209,6 @@ def thin_to_extremes(points: Points, most: int) -> Points:
     extremes = [stretch[find(y[stretch])] for stretch in stretches for find in (np.argmin, np.argmax)]
     kept = np.unique([0, *extremes, len(x) - 1])
     return x[kept], y[kept]
-
-
-def _find_end(frame: Frame, line: Line) -> float:
-    """Return where a line ends or leaves the frame."""
-    return frame.y.at(min(max(float(line.points[1][-1]), frame.y.low), frame.y.high))
 
 
 def _choose_classes(comparison: Comparison) -> str:
@@ -238,34 +239,180 @@ def _draw_difference_chart(
         return Chart(name, caption, "") if equal else None
     levels = {"margin": comparison.margin, "another seed of the baseline": noise or 0.0}
     levels = {name: level for name, level in levels.items() if level > 0}
-    low, high = _compute_difference_range(lines, list(levels.values()))
+    values = np.concatenate([[*levels.values()], *(line.points[1] for line in lines)])
+    low, high = 10 ** np.floor(np.log10(values.min())), 10 ** np.ceil(np.log10(1.2 * values.max()))
 
     def draw(size: ChartSize) -> str:
         frame = size.build_frame((0, _find_most_tokens(lines)), (low, high), log="y")
         body = frame.draw_axes("tokens", "difference, nats", format_tokens, format_log_tick)
-        body += _draw_lines(comparison, size, frame, lines, "differences") + _draw_levels(frame, levels)
-        return _draw_picture(comparison, size, frame, name, body)
+        body += _draw_lines(comparison, size, frame, lines, "differences")
+        for level_name, level in levels.items():  # the name of the highest is above it, the others below
+            shift = -5 if level == max(levels.values()) else svg.LINE
+            body += draw_level(frame, level, f"{level_name}: {level:.2g}", shift)
+        return (format_variant_legend(comparison) if size.is_narrow else "") + svg.draw_picture(frame, name, body)
 
     return build_chart(name, caption + _format_legend(comparison), draw)
 
 
-def _drop_zeros(points: Points) -> Points:
-    """Return the points without zero differences, which have no logarithm."""
-    is_positive = points[1] > FLOOR
-    return points[0][is_positive], points[1][is_positive]
+# ---- over a varied number ----
 
 
-def _compute_difference_range(lines: Sequence[Line], levels: Sequence[float]) -> tuple[float, float]:
-    values = np.concatenate([levels, *(line.points[1] for line in lines)])
-    return 10 ** np.floor(np.log10(values.min())), 10 ** np.ceil(np.log10(1.2 * values.max()))
+@dataclass(frozen=True)
+class SettingSpot:
+    """A variant in the chart: its number, its mean (None where all runs diverged), and the values of its runs."""
+
+    index: int
+    x: float
+    mean: float | None
+    runs: tuple[float, ...]
+    diverged: int
 
 
-def _draw_levels(frame: Frame, levels: Mapping[str, float]) -> str:
-    """Return dashed horizontal lines; the name of the highest is above it, the others below."""
+def draw_settings(comparison: Comparison) -> Chart | None:
+    """Return the chart of validation loss over a varied number; None where fewer than two numbers have a mean."""
+    name = _choose_setting(comparison)
+    if name is None or all(variant.same_science for variant in comparison.variants):
+        return None
+    token_counts, bits = rank.list_token_counts(comparison.variants), rank.uses_bits(comparison.variants)
+    point = token_counts[0] if len(token_counts) > 1 else None  # losses are shown at the fewest that all runs saw
+    spots = []
+    for i, variant in enumerate(comparison.variants):
+        x = _parse_number(variant.settings.get(name, ""))
+        values = tuple(v for run in variant.runs if (v := _read_result(run, point, bits)) is not None)
+        if x is not None and (values or variant.outcomes.diverged):
+            mean = float(np.mean(values)) if values else None
+            spots.append(SettingSpot(i, x, mean, values, variant.outcomes.diverged))
+    if len({spot.x for spot in spots if spot.mean is not None}) < 2:
+        return None
+    title = f"{'Bits per byte' if bits else 'Validation loss'} over {name.rpartition('.')[2]}"
+    unit = "bits per byte" if bits else "validation loss, nats per token"
+    return build_chart(
+        title, _describe_spots(spots, point), lambda size: _draw_setting(comparison, size, spots, name, title, unit)
+    )
+
+
+def _draw_setting(
+    comparison: Comparison, size: ChartSize, spots: Sequence[SettingSpot], name: str, title: str, unit: str
+) -> str:
+    """Return the drawing; in a narrow one letters stand for the other settings."""
+    frame = _build_frame(size, spots)
+    families: dict[str, list[SettingSpot]] = {}  # the spots of each line, from left to right, by their other settings
+    for spot in sorted(spots, key=lambda spot: spot.x):
+        settings = comparison.variants[spot.index].settings.items()
+        other = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings if key != name)
+        families.setdefault(other, []).append(spot)
+    show = format_log_tick if frame.x.log else format_tick
+    body = frame.draw_axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, show, format_tick)
+    body += _draw_ticks(frame, spots) + _draw_families(comparison, size, frame, families)
+    legend = [LegendEntry(f"{name_line(k)}: {family}", ()) for k, family in enumerate(families)]
+    needs_legend = size.is_narrow and len(families) > 1
+    return (format_legend(legend) if needs_legend else "") + svg.draw_picture(frame, title, body)
+
+
+def _choose_setting(comparison: Comparison) -> str | None:
+    """Return the setting for the axis: one whose values are all numbers."""
+    counts = {
+        name: len(values)
+        for name, values in comparison.differs.items()
+        if len(values) > 1 and all(_parse_number(text) is not None for text in values)
+    }
+    return next(iter([*(n for n in FIRST if n in counts), *sorted(counts, key=lambda n: -counts[n])]), None)
+
+
+def _parse_number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _read_result(run: RunResult, point: int | None, bits: bool) -> float | None:
+    """Return a finished run's final validation, or the one at `point` tokens, interpolated linearly."""
+    if point is None or run.tokens == point or run.state != "finished" or run.diverged:
+        return run.bits if bits else run.validation
+    values, tokens = run.curves.bits_per_byte if bits else run.curves.validation, run.curves.validation_tokens
+    is_finite = np.isfinite(values)
+    if not is_finite.any() or not tokens[is_finite][0] <= point <= tokens[is_finite][-1]:
+        return None
+    return float(np.interp(point, tokens[is_finite], values[is_finite]))
+
+
+def _build_frame(size: ChartSize, spots: Sequence[SettingSpot]) -> Frame:
+    xs = [spot.x for spot in spots]
+    ys = [value for spot in spots for value in spot.runs]
+    low, high = min(ys), _compute_top(spots)
+    pad = 0.08 * (high - low) or max(0.01 * abs(low), 1e-3)
+    log = min(xs) > 0 and max(xs) / min(xs) >= SPANS
+    edge = (max(xs) / min(xs)) ** 0.05 if log else 0.05 * (max(xs) - min(xs))
+    ends = (min(xs) / edge, max(xs) * edge) if log else (min(xs) - edge, max(xs) + edge)
+    return size.build_frame(ends, (low - pad, high + pad), log="x" if log else "")
+
+
+def _compute_top(spots: Sequence[SettingSpot]) -> float:
+    """Return the highest loss that is shown, so that a rate that failed to learn does not flatten the others."""
+    values = np.sort([value for spot in spots for value in spot.runs])
+    usual = 2.5 * float(np.median(values) - values[0])
+    return float(min(values[-1], max(values[0] + usual, np.median([s.mean for s in spots if s.mean is not None]))))
+
+
+def _draw_ticks(frame: Frame, spots: Sequence[SettingSpot]) -> str:
+    """Return the numbers that were tried where there is room, as a logarithmic axis has ticks at powers of ten only."""
+    if not frame.x.log:
+        return ""
+    taken = [_span_tick(frame, x) for x in frame.x.compute_ticks(frame.count_x_ticks())]
     body = ""
-    for name, level in levels.items():
-        at = frame.y.at(level)
-        body += f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>'
-        shift = -5 if level == max(levels.values()) else svg.LINE
-        body += svg.draw_text(frame.x.start + 6, at + shift, f"{name}: {level:.2g}", kind="halo")
+    for x in sorted({spot.x for spot in spots}):
+        left, right = _span_tick(frame, x)
+        if all(right < start or end < left for start, end in taken):
+            taken.append((left, right))
+            body += svg.draw_text(frame.x.at(x), frame.y.start + 18, format_log_tick(x), "middle")
     return body
+
+
+def _span_tick(frame: Frame, x: float) -> tuple[float, float]:
+    """Return where the text of a tick begins and ends, with half a letter around it."""
+    half = svg.LETTER * (len(format_log_tick(x)) + 1) / 2
+    return frame.x.at(x) - half, frame.x.at(x) + half
+
+
+def _draw_families(
+    comparison: Comparison, size: ChartSize, frame: Frame, families: Mapping[str, Sequence[SettingSpot]]
+) -> str:
+    """Return a line through the means for each other setting, with runs as dots and diverged runs as crosses."""
+    body, labels = "", []
+    for position, (family, members) in enumerate(families.items()):
+        points = [(s.x, min(s.mean, frame.y.high)) for s in members if s.mean is not None and not s.diverged]
+        if points:
+            xs, ys = zip(*points, strict=True)
+            body += svg.draw_line(frame, xs, ys, 'class="family"', family)
+            words = name_line(position) if size.is_narrow else family
+            labels.append(Label(frame.y.at(points[-1][1]), words, 'class="c0"'))
+        body += "".join(_draw_spot(comparison, frame, spot) for spot in members)
+    clip = "varied-narrow" if size.is_narrow else "varied"
+    return svg.clip_body(frame, clip, body) + (svg.draw_labels(frame, labels) if len(families) > 1 else "")
+
+
+def _draw_spot(comparison: Comparison, frame: Frame, spot: SettingSpot) -> str:
+    variant, x = comparison.variants[spot.index], frame.x.at(spot.x)
+    shapes = ""
+    for value in spot.runs:  # hollow at the upper edge where it lies above the chart
+        kind, y = "dot" if value <= frame.y.high else "hollow", frame.y.at(min(value, frame.y.high))
+        shapes += f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+    if spot.diverged:
+        top = frame.y.end + 8
+        shapes += f'<path class="cross" d="M{x - 5:.1f} {top - 5:.1f}l10 10m0 -10l-10 10"/>'
+    diverged_note = f", {spot.diverged} diverged" if spot.diverged else ""
+    mean = "" if spot.mean is None else f" {spot.mean:.4f}"
+    title = f"<title>{escape(f'{variant.label}:{mean}{diverged_note}')}</title>"
+    return f"<g {format_marks(comparison, spot.index)}>{title}{shapes}</g>"
+
+
+def _describe_spots(spots: Sequence[SettingSpot], point: int | None) -> str:
+    legend = "Each dot is a run, the line joins the means. "
+    legend += f"After {point:,} tokens, the fewest that a variant saw. " if point else ""
+    top = _compute_top(spots)
+    legend += "Hollow dots lie above the chart. " if any(value > top for spot in spots for value in spot.runs) else ""
+    return legend + (
+        "Crosses: diverged seeds, which the mean does not include." if any(spot.diverged for spot in spots) else ""
+    )

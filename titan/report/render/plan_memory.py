@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,26 +10,27 @@ import numpy as np
 
 from titan.console.numbers import format_rounded, format_tick
 from titan.estimate.memory import Usage
-from titan.estimate.plan import Plan, PredictedValue, build_interval
+from titan.estimate.plan import Plan, build_interval
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.search import PredictedLayout
 from titan.estimate.traced.events import describe_region
 from titan.estimate.traced.replay import RankResult
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Scale
-from titan.report.render import pareto
+from titan.report.render import charts
 from titan.report.render.charts import (
     REST,
     Chart,
     ChartSize,
     LegendEntry,
+    ParetoSpot,
     build_chart,
+    draw_bar,
+    format_bar_row,
+    format_bar_table,
     format_legend,
     name_line,
 )
-from titan.report.render.pareto import ParetoSpot
-from titan.report.render.plan_charts import choose_time_unit
-from titan.report.render.plan_data import CLOSELY, PlanOutcome, fits_closely
+from titan.report.render.plan_text import CLOSELY, PlanOutcome, fits_closely
 
 if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import Action
@@ -51,7 +51,7 @@ CATEGORIES = {
     "imbalance": ("c13", "rows of experts beyond an even load"),
     "allocator": ("c7", "reserved, not usable"),
 }
-"""The colour of each category and a note on it, in the order of the stack; see `list_categories`."""
+"""The colour of each category and a note on it, in the order of the stack; see `_list_categories`."""
 POINTS = 700
 """Most points of the chart over a step."""
 FAR = 2.5
@@ -68,7 +68,12 @@ END, HEAD = 0.35, 0.08
 """The width of the end of a step, and the part of a forward pass that is the head's."""
 
 
-def list_categories(usages: Iterable[Mapping[str, float]]) -> dict[str, tuple[str, str]]:
+def choose_time_unit(seconds: float) -> tuple[float, str]:
+    """Return the unit in which a time is shown, and its number in a second."""
+    return (1.0, "s") if seconds >= 1 else (1e3, "ms")
+
+
+def _list_categories(usages: Iterable[Mapping[str, float]]) -> dict[str, tuple[str, str]]:
     """Return the categories of usages in the order of the stack; those that `CATEGORIES` lacks are grey, on top."""
     names = dict.fromkeys(name for usage in usages for name in usage)
     return CATEGORIES | {name: (REST, "") for name in names if name not in CATEGORIES}
@@ -101,25 +106,29 @@ class MemoryCourse(NamedTuple):
 def draw_over_step(plan: Plan, rank: int, steps: ActionPhases) -> Chart:
     """Return the memory of a pipeline rank over a step, stacked by category, with the device's limit."""
     course = _place_in_seconds(plan, rank, steps) if plan.step.spans else _place_in_order(steps)
-    course = course._replace(moments=_thin_moments(course.moments))
-    limit = _choose_limit(plan)
-    caption = _describe_step(plan, rank, limit, course)
-    return build_chart("Memory over the step", caption, lambda size: _draw_course(size, plan, course, limit))
-
-
-def _draw_course(size: ChartSize, plan: Plan, course: MemoryCourse, limit: float | None) -> str:
-    moments = course.moments
+    moments, limit = _thin_moments(course.moments), _choose_limit(plan)
     peak = max(moments, key=lambda moment: moment.total)
     interval = build_interval(peak.total, plan.memory_error)
-    frame = _build_frame(size, moments, 1.08 * max(interval.high, limit or 0.0))
-    body = (
-        _draw_axes(frame, size, course)
-        + "".join(_draw_layers(frame, moments))
-        + _draw_limit(frame, size, limit, peak)
-        + _draw_interval(frame, peak, interval)
-        + _draw_peak(frame, size, peak, limit)
-    )
-    return format_legend(_list_legend(moments)) + svg.draw_picture(frame, "Memory over the step", body)
+
+    def draw(size: ChartSize) -> str:
+        frame = _build_frame(size, moments, 1.08 * max(interval.high, limit or 0.0))
+        x, low, high = frame.x.at(peak.x), frame.y.at(interval.low), frame.y.at(interval.high)
+        body = (
+            _draw_axes(frame, size, course)
+            + "".join(_draw_layers(frame, moments))
+            + _draw_limit(frame, size, limit, peak)
+            + f'<path class="span" d="M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"/>'
+            + _draw_peak(frame, size, peak, limit)
+        )
+        return format_legend(_list_legend(moments)) + svg.draw_picture(frame, "Memory over the step", body)
+
+    subject = f"Rank {rank} of the pipeline, the fullest one" if len(plan.memory) > 1 else "Each rank"
+    scale = f"in {course.unit}" if course.unit else "by phase, not to scale"
+    repeat_note = "; later micro-batches repeat the second" if len(course.bands) > 4 else ""
+    far_note = "" if limit or plan.memory_gib is None else f" A device has {plan.memory_gib:.1f} GiB, beyond the scale."
+    interval_note = "" if plan.memory_error == 0 else " The line through the peak is its interval."
+    caption = f"{subject}, GiB by category over one step ({scale}{repeat_note}).{interval_note}{far_note}"
+    return build_chart("Memory over the step", caption, draw)
 
 
 def _build_frame(size: ChartSize, moments: Sequence[Moment], top: float) -> Frame:
@@ -146,15 +155,6 @@ def draw_over_traced_step(rank: RankResult) -> Chart:
     return build_chart(name, caption, draw)
 
 
-def _describe_step(plan: Plan, rank: int, limit: float | None, course: MemoryCourse) -> str:
-    subject = f"Rank {rank} of the pipeline, the fullest one" if len(plan.memory) > 1 else "Each rank"
-    scale = f"in {course.unit}" if course.unit else "by phase, not to scale"
-    repeat_note = "; later micro-batches repeat the second" if len(course.bands) > 4 else ""
-    far_note = "" if limit or plan.memory_gib is None else f" A device has {plan.memory_gib:.1f} GiB, beyond the scale."
-    interval_note = "" if plan.memory_error == 0 else " The line through the peak is its interval."
-    return f"{subject}, GiB by category over one step ({scale}{repeat_note}).{interval_note}{far_note}"
-
-
 def _choose_limit(plan: Plan) -> float | None:
     """Return the GiB of a device; None where unknown or so large that the rest would be too small to see."""
     return plan.memory_gib if plan.memory_gib and plan.memory_gib <= FAR * plan.fullest.gib else None
@@ -168,18 +168,14 @@ def _place_in_seconds(plan: Plan, rank: int, steps: ActionPhases) -> MemoryCours
     moments: list[Moment] = []
     for action, phases in steps:
         start, end = (spans[action].start, spans[action].end) if action else (ended, plan.step.seconds)
-        placed = [*_place_phases(phases, factor * start, factor * end, flat=action is None)]
-        moments += [*_fill_waiting(moments, placed), *placed]
+        first, *later = _place_phases(phases, factor * start, factor * end, flat=action is None)
+        # what a rank has while it waits for its next action, from the end of the one before to its start
+        if not moments or first.phase == "start of forward":
+            moments.append(first._replace(x=moments[-1].x if moments else 0.0))
+        else:
+            moments.append(moments[-1]._replace(x=first.x))
+        moments += [first, *later]
     return MemoryCourse(moments, [], unit)
-
-
-def _fill_waiting(earlier: Sequence[Moment], later: Sequence[Moment]) -> Iterator[Moment]:
-    """Yield what a rank has while it waits for its next action, from the end of the one before to its start."""
-    first = later[0]
-    if not earlier or first.phase == "start of forward":
-        yield first._replace(x=earlier[-1].x if earlier else 0.0)
-    else:
-        yield earlier[-1]._replace(x=first.x)
 
 
 def _place_in_order(steps: ActionPhases) -> MemoryCourse:
@@ -197,21 +193,15 @@ def _place_in_order(steps: ActionPhases) -> MemoryCourse:
 
 def _place_phases(phases: Sequence[Usage], start: float, end: float, flat: bool) -> Iterator[Moment]:
     """Yield phases from start to end; `flat` ones have the same memory until the next."""
-    positions = _compute_positions(phases, flat)
+    count = len(phases)  # evenly, but for the head's forward pass
+    positions = [k / (count if flat or count == 1 else count - 1) for k in range(count)]
+    if not flat and count == 3 and phases[0].phase == "start of forward":
+        positions = [0.0, 1 - HEAD, 1.0]
     for usage, position, next_position in zip(phases, positions, [*positions[1:], 1.0], strict=True):
-        gib = list_gib(usage)
+        gib = _list_gib(usage)
         yield Moment(start + position * (end - start), gib, usage.phase)
         if flat:
             yield Moment(start + next_position * (end - start), gib, usage.phase)
-
-
-def _compute_positions(phases: Sequence[Usage], flat: bool) -> list[float]:
-    """Return where phases are between the start and the end of an action: evenly, but for the head's forward."""
-    if flat or len(phases) == 1:
-        return [k / len(phases) for k in range(len(phases))]
-    if len(phases) == 3 and phases[0].phase == "start of forward":
-        return [0.0, 1 - HEAD, 1.0]
-    return [k / (len(phases) - 1) for k in range(len(phases))]
 
 
 def _thin_moments(moments: list[Moment]) -> list[Moment]:
@@ -232,26 +222,20 @@ def _draw_axes(frame: Frame, size: ChartSize, course: MemoryCourse) -> str:
     if course.unit:
         return frame.draw_axes(f"time in the step, {course.unit}", "GiB", format_tick, format_tick)
     axes = frame.draw_axes("phases of a step in their order", "GiB", lambda value: "", format_tick)
-    words = (
-        _draw_band_name(frame, size, k, (start + end) / 2, name) for k, (start, end, name) in enumerate(course.bands)
-    )
-    lines = "".join(f"M{frame.x.at(start):.1f} {frame.y.end:.1f}V{frame.y.start:.1f}" for start, _, _ in course.bands)
-    return f'{axes}<path class="grid" d="{lines}"/>{"".join(words)}'
-
-
-def _draw_band_name(frame: Frame, size: ChartSize, number: int, middle: float, name: str) -> str:
-    """Return the name of a band, within the drawing."""
-    half = svg.LETTER * len(name) / 2
-    x = min(frame.x.at(middle), size.width - half)
-    y = frame.y.start + (14 + 10 * (number % 2) if size.is_narrow else 18)
-    return svg.draw_text(x, y, name, "middle")
+    words = lines = ""
+    for number, (start, end, name) in enumerate(course.bands):
+        x = min(frame.x.at((start + end) / 2), size.width - svg.LETTER * len(name) / 2)  # within the drawing
+        y = frame.y.start + (14 + 10 * (number % 2) if size.is_narrow else 18)
+        words += svg.draw_text(x, y, name, "middle")
+        lines += f"M{frame.x.at(start):.1f} {frame.y.end:.1f}V{frame.y.start:.1f}"
+    return f'{axes}<path class="grid" d="{lines}"/>{words}'
 
 
 def _draw_layers(frame: Frame, moments: Sequence[Moment]) -> Iterator[str]:
     """Yield the area of each category, on top of the ones before, and the names of those with room for them."""
     xs, names = [float(x) for x in frame.x([moment.x for moment in moments])], ""
     below = [0.0] * len(moments)
-    for name, (colour, _) in list_categories(moment.gib for moment in moments).items():
+    for name, (colour, _) in _list_categories(moment.gib for moment in moments).items():
         above = [low + moment.gib.get(name, 0.0) for low, moment in zip(below, moments, strict=True)]
         if above != below:
             tops, bases = ([float(y) for y in frame.y(heights)] for heights in (above, below))
@@ -282,7 +266,7 @@ def _name_layer(name: str, xs: Sequence[float], tops: Sequence[float], bases: Se
 def _list_legend(moments: Sequence[Moment]) -> list[LegendEntry]:
     """Return the categories of the chart in the order of the stack, from the bottom to the top."""
     used = {name for moment in moments for name, gib in moment.gib.items() if gib >= SMALL}
-    categories = list_categories(moment.gib for moment in moments)
+    categories = _list_categories(moment.gib for moment in moments)
     return [LegendEntry(name, (colour,)) for name, (colour, _) in categories.items() if name in used]
 
 
@@ -294,17 +278,11 @@ def _draw_limit(frame: Frame, size: ChartSize, limit: float | None, peak: Moment
     x, anchor = (frame.x.start + 6, "start") if is_left else (frame.x.end - 4, "end")
     name = "device" if size.is_narrow else "memory of a device"
     words = svg.draw_text(x, at - 6, f"{name}: {limit:.1f} GiB", anchor, "halo")
-    return f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>{words}'
+    return charts.draw_level(frame, limit) + words
 
 
 def _is_right(frame: Frame, peak: Moment) -> bool:
     return frame.x.at(peak.x) > (frame.x.start + frame.x.end) / 2
-
-
-def _draw_interval(frame: Frame, peak: Moment, interval: PredictedValue) -> str:
-    """Return the line through the peak from the low to the high end of its interval."""
-    x, low, high = frame.x.at(peak.x), frame.y.at(interval.low), frame.y.at(interval.high)
-    return f'<path class="span" d="M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"/>'
 
 
 def _draw_peak(frame: Frame, size: ChartSize, peak: Moment, limit: float | None = None) -> str:
@@ -323,145 +301,79 @@ def _draw_peak(frame: Frame, size: ChartSize, peak: Moment, limit: float | None 
 
 def draw_at_peak(plan: Plan) -> Chart:
     """Return what is in memory at the peak of the fullest rank: a table with bars."""
-    parts, categories = list_gib(plan.fullest), list_categories([plan.fullest.parts])
-    most, total = max(parts.values()), plan.fullest.gib
-    rows = "".join(
-        _format_row(
-            name,
-            _draw_bar(0, gib / most, categories[name][0]),
-            f"{gib:.2f} GiB",
-            f"{gib / total:.0%}",
-            categories[name][1],
-        )
-        for name, gib in sorted(parts.items(), key=lambda part: -part[1])
-        if gib >= SMALL
-    )
-    rows += _format_row("in all", "", f"{total:.2f} GiB", "100%")
-    return Chart(
-        "In memory at the peak",
-        f"The fullest rank at its peak ({plan.fullest.phase}), in GiB.",
-        f'<div class="bars"><table>{rows}</table></div>',
-        wide=len(plan.memory) == 1,
-    )
+    parts, categories = _list_gib(plan.fullest), _list_categories([plan.fullest.parts])
+    most, total, rows = max(parts.values()), plan.fullest.gib, ""
+    for name, gib in sorted(parts.items(), key=lambda part: -part[1]):
+        if gib >= SMALL:
+            colour, note = categories[name]
+            rows += format_bar_row(name, draw_bar(0, gib / most, colour), f"{gib:.2f} GiB", f"{gib / total:.0%}", note)
+    rows += format_bar_row("in all", "", f"{total:.2f} GiB", "100%")
+    caption = f"The fullest rank at its peak ({plan.fullest.phase}), in GiB."
+    return Chart("In memory at the peak", caption, format_bar_table(rows), wide=len(plan.memory) == 1)
 
 
 def draw_by_rank(plan: Plan) -> Chart | None:
     """Return the peak of each pipeline rank by category; None without a pipeline."""
     if len(plan.memory) == 1:
         return None
-    limit = _choose_limit(plan)
+    limit, rows = _choose_limit(plan), ""
     most = max(plan.fullest.gib, limit or 0.0)
-    rows = "".join(_draw_rank_row(rank, usage, most, limit) for rank, usage in enumerate(plan.memory))
+    for rank, usage in enumerate(plan.memory):
+        shapes, start = "", 0.0
+        for name, (colour, _) in _list_categories([usage.parts]).items():
+            end = start + max(0.0, usage.parts.get(name, 0.0)) / GIB / most
+            shapes += draw_bar(start, end, colour) if end > start else ""
+            start = end
+        shapes += f'<path d="M{100 * limit / most:.2f} 0v16"/>' if limit else ""
+        rows += format_bar_row(f"rank {rank}", shapes, f"{format_rounded(usage.gib)} GiB", usage.phase)
     limit_note = "" if limit is None else " The line is the memory of a device."
-    legend = _list_legend([Moment(0.0, list_gib(usage), usage.phase) for usage in plan.memory])
-    return Chart(
-        "Memory by pipeline rank",
-        f"The peak of each rank by category, in GiB.{limit_note}",
-        f'{format_legend(legend)}<div class="bars"><table>{rows}</table></div>',
-        wide=False,
-    )
+    legend = format_legend(_list_legend([Moment(0.0, _list_gib(usage), usage.phase) for usage in plan.memory]))
+    caption = f"The peak of each rank by category, in GiB.{limit_note}"
+    return Chart("Memory by pipeline rank", caption, f"{legend}{format_bar_table(rows)}", wide=False)
 
 
-def list_gib(usage: Usage) -> dict[str, float]:
+def _list_gib(usage: Usage) -> dict[str, float]:
     """Return the GiB of each category."""
     return {name: max(0.0, size) / GIB for name, size in usage.parts.items()}
-
-
-def _draw_rank_row(rank: int, usage: Usage, most: float, limit: float | None) -> str:
-    shapes, start = "", 0.0
-    for name, (colour, _) in list_categories([usage.parts]).items():
-        end = start + max(0.0, usage.parts.get(name, 0.0)) / GIB / most
-        shapes += _draw_bar(start, end, colour) if end > start else ""
-        start = end
-    shapes += f'<path d="M{100 * limit / most:.2f} 0v16"/>' if limit else ""
-    return _format_row(f"rank {rank}", shapes, f"{format_rounded(usage.gib)} GiB", usage.phase)
-
-
-def _draw_bar(start: float, end: float, colour: str) -> str:
-    return f'<rect class="{colour}" x="{100 * start:.2f}" y="2" width="{100 * (end - start):.2f}" height="12"/>'
-
-
-def _format_row(label: str, shapes: str, words: str, note: str = "", label_note: str = "") -> str:
-    picture = (
-        f'<svg viewBox="0 0 100 16" preserveAspectRatio="none" aria-hidden="true">{shapes}</svg>' if shapes else ""
-    )
-    small, label_small = (f" <small>{escape(text)}</small>" if text else "" for text in (note, label_note))
-    return (
-        f'<tr><th scope="row">{escape(label)}{label_small}</th><td>{picture}</td><td>{escape(words)}{small}</td></tr>'
-    )
 
 
 # ---- against speed ----
 
 
-@dataclass(frozen=True)
-class _Layouts:
-    """The results of a search in a chart: their spots, names and classes, and how many of them are the front."""
-
-    spots: Sequence[ParetoSpot]
-    names: Sequence[str]
-    kinds: Sequence[str]
-    front_size: int
-
-
 def draw_speed_and_memory(outcome: PlanOutcome) -> Chart | None:
     """Return the results of a search by speed and memory with their front; None without a search."""
-    if outcome.search_result is None:
+    plan, found = outcome.plan, outcome.search_result
+    if found is None:
         return None
-    layouts = _collect_layouts(outcome)
-    close_note = f" Triangles fit closely: {CLOSELY}."
-    caption = "Layouts of the search by speed and memory. Letters are those of the table of the front."
-    caption += close_note if any("close" in kind for kind in layouts.kinds) else ""
-    return build_chart("Speed and memory", caption, lambda size: _draw_layouts(size, layouts, outcome.plan.memory_gib))
-
-
-def _name_plan(outcome: PlanOutcome) -> str:
-    """Return the name of the planned run: the layout as given, unless that is open, and the search decided on it."""
-    return "as given" if outcome.open_run is None else "planned"
-
-
-def _collect_layouts(outcome: PlanOutcome) -> _Layouts:
-    """Return the layouts of the front, the other results, and the plan itself."""
-    plan, search_result = outcome.plan, outcome.search_result
-    front = list(search_result.front) if search_result else []
-    best = [result for result in (search_result.best if search_result else ()) if result not in front]
-    results = [*front, *best]
-    spots = [_build_spot(k, result) for k, result in enumerate(results)]
+    limit, front = plan.memory_gib, list(found.front)
+    results = [*front, *(result for result in found.best if result not in front)]
+    spots = [ParetoSpot(k, r.step.tokens_per_second_per_device, r.gib) for k, r in enumerate(results)]
     spots.append(ParetoSpot(len(spots), plan.step.tokens_per_second_per_device, plan.fullest.gib))
-    kinds = ["dot c1"] * len(front) + ["hollow c1"] * len(best)
-    kinds = [
-        f"{kind} close" if fits_closely(plan, result) else kind for kind, result in zip(kinds, results, strict=True)
-    ]
-    kinds.append("dot c2 close" if plan.fit == "fits closely" else "dot c2")
-    names = [name_line(k) for k in range(len(front))] + [""] * len(best) + [_name_plan(outcome)]
-    return _Layouts(spots, names, kinds, len(front))
-
-
-def _draw_layouts(size: ChartSize, layouts: _Layouts, limit: float | None) -> str:
-    highest = max(spot.y for spot in layouts.spots)
-    frame = pareto.build_padded_frame(size, layouts.spots, [limit] if limit and limit < NEAR * highest else [])
-    body = frame.draw_axes(
-        "tokens/s per device (right is faster)", "memory of the fullest rank, GiB", format_tick, format_tick
+    kinds = [f"{'dot' if k < len(front) else 'hollow'} c1" for k in range(len(results))] + ["dot c2"]
+    close = [*(fits_closely(plan, result) for result in results), plan.fit == "fits closely"]
+    kinds = [f"{kind} close" if is_close else kind for kind, is_close in zip(kinds, close, strict=True)]
+    # the layout as given, unless that is open, and the search decided on it
+    own_name = "as given" if outcome.open_run is None else "planned"
+    names = [name_line(k) if k < len(front) else "" for k in range(len(results))] + [own_name]
+    legend = format_legend(
+        [LegendEntry("Pareto front, and hollow the other results", ("c1",)), LegendEntry("the plan", ("c2",))]
     )
-    body += pareto.draw_front(frame, layouts.spots[: layouts.front_size]) + _draw_device_line(frame, size, limit)
-    marks = reversed([*zip(layouts.spots, layouts.kinds, strict=True)])
-    body += "".join(_draw_mark(frame, spot, kind) for spot, kind in marks)
-    body += _draw_names(frame, layouts.spots, layouts.names)
-    entries = [
-        LegendEntry("Pareto front, and hollow the other results", ("c1",)),
-        LegendEntry("the plan", ("c2",)),
-    ]
-    return format_legend(entries) + svg.draw_picture(frame, "Speed and memory", body)
 
+    def draw(size: ChartSize) -> str:
+        highest = max(spot.y for spot in spots)
+        frame = charts.build_padded_frame(size, spots, [limit] if limit and limit < NEAR * highest else [])
+        x, y = "tokens/s per device (right is faster)", "memory of the fullest rank, GiB"
+        body = frame.draw_axes(x, y, format_tick, format_tick) + charts.draw_front(frame, spots[: len(front)])
+        if limit is not None and frame.y.low < limit < frame.y.high:
+            body += _draw_limit(frame, size, limit, Moment(frame.x.high, {}, ""))
+        body += "".join(_draw_mark(frame, spot, kind) for spot, kind in reversed([*zip(spots, kinds, strict=True)]))
+        occupied = [charts.compute_spot_box(frame, spot) for spot in spots]
+        for spot, name in zip(spots, names, strict=True):
+            body += charts.place_label(frame, spot, name, occupied) if name else ""
+        return legend + svg.draw_picture(frame, "Speed and memory", body)
 
-def _build_spot(index: int, result: PredictedLayout) -> ParetoSpot:
-    return ParetoSpot(index, result.step.tokens_per_second_per_device, result.gib)
-
-
-def _draw_device_line(frame: Frame, size: ChartSize, limit: float | None) -> str:
-    if limit is None or not frame.y.low < limit < frame.y.high:
-        return ""
-    return _draw_limit(frame, size, limit, Moment(frame.x.high, {}, ""))
+    caption = "Layouts of the search by speed and memory. Letters are those of the table of the front."
+    return build_chart("Speed and memory", caption + f" Triangles fit closely: {CLOSELY}." * any(close), draw)
 
 
 def _draw_mark(frame: Frame, spot: ParetoSpot, kind: str) -> str:
@@ -471,10 +383,3 @@ def _draw_mark(frame: Frame, spot: ParetoSpot, kind: str) -> str:
     if "close" in kind:
         return f'<path class="{kind}" d="M{x:.1f} {y - 8:.1f}l8 14h-16z"><title>{title}, fits closely</title></path>'
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{title}</title></circle>'
-
-
-def _draw_names(frame: Frame, spots: Sequence[ParetoSpot], names: Sequence[str]) -> str:
-    occupied = [pareto.compute_spot_box(frame, spot) for spot in spots]
-    return "".join(
-        pareto.place_label(frame, spot, name, occupied) for spot, name in zip(spots, names, strict=True) if name
-    )

@@ -1,33 +1,35 @@
-"""A plan as text for the terminal, and as plain data for JSON. Free of torch."""
+"""A plan: what its text, page and JSON file show, as text for the terminal, and as plain data. Free of torch."""
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan.console.numbers import format_count, format_plural, format_rounded
-from titan.estimate.plan import Plan, PredictedValue, list_memory_parts
+from titan.estimate.plan import SECONDS_PER_DAY, Plan, PredictedValue, build_interval, list_memory_parts
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.search import PredictedLayout
+from titan.estimate.search import PredictedLayout, SearchOutcome, list_overrides
+from titan.estimate.step_time import StepTime
 from titan.estimate.traced.events import describe_region
-from titan.estimate.traced.replay import RankResult, TracedStep
-from titan.report.render.plan_data import (
-    PlanOutcome,
-    fits_closely,
-    format_figure,
-    format_memory,
-    format_result_memory,
-    format_result_step,
-    format_run_time,
-    judge_fit,
-    name_largest_loss,
-    name_slower_part,
-    sum_device_hours,
-)
+from titan.estimate.traced.replay import TracedStep
+from titan.report.render.document import Cell, Mood
 from titan.run.budget import describe_hours
 
+if TYPE_CHECKING:
+    from titan.estimate.refine import Refinement
+    from titan.run.run import Run
+
+UNITS = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440}
+"""Units of a run's time, and how many days they have."""
+TRAIN = "python -m titan.train"
+MOODS: dict[str, Mood] = {"": "", "fits": "good", "fits closely": "open", "does not fit": "bad"}
+"""The mood of each verdict on memory."""
+CLOSELY = "the interval reaches beyond the device"
+PRECISE = 0.05
+"""Relative error of step times below which ratios have two decimals, in place of one."""
 WIDTH, LINE = 30, 120
 """Characters of the longest bar, and of a line of words."""
 STAGES = 16
@@ -38,23 +40,214 @@ MARKS = {"": " ", "good": " ", "open": "!", "bad": "x"}
 """The mark of a plan in a sweep by the mood of its memory."""
 
 
+@dataclass(frozen=True)
+class PlanOutcome:
+    """The plan of one run.
+
+    Attributes:
+        run: what is planned.
+        plan: its figures.
+        changes: the single changes that help most, the fastest first.
+        search_result: the result of a search; None without one.
+        arguments: options and overrides of the command line, without those of titan.plan itself.
+        traced: a traced step; None without one.
+        refinement: what the user's own runs ask for; None without them.
+        open_run: the run whose layout is open, where what is planned is the fastest of a search; else None.
+        traced_results: traced steps of the fastest results of a search, in their order.
+        saved_gib: GiB that gradients accumulated in bf16 would save.
+    """
+
+    run: Run
+    plan: Plan
+    changes: tuple[PredictedLayout, ...] = ()
+    search_result: SearchOutcome | None = None
+    arguments: tuple[str, ...] = ()
+    traced: TracedStep | None = None
+    refinement: Refinement | None = None
+    open_run: Run | None = None
+    traced_results: tuple[TracedStep, ...] = ()
+    saved_gib: float = 0.0
+
+    @property
+    def layout(self) -> str:
+        """The layout and its micro-batches."""
+        run = self.run
+        batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
+        origin = "" if self.open_run is None else ", the fastest of the search"
+        return f"{run.layout}; {batches} of {format_plural(run.microbatch_rows, 'row')}{origin}"
+
+    @property
+    def faster(self) -> list[PredictedLayout]:
+        """The single changes that make a step visibly faster: by more than the precision of ratios hides."""
+        return [result for result in self.changes if self.compute_speed(result) - 1 >= self.least_gain]
+
+    @property
+    def least_gain(self) -> float:
+        """Half a unit of the last decimal of ratios."""
+        return 0.5 * 10.0**-self.decimals
+
+    @property
+    def decimals(self) -> int:
+        """The decimals of ratios: the errors of ratios are as large as those of times (docs/plan_accuracy.md)."""
+        return 2 if 0 < self.plan.error < PRECISE else 1
+
+    def compute_speed(self, result: PredictedLayout) -> float:
+        """Return the speed of a result as a multiple of the plan's."""
+        return self.plan.step.seconds / result.step.seconds
+
+    def format_speed(self, result: PredictedLayout) -> str:
+        """Return the speed of a result as a multiple of the plan's, with the decimals that it has."""
+        return f"{self.compute_speed(result):.{self.decimals}f}x"
+
+    def build_step_seconds(self, result: PredictedLayout) -> PredictedValue:
+        """Return the step time of a result with its interval."""
+        return build_interval(result.step.seconds, self.plan.error)
+
+    def build_gib(self, result: PredictedLayout) -> PredictedValue:
+        """Return the memory of a result with its interval."""
+        return build_interval(result.gib, self.plan.memory_error)
+
+    def build_overrides(self, result: PredictedLayout) -> tuple[str, ...]:
+        """Return what changes the planned run into a result."""
+        if self.open_run is not None:
+            return list_overrides(result.candidate, self.open_run, None, self.open_run.parallelism.microbatches)
+        return list_overrides(result.candidate, self.run, self.run.layout, self.run.microbatches)
+
+    def format_command(self, result: PredictedLayout | None = None) -> str:
+        """Return the command line that trains a result, or the planned run."""
+        if result is None and self.open_run is not None and self.search_result is not None:
+            result = self.search_result.best[0]
+        extra = () if result is None else self.build_overrides(result)
+        replaced = {word.partition("=")[0] for word in extra}
+        kept_arguments = [word for word in self.arguments if word.lstrip("+").partition("=")[0] not in replaced]
+        return f"{TRAIN} {shlex.join([*kept_arguments, *extra])}".rstrip()
+
+
+class FigureText(NamedTuple):
+    """A figure as text: its name, its value, the unit, its interval, what it is compared with, and whether it fits."""
+
+    name: str
+    value: str
+    unit: str = ""
+    interval: str = ""
+    note: str = ""
+    verdict: str = ""
+
+    @property
+    def mood(self) -> Mood:
+        """Whether the verdict is good or bad."""
+        return MOODS[self.verdict]
+
+    @property
+    def cell(self) -> Cell:
+        """The figure in a table."""
+        return Cell(" ".join(filter(None, (self.value, self.unit, self.note))), self.interval, self.mood, self.verdict)
+
+    def format_line(self) -> str:
+        """Return the figure in one line, without its name."""
+        interval = f"({self.interval})" if self.interval else ""
+        verdict = f", {self.verdict}" if self.mood in ("open", "bad") else ""
+        return " ".join(filter(None, (self.value, self.unit, interval, self.note))) + verdict
+
+
+def format_figure(name: str, figure: PredictedValue, unit: str = "", note: str = "") -> FigureText:
+    """Return a figure as text."""
+    low, high = format_rounded(figure.low), format_rounded(figure.high)
+    interval = f"{low} to {high}" if figure.low < figure.high else ""
+    return FigureText(name, format_rounded(figure.value), unit, interval, note)
+
+
+def format_run_time(plan: Plan) -> FigureText:
+    """Return the time of the whole run, in the largest unit of which it takes one."""
+    unit, days = next(
+        ((unit, days) for unit, days in UNITS.items() if plan.days.value >= days), ("s", 1 / SECONDS_PER_DAY)
+    )
+    return format_figure("run", plan.days.scale(1 / days), unit)
+
+
+def format_memory(plan: Plan) -> FigureText:
+    """Return the memory of the fullest rank, of what a device has, and whether it fits."""
+    device = "" if plan.memory_gib is None else f"of {plan.memory_gib:.1f}"
+    return format_figure("memory", plan.memory_gib_needed, "GiB", device)._replace(verdict=plan.fit)
+
+
+def list_figures(plan: Plan) -> list[FigureText]:
+    """Return the figures of a plan in the order of the page."""
+    flops = format_figure("model FLOPs", plan.tflops, "TFLOP/s per device")
+    use = flops if plan.mfu is None else format_figure("MFU", plan.mfu.scale(100), "%")
+    cost = [] if plan.cost is None else [format_figure("cost", plan.cost)]
+    return [
+        format_figure("step", plan.step_seconds, "s"),
+        format_figure("speed", plan.tokens_per_second_per_device, "tokens/s per device"),
+        use,
+        format_memory(plan),
+        format_run_time(plan),
+        format_figure("device-hours", plan.device_hours),
+        *cost,
+        FigureText("checkpoint", format_rounded(plan.checkpoint_bytes / GIB), "GiB"),
+    ]
+
+
+def name_largest_loss(step: StepTime) -> str:
+    """Return what takes most of a step beside matmuls, with its share."""
+    cause = max(step.parts, key=lambda cause: 0.0 if cause == "matmuls" else step.parts[cause])
+    return f"{cause} ({step.parts[cause] / step.seconds:.0%})"
+
+
+def name_slower_part(plan: Plan, fastest: Plan) -> str:
+    """Return the part of a step that takes longest beyond the same part of the fastest plan; empty for that plan."""
+    longer = {cause: seconds - fastest.step.parts.get(cause, 0.0) for cause, seconds in plan.step.parts.items()}
+    cause = max(longer, key=lambda cause: longer[cause])
+    is_slower = format_rounded(plan.step.seconds) != format_rounded(fastest.step.seconds)
+    return f"{format_rounded(longer[cause])} s of {cause}" if is_slower else ""
+
+
+def fits_closely(plan: Plan, result: PredictedLayout) -> bool:
+    """Return whether the interval of a result's memory reaches beyond the device."""
+    return plan.memory_gib is not None and result.gib * (1 + plan.memory_error) > plan.memory_gib
+
+
+def format_result_step(outcome: PlanOutcome, result: PredictedLayout) -> FigureText:
+    """Return the step time of a result."""
+    return format_figure("step", outcome.build_step_seconds(result), "s")
+
+
+def format_result_memory(outcome: PlanOutcome, result: PredictedLayout) -> FigureText:
+    """Return the memory of a result, with whether it fits only up to its interval."""
+    figure = format_figure("memory", outcome.build_gib(result), "GiB", format_memory(outcome.plan).note)
+    return figure._replace(verdict="fits closely" if fits_closely(outcome.plan, result) else "")
+
+
+def judge_fit(plan: Plan) -> tuple[str, Mood]:
+    """Return whether the memory suffices, in words, and its mood on the page."""
+    return f"{plan.fit}: {CLOSELY}" if plan.fit == "fits closely" else plan.fit, MOODS[plan.fit]
+
+
+def sum_device_hours(plans: Sequence[Plan]) -> float:
+    """Return the device-hours of several runs."""
+    return sum(plan.device_hours.value for plan in plans)
+
+
+# ---- text ----
+
+
 def format_plan(outcome: PlanOutcome) -> str:
     """Return the plan of one run, which fits one screen, and the results of a search."""
     run, plan = outcome.run, outcome.plan
-    size = run.model.describe_size()
-    lines = [f"{run.describe()}: {size} on {plan.step.devices} x {run.machine.name}"]
-    lines += [
-        f"layout       {outcome.layout}",
-        "",
-        *_format_memory(plan),
-        *_format_saving(outcome),
-        "",
-        *_format_step(plan),
-        "",
-        *_format_speed(outcome),
-    ]
+    plain = f"{run.describe()}: {run.model.describe_size()} on {plan.step.devices} x {run.machine.name}"
+    lines = [plain, f"layout       {outcome.layout}", "", *_format_memory(plan)]
+    if outcome.saved_gib >= SAVED_SHARE * plan.memory_gib_needed.value:
+        saving = f"{format_rounded(outcome.saved_gib)} GiB less with precision.accumulate=bf16"
+        lines.append(f"  {saving}, which rounds sums of gradients")
+    step = format_figure("", plan.step_seconds, "s").format_line()
+    lines += ["", f"step         {step}, of which", *_format_bars(plan.step.parts, "s"), "", *_format_speed(outcome)]
     if outcome.changes:
-        lines += ["", "faster with", *(f"  {line}" for line in _format_changes(outcome))]
+        changes = [
+            f"{' '.join(outcome.build_overrides(result)):<60} {outcome.format_speed(result)}, "
+            f"{format_result_memory(outcome, result).format_line()}"
+            for result in outcome.faster
+        ] or [f"no single change by more than {100 * outcome.least_gain:g} %"]
+        lines += ["", "faster with", *(f"  {line}" for line in changes)]
     lines += [*_format_trace(outcome), *_format_search(outcome)]
     return "\n".join(lines) + "\n"
 
@@ -71,20 +264,6 @@ def _format_memory(plan: Plan) -> list[str]:
     elif len(rank_gibs) > 1:
         lines.append(f"  by rank    {', '.join(map(format_rounded, rank_gibs))} GiB")
     return lines
-
-
-def _format_saving(outcome: PlanOutcome) -> list[str]:
-    """Return what gradients accumulated in bf16 would save, where that is visible."""
-    if outcome.saved_gib < SAVED_SHARE * outcome.plan.memory_gib_needed.value:
-        return []
-    return [
-        f"  {format_rounded(outcome.saved_gib)} GiB less with precision.accumulate=bf16, which rounds sums of gradients"
-    ]
-
-
-def _format_step(plan: Plan) -> list[str]:
-    lines = [f"step         {format_figure('', plan.step_seconds, 's').format_line()}, of which"]
-    return lines + _format_bars(plan.step.parts, "s")
 
 
 def _format_bars(parts: Any, unit: str) -> list[str]:
@@ -109,44 +288,34 @@ def _format_speed(outcome: PlanOutcome) -> list[str]:
         f"{hours.format_line()}{cost}",
         *([f"budget       {budget}"] if budget else []),
         f"checkpoint   {format_rounded(plan.checkpoint_bytes / GIB)} GiB",
-        *_wrap(f"intervals    {'(low to high): ' if plan.error else ''}{plan.intervals}"),
+        *textwrap.wrap(
+            f"intervals    {'(low to high): ' if plan.error else ''}{plan.intervals}",
+            LINE,
+            subsequent_indent=" " * 13,
+            break_long_words=False,
+        ),
     ]
-
-
-def _wrap(line: str) -> list[str]:
-    return textwrap.wrap(line, LINE, subsequent_indent=" " * 13, break_long_words=False)
-
-
-def _format_changes(outcome: PlanOutcome) -> list[str]:
-    return [
-        f"{' '.join(outcome.build_overrides(result)):<60} {outcome.format_speed(result)}, "
-        f"{format_result_memory(outcome, result).format_line()}"
-        for result in outcome.faster
-    ] or [f"no single change by more than {100 * outcome.least_gain:g} %"]
 
 
 def _format_trace(outcome: PlanOutcome) -> list[str]:
     traced = outcome.traced
     if traced is None:
         return []
-    fullest = traced.fullest
-    traced_ranks = f"{format_plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s"
-    trace_summary = f"{traced_ranks}, uncompiled, {fullest.events:,} events each"
-    lines = ["", f"trace        {trace_summary}"]
+    fullest, live = traced.fullest, traced.fullest.live
+    largest = sorted(live.parts.items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{name} {format_rounded(size / GIB)}" for name, size in largest if size >= 0.01 * live.bytes)
     reserved = "" if fullest.reserved is None else f"{format_rounded(fullest.gib)} GiB reserved; "
-    lines += [f"  memory     {reserved}{_format_traced_memory(fullest)}"]
+    where = f"live on rank {fullest.rank} in {describe_region(live.region)}"
+    ranks = f"{format_plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s"
+    lines = [
+        "",
+        f"trace        {ranks}, uncompiled, {fullest.events:,} events each",
+        f"  memory     {reserved}{format_rounded(live.bytes / GIB)} GiB {where} ({parts})",
+    ]
     if len(traced.ranks) > 1:
         lines.append(f"  by rank    {', '.join(format_rounded(rank.gib) for rank in traced.ranks)} GiB")
     lines.append(f"  step       {format_rounded(traced.step.seconds)} s, of which")
     return lines + _format_bars(traced.step.parts, "s")
-
-
-def _format_traced_memory(rank: RankResult) -> str:
-    """Return what is live at the peak of a rank, and when that is."""
-    live, region = rank.live, describe_region(rank.live.region)
-    largest = sorted(live.parts.items(), key=lambda part: -part[1])
-    parts = ", ".join(f"{name} {format_rounded(size / GIB)}" for name, size in largest if size >= 0.01 * live.bytes)
-    return f"{format_rounded(live.bytes / GIB)} GiB live on rank {rank.rank} in {region} ({parts})"
 
 
 def _format_search(outcome: PlanOutcome) -> list[str]:
@@ -173,10 +342,8 @@ def _format_search(outcome: PlanOutcome) -> list[str]:
 
 def _format_result(outcome: PlanOutcome, number: int, result: PredictedLayout) -> str:
     words = " ".join(outcome.build_overrides(result)) or "(as given)"
-    step, memory = (
-        f"{figure.value:>5} {figure.unit} {f'({figure.interval})':<16}"
-        for figure in (format_result_step(outcome, result), format_result_memory(outcome, result))
-    )
+    figures = format_result_step(outcome, result), format_result_memory(outcome, result)
+    step, memory = (f"{f.value:>5} {f.unit} {f'({f.interval})':<16}" for f in figures)
     mark = "!" if fits_closely(outcome.plan, result) else " "
     return f"  {number:>2}  {step}  {outcome.format_speed(result)}  {memory} {mark} {words}"
 
@@ -196,17 +363,12 @@ def format_grid(labels: Sequence[str], plans: Sequence[Plan]) -> str:
             f"{plan.fullest.gib:>6.1f} {MARKS[judge_fit(plan)[1]]}  {plan.microbatches:>13,}  "
             f"{format_rounded(plan.device_hours.value):>12}{cost}  {name_slower_part(plan, fastest)}".rstrip()
         )
-    lines += [f"{mark}: {meaning}" for mark, meaning in _explain_marks(plans)]
+    verdicts = dict.fromkeys(judge_fit(plan) for plan in plans)
+    lines += [f"{MARKS[mood]}: {verdict}" for verdict, mood in verdicts if MARKS[mood].strip()]
     lines += dict.fromkeys(f"intervals: {plan.intervals}" for plan in plans if not plan.error)
     total = f"{format_plural(len(plans), 'trial')}, {format_rounded(sum_device_hours(plans))} device-hours"
     total += f", cost {format_rounded(sum(plan.cost.value for plan in plans if plan.cost))}" if has_price else ""
     return "\n".join([*lines, total]) + "\n"
-
-
-def _explain_marks(plans: Sequence[Plan]) -> list[tuple[str, str]]:
-    """Return each mark of a sweep's lines, with what it means."""
-    verdicts = dict.fromkeys(judge_fit(plan) for plan in plans)
-    return [(MARKS[mood], verdict) for verdict, mood in verdicts if MARKS[mood].strip()]
 
 
 def build_grid_data(labels: Sequence[str], plans: Sequence[Plan]) -> dict[str, Any]:
@@ -235,15 +397,15 @@ def build_plan_data(outcome: PlanOutcome) -> dict[str, Any]:
 
 def _collect_figures(plan: Plan) -> dict[str, Any]:
     return {
-        "step_seconds": _convert_figure(plan.step_seconds),
-        "tokens_per_second_per_device": _convert_figure(plan.tokens_per_second_per_device),
-        "memory_gib": _convert_figure(plan.memory_gib_needed),
+        "step_seconds": plan.step_seconds._asdict(),
+        "tokens_per_second_per_device": plan.tokens_per_second_per_device._asdict(),
+        "memory_gib": plan.memory_gib_needed._asdict(),
         "memory_verdict": judge_fit(plan)[0] or None,
-        "tflops": _convert_figure(plan.tflops),
-        "mfu": None if plan.mfu is None else _convert_figure(plan.mfu),
-        "days": _convert_figure(plan.days),
-        "device_hours": _convert_figure(plan.device_hours),
-        "cost": None if plan.cost is None else _convert_figure(plan.cost),
+        "tflops": plan.tflops._asdict(),
+        "mfu": None if plan.mfu is None else plan.mfu._asdict(),
+        "days": plan.days._asdict(),
+        "device_hours": plan.device_hours._asdict(),
+        "cost": None if plan.cost is None else plan.cost._asdict(),
         "checkpoint_gib": plan.checkpoint_bytes / GIB,
         "devices": plan.step.devices,
         "microbatches": plan.microbatches,
@@ -276,10 +438,6 @@ def _convert_to_gib(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: size / GIB for name, size in parts.items()}
 
 
-def _convert_figure(figure: PredictedValue) -> dict[str, float]:
-    return figure._asdict()
-
-
 def _convert_result(outcome: PlanOutcome, result: PredictedLayout) -> dict[str, Any]:
     candidate = result.candidate
     return {
@@ -289,7 +447,7 @@ def _convert_result(outcome: PlanOutcome, result: PredictedLayout) -> dict[str, 
         "reshard": candidate.recipe.parallelism.reshard,
         "microbatches": candidate.microbatches,
         "memory": candidate.recipe.memory.checkpointing,
-        "step_seconds": _convert_figure(outcome.build_step_seconds(result)),
-        "memory_gib": _convert_figure(outcome.build_gib(result)),
+        "step_seconds": outcome.build_step_seconds(result)._asdict(),
+        "memory_gib": outcome.build_gib(result)._asdict(),
         "fits_closely": fits_closely(outcome.plan, result),
     }

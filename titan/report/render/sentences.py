@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from titan.console.numbers import format_magnitude, format_plural, format_ratio, format_rounded, format_tokens
 from titan.report import rank, statistics
-from titan.report.findings import Comparison, FailedRun, Interval, Quality, TimeToTarget, Variant
+from titan.report.findings import Comparison, FailedRun, Interval, Quality, RepeatsNeeded, TimeToTarget, Variant
 from titan.report.rank import select_verdict
 from titan.report.render.table_data import format_answer, format_lost_seeds, format_wins
 from titan.report.superiority import EARLIER_TARGET_ADVICE
@@ -17,8 +17,15 @@ WAITING = ("planned", "queued", "running")
 """States of trials without metrics that did not fail."""
 NAMED = 4
 """Variants that a sentence names."""
-COMMANDS_TITLE = "Where they differ first"
-"""The heading of `list_commands`."""
+MOST_LABELS = 6
+"""Variants that a note names."""
+MISSING_KINDS = {
+    "failed": "failures",
+    "stopped": "stopped runs",
+    "ended early": "runs that ended early",
+    "waiting": "trials without metrics yet",
+}
+"""What a list of trials without metrics and failed runs has, in words."""
 
 
 def format_missing_heading(comparison: Comparison) -> str:
@@ -31,15 +38,6 @@ def format_missing_heading(comparison: Comparison) -> str:
     return heading[0].upper() + heading[1:]
 
 
-MISSING_KINDS = {
-    "failed": "failures",
-    "stopped": "stopped runs",
-    "ended early": "runs that ended early",
-    "waiting": "trials without metrics yet",
-}
-"""What a list of trials without metrics and failed runs has, in words."""
-
-
 def _classify_missing(run: FailedRun) -> str:
     if run.state in WAITING:
         return "waiting"
@@ -48,19 +46,13 @@ def _classify_missing(run: FailedRun) -> str:
 
 def format_lead(comparison: Comparison) -> list[str]:
     """Return the result in a few sentences, from the answers of all variants."""
-    variants = [variant for variant in comparison.variants if not variant.baseline]
-    same = [variant for variant in variants if variant.same_science]
-    if len(comparison.variants) == 1:
-        diverged = _describe_diverged(comparison)
-        return ["There is only one variant, so nothing is compared.", *diverged, *_describe_unfinished(comparison)]
+    unfinished = _describe_unfinished(comparison)
     if not comparison.variants:
-        return ["No run has metrics.", *_describe_unfinished(comparison)]
-    return [
-        *_describe_outcome(comparison),
-        *_describe_learning(same),
-        *_describe_fastest(same),
-        *_describe_unfinished(comparison),
-    ]
+        return ["No run has metrics.", *unfinished]
+    if len(comparison.variants) == 1:
+        return ["There is only one variant, so nothing is compared.", *_describe_diverged(comparison), *unfinished]
+    same = [variant for variant in comparison.variants if variant.same_science and not variant.baseline]
+    return [*_describe_outcome(comparison), *_describe_learning(same), *_describe_fastest(same), *unfinished]
 
 
 def format_answers(comparison: Comparison) -> list[tuple[Variant, list[str]]]:
@@ -71,10 +63,8 @@ def format_answers(comparison: Comparison) -> list[tuple[Variant, list[str]]]:
 
 def list_commands(comparison: Comparison) -> list[tuple[str, str]]:
     """Return the label of each variant that does not learn the same, and the command that shows the first step."""
-    learnings = [(variant.label, variant.learning) for variant in comparison.variants]
-    return [
-        (label, " ".join(learning.command.split())) for label, learning in learnings if learning and learning.command
-    ]
+    learnings = [(variant.label, variant.learning) for variant in comparison.variants if variant.learning]
+    return [(label, " ".join(learning.command.split())) for label, learning in learnings if learning.command]
 
 
 def format_notes(comparison: Comparison) -> list[str]:
@@ -82,33 +72,23 @@ def format_notes(comparison: Comparison) -> list[str]:
     holders: dict[str, list[str]] = {}
     for variant in comparison.variants:
         for note in variant.notes:
-            holders.setdefault(note, []).append(variant.label)
-    parts = [f"{_name_variants(labels, comparison)}: {note.rstrip('.')}." for note, labels in holders.items()]
-    return [*map(_format_sentence, comparison.notes), *parts]
-
-
-def _name_variants(labels: Sequence[str], comparison: Comparison) -> str:
-    if len(labels) == len(comparison.variants) > 1:
-        return "All variants"
-    named = [label or "the only variant" for label in labels[:6]]
-    remainder = len(labels) - len(named)
-    return " | ".join(named) + (f" | and {remainder} more" if remainder else "")
+            holders.setdefault(note, []).append(variant.label or "the only variant")
+    notes = [*map(_format_sentence, comparison.notes)]
+    for note, labels in holders.items():
+        more = [f"and {len(labels) - MOST_LABELS} more"] if len(labels) > MOST_LABELS else []
+        subject = " | ".join([*labels[:MOST_LABELS], *more])
+        subject = "All variants" if len(labels) == len(comparison.variants) > 1 else subject
+        notes.append(f"{subject}: {note.rstrip('.')}.")
+    return notes
 
 
 def _describe_variant(variant: Variant, target: float | None) -> list[str]:
-    learned = [] if variant.learning is None else [_format_sentence(variant.learning.text)]
-    speed = (
-        []
-        if variant.baseline or variant.speed_ratio is None
-        else [describe_speed(variant.speed_ratio, variant.speed_doubt)]
-    )
-    return [
-        *learned,
-        *_describe_qualities(variant.quality),
-        *([_format_sentence(variant.effort.text)] if variant.effort else []),
-        *speed,
-        *([] if variant.reached is None else [_describe_reached(variant.reached, target)]),
-    ]
+    sentences = [] if variant.learning is None else [_format_sentence(variant.learning.text)]
+    sentences += _describe_qualities(variant.quality)
+    sentences += [_format_sentence(variant.effort.text)] if variant.effort else []
+    if variant.speed_ratio and not variant.baseline:
+        sentences.append(describe_speed(variant.speed_ratio, variant.speed_doubt))
+    return sentences + ([] if variant.reached is None else [_describe_reached(variant.reached, target)])
 
 
 def describe_margin(comparison: Comparison) -> str:
@@ -148,15 +128,12 @@ def describe_speed(times: Interval, doubt: str = "") -> str:
 
 def _describe_reached(reached: TimeToTarget, target: float | None) -> str:
     goal = "the target loss" if target is None else f"the loss {target:g}"
+    runs = f"{reached.reached} of {format_plural(reached.runs, 'run')} reached {goal}"
     if reached.median_tokens is None:
-        return f"{reached.reached} of {format_plural(reached.runs, 'run')} reached {goal}, too few for a median."
-    hours = (
-        ""
-        if reached.median_device_hours is None
-        else f" and {format_rounded(reached.median_device_hours)} device-hours"
-    )
-    middle = f"after {format_tokens(reached.median_tokens)} tokens{hours} (median)"
-    return f"{reached.reached} of {format_plural(reached.runs, 'run')} reached {goal} {middle}."
+        return f"{runs}, too few for a median."
+    hours = reached.median_device_hours
+    spent = "" if hours is None else f" and {format_rounded(hours)} device-hours"
+    return f"{runs} after {format_tokens(reached.median_tokens)} tokens{spent} (median)."
 
 
 def _format_sentence(text: str) -> str:
@@ -167,18 +144,13 @@ def _format_sentence(text: str) -> str:
 def _describe_learning(variants: Sequence[Variant]) -> list[str]:
     if len(variants) == 1:
         does = {"same": "learns", "not the same": "does not learn"}.get(format_answer(variants[0]).main)
-        phrase = (
-            f"{does} the same as the baseline" if does else "inconclusive whether it learns the same as the baseline"
-        )
-        return [f"{variants[0].label}{':' * (does is None)} {phrase}."]
+        verdict = f" {does}" if does else ": inconclusive whether it learns"
+        return [f"{variants[0].label}{verdict} the same as the baseline."]
+    answers = [format_answer(variant) for variant in variants]
     counts = _format_counts(
-        (sum(format_answer(variant).main == "same" for variant in variants), "learns the same", "learn the same"),
-        (
-            sum(format_answer(variant).main == "not the same" for variant in variants),
-            "does not learn the same",
-            "do not learn the same",
-        ),
-        (sum(format_answer(variant).mood == "open" for variant in variants), "inconclusive", "inconclusive"),
+        (sum(a.main == "same" for a in answers), "learns the same", "learn the same"),
+        (sum(a.main == "not the same" for a in answers), "does not learn the same", "do not learn the same"),
+        (sum(a.mood == "open" for a in answers), "inconclusive", "inconclusive"),
     )
     return [f"{len(variants)} variants with the same hyperparameters: {counts}."] if variants else []
 
@@ -186,7 +158,11 @@ def _describe_learning(variants: Sequence[Variant]) -> list[str]:
 def _describe_fastest(variants: Sequence[Variant]) -> list[str]:
     """Return the fastest variant, if its interval lies above the baseline's speed."""
     fit = [variant for variant in variants if format_answer(variant).main == "same" and variant.speed_ratio is not None]
-    sure = [(variant.speed_ratio.estimate, variant) for variant in fit if variant.speed_ratio and _is_faster(variant)]
+    sure = [
+        (ratio.estimate, variant)
+        for variant in fit
+        if (ratio := variant.speed_ratio) and not variant.speed_doubt and ratio.low is not None and ratio.low > 1
+    ]
     doubts = dict.fromkeys(variant.speed_doubt for variant in fit if variant.speed_doubt)
     if not fit:
         return []
@@ -200,29 +176,20 @@ def _describe_fastest(variants: Sequence[Variant]) -> list[str]:
     return [f"{subject} {format_ratio(times)} times the baseline's tokens/s."]
 
 
-def _is_faster(variant: Variant) -> bool:
-    times = variant.speed_ratio
-    return not variant.speed_doubt and times is not None and times.low is not None and times.low > 1
-
-
 def _describe_unfinished(comparison: Comparison) -> list[str]:
     runs = [run for variant in comparison.variants for run in variant.runs]
-    unfinished = [run for run in runs if not run.diverged]
-    going = sum(run.state in ("running", "queued", "planned", "stopped") for run in unfinished)
+    going = sum(run.state in (*WAITING, "stopped") for run in runs if not run.diverged)
     parts = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
     diverged = {run.directory for run in runs if run.diverged}
     kinds = Counter(_classify_missing(run) for run in comparison.failed if run.directory not in diverged)
+    were = {kind: f"{count} {'was' if count == 1 else 'were'}" for kind, count in kinds.items()}
     sentences = {
-        "ended early": f"{_count_were(kinds['ended early'])} ended early by a hook, listed below.",
+        "ended early": f"{were.get('ended early')} ended early by a hook, listed below.",
         "waiting": f"{format_plural(kinds['waiting'], 'trial')} without metrics yet.",
-        "stopped": f"{_count_were(kinds['stopped'])} stopped, listed below.",
+        "stopped": f"{were.get('stopped')} stopped, listed below.",
         "failed": f"{kinds['failed']} failed for other reasons than divergence, listed below.",
     }
     return parts + [sentence for kind, sentence in sentences.items() if kinds[kind]]
-
-
-def _count_were(count: int) -> str:
-    return f"{count} {'was' if count == 1 else 'were'}"
 
 
 def _describe_outcome(comparison: Comparison) -> list[str]:
@@ -238,13 +205,8 @@ def _describe_outcome(comparison: Comparison) -> list[str]:
 
 def _describe_best(comparison: Comparison, rivals: Sequence[Variant]) -> list[str]:
     """Return which variant is best so far, compared with which one, and the result of the test."""
-    bits = rank.uses_bits(comparison.variants)
-    base = comparison.variants[0]
-    ranked = [
-        variant
-        for variant in rivals
-        if (q := select_verdict(variant)) and q.difference and rank.select_result(variant, bits)
-    ]
+    bits, base = rank.uses_bits(comparison.variants), comparison.variants[0]
+    ranked = [v for v in rivals if (q := select_verdict(v)) and q.difference and rank.select_result(v, bits)]
     ranked.sort(key=_compute_merit)
     if not (ranked or any(variant.outcomes.diverged for variant in rivals)) or rank.select_result(base, bits) is None:
         return []
@@ -274,11 +236,8 @@ def _name_variant(variant: Variant) -> str:
 def _format_value(variant: Variant, bits: bool) -> str:
     interval, diverged = rank.select_result(variant, bits), variant.outcomes.diverged
     value = "" if interval is None else f"{'bits per byte' if bits else 'validation loss'} {interval.estimate:.3f}"
-    return (
-        f"{value} on the {variant.outcomes.ended} of {variant.outcomes.known} seeds that did not diverge"
-        if diverged
-        else value
-    )
+    seeds = f" on the {variant.outcomes.ended} of {variant.outcomes.known} seeds that did not diverge"
+    return value + seeds * bool(diverged)
 
 
 def _format_gap(variant: Variant, turned: bool = False) -> str:
@@ -295,7 +254,7 @@ def _describe_test(variant: Variant, comparison: Comparison) -> str:
     if quality is None:
         return "not ranked"
     if quality.diverged or quality.baseline_diverged:
-        return f"{format_wins(quality)}, {format_lost_seeds(quality)} ({_describe_sign_test(quality)})"
+        return _describe_signs(quality)
     if quality.p_holm is None:
         return "equal to rounding" if quality.answer == "no" else "one seed is not enough to compare recipes"
     seeds = f"{quality.pairs or min(variant.outcomes.ended, comparison.variants[0].outcomes.ended)} seeds"
@@ -304,76 +263,56 @@ def _describe_test(variant: Variant, comparison: Comparison) -> str:
         return f"significant with {seeds} ({p})"
     if quality.answer == "no":
         return f"shown to be smaller than the equivalence margin of {comparison.margin:.3g} with {seeds}"
-    return f"not significant with {seeds} ({p}; {_format_needed(quality)})"
+    needed = quality.needed_range or RepeatsNeeded(None, None, None, 0)
+    return f"not significant with {seeds} ({p}; {statistics.describe_repeats_needed(needed, 'seeds')})"
 
 
-def _describe_sign_test(quality: Quality) -> str:
-    """Return the result of the sign test, which is used where runs diverged."""
-    word = "better" if quality.better > quality.worse else "worse"
-    if quality.p_holm is None:
-        return "not significant"
-    is_significant = quality.p_holm < statistics.ALPHA
-    phrase = (
-        f"significantly {word}"
-        if quality.answer == "yes"
-        else f"not clearly {word}"
-        if is_significant
-        else "not significant"
-    )
-    return f"{phrase}, p {quality.p_holm:.2g}"
-
-
-def _format_needed(quality: Quality) -> str:
-    needed = quality.needed_range
-    if needed is None or needed.count is None:
-        return "more seeds are unlikely to decide"
-    return f"{statistics.format_repeats_needed(needed, 'seeds')} would decide"
+def _describe_signs(quality: Quality) -> str:
+    """Return wins and diverged runs, with the result of the sign test, which is used where runs diverged."""
+    word, result = "better" if quality.better > quality.worse else "worse", "not significant"
+    if quality.p_holm is not None:
+        if quality.p_holm < statistics.ALPHA:
+            result = f"not clearly {word}"
+        if quality.answer == "yes":
+            result = f"significantly {word}"
+        result += f", p {quality.p_holm:.2g}"
+    return f"{format_wins(quality)}, {format_lost_seeds(quality)} ({result})"
 
 
 def _describe_diverged(comparison: Comparison) -> list[str]:
     """Return which variants have diverged runs, and their results."""
-    diverged_variants = [variant for variant in comparison.variants if variant.outcomes.diverged]
-    remainder = (
-        [f"Runs of {len(diverged_variants) - NAMED} more variants diverged."] if len(diverged_variants) > NAMED else []
-    )
-    return [
-        f"{variant.label}: {_describe_diverged_variant(variant)}." for variant in diverged_variants[:NAMED]
-    ] + remainder
+    diverged = [variant for variant in comparison.variants if variant.outcomes.diverged]
+    sentences = [f"{variant.label}: {_describe_diverged_variant(variant)}." for variant in diverged[:NAMED]]
+    if len(diverged) > NAMED:
+        sentences.append(f"Runs of {len(diverged) - NAMED} more variants diverged.")
+    return sentences
 
 
 def _describe_diverged_variant(variant: Variant) -> str:
     quality, seed_count = select_verdict(variant), variant.outcomes.known
     if quality is not None and quality.diverged and quality.at != "the target":
-        return f"{format_wins(quality)}, {format_lost_seeds(quality)} ({_describe_sign_test(quality)})"
-    count_text = "all" if variant.outcomes.diverged == seed_count else f"{variant.outcomes.diverged} of"
+        return _describe_signs(quality)
     if variant.against_best:
         return f"{variant.against_best} (compared with its best learning rate)"
-    return f"{count_text} {format_plural(seed_count, 'seed')} diverged"
+    count = "all" if variant.outcomes.diverged == seed_count else f"{variant.outcomes.diverged} of"
+    return f"{count} {format_plural(seed_count, 'seed')} diverged"
 
 
 def _count_answers(variants: Sequence[Variant]) -> list[str]:
     """Return how many variants have each answer."""
-    phrase = [format_answer(variant).main for variant in variants if not variant.untuned]
-    lost = sum(format_answer(variant).main.startswith("better on") and not variant.untuned for variant in variants)
+    words = [format_answer(variant).main for variant in variants if not variant.untuned]
+    unclear = "not clearly better or worse, because runs diverged"
+    untuned = len(variants) - len(words)
     counts = _format_counts(
-        *((phrase.count(word), word, word) for word in ("better", "worse", "inconclusive")),
-        (
-            lost,
-            "not clearly better or worse, because runs diverged",
-            "not clearly better or worse, because runs diverged",
-        ),
-        (phrase.count("differs"), "differs", "differ"),
-        (phrase.count("no difference"), "no difference", "no difference"),
-        (phrase.count("not ranked"), "not ranked", "not ranked"),
-        (
-            sum(variant.untuned for variant in variants),
-            "not at its best learning rate",
-            "not at their best learning rate",
-        ),
+        *((words.count(word), word, word) for word in ("better", "worse", "inconclusive")),
+        (sum(word.startswith("better on") for word in words), unclear, unclear),
+        (words.count("differs"), "differs", "differ"),
+        *((words.count(word), word, word) for word in ("no difference", "not ranked")),
+        (untuned, "not at its best learning rate", "not at their best learning rate"),
     )
     if len(variants) == 1:
         return [f"{variants[0].label} compared with the baseline: {counts.removeprefix('1 ')}."]
-    rivals = " The better variants were not compared with each other." if phrase.count("better") > 1 else ""
+    rivals = " The better variants were not compared with each other." if words.count("better") > 1 else ""
     return [f"{len(variants)} variants with other hyperparameters: {counts}.{rivals}"]
 
 
@@ -384,37 +323,33 @@ def _describe_unequal_tokens(comparison: Comparison, rivals: Sequence[Variant]) 
     token_counts = ", ".join(f"{number:,}" for number in rank.list_token_counts(comparison.variants)[:NAMED])
     parts = f"The variants saw different numbers of tokens ({token_counts}), so their final losses are not ranked."
     if comparison.target is not None and any(variant.reached for variant in comparison.variants):
-        return [
-            f"{parts} They are ranked by the tokens to the loss {comparison.target:g}.",
-            *_describe_target(comparison),
-        ]
-    ranked = [variant for variant in rivals if (q := select_verdict(variant)) and q.difference is not None]
-    if not ranked:
+        ranking = f"They are ranked by the tokens to the loss {comparison.target:g}."
+        return [f"{parts} {ranking}", *_describe_target(comparison)]
+    if not any((quality := select_verdict(variant)) and quality.difference for variant in rivals):
         reason = "the runs have no validation at the same number of tokens (lower evaluation.every)"
         return [f"{parts} They can't be compared at equal tokens: {reason}."]
-    condition = (
-        "They are compared at equal tokens, where the longer runs had not finished their learning rate schedule."
-    )
-    return [f"{parts} {condition}", *_count_answers(rivals)]
+    condition = "where the longer runs had not finished their learning rate schedule."
+    return [f"{parts} They are compared at equal tokens, {condition}", *_count_answers(rivals)]
 
 
 def _describe_target(comparison: Comparison) -> list[str]:
     """Return which variant reached the target with the fewest tokens, and which with the fewest device-hours."""
-    variants = [variant for variant in comparison.variants if variant.reached and variant.reached.median_tokens]
-    if not variants:
+    reached = [(v.reached, v) for v in comparison.variants if v.reached]
+    tokens = sorted(((r.median_tokens, v) for r, v in reached if r.median_tokens), key=lambda entry: entry[0])
+    if not tokens:
         return ["In no variant did half of the runs reach the target."]
-    if any(variant.reached and variant.reached.at_first for variant in comparison.variants):
+    if any(r.at_first for r, _ in reached):
         return [f"Runs had reached the target at their first validation: {EARLIER_TARGET_ADVICE}."]
-    variants.sort(key=_read_median_tokens)
-    variant = variants[0]
-    rival = next((candidate for candidate in variants if not candidate.baseline), variant)
-    tokens = format_tokens(_read_median_tokens(variant))
-    fewest = f"Fewest tokens: {variant.label}, {tokens} (median){_describe_rival(rival, comparison)}."
-    return [fewest, _describe_soonest(comparison)]
-
-
-def _read_median_tokens(variant: Variant) -> float:
-    return variant.reached.median_tokens or 0.0 if variant.reached else 0.0
+    (fewest, variant), soonest = tokens[0], ""
+    rival = next((v for _, v in tokens if not v.baseline), variant)
+    doubts = dict.fromkeys(v.speed_doubt for v in comparison.variants if v.speed_doubt)
+    hours = [(r.median_device_hours, v.label) for r, v in reached if r.median_device_hours is not None]
+    if doubts:
+        soonest = f"Device-hours to the target are not ranked: {'; '.join(doubts)}."
+    elif hours:
+        soonest = f"Fewest device-hours (median, not tested): {min(hours)[1]}, {format_rounded(min(hours)[0])}."
+    test = _describe_rival(rival, comparison)
+    return [f"Fewest tokens: {variant.label}, {format_tokens(fewest)} (median){test}.", soonest]
 
 
 def _describe_rival(variant: Variant, comparison: Comparison) -> str:
@@ -426,27 +361,6 @@ def _describe_rival(variant: Variant, comparison: Comparison) -> str:
     return f"; {variant.label} compared with the baseline: {times}the tokens, {_describe_test(variant, comparison)}"
 
 
-def _describe_soonest(comparison: Comparison) -> str:
-    doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
-    if doubts:
-        return f"Device-hours to the target are not ranked: {'; '.join(doubts)}."
-    hours = [
-        (variant.reached.median_device_hours, variant.label)
-        for variant in comparison.variants
-        if variant.reached and variant.reached.median_device_hours is not None
-    ]
-    return (
-        f"Fewest device-hours (median, not tested): {min(hours)[1]}, {format_rounded(min(hours)[0])}." if hours else ""
-    )
-
-
 def _format_counts(*groups: tuple[int, str, str]) -> str:
     """Return counts as text, as in "2 better, 1 worse", from (count, words for one, words for several)."""
-    return ", ".join(
-        f"{count} {singular if count == 1 else plural_form}"
-        for count, singular, plural_form in _drop_zero_counts(groups)
-    )
-
-
-def _drop_zero_counts(groups: Iterable[tuple[int, str, str]]) -> list[tuple[int, str, str]]:
-    return [group for group in groups if group[0]]
+    return ", ".join(f"{count} {word if count == 1 else words}" for count, word, words in groups if count)

@@ -1,18 +1,15 @@
-"""A campaign as one HTML file that loads nothing. Needs jinja2 (the extra `compare`)."""
+"""A campaign as a page. Needs jinja2 (the extra `compare`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from markupsafe import Markup
 
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
 from titan.evidence import answers
 from titan.evidence.campaign import Campaign, Changes, Idea, SeedPair, find_size
 from titan.report.render.charts import Bar, Chart, draw_bar_chart
-from titan.report.render.template import POLICY, content, load_template
+from titan.report.render.document import Bullets, Figures, Report, Section, Table, Words, format_page
 
 GROUPS = (
     ("confirming", "Being confirmed", "They passed the screen; seeds that nothing has used decide."),
@@ -25,8 +22,11 @@ GROUPS = (
      "Taken back before they were judged. Their pairs stay, and so does the budget of confirmations that had begun."),
 )  # fmt: skip
 """States of ideas that were not kept, with a heading and a note."""
-NONE = ""
 UNKNOWN = "not known"
+KEPT_HEAD = ("baseline", "change", "hypothesis", "better by", "95% interval", "effective speed-up", "e-value", "needed",
+             "pairs (screen + confirmation)")  # fmt: skip
+OTHER_HEAD = ("change", "hypothesis", "of baseline", "better by", "95% interval", "e-value of the screen",
+              "of the confirmation", "needed", "pairs (screen + confirmation)")  # fmt: skip
 
 
 def render_page(campaign: Campaign, name: str, made: str) -> str:
@@ -36,22 +36,23 @@ def render_page(campaign: Campaign, name: str, made: str) -> str:
         made: date and command, for the last line.
     """
     kept = [campaign.ideas[id] for id in campaign.kept]
-    chart = draw_sizes(campaign, kept)
-    return load_template("campaign.html.jinja").render(
-        policy=Markup(POLICY),
-        css=Markup(content("page.css") + content("plan.css")),
-        title=sanitize_line(f"Campaign {name}"),
-        lead=format_lead(campaign),
-        sentences=list_sentences(campaign),
-        kept=[_tabulate_kept(campaign, idea) for idea in kept],
-        charts=[] if chart is None else [chart],
-        groups=_list_groups(campaign),
-        baseline=format_changes(campaign.rules.baseline),
-        made=sanitize_line(made),
-    )
+    chart = _draw_sizes(campaign, kept)
+    groups = []
+    for state, heading, note in GROUPS:
+        rows = [_tabulate_other(campaign, idea) for idea in campaign.ideas.values() if idea.state == state]
+        groups += [Section(heading, [Words(note, "faint"), Table(rows, OTHER_HEAD, words=2)])] if rows else []
+    sections = [
+        Section("", [Bullets(_list_sentences(campaign))]),
+        Section("Accepted changes", [Table([_tabulate_kept(campaign, idea) for idea in kept], KEPT_HEAD, words=3)]),
+        Section("Sizes", [Figures([chart] if chart else [])]),
+        *groups,
+        Section("First baseline", [Words(_format_changes(campaign.rules.baseline), "code")]),
+    ]
+    report = Report(sanitize_line(f"Campaign {name}"), _format_lead(campaign), sections)
+    return format_page(report, sanitize_line(made))
 
 
-def format_lead(campaign: Campaign) -> str:
+def _format_lead(campaign: Campaign) -> str:
     """Return the first sentence: how many ideas were kept, and what they are worth together."""
     counts = f"{len(campaign.kept)} of {format_plural(len(campaign.ideas), 'idea')} became the baseline"
     if not campaign.kept:
@@ -66,13 +67,21 @@ def format_lead(campaign: Campaign) -> str:
     return f"{counts}. On {seeds} baseline {len(campaign.kept)} is, against the first, {size}{worth}."
 
 
-def list_sentences(campaign: Campaign) -> list[str]:
+def _list_sentences(campaign: Campaign) -> list[str]:
     """Return the rules in words: metric, budget, noise floor, speed-up, damage."""
     rules, noise = campaign.rules, answers.describe_noise(campaign)
+    floor = "not measured; the verb noise does it."
+    if noise["pairs"]:
+        ends = noise["interval"]
+        interval = "too few for an interval" if ends is None else f"95% interval {ends[0]:.3g} to {ends[1]:.3g}"
+        floor = (
+            f"one seed has a standard deviation of {noise['seed_deviation']:.3g} ({interval}), from "
+            f"{format_plural(noise['pairs'], 'pair')} of the baseline against itself."
+        )
     sentences = [
         f"Metric: {sanitize_line(rules.metric)}, lower is better; an idea must be better by over {rules.margin:g}.",
         f"The chance that any useless idea is ever kept is at most {rules.budget:.3g}, however often anybody looks.",
-        _format_noise(noise),
+        f"Noise floor: {floor}",
     ]
     if rules.slope is None:
         sentences.append("Effective speed-ups are not known: the campaign was opened without slope=.")
@@ -87,55 +96,36 @@ def list_sentences(campaign: Campaign) -> list[str]:
     return sentences
 
 
-def _format_noise(noise: dict[str, Any]) -> str:
-    if noise["pairs"] == 0:
-        return "Noise floor: not measured; the verb noise does it."
-    ends = noise["interval"]
-    interval = "too few for an interval" if ends is None else f"95% interval {ends[0]:.3g} to {ends[1]:.3g}"
-    return (
-        f"Noise floor: one seed has a standard deviation of {noise['seed_deviation']:.3g} ({interval}), from "
-        f"{format_plural(noise['pairs'], 'pair')} of the baseline against itself."
-    )
-
-
 def _tabulate_kept(campaign: Campaign, idea: Idea) -> list[str]:
     answer = answers.describe_idea(campaign, idea)
     speed_up = UNKNOWN if answer["speed_up"] is None else f"{answer['speed_up']:.3g}"
     return [
         f"{idea.kept_as}",
-        format_changes(idea.changes),
-        sanitize_line(idea.hypothesis or NONE),
+        _format_changes(idea.changes),
+        sanitize_line(idea.hypothesis or ""),
         *_format_size(idea.stages["confirm"]),
         speed_up,
-        _format_e_value(answer["confirm"]["highest"]),
+        f"{answer['confirm']['highest']:.3g}",
         f"{answer['needed']:g}",
         _count_pairs(idea),
     ]
-
-
-def _list_groups(campaign: Campaign) -> list[tuple[str, str, list[list[str]]]]:
-    groups = []
-    for state, heading, note in GROUPS:
-        rows = [_tabulate_other(campaign, idea) for idea in campaign.ideas.values() if idea.state == state]
-        groups += [(heading, note, rows)] if rows else []
-    return groups
 
 
 def _tabulate_other(campaign: Campaign, idea: Idea) -> list[str]:
     answer = answers.describe_idea(campaign, idea)
     return [
-        format_changes(idea.changes),
-        sanitize_line(idea.hypothesis or NONE),
+        _format_changes(idea.changes),
+        sanitize_line(idea.hypothesis or ""),
         f"{idea.baseline}",
         *_format_size(idea.stages["confirm"] or idea.stages["screen"]),
-        _format_e_value(answer["screen"]["highest"]),
-        _format_e_value(answer["confirm"]["highest"]) if idea.stages["confirm"] else NONE,
+        f"{answer['screen']['highest']:.3g}",
+        f"{answer['confirm']['highest']:.3g}" if idea.stages["confirm"] else "",
         f"{answer['needed']:g}",
         _count_pairs(idea),
     ]
 
 
-def format_changes(changes: Changes) -> str:
+def _format_changes(changes: Changes) -> str:
     """Return changes as one line."""
     return sanitize_line(changes if isinstance(changes, str) else " ".join(changes))
 
@@ -150,17 +140,13 @@ def _format_size(pairs: Sequence[SeedPair]) -> tuple[str, str]:
     )
 
 
-def _format_e_value(value: float) -> str:
-    return f"{value:.3g}"
-
-
 def _count_pairs(idea: Idea) -> str:
     return f"{len(idea.stages['screen'])} + {len(idea.stages['confirm'])}"
 
 
-def draw_sizes(campaign: Campaign, kept: Sequence[Idea]) -> Chart | None:
+def _draw_sizes(campaign: Campaign, kept: Sequence[Idea]) -> Chart | None:
     """Return bars of the sizes of the kept changes, and of all together; None where nothing was kept."""
-    rows = [(f"{idea.kept_as}: {format_changes(idea.changes)}", idea.stages["confirm"]) for idea in kept]
+    rows = [(f"{idea.kept_as}: {_format_changes(idea.changes)}", idea.stages["confirm"]) for idea in kept]
     if chain := campaign.chain.get(len(campaign.kept), []):
         rows.append(("all together", chain))
     bars = [bar for label, pairs in rows if (bar := _build_bar(label, pairs)) is not None]
