@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan.cluster.checks import check_container, check_job, check_timeouts
 from titan.cluster.hardware import Hardware
 from titan.config.settings import setting
 from titan.config.text_kinds import Account, Code, Label
@@ -146,9 +145,3 @@ class Cluster:
     def step_seconds(self) -> float:
         """The timeout within a step in seconds."""
         return min(STEP_SECONDS, self.timeout) if self.step_timeout == "auto" else float(self.step_timeout)
-
-    def check(self) -> None:
-        """Raise ConfigError for settings that no job can have; see `titan.cluster.checks`."""
-        check_timeouts(self)
-        check_job(self)
-        check_container(self)

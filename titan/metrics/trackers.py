@@ -26,10 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan.metrics.schema import Metrics
+from titan.metrics.mlflow import MLflowRun
+from titan.metrics.schema import Metrics, MLflow, Tracker, Trackio
 from titan.metrics.secrets import hide_in_labels, summarise_error
 from titan.metrics.tensorboard import TensorBoard
 from titan.metrics.tracker_run import RunDescription, TrackerRun, Warn
+from titan.metrics.trackio import TrackioRun
 from titan.metrics.wandb import WeightsAndBiases, build_wandb_options
 
 MAX_QUEUED_RECORDS = 10_000
@@ -195,10 +197,16 @@ def _list_requests(metrics: Metrics, directory: Path, description: RunDescriptio
     for name, tracker in (metrics.trackers or {}).items():
         requests[f"metrics.trackers.{name}"] = _Request(
             packages=tracker.packages,
-            open_run=partial(hide_in_labels(tracker).build, directory, description),
+            open_run=partial(_open_run, hide_in_labels(tracker), directory, description),
             finish_minutes=tracker.finish_minutes,
         )
     return requests
+
+
+def _open_run(tracker: Tracker, directory: Path, description: RunDescription, warn: Warn) -> TrackerRun:
+    own: Any = type(tracker).build  # of a class that derives from one of these: that, unless it has another one
+    build = {MLflow.build: MLflowRun, Trackio.build: TrackioRun}.get(own, own)
+    return build(tracker, directory, description, warn)
 
 
 def find_viewers(metrics: Metrics, directory: Path) -> dict[str, str]:

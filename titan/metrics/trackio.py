@@ -13,11 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan.metrics.schema import Trackio
+from titan.metrics.schema import TRACKIO_DIRECTORY, Trackio
 from titan.metrics.tracker_run import RunDescription, Warn, extract_numbers, extract_scalars, flatten_settings
-
-DIRECTORY_VARIABLE = "TRACKIO_DIR"
-"""The environment variable with the folder of trackio's files, which it reads when it is imported."""
 
 
 class TrackioRun:
@@ -32,7 +29,7 @@ class TrackioRun:
         Raises:
             OSError: when the folder can't be written to.
         """
-        folder = choose_folder(settings, directory)
+        folder = settings.choose_folder(directory)
         _check_folder(folder)
         trackio = _import_trackio(folder, warn)
         self._step = 0
@@ -62,11 +59,6 @@ class TrackioRun:
         self._run.finish()
 
 
-def choose_folder(settings: Trackio, directory: Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of trackio's files: that of the settings, else of the environment, else one of the run."""
-    return Path(settings.directory or environ.get(DIRECTORY_VARIABLE) or directory / "trackio").absolute()
-
-
 def _check_folder(folder: Path) -> None:
     """Create the folder; raise OSError where it can't be written to, for which trackio would only warn each time."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +68,7 @@ def _check_folder(folder: Path) -> None:
 
 def _import_trackio(folder: Path, warn: Warn) -> Any:
     """Return the module, which prints nothing and writes to a folder, unless it was imported for another before."""
-    with _set_variable(DIRECTORY_VARIABLE, str(folder)):
+    with _set_variable(TRACKIO_DIRECTORY, str(folder)):
         import trackio
 
     if Path(trackio.TRACKIO_DIR).absolute() != folder:

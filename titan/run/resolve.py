@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from titan.cluster.checks import check_cluster
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config.warning import warn_once
@@ -89,7 +90,7 @@ def _check_axes(recipe: Recipe) -> Recipe:
     recipe.parallelism.check()
     recipe.dataset.check()
     recipe.evaluation.check()
-    recipe.cluster.check()
+    check_cluster(recipe.cluster)
     hooks.check_hooks(recipe.hooks)
     return dataclasses.replace(recipe, optimizer=recipe.optimizer.measure(recipe.model))
 
