@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan.checkpoint import assignment, metadata_file, reader
 from titan.checkpoint.metadata_file import Positions
+from titan.checkpoint.save import CheckpointWriter
 from titan.checkpoint.save_planner import CachingSavePlanner, GlobalPlan, WriteSummary
-from titan.checkpoint.writer import CheckpointWriter
 
 Box = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 """A tensor's name and size, and the offsets and sizes of a rank's part."""

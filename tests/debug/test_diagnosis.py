@@ -9,8 +9,7 @@ import pytest
 
 from titan.debug import activity
 from titan.debug.diagnosis import RunState, describe_layer, diagnose, diagnose_save, format_table
-from titan.debug.flight import PendingCollective
-from titan.debug.rank_state import RankGroup, RankState
+from titan.debug.rank_state import PendingCollective, RankGroup, RankState
 
 ALL = {"w": RankGroup("shard", range(4))}
 UNITED = {"u": RankGroup("shard", range(2, 4)), "w": RankGroup("world", range(4))}

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from titan.debug.dumps import record_nccl_timeouts
-from titan.debug.flight import Collectives, PendingCollective, describe_kind, dump_recorder, read_collectives
+from titan.debug.rank_state import Collectives, PendingCollective, describe_kind, dump_recorder, read_collectives
+from titan.debug.thread_state import record_nccl_timeouts
 
 
 def entry(number: int, name: str = "gloo:all_reduce", *, ended: bool = True, state: str = "scheduled") -> Any:

@@ -10,9 +10,8 @@ import pytest
 from tests.debug.test_diagnosis import issued, rank, waits, world
 from titan.cluster.rank_info import RankInfo
 from titan.debug import verdict
-from titan.debug.activity import COMPUTING, ENDED, EVALUATING, HOOK, SAVING, STARTING, Activity
-from titan.debug.clock import Clock
-from titan.debug.judge import Judge
+from titan.debug.activity import COMPUTING, ENDED, EVALUATING, HOOK, SAVING, STARTING, Activity, Clock
+from titan.debug.verdict import Judge
 
 INFO = RankInfo(0, 4, 0, supervised=True)
 OTHERS = [waits(n, late=3.0) for n in (0, 1, 3)]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.measure import fit_costs
 from tests.support.composing import compose_test_run
-from titan.cluster.hardware import Hardware
+from titan.cluster.schema import Hardware
 from titan.estimate.known_hardware import CALIBRATED_FIGURES, EXPERTS_HARDWARE, PUBLISHED_HARDWARE, describe_unmeasured
 from titan.estimate.plan import PUBLISHED, build_plan, resolve_hardware
 from titan.run.compose import compose_run

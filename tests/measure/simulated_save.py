@@ -26,8 +26,8 @@ from tests.measure.in_memory import DictStore
 from titan.checkpoint.assignment import Holdings, compute_digest, describe_items
 from titan.checkpoint.coordinator import Coordinator, pack_message
 from titan.checkpoint.manifest import ManifestFile
+from titan.checkpoint.save import CheckpointWriter
 from titan.checkpoint.save_planner import CachingSavePlanner, RankPositions, WriteSummary
-from titan.checkpoint.writer import CheckpointWriter
 from titan.parallelism.exchange import StoreExchange
 from titan.run.run import Run
 

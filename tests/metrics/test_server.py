@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from titan.metrics.server import server_answers
+from titan.metrics.tracker_run import server_answers
 
 
 class Status(BaseHTTPRequestHandler):

@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.support.processes import LIMIT, wait_until
-from titan.metrics import tensorboard, trackers, wandb
+from titan.metrics import trackers, wandb
 from titan.metrics.schema import Metrics, MLflow, Tracker, Trackio
-from titan.metrics.secrets import hide_in_labels, remove_secrets
-from titan.metrics.tracker_run import RunDescription, extract_scalars
+from titan.metrics.tracker_run import RunDescription, extract_scalars, hide_in_labels, remove_secrets
 from titan.metrics.trackers import Trackers, find_viewers, open_trackers
 from titan.metrics.wandb import find_online_obstacle, has_wandb_key
 
@@ -243,7 +242,7 @@ def test_tensorboard_has_hyperparameters_and_exact_times(tmp_path: Path) -> None
         "model.dim": 64, "model.head_dim": "null", "optimizer.betas": "[0.9,0.95]", "name": "x",
     }  # fmt: skip
     shown = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment.metric_infos
-    assert {info.name.tag for info in shown} == set(tensorboard.HPARAM_METRICS)
+    assert {info.name.tag for info in shown} == set(trackers.HPARAM_METRICS)
     assert HParamsPluginData.FromString(content["_hparams_/session_end_info"]).session_end_info.status == 1
 
 

@@ -60,14 +60,14 @@ CHECKPOINTS = (
     ),
     define_fault(
         "retention: the first of a stretch is not kept",
-        "titan/checkpoint/retention.py",
+        "titan/checkpoint/manifest.py",
         "if tokens // keep_tokens > last:",
         "if False:",
         "checkpoint/test_manifest.py::TestRetention::test_the_last_ones_stay_and_the_first_of_each_stretch",
     ),
     define_fault(
         "retention: no grace",
-        "titan/checkpoint/retention.py",
+        "titan/checkpoint/manifest.py",
         ".st_mtime >= grace:",
         ".st_mtime >= 0:",
         "checkpoint/test_manifest.py::TestRetention"
@@ -75,7 +75,7 @@ CHECKPOINTS = (
     ),
     define_fault(
         "retention: one more stays",
-        "titan/checkpoint/retention.py",
+        "titan/checkpoint/manifest.py",
         "in checkpoints[-keep:]}",
         "in checkpoints[-keep - 1 :]}",
         "checkpoint/test_manager.py::test_when_checkpoints_are_saved_and_which_are_kept",
@@ -566,7 +566,7 @@ LADDERS = (
     ),
     define_fault(
         "ladders: checkpoints where branches begin go",
-        "titan/checkpoint/retention.py",
+        "titan/checkpoint/manifest.py",
         " | {step for step, _ in checkpoints if step in at}",
         "",
         "checkpoint/test_manifest.py::TestRetention::test_the_last_ones_stay_and_the_first_of_each_stretch",

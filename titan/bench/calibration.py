@@ -1,4 +1,4 @@
-"""Measure the figures of this machine that the cost model needs: see `titan.cluster.hardware`."""
+"""Measure the figures of this machine that the cost model needs: see `titan.cluster.schema`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.bench import trials
-from titan.cluster.hardware import Hardware
+from titan.cluster.schema import Hardware
 from titan.estimate.block_time import LAUNCHES
 from titan.estimate.plan import derive_device_speeds
 from titan.estimate.step_time import StepModel, estimate_step

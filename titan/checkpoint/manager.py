@@ -25,18 +25,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan.checkpoint import manifest, retention
-from titan.checkpoint.coordinator import Coordinator, find_reason
+from titan.checkpoint import manifest
+from titan.checkpoint.coordinator import Coordinator, find_reason, prefix_errors
 from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.remote import Remote, open_remote
 from titan.checkpoint.save import CheckpointSave, TokenizerFiles
 from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.checkpoint.schema import Checkpoint
-from titan.checkpoint.staging import Staging
-from titan.checkpoint.state import TrainState, evaluation_state_dict, train_state_dict
+from titan.checkpoint.state import Staging, TrainState, evaluation_state_dict, train_state_dict
 from titan.parallelism.replicas import ReplicaDifference
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended with a single process
@@ -224,7 +225,7 @@ class CheckpointManager:
         self.planner.forget_plan()
         # with a manifest the checkpoint is complete: another rank exited while it was notified
         if self.coordinator.rank == 0 and manifest.read(folder) is None:
-            retention.remove(folder)
+            manifest.remove(folder)
 
     def _wait_for_state(self, job: _SaveJob, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the state once it is copied.
@@ -270,7 +271,7 @@ class CheckpointManager:
 
     def _prune_checkpoints(self, run_id: str) -> None:
         settings = self.settings
-        retention.prune(self.directory, settings.keep, settings.keep_tokens, settings.grace, run_id, settings.at)
+        manifest.prune(self.directory, settings.keep, settings.keep_tokens, settings.grace, run_id, settings.at)
 
 
 def _join_errors(errors: list[list[str]]) -> str | None:
@@ -307,4 +308,61 @@ def _load_complete(folder: Path, check_files: bool) -> Manifest:
     checkpoint_manifest = manifest.inspect(folder) if check_files else manifest.load(folder)
     if checkpoint_manifest is None:
         raise FileNotFoundError(2, f"{manifest.NAME} is missing", str(folder))
+    return checkpoint_manifest
+
+
+def make_copy_hook(
+    settings: Checkpoint, path: str, directory: str, coordinator: Coordinator
+) -> Callable[[Path, Manifest], None]:
+    """Return the post-save hook that copies each checkpoint to `path`; see `titan.checkpoint.manager.PostSaveHook`."""
+    remote = open_remote(path, directory)
+
+    def copy_checkpoint(folder: Path, checkpoint_manifest: Manifest) -> None:
+        with prefix_errors(f"the copy to {remote.url}"):
+            _upload_checkpoint(remote, folder, checkpoint_manifest, settings, coordinator)
+
+    return copy_checkpoint
+
+
+def _upload_checkpoint(
+    remote: Remote, folder: Path, checkpoint_manifest: Manifest, settings: Checkpoint, coordinator: Coordinator
+) -> None:
+    rank_files = manifest.select_rank_files(checkpoint_manifest.files, coordinator.rank, coordinator.world_size)
+    coordinator.on_rank0(lambda: remote.begin_upload(checkpoint_manifest))
+    coordinator.run_all(lambda: remote.upload_files(folder, rank_files, coordinator.activity.record_save_progress))
+    retired_files = coordinator.on_rank0(lambda: _publish_checkpoint(remote, folder, checkpoint_manifest, settings))
+    rank_steps = sorted(retired_files.items())[coordinator.rank :: coordinator.world_size]
+    coordinator.run_all(lambda: remote.remove_files(rank_steps))
+    if retired_files:
+        coordinator.on_rank0(lambda: remote.record_removal(retired_files))
+
+
+def _publish_checkpoint(
+    remote: Remote, folder: Path, checkpoint_manifest: Manifest, settings: Checkpoint
+) -> dict[int, list[str]]:
+    run_file = folder.parent.parent / "run.yaml"
+    if run_file.is_file():
+        remote.write_file("run.yaml", run_file.read_bytes())
+    return remote.publish(folder, checkpoint_manifest, settings)
+
+
+def fetch_checkpoint(remote: Remote, step: int, directory: Path, coordinator: Any) -> Path:
+    """Fetch a checkpoint into the run's directory as a complete checkpoint; all ranks call it together.
+
+    Raises:
+        CoordinationError: on all ranks, when it can't be read or is damaged.
+    """
+    folder = manifest.folder_of(directory, step)
+    checkpoint_manifest: Manifest = coordinator.on_rank0(lambda: _begin_fetch(remote, step, folder))
+    rank_files = dict(sorted(checkpoint_manifest.files.items())[coordinator.rank :: coordinator.world_size])
+    coordinator.run_all(lambda: remote.fetch_files(step, folder, rank_files, coordinator.activity.record_progress))
+    coordinator.on_rank0(lambda: manifest.write(folder, checkpoint_manifest))
+    return folder
+
+
+def _begin_fetch(remote: Remote, step: int, folder: Path) -> Manifest:
+    checkpoint_manifest = remote.read_manifest(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (manifest.NAME, manifest.RETIRED, manifest.DAMAGED):
+        (folder / name).unlink(missing_ok=True)
     return checkpoint_manifest

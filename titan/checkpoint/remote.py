@@ -5,7 +5,7 @@ written under their final names, the manifest last, and then `index.json`, which
 
     URL/NAME/   index.json  run.yaml  step-120/manifest.json  step-120/__0_0.distcp  ...
 
-`titan.checkpoint.transfer` divides the files among the ranks.
+`titan.checkpoint.manager` divides the files among the ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan.checkpoint import manifest, retention
+from titan.checkpoint import manifest
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
 from titan.checkpoint.schema import Checkpoint
 from titan.config.optional import import_fsspec
@@ -151,7 +151,7 @@ class Remote:
         step_tokens = {int(step): tokens for step, tokens in index["steps"].items()} | {
             checkpoint_manifest.step: checkpoint_manifest.tokens
         }
-        kept_steps = retention.select_kept(
+        kept_steps = manifest.select_kept(
             sorted(pair for pair in step_tokens.items() if pair[0] <= checkpoint_manifest.step),
             settings.keep,
             settings.keep_tokens,

@@ -5,27 +5,131 @@
 3. every rank: `finish_plan`; `write_data`, with checksums; it sends rank 0 the positions of its items and its files;
 4. rank 0: `write_metadata`, and the manifest, which makes the checkpoint complete.
 
-`titan.checkpoint.save_planner` makes the plans, `titan.checkpoint.writer` writes the files, and
-`titan.checkpoint.coordinator` sends the messages; they don't call each other.
+`titan.checkpoint.save_planner` makes the plans, and `titan.checkpoint.coordinator` sends the messages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from titan.checkpoint import manifest, retention
+from titan.checkpoint import manifest
+from titan.checkpoint.assignment import Assignment
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
+from titan.checkpoint.metadata_file import Positions, encode_metadata
 from titan.checkpoint.save_planner import CachingSavePlanner, ItemMask, LocalPlan, WriteSummary
-from titan.checkpoint.writer import CheckpointWriter
+from titan.files.platform import sync_file
+
+Name = str | os.PathLike[str]
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes this rank's files into a folder; `files` has their sizes and checksums."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder, which is created if it is missing."""
+        super().__init__(folder)
+        self.fs: Any = ChecksumFileSystem()
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the save's id only: a path in `.metadata` would have another class in other Python versions."""
+        return StorageMeta(save_id=self.save_id)
+
+    def write_metadata(self, assignment: Assignment, positions: Positions) -> None:
+        """Write the metadata of the whole checkpoint.
+
+        The temporary file is not `titan.files.atomic`'s, because its content has to be counted as well.
+
+        Args:
+            assignment: what all ranks wrote.
+            positions: where they wrote it.
+        """
+        path = Path(self._get_metadata_path())
+        temporary = path.with_name(f"{path.name}.tmp")
+        with self.fs.create_stream(temporary, "wb") as stream:
+            for piece in encode_metadata(assignment, positions, self.storage_meta()):
+                stream.write(piece)
+            stream.flush()
+            sync_file(stream.fileno())
+        self.fs.rename(temporary, path)
+
+    @property
+    def files(self) -> dict[str, ManifestFile]:
+        """Size and checksum of each written file, by name."""
+        return dict(self.fs.files)
+
+
+class ChecksumFileSystem(FileSystem):
+    """A file system that records size and checksum of written files.
+
+    Attributes:
+        files: the written files by their names.
+        advance: called whenever something is written.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, ManifestFile] = {}
+        self.advance: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def create_stream(self, path: Name, mode: str) -> Iterator[Any]:
+        """Open a file; see torch's `FileSystemBase`."""
+        with super().create_stream(path, mode) as raw:
+            stream = _Stream(raw, self.advance)
+            yield stream
+        self.files[Path(path).name] = ManifestFile(stream.size, f"{stream.crc:08x}")
+
+    def rename(self, path: Name, new_path: Name) -> None:
+        """Rename a file."""
+        super().rename(path, new_path)
+        if Path(path).name in self.files:
+            self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+
+
+class _Stream(io.IOBase):
+    """A file opened for sequential writing."""
+
+    def __init__(self, raw: Any, advance: Callable[[], None]) -> None:
+        self.raw, self.advance, self.size, self.crc = raw, advance, 0, 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < len(view):  # on a nearly full disk a write may be partial
+            written += self.raw.write(view[written:]) or 0
+        self.size, self.crc = self.size + len(view), zlib.crc32(view, self.crc)
+        self.advance()
+        return len(view)
+
+    def tell(self) -> int:
+        return self.size
+
+    def fileno(self) -> int:
+        return int(self.raw.fileno())
+
+    def flush(self) -> None:
+        if not self.raw.closed:
+            self.raw.flush()
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
+
 
 TokenizerFiles = tuple[dict[str, ManifestFile], str | None]
 """A tokenizer's files in a folder by name, and the tokenizer's name there."""
@@ -132,8 +236,8 @@ def _create_folder(
     Raises:
         FileExistsError: when the folder is behind a symbolic link, and has a checkpoint of another run than `run_id`.
     """
-    if folder.is_dir() and retention.is_linked(folder):
-        retention.clear_linked(folder, run_id)
+    if folder.is_dir() and manifest.is_linked(folder):
+        manifest.clear_linked(folder, run_id)
     elif folder.is_dir():
         shutil.rmtree(folder)  # from a killed save, or corrupt
     else:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from titan.cluster.gpus import GIB, Gpu, find_gpus
+from titan.cluster.gpus import GIB, Gpu, Probe, find_gpus, parse_fields, parse_number
 from titan.cluster.known_devices import look_up_capability, look_up_memory_gib
-from titan.cluster.probe import Probe, parse_fields, parse_number
 from titan.cluster.schema import Cluster
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.dataset.permutation import GOLDEN, Permutation, hash64
-from titan.dataset.proportions import BLOCK
+from titan.dataset.schema import BLOCK
 from titan.dataset.shards import Corpus, Split
 from titan.errors import ConfigError, RunError
 

@@ -20,8 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titan.debug import activity, rank_state
-from titan.debug.flight import PendingCollective
-from titan.debug.rank_state import RankState
+from titan.debug.rank_state import PendingCollective, RankState
 
 """The phases of which each step has one, and what comes before the first."""
 DIMENSION_NAMES = {

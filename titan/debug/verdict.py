@@ -1,17 +1,24 @@
-"""What the ranks of a run say about a hang, in the run's directory. Free of torch.
+"""What the ranks of a run say about a hang, in the run's directory, and when the run ends. Free of torch.
 
-The lowest rank that is alive writes both files: `debug/hang.json`, the last diagnosis, which the other ranks read, and
-`debug/hangs.log`, one line per message, which the launcher shows on the terminal.
+The lowest rank that is alive judges and writes both files: `debug/hang.json`, the last diagnosis, which the other ranks
+read, and `debug/hangs.log`, one line per message, which the launcher shows on the terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from titan.cluster.rank_info import RankInfo
+from titan.debug import diagnosis
+from titan.debug.activity import IN_STEP, STOP_SECONDS, Clock
+from titan.debug.diagnosis import Diagnosis, RunState
 from titan.errors import RunError
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
@@ -115,3 +122,115 @@ class Messages:
             return self.file.stat().st_size
         except OSError:
             return 0
+
+
+log = logging.getLogger("titan")
+
+
+class Judge:
+    """Says what the run waits for.
+
+    Attributes:
+        find_setting: returns the name of the setting that a timeout in seconds comes from.
+        last_report: the ranks that were named last, and after how many seconds without progress; None: nothing is said.
+    """
+
+    def __init__(self, directory: Path, rank_info: RankInfo, attempt: int, clock: Clock) -> None:
+        """Take whose progress it is; nothing is said yet."""
+        self.directory, self.rank_info, self.attempt, self.clock = directory, rank_info, attempt, clock
+        self.find_setting: Callable[[float], str] = lambda seconds: "cluster.timeout"
+        self.last_report: tuple[tuple[int, ...], float] | None = None
+
+    def decide_verdict(self, run_state: RunState) -> Verdict | None:
+        """Say what the run waits for; None where it waits for nothing that hangs.
+
+        The verdict has an exit code where the run ends now.
+        """
+        finding, subject, age, limit = self._diagnose_lateness(run_state)
+        code = self._choose_exit_code(run_state, finding, age, limit)
+        if code is None and self._is_healthy(run_state, finding, age, limit):
+            return None
+        sentence = f"{subject}: {finding.sentence}"
+        if code == 1:
+            name = "cluster.hook_timeout" if finding.is_hook else self.find_setting(limit)
+            sentence += f"; ended after {name}={limit:g}, see {self.directory}/{ANALYSIS} and the stacks there"
+        if code == 1 and self.rank_info.supervised:
+            log.error(sentence)  # the launcher shows it as the error that ended the run
+        elif code is not None or self._is_new(finding, age):
+            self.report_message(sentence)
+            self.last_report = (finding.ranks, age)
+        result = Verdict(self.attempt, sentence, finding.ranks, finding.node, code)
+        write(self.directory, result)
+        return result
+
+    def _is_healthy(self, run_state: RunState, finding: Diagnosis, age: float, limit: float) -> bool:
+        """Whether the run is slow, but does not hang: all ranks do the same, or those that are late make progress."""
+        if finding.is_expected and age < limit / 2 and self.clock.stop_request_time is None:
+            return True
+        return _is_progressing(run_state, finding.ranks)
+
+    def _diagnose_lateness(self, run_state: RunState) -> tuple[Diagnosis, str, float, float]:
+        """Return what is late, the step or a save, the sentence's beginning, the seconds that it takes, and its limit
+        in seconds."""
+        activity = self.clock.activity
+        step_seconds = activity.estimate_step_seconds()
+        usual_text = f" (usually {step_seconds:.2g} s)" if step_seconds else ""
+        finding = diagnosis.diagnose(run_state)
+        is_saving = any(state.saving is not None for state in run_state.states.values())
+        if is_saving and not (finding.ranks and activity.compute_idle_seconds() >= self.clock.compute_patience()):
+            age = max(activity.compute_save_idle_seconds(), activity.compute_idle_seconds())
+            return (
+                diagnosis.diagnose_save(run_state),
+                f"no progress of a save for {age:.0f} s",
+                age,
+                activity.save_timeout,
+            )
+        age = activity.compute_idle_seconds()
+        subject = f"no {_name_missing(activity.phase)} for {age:.0f} s{usual_text}"
+        if finding.is_hook:
+            return finding, subject, max(run_state.states[rank].age for rank in finding.ranks), activity.hook_timeout
+        return finding, subject, age, activity.timeout
+
+    def _choose_exit_code(self, run_state: RunState, finding: Diagnosis, age: float, limit: float) -> int | None:
+        """Return the code with which the run ends now; None when it goes on waiting."""
+        if not (finding.ranks or finding.all_entered) or self.rank_info.world_size == 1:
+            return None
+        stop_time, is_progressing = self.clock.stop_request_time, _is_progressing(run_state, finding.ranks)
+        if stop_time is not None and not self.rank_info.scheduled:
+            return (
+                130
+                if self.clock.get_time() - stop_time >= min(STOP_SECONDS, limit / 2) and not is_progressing
+                else None
+            )
+        if is_progressing and finding.is_save and not any(state.hung for state in run_state.states.values()):
+            return None  # training goes on beside the save
+        is_over = age >= limit - self.clock.lead_seconds(limit)
+        return 1 if is_over or any(state.hung for state in run_state.states.values()) else None
+
+    def _is_new(self, finding: Diagnosis, age: float) -> bool:
+        """Whether to say it: at first, for other ranks, and when twice the time has passed."""
+        return self.last_report is None or finding.ranks != self.last_report[0] or age >= 2 * self.last_report[1]
+
+    def withdraw_report(self, step: int) -> None:
+        """Say that the run continues."""
+        self.last_report = None
+        clear(self.directory)
+        self.report_message(f"the run continues with step {step}")
+
+    def report_message(self, line: str) -> None:
+        """Write a message into this rank's log and the run's, and on the terminal where no launcher does so."""
+        log.warning(line)
+        append_message(self.directory, line)
+        if not self.rank_info.supervised:
+            print(f"titan: {line}", file=sys.stderr, flush=True)
+
+
+def _is_progressing(run_state: RunState, ranks: Sequence[int]) -> bool:
+    """Whether the ranks that the others wait for make progress."""
+    late = [run_state.states[rank].late if rank in run_state.states else 1.0 for rank in ranks]
+    return bool(late) and max(late) < 0.5 and not run_state.silent_ranks & set(ranks)
+
+
+def _name_missing(phase: str) -> str:
+    """Return what did not come in a phase."""
+    return "step" if phase in IN_STEP else "progress"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from titan.cluster.hardware import Hardware
+from titan.cluster.schema import Hardware
 
 _H100 = Hardware(
     bf16_tflops=989, fp8_tflops=1979, fp32_tflops=67, memory_gb_per_second=3350, units=132, watts=700,

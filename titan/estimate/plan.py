@@ -24,8 +24,7 @@ from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
-    from titan.cluster.hardware import Hardware
-    from titan.cluster.schema import Cluster
+    from titan.cluster.schema import Cluster, Hardware
     from titan.model.schema import Decoder
     from titan.run.schema import Recipe
 

@@ -22,9 +22,15 @@ from titan.config.optional import advise_extra
 from titan.config.settings import format_value
 from titan.files import locks
 from titan.metrics.schema import SQLITE, MLflow
-from titan.metrics.secrets import hide_secrets
-from titan.metrics.server import server_answers
-from titan.metrics.tracker_run import RunDescription, Warn, extract_numbers, extract_scalars, flatten_settings
+from titan.metrics.tracker_run import (
+    RunDescription,
+    Warn,
+    extract_numbers,
+    extract_scalars,
+    flatten_settings,
+    hide_secrets,
+    server_answers,
+)
 
 # MLflow's limits of a request, its keys and values; of tags and names those of older servers and of SQL columns
 MAX_BATCH_METRICS = 1000

@@ -28,9 +28,16 @@ from typing import Any
 
 from titan.metrics.mlflow import MLflowRun
 from titan.metrics.schema import Metrics, MLflow, Tracker, Trackio
-from titan.metrics.secrets import hide_in_labels, summarise_error
-from titan.metrics.tensorboard import TensorBoard
-from titan.metrics.tracker_run import RunDescription, TrackerRun, Warn
+from titan.metrics.tracker_run import (
+    RunDescription,
+    TrackerRun,
+    Warn,
+    extract_numbers,
+    extract_scalars,
+    flatten_settings,
+    hide_in_labels,
+    summarise_error,
+)
 from titan.metrics.trackio import TrackioRun
 from titan.metrics.wandb import WeightsAndBiases, build_wandb_options
 
@@ -204,9 +211,9 @@ def _list_requests(metrics: Metrics, directory: Path, description: RunDescriptio
 
 
 def _open_run(tracker: Tracker, directory: Path, description: RunDescription, warn: Warn) -> TrackerRun:
-    own: Any = type(tracker).build  # of a class that derives from one of these: that, unless it has another one
-    build = {MLflow.build: MLflowRun, Trackio.build: TrackioRun}.get(own, own)
-    return build(tracker, directory, description, warn)
+    own: Callable[..., TrackerRun] = type(tracker).build  # a class that derives from MLflow may have another one
+    openers: dict[Any, Callable[..., TrackerRun]] = {MLflow.build: MLflowRun, Trackio.build: TrackioRun}
+    return openers.get(own, own)(tracker, directory, description, warn)
 
 
 def find_viewers(metrics: Metrics, directory: Path) -> dict[str, str]:
@@ -231,3 +238,56 @@ def _is_installed(package: str) -> bool:
     """Whether a package is installed; a namespace folder of that name, such as a run's wandb/, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+class TensorBoard:
+    """Event files for TensorBoard; a resumed attempt purges the steps that it repeats."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        """Create the directory; the writer opens with the first record, whose step it needs.
+
+        Args:
+            directory: of the event files.
+            settings: shown as hyperparameters.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        describe: Any = hparams
+        self._start_summary, self._settings_summary, self._end_summary = describe(
+            flatten_settings(settings), dict.fromkeys(HPARAM_METRICS, 0.0)
+        )
+        directory.mkdir(parents=True, exist_ok=True)
+        self._open_writer: Callable[[int], Any] = lambda step: SummaryWriter(
+            str(directory), purge_step=step, flush_secs=30
+        )
+        self._writer: Any = None
+        self._step = 0
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Write the numbers of a record at its step; a record without a step is skipped."""
+        if "step" not in record:
+            return
+        self._step = int(record["step"])
+        if self._writer is None:
+            self._writer = self._open_writer(self._step)
+            self._add_summaries(self._start_summary, self._settings_summary)
+        for name, value in extract_scalars(record).items():
+            self._writer.add_scalar(name, value, self._step, walltime=record.get("time"))
+
+    def _add_summaries(self, *summaries: Any) -> None:
+        for summary in summaries:
+            self._writer.file_writer.add_summary(summary)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the final result as result/... at the last step and close the file."""
+        if self._writer is not None:
+            for name, value in extract_numbers(result).items():
+                self._writer.add_scalar(f"result/{name}", value, self._step)
+            if result.get("finished"):
+                self._add_summaries(self._end_summary)
+            self._writer.close()
+
+
+HPARAM_METRICS = ("train/loss", "validation/loss", "train/tokens_per_second")
+"""What TensorBoard shows beside the hyperparameters."""

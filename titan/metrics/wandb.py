@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.metrics.schema import Metrics
-from titan.metrics.secrets import hide_secrets, summarise_error
-from titan.metrics.server import server_answers
-from titan.metrics.tracker_run import RunDescription, Warn, extract_numbers, extract_scalars
+from titan.metrics.tracker_run import (
+    RunDescription,
+    Warn,
+    extract_numbers,
+    extract_scalars,
+    hide_secrets,
+    server_answers,
+    summarise_error,
+)
 
 MAX_TAG_LENGTH = 64
 """Characters of a tag that W&B accepts."""

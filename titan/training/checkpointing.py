@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.checkpoint import manifest, transfer
+from titan.checkpoint import manager, manifest
 from titan.checkpoint.compared import compare_replicas, describe_compared
 from titan.checkpoint.coordinator import Coordinator, prefix_errors
 from titan.checkpoint.manager import CheckpointManager, CompareReplicas, PostSaveHook, SaveOutcome
@@ -259,7 +259,7 @@ def _build_post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSave
     """Return what runs after each save: the copy elsewhere and the export."""
     settings, hooks = run.checkpoint, list[PostSaveHook]()
     if settings.path:  # first: it is what protects against loss
-        hooks.append(transfer.make_copy_hook(settings, settings.path, run.directory, coordinator))
+        hooks.append(manager.make_copy_hook(settings, settings.path, run.directory, coordinator))
     if settings.export:
         hooks.append(_build_export_hook(settings.export, settings.export_dtype, coordinator))
     return tuple(hooks)

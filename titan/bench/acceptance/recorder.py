@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan.debug import flight
+from titan.debug import rank_state
 
 CYCLES = 2_000_000_000
 """Of the kernel that the last collective waits for: about a second."""
@@ -31,11 +31,11 @@ def main(device: str, file: str) -> int:
             torch.cuda.synchronize()
             torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
             dist.all_reduce(torch.ones(4, device=device))
-        content = flight.dump_recorder()
+        content = rank_state.dump_recorder()
         dist.destroy_process_group()
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_bytes(content)
-    collectives = flight.read_collectives(content)
+    collectives = rank_state.read_collectives(content)
     numbers = {
         "entered": max(collectives.entered.values(), default=0),
         "completed": max(collectives.completed.values(), default=0),
