@@ -9,8 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

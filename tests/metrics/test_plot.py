@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.tiers import full
 from titan.console.numbers import format_tokens
-from titan.metrics.loss_curves import read_loss_curves
+from titan.metrics.columns import read_loss_curves
 from titan.metrics.reader import read_steps
 from titan.metrics.svg import plot_losses, thin_curve
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.made_runs import Story, make_run, read_lines, write_lines
 from tests.support.runs import compose_tiny_run, read_step_records, train_run
-from titan.metrics.loss_curves import read_loss_curves
+from titan.metrics.columns import read_loss_curves
 from titan.metrics.spikes import SpikeDetector
 from titan.metrics.svg import plot_losses
 from titan.report import collect, history, notes

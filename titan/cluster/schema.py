@@ -1,4 +1,4 @@
-"""The cluster axis: the number and kind of devices of a run, their speeds for planning, and its Slurm job. Free of torch."""
+"""The cluster axis: the number and kind of devices, their speeds for planning, and the Slurm job. Free of torch."""
 
 from __future__ import annotations
 

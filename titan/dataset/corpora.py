@@ -1,8 +1,8 @@
 """The prepared data of a run: prepare them, open them, and build the mixture of their rows.
 
 `prepared_meanwhile` prepares while a run trains, in one process for all incomplete corpora. It adds finished shards to
-the folder that the training reads. When the training ends first, the next attempt or `python -m titan.prepare` continues
-the preparation.
+the folder that the training reads. When the training ends first, the next attempt or `python -m titan.prepare`
+continues the preparation.
 """
 
 from __future__ import annotations

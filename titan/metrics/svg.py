@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from titan.console.numbers import align_decimals, format_tick, format_tokens
 from titan.files.atomic import write_atomic
-from titan.metrics.loss_curves import Curve, LossCurves
+from titan.metrics.columns import Curve, LossCurves
 
 Numbers = NDArray[np.float64]
 

@@ -275,15 +275,17 @@ def compute_flops_without_attention(raw: RawRun) -> float | None:
 
 
 def _measure_speed(steps: StepColumns, flops_without_attention: float | None) -> MeasuredSpeed:
-    low, median, high = np.percentile(steps.seconds, [10, 50, 90])
-    rate, tflops, mfu = (_compute_median(column) for column in (steps.rate, steps.tflops, steps.mfu))
+    low, median, high = np.percentile(steps.step_seconds, [10, 50, 90])
+    rate, tflops, mfu = (
+        _compute_median(column) for column in (steps.tokens_per_second_per_device, steps.tflops_per_device, steps.mfu)
+    )
     return MeasuredSpeed(
         step_seconds=StepPercentiles(float(median), float(low), float(high)),
         tokens_per_second_per_device=rate or 0.0,
         tflops_per_device=tflops,
         mfu=mfu,
         mfu_causal=_compute_causal_mfu(mfu, rate, tflops, flops_without_attention),
-        memory_gib=float(np.nanmax(steps.memory)) if np.isfinite(steps.memory).any() else None,
+        memory_gib=float(np.nanmax(steps.memory_gib)) if np.isfinite(steps.memory_gib).any() else None,
         steps=len(steps),
     )
 
@@ -305,7 +307,7 @@ def _compute_causal_mfu(
 
 def collect_rates(runs: Sequence[RawRun]) -> dict[tuple[int, int], Numbers]:
     """Return the rates of a variant's runs with timed steps; of equal seed and repeat the last run counts."""
-    rate_by_run = {(raw.seed, raw.repeat): select_comparable_steps(raw).rate for raw in runs}
+    rate_by_run = {(raw.seed, raw.repeat): select_comparable_steps(raw).tokens_per_second_per_device for raw in runs}
     finite_rates = {key: rate[np.isfinite(rate) & (rate > 0)] for key, rate in rate_by_run.items()}
     return {key: rate for key, rate in finite_rates.items() if len(rate)}
 
@@ -388,7 +390,7 @@ def build_prediction(raw: RawRun, measured: MeasuredSpeed | None) -> RunPredicti
         constants=prediction.constants,
         step_error=_compute_error(prediction.step_seconds, measured.step_seconds.median if measured else None),
         memory_error=_compute_error(prediction.rank0_memory_gib, measured.memory_gib if measured else None),
-        work_seconds=_drop_nonfinite(np.nanmedian(steps.seconds - np.nan_to_num(steps.data_seconds)))
+        work_seconds=_drop_nonfinite(np.nanmedian(steps.step_seconds - np.nan_to_num(steps.data_seconds)))
         if len(steps)
         else None,
         data_seconds=_drop_nonfinite(np.nanmean(steps.data_seconds)) if np.isfinite(steps.data_seconds).any() else None,

@@ -4,8 +4,8 @@ A `RowReader` (JSON Lines, Parquet, `titan.dataset.sources.hub`) yields rows; a 
 conversation of `titan.dataset.sources.chat`) makes a document of each row.
 
 Parquet files are read in bounded memory. They store a repeated value once: the rows of a file of some hundred bytes may
-have gigabytes. So text is read as a dictionary of the distinct values, and a batch is expanded only if it is small; else
-each row is alone.
+have gigabytes. So text is read as a dictionary of the distinct values, and a batch is expanded only if it is small;
+else each row is alone.
 """
 
 from __future__ import annotations
