@@ -1,9 +1,9 @@
 """What a rank does now, and when that is late: its step and phase, and since when. Free of torch.
 
 Recording is a few attribute writes per step. `Clock` says how often a rank writes what it does and reads what others
-do. A rank writes its state into its node's memory, which costs the file system nothing. One rank of each node writes the
-states of its node into the run's directory, and one rank of all reads those of all nodes. Intervals there grow with the
-number of nodes, so that the whole job does at most `WRITES_PER_SECOND` + `READS_PER_SECOND` operations a second.
+do. A rank writes its state into its node's memory, which costs the file system nothing. One rank of each node writes
+the states of its node into the run's directory, and one rank of all reads those of all nodes. Intervals there grow with
+the number of nodes, so that the whole job does at most `WRITES_PER_SECOND` + `READS_PER_SECOND` operations a second.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class _StepLines:
 
     Attributes:
         keys: the values to keep; with those of `KEYS` a line must have an attempt and a time.
-        tables: float64 [lines, keys + 1 + flags]: the values, the validation loss, and whether a line has each of `FLAGS`.
+        tables: float64 [lines, keys + 1 + flags]: the values, the validation loss, and which of `FLAGS` a line has.
     """
 
     keys: tuple[str, ...]
@@ -182,13 +182,12 @@ def read_loss_curves(file: Path) -> LossCurves:
     trained, validated = (_find_last_lines(steps, mask) for mask in (is_trained, is_validated))
     # a validation from before its step was trained again does not count
     last_trained = dict(zip(steps[trained].tolist(), trained.tolist(), strict=True))
-    repeated = {
-        step for step, count in zip(*np.unique(steps[is_trained], return_counts=True), strict=True) if count > 1
-    }
-    validated = [i for i in validated if steps[i] not in repeated or i > last_trained[steps[i]]]
+    unique_steps, counts = np.unique(steps[is_trained], return_counts=True)
+    repeated = set(unique_steps[counts > 1].tolist())
+    is_current = [steps[i] not in repeated or i > last_trained[steps[i]] for i in validated]
 
-    def build_curve(selection: Any, values: Numbers) -> Curve:
-        selection = np.array([i for i in selection if np.isfinite(values[i])], dtype=np.int64)
+    def build_curve(selection: NDArray[np.int64], values: Numbers) -> Curve:
+        selection = selection[np.isfinite(values[selection])]
         return Curve(steps[selection].astype(np.int64), tokens[selection], values[selection])
 
     all_losses = losses[is_trained]
@@ -197,7 +196,7 @@ def read_loss_curves(file: Path) -> LossCurves:
         float(finite_losses[0]) if len(finite_losses) else None,
         float(all_losses[-1]) if len(all_losses) and np.isfinite(all_losses[-1]) else None,
         build_curve(trained, losses),
-        build_curve(validated, validation_losses),
+        build_curve(validated[np.array(is_current, dtype=bool)], validation_losses),
         build_curve(trained[is_marked[trained]], losses),
     )
 
