@@ -140,6 +140,7 @@ class CheckpointManager:
                 earlier_job.ended.wait()  # one at a time: they share the coordinator and the staging buffers
             state = self._stage_state(job, checkpoint_manifest)
             self.jobs.append(job)
+            self.coordinator.activity.begin_save(job.step)
             self.thread.submit(self._run_save, job, state, checkpoint_manifest, tokenizer)
             if self.staging is None:
                 job.written.wait()
@@ -174,10 +175,6 @@ class CheckpointManager:
         if self.staging is not None and self.jobs and not self.jobs[-1].written.is_set():
             with _measure_stall(self.jobs[-1]):
                 self.staging.wait_before_update()
-
-    def find_running_save(self) -> tuple[int, float] | None:
-        """Return the step of the oldest save that is not complete, and when it began (monotonic); None without any."""
-        return next(((job.step, job.start_time) for job in self.jobs if not job.written.is_set()), None)
 
     def pop_outcomes(self) -> list[SaveOutcome]:
         """Return the outcomes of the saves that have ended since the last call."""
@@ -215,6 +212,7 @@ class CheckpointManager:
             job.error = find_reason(error)
             _catch_error(partial(self._remove_failed, folder))  # training waits for this thread, whatever happens here
         job.seconds = time.monotonic() - job.start_time
+        self.coordinator.activity.end_save(job.step)
         job.written.set()
         if job.error is None and job.difference is None:
             job.post_save_error = self._run_post_save_hooks(folder, checkpoint_manifest)

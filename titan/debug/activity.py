@@ -24,9 +24,6 @@ IN_STEP = (STARTING, DATA, COMPUTING, UPDATING)
 MEDIAN_STEPS = 32
 """Steps of which the median is the usual time."""
 
-RunningSave = tuple[int, float]
-"""The step of a checkpoint that is being written, and the monotonic time at which its save began."""
-
 
 class Activity:
     """What one rank does now. The thread that trains writes it, and the watcher reads it.
@@ -38,7 +35,7 @@ class Activity:
         timeout: seconds that ranks may wait for each other in this phase.
         hook_timeout: seconds that they may wait for a rank in a hook.
         save_timeout: the same for a save in the background.
-        get_running_save: returns the checkpoint that is being written; None when there is none.
+        saves: the steps of the checkpoints that are being written, and when each save began.
         progress_count: how often `record_progress` and `record_save_progress` were called.
     """
 
@@ -47,7 +44,7 @@ class Activity:
         self.get_time = get_time
         self.step, self.phase, self.since = 0, STARTING, get_time()
         self.timeout = self.save_timeout = self.hook_timeout = timeout
-        self.get_running_save: Callable[[], RunningSave | None] = lambda: None
+        self.saves: dict[int, float] = {}
         self.progress_count = 0
         self._progress_time = self._save_progress_time = self.since
         self._compiler_count = 0
@@ -92,9 +89,19 @@ class Activity:
         self.progress_count += 1
         self._save_progress_time = self.get_time()
 
+    def begin_save(self, step: int) -> None:
+        """Record that the checkpoint of a step is being written, until `end_save`; training may go on meanwhile."""
+        self.saves[step] = self.get_time()
+
+    def end_save(self, step: int) -> None:
+        """Record that a checkpoint is no longer being written."""
+        self.saves.pop(step, None)
+
     def check_compiler(self) -> None:
         """Record progress where the compiler has counted something since the last look; the watcher calls it."""
-        count = _compiler_counts()
+        module = sys.modules.get("torch._dynamo.utils")  # graphs, patterns, kernels, accesses to caches
+        counters = dict(getattr(module, "counters", {}))
+        count = sum(number for counts in counters.values() for number in list(counts.values()))
         if count != self._compiler_count:
             self._compiler_count = count
             self.record_progress()
@@ -111,20 +118,13 @@ class Activity:
 
     def compute_save_idle_seconds(self) -> float:
         """Return the seconds since the last progress of the running save; 0 when there is none."""
-        save = self.get_running_save()
-        return 0.0 if save is None else self.get_time() - max(save[1], self._save_progress_time)
+        starts = list(self.saves.values())
+        return self.get_time() - max(starts[0], self._save_progress_time) if starts else 0.0
 
     def estimate_step_seconds(self) -> float | None:
         """Return the usual seconds of a step; None before the third one, since the first two may compile."""
         times = list(self._step_seconds)[1:]
         return median(times) if times else None
-
-
-def _compiler_counts() -> int:
-    """Return what Dynamo, AOTAutograd and Inductor have counted in all: graphs, patterns, kernels, cache accesses."""
-    module = sys.modules.get("torch._dynamo.utils")
-    counters = dict(getattr(module, "counters", {}))
-    return sum(number for counts in counters.values() for number in list(counts.values()))
 
 
 PATIENCE_SECONDS, USUAL_TIMES = 60.0, 10.0

@@ -78,8 +78,7 @@ def dump_recorder() -> bytes:
 
     names = ("_dump_nccl_trace", "_dump_fr_trace")
     functions = [getattr(_distributed_c10d, name, None) for name in (names if _uses_nccl() else names[::-1])]
-    recorder = next((function for function in functions if function is not None), None)
-    return recorder() if recorder is not None else b""
+    return next((function() for function in functions if function is not None), b"")
 
 
 def _uses_nccl() -> bool:
@@ -107,15 +106,13 @@ def read_collectives(content: bytes) -> Collectives:
     _add_status(entered, completed, entries, record.get("pg_status", {}))
     pending = [entry for entry in entries if not _has_ended(entry)]
     ended_signatures = {_build_signature(entry) for entry in entries if _has_ended(entry)}
-    has_timing = any(map(_is_timed, entries))
-    return Collectives(
-        entered,
-        completed,
-        tuple(
-            _build_operation(entry, _build_signature(entry) in ended_signatures, has_timing)
-            for entry in pending[:MAX_PENDING]
-        ),
+    # whether NCCL records when collectives begin
+    has_timing = any(e["state"] == "started" or e.get("time_discovered_started_ns") is not None for e in entries)
+    operations = (
+        _build_operation(entry, _build_signature(entry) in ended_signatures, has_timing)
+        for entry in pending[:MAX_PENDING]
     )
+    return Collectives(entered, completed, tuple(operations))
 
 
 def _join_coalesced(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -169,13 +166,9 @@ def _is_nccl(entry: Mapping[str, Any]) -> bool:
     return str(entry["profiling_name"]).startswith("nccl:")
 
 
-def _is_timed(entry: Mapping[str, Any]) -> bool:
-    """Whether NCCL records when collectives begin."""
-    return entry["state"] == "started" or entry.get("time_discovered_started_ns") is not None
-
-
 def _build_signature(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    line = _find_user_line(entry.get("frames") or [])
+    frames = (f for f in entry.get("frames") or [] if "/torch/" not in f["filename"])
+    line = next((f"{f['filename'].rpartition('/')[2]}:{f['line']} in {f['name']}" for f in frames), "")
     return str(entry["process_group"][0]), str(entry["profiling_name"]), str(entry["input_sizes"]), line
 
 
@@ -190,15 +183,6 @@ def describe_kind(name: str) -> str:
     """Return a collective in words: "all-gather" for "nccl:_all_gather_base"."""
     plain = name.partition(":")[2] or name
     return kinds.name_collective(plain) or plain
-
-
-def _find_user_line(frames: Sequence[Mapping[str, Any]]) -> str:
-    user_frame = next((f for f in frames if "/torch/" not in f["filename"]), None)
-    return (
-        ""
-        if user_frame is None
-        else f"{user_frame['filename'].rpartition('/')[2]}:{user_frame['line']} in {user_frame['name']}"
-    )
 
 
 FOLDER = Path("debug")
@@ -230,32 +214,18 @@ class RankState:
     """What one rank does.
 
     Attributes:
-        rank: its number.
-        host: the name of its machine.
         node: the name of its node under Slurm.
-        pid: its process.
-        attempt: the run's attempt.
         beat: grows with every write.
-        step: its step.
-        phase: its phase, see `titan.debug.activity`.
+        phase: see `titan.debug.activity`.
         age: seconds since the phase began.
-        line: the line in which its main thread is.
-        layer: the layer in which its main thread is; None: in none.
-        compiles: see `titan.debug.thread_state.ThreadState`.
-        exchanges: see `ThreadState`.
-        joins: see `ThreadState`.
-        transfers: see `ThreadState`.
+        line: where its main thread is; with layer, compiles, exchanges, joins and transfers as in
+            `titan.debug.thread_state.ThreadState`.
         reads: where the thread is that reads its data.
         saving: the step of the checkpoint that it writes; None: it writes none.
-        saving_age: for how many seconds it has been writing it.
-        saving_line: the line in which the thread is that writes it.
+        saving_line: where the thread is that writes it.
         saving_waits: whether that thread waits for another rank.
-        usual: the usual seconds of a step.
-        advances: how often it has recorded progress within phases.
         late: its time without progress in units of its patience; see `titan.debug.activity.Clock.compute_lateness`.
-        entered: see `titan.debug.rank_state.Collectives`.
-        completed: see `titan.debug.rank_state.Collectives`.
-        pending: see `titan.debug.rank_state.Collectives`.
+        entered: with completed and pending as in `Collectives`.
         groups: its process groups by their names.
         hung: whether a collective of it has timed out.
         dumped: whether it has written its stacks.
@@ -278,11 +248,8 @@ class RankState:
     transfers: bool = False
     reads: str = ""
     saving: int | None = None
-    saving_age: float = 0.0
     saving_line: str = ""
     saving_waits: bool = False
-    usual: float | None = None
-    advances: int = 0
     late: float = 0.0
     entered: dict[str, int] = field(default_factory=dict)
     completed: dict[str, int] = field(default_factory=dict)
@@ -299,15 +266,12 @@ def to_json_object(state: RankState) -> dict[str, Any]:
 
 
 def from_json_object(content: dict[str, Any]) -> RankState:
-    """Return a state from what `to_json_object` returned.
-
-    Raises:
-        KeyError: when a value is missing.
-        TypeError: when a value has another type, or is not a field.
-        ValueError: when a value can't be unpacked.
-    """
+    """Return a state from what `to_json_object` returned; raise KeyError, TypeError or ValueError for anything else."""
     pending = tuple(PendingCollective(**{**op, "peers": tuple(op["peers"])}) for op in content["pending"])
-    groups = {name: RankGroup(words, _unpack_ranks(ranks)) for name, (words, ranks) in content["groups"].items()}
+    groups = {
+        name: RankGroup(words, range(*ranks["range"]) if isinstance(ranks, dict) else tuple(ranks))
+        for name, (words, ranks) in content["groups"].items()
+    }
     return RankState(**{**content, "pending": pending, "groups": groups})
 
 
@@ -331,10 +295,6 @@ def compact_ranks(ranks: Sequence[int]) -> Sequence[int]:
     return span if list(span) == list(ranks) else tuple(ranks)
 
 
-def _pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, int]:
+def _pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     span = compact_ranks(ranks)
-    return {"start": span.start, "stop": span.stop, "step": span.step} if isinstance(span, range) else list(span)
-
-
-def _unpack_ranks(ranks: list[int] | dict[str, int]) -> Sequence[int]:
-    return range(ranks["start"], ranks["stop"], ranks["step"]) if isinstance(ranks, dict) else tuple(ranks)
+    return {"range": [span.start, span.stop, span.step]} if isinstance(span, range) else list(span)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -75,19 +75,16 @@ def read_thread_states(names: Mapping[int, str]) -> dict[str, ThreadState]:
 
 
 def _build_thread_states(frames: Mapping[int, FrameType], names: Mapping[int, str]) -> dict[str, ThreadState]:
-    states: dict[str, ThreadState] = {}
-    inner = _find_engine_state(frames, names)
-    for thread in threading.enumerate():
-        frame, role = frames.get(thread.ident or 0), _find_role(thread)
-        if frame is not None and role is not None:
-            state = _build_thread_state(frame, names)
-            states[role] = _complete_main(state, inner) if role == "main" and inner is not None else state
+    threads = {thread.ident or 0: _find_role(thread) for thread in threading.enumerate()}
+    states = {
+        role: _build_thread_state(frames[ident], names) for ident, role in threads.items() if role and ident in frames
+    }
+    # where a thread is that computes a layer and has no role: on GPUs autograd starts it, as backward does not run in
+    # the main thread, and where ranks take turns another one computes in its place (`titan.parallelism.turns`)
+    others = (_build_thread_state(frame, names) for ident, frame in frames.items() if not threads.get(ident))
+    if (inner := next((state for state in others if state.layer), None)) and (main := states.get("main")):
+        states["main"] = inner if main.waits_for_turn else replace(main, layer=main.layer or inner.layer)
     return states
-
-
-def _complete_main(state: ThreadState, inner: ThreadState) -> ThreadState:
-    """Return where the main thread is, or the one that computes in its place (`titan.parallelism.turns`)."""
-    return inner if state.waits_for_turn else replace(state, layer=state.layer or inner.layer)
 
 
 def _find_role(thread: threading.Thread) -> str | None:
@@ -96,18 +93,11 @@ def _find_role(thread: threading.Thread) -> str | None:
     return "save" if thread.name.startswith(SAVER) else "data" if thread.name == LOADER else None
 
 
-def _find_engine_state(frames: Mapping[int, FrameType], names: Mapping[int, str]) -> ThreadState | None:
-    """Return where a thread is that computes a layer and is none of those with a role.
-
-    On GPUs autograd starts it, since backward does not run in the main thread.
-    """
-    role_threads = {thread.ident for thread in threading.enumerate() if _find_role(thread) is not None}
-    states = (_build_thread_state(frame, names) for ident, frame in frames.items() if ident not in role_threads)
-    return next((state for state in states if state.layer), None)
-
-
 def _build_thread_state(frame: FrameType, names: Mapping[int, str]) -> ThreadState:
-    stack = list(_iterate_frames(frame))
+    stack, outer = [frame], frame.f_back  # the innermost first
+    while outer is not None:
+        stack.append(outer)
+        outer = outer.f_back
     codes = [(f.f_code.co_filename, f.f_code.co_name) for f in stack]
     user_frame = next((f for f in stack if not any(part in f.f_code.co_filename for part in _MACHINERY)), stack[0])
     return ThreadState(
@@ -119,13 +109,6 @@ def _build_thread_state(frame: FrameType, names: Mapping[int, str]) -> ThreadSta
         transfers=any(name in _TRANSFERS for _, name in codes),
         waits_for_turn=any(file.endswith(_TURNS) and name == "_await_turn" for file, name in codes),
     )
-
-
-def _iterate_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of a thread, the innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _find_layer(frame: FrameType, names: Mapping[int, str]) -> str | None:

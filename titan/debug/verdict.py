@@ -66,24 +66,20 @@ def write(directory: Path, verdict: Verdict) -> None:
         write_atomic(directory / VERDICT, json.dumps(asdict(verdict)))
 
 
-def read(directory: Path, attempt: int) -> Verdict | None:
-    """Return the last diagnosis of an attempt; None when there is none."""
+def read(directory: Path, attempt: int | None = None) -> Verdict | None:
+    """Return the last diagnosis, of an attempt where one is given; None when there is none."""
     try:
         content = untrusted.parse_json(untrusted.read_regular_file(directory / VERDICT))
         verdict = Verdict(**{**content, "ranks": tuple(content["ranks"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return verdict if verdict.attempt == attempt else None
+    return verdict if attempt in (None, verdict.attempt) else None
 
 
 def read_hang_sentence(directory: Path) -> str | None:
     """Return what a run waits for now, by its last diagnosis; None when its ranks have found nothing."""
-    try:
-        content = untrusted.parse_json(untrusted.read_regular_file(directory / VERDICT))
-    except (OSError, ValueError):
-        return None
-    sentence = content.get("sentence") if isinstance(content, dict) else None
-    return sentence if isinstance(sentence, str) else None
+    verdict = read(directory)
+    return verdict.sentence if verdict is not None and isinstance(verdict.sentence, str) else None
 
 
 def clear(directory: Path) -> None:
@@ -148,7 +144,9 @@ class Judge:
         """
         finding, subject, age, limit = self._diagnose_lateness(run_state)
         code = self._choose_exit_code(run_state, finding, age, limit)
-        if code is None and self._is_healthy(run_state, finding, age, limit):
+        # the run is slow, but does not hang, where all ranks do the same, or those that are late make progress
+        is_expected = finding.is_expected and age < limit / 2 and self.clock.stop_request_time is None
+        if code is None and (is_expected or _is_progressing(run_state, finding.ranks)):
             return None
         sentence = f"{subject}: {finding.sentence}"
         if code == 1:
@@ -156,18 +154,17 @@ class Judge:
             sentence += f"; ended after {name}={limit:g}, see {self.directory}/{ANALYSIS} and the stacks there"
         if code == 1 and self.rank_info.supervised:
             log.error(sentence)  # the launcher shows it as the error that ended the run
-        elif code is not None or self._is_new(finding, age):
+        elif (
+            code is not None
+            or self.last_report is None
+            or finding.ranks != self.last_report[0]
+            or age >= 2 * self.last_report[1]
+        ):
             self.report_message(sentence)
             self.last_report = (finding.ranks, age)
         result = Verdict(self.attempt, sentence, finding.ranks, finding.node, code)
         write(self.directory, result)
         return result
-
-    def _is_healthy(self, run_state: RunState, finding: Diagnosis, age: float, limit: float) -> bool:
-        """Whether the run is slow, but does not hang: all ranks do the same, or those that are late make progress."""
-        if finding.is_expected and age < limit / 2 and self.clock.stop_request_time is None:
-            return True
-        return _is_progressing(run_state, finding.ranks)
 
     def _diagnose_lateness(self, run_state: RunState) -> tuple[Diagnosis, str, float, float]:
         """Return what is late, the step or a save, the sentence's beginning, the seconds that it takes, and its limit
@@ -177,16 +174,11 @@ class Judge:
         usual_text = f" (usually {step_seconds:.2g} s)" if step_seconds else ""
         finding = diagnosis.diagnose(run_state)
         is_saving = any(state.saving is not None for state in run_state.states.values())
-        if is_saving and not (finding.ranks and activity.compute_idle_seconds() >= self.clock.compute_patience()):
-            age = max(activity.compute_save_idle_seconds(), activity.compute_idle_seconds())
-            return (
-                diagnosis.diagnose_save(run_state),
-                f"no progress of a save for {age:.0f} s",
-                age,
-                activity.save_timeout,
-            )
         age = activity.compute_idle_seconds()
-        subject = f"no {_name_missing(activity.phase)} for {age:.0f} s{usual_text}"
+        if is_saving and not (finding.ranks and age >= self.clock.compute_patience()):
+            age, finding = max(activity.compute_save_idle_seconds(), age), diagnosis.diagnose_save(run_state)
+            return finding, f"no progress of a save for {age:.0f} s", age, activity.save_timeout
+        subject = f"no {'step' if activity.phase in IN_STEP else 'progress'} for {age:.0f} s{usual_text}"
         if finding.is_hook:
             return finding, subject, max(run_state.states[rank].age for rank in finding.ranks), activity.hook_timeout
         return finding, subject, age, activity.timeout
@@ -197,19 +189,14 @@ class Judge:
             return None
         stop_time, is_progressing = self.clock.stop_request_time, _is_progressing(run_state, finding.ranks)
         if stop_time is not None and not self.rank_info.scheduled:
-            return (
-                130
-                if self.clock.get_time() - stop_time >= min(STOP_SECONDS, limit / 2) and not is_progressing
-                else None
-            )
-        if is_progressing and finding.is_save and not any(state.hung for state in run_state.states.values()):
+            is_over = self.clock.get_time() - stop_time >= min(STOP_SECONDS, limit / 2)
+            return 130 if is_over and not is_progressing else None
+        if any(state.hung for state in run_state.states.values()):
+            return 1
+        if is_progressing and finding.is_save:
             return None  # training goes on beside the save
         is_over = age >= limit - self.clock.lead_seconds(limit)
-        return 1 if is_over or any(state.hung for state in run_state.states.values()) else None
-
-    def _is_new(self, finding: Diagnosis, age: float) -> bool:
-        """Whether to say it: at first, for other ranks, and when twice the time has passed."""
-        return self.last_report is None or finding.ranks != self.last_report[0] or age >= 2 * self.last_report[1]
+        return 1 if is_over else None
 
     def withdraw_report(self, step: int) -> None:
         """Say that the run continues."""
@@ -229,8 +216,3 @@ def _is_progressing(run_state: RunState, ranks: Sequence[int]) -> bool:
     """Whether the ranks that the others wait for make progress."""
     late = [run_state.states[rank].late if rank in run_state.states else 1.0 for rank in ranks]
     return bool(late) and max(late) < 0.5 and not run_state.silent_ranks & set(ranks)
-
-
-def _name_missing(phase: str) -> str:
-    """Return what did not come in a phase."""
-    return "step" if phase in IN_STEP else "progress"

@@ -167,11 +167,10 @@ class Watch:
 
     def _write_state(self, late: float = 0.0) -> None:
         self._beat += 1
-        info, current_time = self.rank_info, self.clock.get_time()
-        activity, save = self.activity, self.activity.get_running_save()
+        activity = self.activity
         self.states.write_rank(
             RankState(
-                rank=info.rank,
+                rank=self.rank_info.rank,
                 host=socket.gethostname(),
                 node=os.environ.get("SLURMD_NODENAME", ""),
                 pid=os.getpid(),
@@ -179,11 +178,8 @@ class Watch:
                 beat=self._beat,
                 step=activity.step,
                 phase=activity.phase,
-                age=current_time - activity.since,
-                saving=None if save is None else save[0],
-                saving_age=0.0 if save is None else current_time - save[1],
-                usual=activity.estimate_step_seconds(),
-                advances=activity.progress_count,
+                age=self.clock.get_time() - activity.since,
+                saving=next(iter(list(activity.saves)), None),
                 late=late,
                 hung=self.hang_event.is_set(),
                 dumped=self.dumps.is_written,
@@ -202,16 +198,13 @@ class Watch:
             details, self._details_time = self._read_threads() | self._read_collectives(), self.clock.get_time()
             numbers = details["entered"], details["completed"]
             is_changed = self._last_numbers is not None and numbers != self._last_numbers
-            if self._details and (self.hang_event.is_set() or (is_changed and self._is_over())):
+            limit = self.activity.timeout
+            is_over = self.activity.compute_idle_seconds() >= limit - self.clock.lead_seconds(limit)
+            if self._details and (self.hang_event.is_set() or (is_changed and is_over)):
                 return
             self._details, self._last_numbers = details, numbers
             if is_changed:  # as in a long step
                 self.activity.record_progress()
-
-    def _is_over(self) -> bool:
-        """Whether a step has taken so long that the run ends."""
-        limit = self.activity.timeout
-        return self.activity.compute_idle_seconds() >= limit - self.clock.lead_seconds(limit)
 
     def _read_collectives(self) -> dict[str, Any]:
         collectives = rank_state.read_collectives(rank_state.dump_recorder() if self.rank_info.world_size > 1 else b"")

@@ -132,10 +132,6 @@ class CheckpointPolicy:
         if self.manager is not None:
             self.manager.wait_for_staging()
 
-    def find_running_save(self) -> tuple[int, float] | None:
-        """Return the step of the save that is running, and when it began; None without any."""
-        return None if self.manager is None else self.manager.find_running_save()
-
     def poll_finished(self) -> list[dict[str, Any]]:
         """Process the saves that have finished, and return a metrics record of each that succeeded."""
         return [] if self.manager is None else self._record_outcomes(self.manager.pop_outcomes())
