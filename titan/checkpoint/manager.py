@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,18 +151,15 @@ class CheckpointManager:
         What fails in the comparison of replicas ends the rank: others are in the same collectives.
         """
         state = train_state_dict(self.train_state) | evaluation_state_dict(self.train_state)
-        self._compare(job, state, checkpoint_manifest)
+        if self.compare_replicas is not None:
+            start_time = time.monotonic()
+            job.difference = self.compare_replicas(state, checkpoint_manifest)
+            job.compare_seconds = time.monotonic() - start_time
         try:
             return state if self.staging is None else self.staging.start_copy(state)
         except Exception as error:
             job.staging_error = error
             return {}
-
-    def _compare(self, job: _SaveJob, state: Mapping[str, Tensor], checkpoint_manifest: Manifest) -> None:
-        if self.compare_replicas is not None:
-            start_time = time.monotonic()
-            job.difference = self.compare_replicas(state, checkpoint_manifest)
-            job.compare_seconds = time.monotonic() - start_time
 
     def rerun_post_save(self, step: int) -> None:
         """Rerun the post-save hooks of a complete checkpoint; all ranks call it together."""
@@ -202,9 +198,16 @@ class CheckpointManager:
     ) -> None:
         """Run a whole job in the thread."""
         folder = manifest.folder_of(self.directory, checkpoint_manifest.step)
-        wait_for_state = partial(self._wait_for_state, job, state)
-        copy_tokenizer = partial(self.copy_tokenizer, tokenizer)
+
+        def wait_for_state() -> Mapping[str, Tensor]:
+            if job.staging_error is not None:
+                raise job.staging_error
+            if self.staging is not None:
+                self.staging.wait_for_copies()
+            return state
+
         try:
+            copy_tokenizer = partial(self.copy_tokenizer, tokenizer)
             name = manifest.NAME if job.difference is None else manifest.DIFFERS
             save = CheckpointSave(folder, checkpoint_manifest, self.planner, wait_for_state, copy_tokenizer, name)
             checkpoint_manifest, job.bytes = save.run(self.coordinator)
@@ -225,18 +228,6 @@ class CheckpointManager:
         if self.coordinator.rank == 0 and manifest.read(folder) is None:
             manifest.remove(folder)
 
-    def _wait_for_state(self, job: _SaveJob, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the state once it is copied.
-
-        Raises:
-            Exception: when it failed.
-        """
-        if job.staging_error is not None:
-            raise job.staging_error
-        if self.staging is not None:
-            self.staging.wait_for_copies()
-        return state
-
     def _rerun_hooks(self, job: _SaveJob) -> None:
         folder = manifest.folder_of(self.directory, job.step)
         job.written.set()
@@ -254,7 +245,11 @@ class CheckpointManager:
         Returns:
             The errors, the same on all ranks; None if there are none.
         """
-        prune = partial(self._prune_checkpoints, checkpoint_manifest.run_id)
+        kept = self.settings
+        prune = partial(
+            manifest.prune,
+            self.directory, kept.keep, kept.keep_tokens, kept.grace, checkpoint_manifest.run_id, kept.at
+        )  # fmt: skip
         errors = [_catch_error(lambda: self.coordinator.only_on_rank0(prune))]
         errors += [_catch_error(partial(hook, folder, checkpoint_manifest)) for hook in self.post_save_hooks]
         rank_errors = [error for error in errors if error]
@@ -266,10 +261,6 @@ class CheckpointManager:
             )
         except Exception as error:  # another rank has exited
             return _join_errors([[*rank_errors, find_reason(error)]])
-
-    def _prune_checkpoints(self, run_id: str) -> None:
-        settings = self.settings
-        manifest.prune(self.directory, settings.keep, settings.keep_tokens, settings.grace, run_id, settings.at)
 
 
 def _join_errors(errors: list[list[str]]) -> str | None:
@@ -309,58 +300,47 @@ def _load_complete(folder: Path, check_files: bool) -> Manifest:
     return checkpoint_manifest
 
 
-def make_copy_hook(
-    settings: Checkpoint, path: str, directory: str, coordinator: Coordinator
-) -> Callable[[Path, Manifest], None]:
-    """Return the post-save hook that copies each checkpoint to `path`; see `titan.checkpoint.manager.PostSaveHook`."""
+def make_copy_hook(settings: Checkpoint, path: str, directory: str, coordinator: Coordinator) -> PostSaveHook:
+    """Return the post-save hook that copies each checkpoint to `path`, which all ranks do together."""
     remote = open_remote(path, directory)
 
+    def publish(folder: Path, checkpoint_manifest: Manifest) -> dict[int, list[str]]:
+        run_file = folder.parent.parent / "run.yaml"
+        if run_file.is_file():
+            remote.write_file("run.yaml", run_file.read_bytes())
+        return remote.publish(folder, checkpoint_manifest, settings)
+
     def copy_checkpoint(folder: Path, checkpoint_manifest: Manifest) -> None:
+        advance, rank, size = coordinator.activity.record_save_progress, coordinator.rank, coordinator.world_size
+        rank_files = manifest.select_rank_files(checkpoint_manifest.files, rank, size)
         with prefix_errors(f"the copy to {remote.url}"):
-            _upload_checkpoint(remote, folder, checkpoint_manifest, settings, coordinator)
+            coordinator.on_rank0(lambda: remote.begin_upload(checkpoint_manifest))
+            coordinator.run_all(lambda: remote.upload_files(folder, rank_files, advance))
+            retired_files = coordinator.on_rank0(lambda: publish(folder, checkpoint_manifest))
+            coordinator.run_all(lambda: remote.remove_files(sorted(retired_files.items())[rank::size]))
+            if retired_files:
+                coordinator.on_rank0(lambda: remote.record_removal(retired_files))
 
     return copy_checkpoint
 
 
-def _upload_checkpoint(
-    remote: Remote, folder: Path, checkpoint_manifest: Manifest, settings: Checkpoint, coordinator: Coordinator
-) -> None:
-    rank_files = manifest.select_rank_files(checkpoint_manifest.files, coordinator.rank, coordinator.world_size)
-    coordinator.on_rank0(lambda: remote.begin_upload(checkpoint_manifest))
-    coordinator.run_all(lambda: remote.upload_files(folder, rank_files, coordinator.activity.record_save_progress))
-    retired_files = coordinator.on_rank0(lambda: _publish_checkpoint(remote, folder, checkpoint_manifest, settings))
-    rank_steps = sorted(retired_files.items())[coordinator.rank :: coordinator.world_size]
-    coordinator.run_all(lambda: remote.remove_files(rank_steps))
-    if retired_files:
-        coordinator.on_rank0(lambda: remote.record_removal(retired_files))
-
-
-def _publish_checkpoint(
-    remote: Remote, folder: Path, checkpoint_manifest: Manifest, settings: Checkpoint
-) -> dict[int, list[str]]:
-    run_file = folder.parent.parent / "run.yaml"
-    if run_file.is_file():
-        remote.write_file("run.yaml", run_file.read_bytes())
-    return remote.publish(folder, checkpoint_manifest, settings)
-
-
-def fetch_checkpoint(remote: Remote, step: int, directory: Path, coordinator: Any) -> Path:
+def fetch_checkpoint(remote: Remote, step: int, directory: Path, coordinator: Coordinator) -> Path:
     """Fetch a checkpoint into the run's directory as a complete checkpoint; all ranks call it together.
 
     Raises:
         CoordinationError: on all ranks, when it can't be read or is damaged.
     """
     folder = manifest.folder_of(directory, step)
-    checkpoint_manifest: Manifest = coordinator.on_rank0(lambda: _begin_fetch(remote, step, folder))
+
+    def begin_fetch() -> Manifest:
+        checkpoint_manifest = remote.read_manifest(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (manifest.NAME, manifest.RETIRED, manifest.DAMAGED):
+            (folder / name).unlink(missing_ok=True)
+        return checkpoint_manifest
+
+    checkpoint_manifest = coordinator.on_rank0(begin_fetch)
     rank_files = dict(sorted(checkpoint_manifest.files.items())[coordinator.rank :: coordinator.world_size])
     coordinator.run_all(lambda: remote.fetch_files(step, folder, rank_files, coordinator.activity.record_progress))
     coordinator.on_rank0(lambda: manifest.write(folder, checkpoint_manifest))
     return folder
-
-
-def _begin_fetch(remote: Remote, step: int, folder: Path) -> Manifest:
-    checkpoint_manifest = remote.read_manifest(step)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (manifest.NAME, manifest.RETIRED, manifest.DAMAGED):
-        (folder / name).unlink(missing_ok=True)
-    return checkpoint_manifest
