@@ -127,7 +127,7 @@ CHECKPOINTS = (
     define_fault(
         "saves: a rank's plan is not compared with rank 0's",
         "titan/checkpoint/save_planner.py",
-        "if isinstance(local_plan, bytes) and local_plan != expected:",
+        "if isinstance(plan, bytes) and plan != digest:",
         "if False:",
         "checkpoint/test_assignment.py::test_a_rank_that_did_not_forget_its_plan_fails_the_save",
     ),

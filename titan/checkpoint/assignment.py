@@ -5,8 +5,7 @@ the time on rank 0 grows with their number at the speed of sorting, and Python's
 
 1. every rank: `describe_items` its items, once for a state of one form;
 2. rank 0: `assign_boxes` each box to one of the ranks that have it, and check that the chosen boxes make up every
-tensor,
-   each element once. A tensor for which they don't is an error before any rank writes.
+   tensor, each element once. A tensor for which they don't is an error before any rank writes.
 
 In arrays all tensors have D dimensions, the largest number of any: the others have sizes of 1 behind their own.
 """
@@ -79,16 +78,14 @@ def describe_items(items: Sequence[WriteItem]) -> Holdings:
     for item in items:
         if item.tensor_data is None:
             raise TypeError(f"{item.index.fqn} is no tensor")
-        infos.append((item.index.fqn, tuple(item.tensor_data.size), *_encode_properties(item.tensor_data.properties)))
+        properties = item.tensor_data.properties  # those of torch's that differ between tensors of checkpoints
+        dtype = str(properties.dtype).removeprefix("torch.")
+        size = tuple(item.tensor_data.size)
+        infos.append((item.index.fqn, size, dtype, properties.requires_grad, properties.pin_memory))
         boxes.append(item.tensor_data.chunk)
     dims = max([1, *(len(size) for _, size, *_ in infos)])
     extents = [(_pad_values(box.offsets, dims, 0), _pad_values(box.sizes, dims, 1)) for box in boxes]
     return Holdings(zlib.compress(json.dumps(infos).encode(), 1), np.array(extents, np.int64).tobytes(), dims)
-
-
-def _encode_properties(properties: TensorProperties) -> tuple[str, bool, bool]:
-    """Return those of torch's properties that differ between tensors of checkpoints."""
-    return str(properties.dtype).removeprefix("torch."), properties.requires_grad, properties.pin_memory
 
 
 @cache
@@ -125,14 +122,15 @@ def assign_boxes(holdings: Sequence[Holdings]) -> Assignment:
         ValueError: when the ranks have different tensors under one name, or their boxes don't make up a whole tensor.
     """
     tensors, rank_boxes = _collect_boxes(holdings)
-    points = _Points(_pad_sizes(tensors, rank_boxes.boxes.shape[2]))
+    dims = rank_boxes.boxes.shape[2]
+    points = _Points(np.array([_pad_values(info.size, dims, 1) for info in tensors], np.int64).reshape(-1, dims))
     _check_bounds(tensors, rank_boxes, points.sizes)
     keys = points.number_points(rank_boxes.tensor, rank_boxes.boxes[:, OFFSETS])
     by_key = np.argsort(keys, kind="stable")
     first = np.flatnonzero(np.diff(keys[by_key], prepend=-1))  # of each distinct box among those of all ranks
-    chosen_rows = by_key[
-        _choose_rows(rank_boxes.rank[by_key], first, _count_bytes(tensors, rank_boxes, by_key[first]), len(holdings))
-    ]
+    rows, item_sizes = by_key[first], np.array([info.properties.dtype.itemsize for info in tensors], np.int64)
+    sizes = np.maximum(rank_boxes.boxes[rows, SIZES].prod(1) * item_sizes[rank_boxes.tensor[rows]], 1)  # bytes
+    chosen_rows = by_key[_choose_rows(rank_boxes.rank[by_key], first, sizes, len(holdings))]
     _check_cover(tensors, rank_boxes.tensor[chosen_rows], rank_boxes.boxes[chosen_rows], points)
     written = np.sort(chosen_rows)
     mask = np.zeros(len(keys), np.uint8)
@@ -160,9 +158,8 @@ def _collect_boxes(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], _Ran
     boxes = np.zeros((starts[-1], 2, max(rank_holdings.dims for rank_holdings in holdings)), np.int64)
     boxes[:, SIZES] = 1
     for rank_holdings, start, end in zip(holdings, starts[:-1], starts[1:], strict=True):
-        boxes[start:end, :, : rank_holdings.dims] = np.frombuffer(rank_holdings.boxes, np.int64).reshape(
-            -1, 2, rank_holdings.dims
-        )
+        held = np.frombuffer(rank_holdings.boxes, np.int64)
+        boxes[start:end, :, : rank_holdings.dims] = held.reshape(-1, 2, rank_holdings.dims)
     ranks = np.repeat(np.arange(len(holdings)), counts)
     return tensors, _RankBoxes(np.concatenate(numbers), ranks, boxes, starts)
 
@@ -182,31 +179,16 @@ def _number_tensors(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], lis
                 for name, size, *properties in json.loads(zlib.decompress(rank_holdings.tensors))
             ]
             for info in infos:
-                _check_same_tensor(rank, info, *tensors.setdefault(info.name, (len(tensors), info, rank))[1:])
+                _, other, other_rank = tensors.setdefault(info.name, (len(tensors), info, rank))
+                if (info.size, info.properties.dtype) != (other.size, other.properties.dtype):
+                    raise ValueError(
+                        f"the ranks plan different checkpoints: {info.name} is {list(info.size)} in "
+                        f"{info.properties.dtype} on rank {rank}, and {list(other.size)} in "
+                        f"{other.properties.dtype} on rank {other_rank}"
+                    )
             tensor_numbers[rank_holdings.tensors] = np.array([tensors[info.name][0] for info in infos], np.int64)
-    return [info for _, info, _ in tensors.values()], [
-        tensor_numbers[rank_holdings.tensors] for rank_holdings in holdings
-    ]
-
-
-def _check_same_tensor(rank: int, info: TensorInfo, other_info: TensorInfo, other_rank: int) -> None:
-    form, other_form = ((tensor_info.size, tensor_info.properties.dtype) for tensor_info in (info, other_info))
-    if form != other_form:
-        raise ValueError(
-            f"the ranks plan different checkpoints: {info.name} is {list(form[0])} in {form[1]} on rank {rank}, and "
-            f"{list(other_form[0])} in {other_form[1]} on rank {other_rank}"
-        )
-
-
-def _pad_sizes(tensors: Sequence[TensorInfo], dims: int) -> Integers:
-    return np.array([_pad_values(info.size, dims, 1) for info in tensors], np.int64).reshape(-1, dims)
-
-
-def _count_bytes(tensors: Sequence[TensorInfo], rank_boxes: _RankBoxes, rows: Integers) -> Integers:
-    """Return the bytes of some boxes, at least 1."""
-    item_sizes = np.array([info.properties.dtype.itemsize for info in tensors], np.int64)
-    byte_counts: Integers = np.maximum(rank_boxes.boxes[rows, SIZES].prod(1) * item_sizes[rank_boxes.tensor[rows]], 1)
-    return byte_counts
+    infos = [info for _, info, _ in tensors.values()]
+    return infos, [tensor_numbers[rank_holdings.tensors] for rank_holdings in holdings]
 
 
 class _Points:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -108,7 +108,10 @@ class CachingSavePlanner:
     def create_local_plan(self, state: Mapping[str, Tensor]) -> LocalPlan:
         """Return the holdings of this rank's state; their digest if unchanged since the last save."""
         self.resolver.set_up_planner(dict(state), is_coordinator=self.rank == 0)
-        tensor_keys = [_make_key(name, tensor) for name, tensor in state.items()]
+        tensor_keys = [
+            (name, tensor._spec if isinstance(tensor, DTensor) else tensor.shape, tensor.dtype, tensor.requires_grad)
+            for name, tensor in state.items()
+        ]
         previous_keys, self.tensor_keys = self.tensor_keys, tensor_keys
         if tensor_keys == previous_keys:
             return self.holdings_digest
@@ -126,10 +129,18 @@ class CachingSavePlanner:
         Raises:
             ValueError: when the ranks' items don't make up whole tensors, or a rank has another plan than rank 0.
         """
-        _check_digests(local_plans, self.global_plan.digests or [b""] * len(local_plans))
-        if not any(isinstance(local_plan, Holdings) for local_plan in local_plans):
+        digests = self.global_plan.digests or [b""] * len(local_plans)
+        for rank, (plan, digest) in enumerate(zip(local_plans, digests, strict=True)):
+            if isinstance(plan, bytes) and plan != digest:
+                raise ValueError(
+                    f"rank {rank} has another plan of the checkpoint than rank 0; the next save plans anew"
+                )
+        if not any(isinstance(plan, Holdings) for plan in local_plans):
             return [None] * len(local_plans)
-        holdings = _deduplicate_tensors(_fill_unchanged(local_plans, self.global_plan.holdings))
+        earlier, shared = self.global_plan.holdings, dict[bytes, bytes]()
+        holdings = [plan if isinstance(plan, Holdings) else earlier[rank] for rank, plan in enumerate(local_plans)]
+        # equal descriptions of tensors are kept once
+        holdings = [held._replace(tensors=shared.setdefault(held.tensors, held.tensors)) for held in holdings]
         digests = [rank_holdings.compute_digest() for rank_holdings in holdings]
         assignment = assign_boxes(holdings)
         self.global_plan = GlobalPlan(holdings, digests, assignment, [None] * len(local_plans))
@@ -146,7 +157,10 @@ class CachingSavePlanner:
         """Return where this rank's items are, from the results of writing them; the state is no longer kept."""
         self.resolver.state_dict = {}
         storage_infos = {result.index: result.storage_data for result in results}
-        positions = _collect_positions([storage_infos[item.index] for item in self.assigned_items])
+        infos = [storage_infos[item.index] for item in self.assigned_items]
+        files = {name: number for number, name in enumerate(dict.fromkeys(info.relative_path for info in infos))}
+        rows = [(files[info.relative_path], info.offset, info.length) for info in infos]
+        positions = RankPositions(tuple(files), np.array(rows, np.int64).tobytes())
         previous, self.positions = self.positions, positions
         write_digest = compute_digest(self.holdings_digest, self.item_mask, positions.compute_digest())
         return WriteSummary(None if positions == previous else positions, write_digest)
@@ -166,19 +180,12 @@ class CachingSavePlanner:
             rank_plan = plan.digests[rank], plan.assignment.parts[rank]
             if positions is None or compute_digest(*rank_plan, positions.compute_digest()) != summary.digest:
                 raise ValueError(f"rank {rank} has written by another plan of the checkpoint than rank 0's")
-        return plan.assignment, _join_positions([positions for positions in plan.positions if positions is not None])
-
-
-def _check_digests(local_plans: Sequence[LocalPlan], digests: Sequence[bytes]) -> None:
-    """Raise ValueError when a rank sends the digest of other holdings than rank 0 has of it."""
-    for rank, (local_plan, expected) in enumerate(zip(local_plans, digests, strict=True)):
-        if isinstance(local_plan, bytes) and local_plan != expected:
-            raise ValueError(f"rank {rank} has another plan of the checkpoint than rank 0; the next save plans anew")
-
-
-def _fill_unchanged(local_plans: Sequence[LocalPlan], holdings: Sequence[Holdings]) -> list[Holdings]:
-    """Return each rank's holdings: those of the last save where it sends a digest."""
-    return [plan if isinstance(plan, Holdings) else holdings[rank] for rank, plan in enumerate(local_plans)]
+        all_positions = [positions for positions in plan.positions if positions is not None]
+        rows = [np.frombuffer(positions.rows, np.int64).reshape(-1, 3) for positions in all_positions]
+        joined = np.concatenate(rows)
+        bases = np.cumsum([0, *(len(positions.files) for positions in all_positions[:-1])])
+        joined[:, 0] += np.repeat(bases, [len(rank_rows) for rank_rows in rows])
+        return plan.assignment, Positions([name for positions in all_positions for name in positions.files], joined)
 
 
 def create_write_items(state: Mapping[str, Tensor]) -> list[WriteItem]:
@@ -188,47 +195,17 @@ def create_write_items(state: Mapping[str, Tensor]) -> list[WriteItem]:
     the same box, so that here it is computed once for each.
     """
     boxes: dict[DTensorSpec, ChunkStorageMetadata] = {}
-    return [item for name, tensor in state.items() for item in _create_tensor_items(name, tensor, boxes)]
-
-
-def _create_tensor_items(name: str, tensor: Tensor, boxes: dict[DTensorSpec, ChunkStorageMetadata]) -> list[WriteItem]:
-    if not isinstance(tensor, DTensor):
-        return create_default_local_save_plan({name: tensor}, is_coordinator=False).items
-    if tensor.device_mesh.get_coordinate() is None:
-        return []
-    if tensor._spec not in boxes:
-        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        boxes[tensor._spec] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    box, properties = boxes[tensor._spec], TensorProperties.create_from_tensor(tensor.to_local())
-    data = TensorWriteData(box, properties, tensor.size())
-    return [WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data)]
-
-
-def _make_key(name: str, tensor: Tensor) -> TensorKey:
-    placement = tensor._spec if isinstance(tensor, DTensor) else tensor.shape
-    return name, placement, tensor.dtype, tensor.requires_grad
-
-
-def _deduplicate_tensors(holdings: Sequence[Holdings]) -> list[Holdings]:
-    """Return the holdings of all ranks, with equal descriptions of tensors kept once."""
-    shared_tensors: dict[bytes, bytes] = {}
-    return [
-        rank_holdings._replace(tensors=shared_tensors.setdefault(rank_holdings.tensors, rank_holdings.tensors))
-        for rank_holdings in holdings
-    ]
-
-
-def _collect_positions(storage_infos: Sequence[_StorageInfo]) -> RankPositions:
-    """Return a rank's positions from those of torch's writer."""
-    files = {name: number for number, name in enumerate(dict.fromkeys(info.relative_path for info in storage_infos))}
-    rows = [(files[info.relative_path], info.offset, info.length) for info in storage_infos]
-    return RankPositions(tuple(files), np.array(rows, np.int64).tobytes())
-
-
-def _join_positions(positions: Sequence[RankPositions]) -> Positions:
-    """Return the positions of all ranks."""
-    rows = [np.frombuffer(rank_positions.rows, np.int64).reshape(-1, 3) for rank_positions in positions]
-    joined = np.concatenate(rows)
-    bases = np.cumsum([0, *(len(rank_positions.files) for rank_positions in positions[:-1])])
-    joined[:, 0] += np.repeat(bases, [len(rank_positions) for rank_positions in rows])
-    return Positions([name for rank_positions in positions for name in rank_positions.files], joined)
+    items: list[WriteItem] = []
+    for name, tensor in state.items():
+        if not isinstance(tensor, DTensor):
+            items += create_default_local_save_plan({name: tensor}, is_coordinator=False).items
+        elif tensor.device_mesh.get_coordinate() is not None:
+            if tensor._spec not in boxes:
+                shape, offset = compute_local_shape_and_global_offset(
+                    tensor.shape, tensor.device_mesh, tensor.placements
+                )
+                boxes[tensor._spec] = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+            box, properties = boxes[tensor._spec], TensorProperties.create_from_tensor(tensor.to_local())
+            data = TensorWriteData(box, properties, tensor.size())
+            items.append(WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data))
+    return items
