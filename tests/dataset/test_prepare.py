@@ -28,7 +28,8 @@ from titan.dataset.preprocess import plan as plans
 from titan.dataset.preprocess import prepare as module
 from titan.dataset.preprocess import shard_job as units
 from titan.dataset.preprocess import workers
-from titan.dataset.preprocess.prepare import ensure_plan, find_cache_folder, prepare, survey_dataset
+from titan.dataset.preprocess.plan import find_cache_folder
+from titan.dataset.preprocess.prepare import ensure_plan, prepare, survey_dataset
 from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
 from titan.dataset.shards import Corpus, Split, open_corpus
 from titan.dataset.tokenizers.load import load_tokenizer

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,12 +19,13 @@ from titan.console.text import is_url
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
 from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences
-from titan.dataset.preprocess.prepare import ensure_plan, find_cache_folder, prepare
+from titan.dataset.preprocess.plan import find_cache_folder
+from titan.dataset.preprocess.prepare import ensure_plan, prepare
+from titan.dataset.preprocess.workers import end_processes, leave_signals_to
 from titan.dataset.preprocess.writer import write_json
 from titan.dataset.schema import BLOCK, Dataset, Mixture, Prepared, compute_block_counts
 from titan.dataset.shards import Corpus, open_corpus
 from titan.errors import ConfigError, RunError
-from titan.files.platform import watch_parent
 from titan.training.schema import Training
 
 Folders = Mapping[str, str]
@@ -46,7 +46,9 @@ def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = N
         setting = f"dataset.sources.{name}" if isinstance(dataset, Mixture) else "dataset"
         folder = _prepare_corpus(settings, dataset.stream, progress, setting)
         check_sizes = not (isinstance(settings, Prepared) and is_url(settings.path))
-        _check_training_tokens(open_corpus(folder, partial=dataset.stream, check_sizes=check_sizes))
+        corpus = open_corpus(folder, partial=dataset.stream, check_sizes=check_sizes)
+        if corpus.complete and not corpus.train.tokens:
+            raise ConfigError(f"dataset: {corpus.name} has no training tokens; decrease dataset.validation.")
         folders[name] = str(folder)
     _check_tokenizers(open_corpora(folders))
     return folders
@@ -74,11 +76,6 @@ def _locate_folder(settings: Prepared) -> Path:
             "python -m titan.prepare has completed."
         )
     return folder
-
-
-def _check_training_tokens(corpus: Corpus) -> None:
-    if corpus.complete and not corpus.train.tokens:
-        raise ConfigError(f"dataset: {corpus.name} has no training tokens; decrease dataset.validation.")
 
 
 def _check_tokenizers(corpora: Corpora) -> None:
@@ -120,13 +117,13 @@ def build_mixture(dataset: Dataset, training: Training, corpora: Corpora) -> Row
     Raises:
         ConfigError: when the weights are invalid.
     """
-    settings_by_name = dataset.corpora()
-    sequences = tuple(
-        _build_sequences(name, settings, training, corpora[name]) for name, settings in settings_by_name.items()
-    )
-    return RowMixture(
-        sequences, _build_phases(dataset, training, list(settings_by_name)), _merge_skip_ranges(dataset), training.seed
-    )
+    sequences = []
+    for name, settings in dataset.corpora().items():
+        window = None if settings.window is None else max(1, settings.window // training.seq_len)
+        order = training.seed, settings.block, window, settings.epochs
+        sequences.append(TokenSequences(name, corpora[name], training.seq_len, *order))
+    phases = _build_phases(dataset, training, [rows.name for rows in sequences])
+    return RowMixture(tuple(sequences), phases, _merge_skip_ranges(dataset), training.seed)
 
 
 def compute_data_digest(mixture: RowMixture) -> str:
@@ -151,11 +148,6 @@ def check_epochs(dataset: Dataset, training: Training, mixture: RowMixture) -> N
                 f"{prefix}.epochs={settings.epochs:g}: training.steps={training.steps} reads {sequences.name} "
                 f"{rows_read / epoch_rows:.2f} times; decrease the steps or its weight, or increase the epochs."
             )
-
-
-def _build_sequences(name: str, settings: Dataset, training: Training, corpus: Corpus) -> TokenSequences:
-    window = None if settings.window is None else max(1, settings.window // training.seq_len)
-    return TokenSequences(name, corpus, training.seq_len, training.seed, settings.block, window, settings.epochs)
 
 
 def _build_phases(dataset: Dataset, training: Training, names: list[str]) -> tuple[MixturePhase, ...]:
@@ -203,11 +195,7 @@ def prepared_meanwhile(dataset: Dataset, folders: Folders, log: Path) -> Iterato
         yield
     finally:
         ended.set()
-        process.terminate()
-        process.join(GRACE_SECONDS)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        end_processes([process], GRACE_SECONDS)
 
 
 def _record_failure(process: BaseProcess, ended: threading.Event, folders: Folders) -> None:
@@ -231,9 +219,7 @@ def _prepare_corpora(datasets: list[Dataset], log: str, parent_pid: int) -> None
 
     Its priority is lower than the training's.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    watch_parent(parent_pid)
+    leave_signals_to(parent_pid)
     os.nice(NICENESS)
     with open(log, "a", buffering=1) as file:
         try:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +68,20 @@ def build_report(shard_manifests: Sequence[ShardManifest], duplicates: int, note
         duplicates: number of documents that repeat another one.
         notes: the tokenizer's notes.
     """
-    seconds = sum(shard_manifest["seconds"] for shard_manifest in shard_manifests)
-    tokens = {
-        split: sum(shard_manifest[split]["tokens"] for shard_manifest in shard_manifests)
-        for split in ("train", "validation")
-    }
-    text_bytes, total_tokens = sum(shard_manifest["bytes"] for shard_manifest in shard_manifests), sum(tokens.values())
+    documents, text_bytes, seconds = (sum(m[key] for m in shard_manifests) for key in ("documents", "bytes", "seconds"))
+    validation = {key: sum(m["validation"][key] for m in shard_manifests) for key in ("documents", "tokens")}
+    total_tokens = validation["tokens"] + sum(m["train"]["tokens"] for m in shard_manifests)
+    skipped: dict[str, list[Any]] = {}
+    for reason, (count, location) in chain.from_iterable(m["skipped"].items() for m in shard_manifests):
+        skipped.setdefault(reason, [0, location])[0] += count
     return {
-        "documents": sum(shard_manifest["documents"] for shard_manifest in shard_manifests),
+        "documents": documents,
         "tokens": total_tokens,
         "bytes": text_bytes,
         "bytes_per_token": round(text_bytes / total_tokens, 4) if total_tokens else 0,
-        "held_out": {
-            "documents": sum(shard_manifest["validation"]["documents"] for shard_manifest in shard_manifests),
-            "tokens": tokens["validation"],
-        },
+        "held_out": validation,
         "duplicates": duplicates,
-        "skipped": _sum_skipped(shard_manifests),
+        "skipped": skipped,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(total_tokens / seconds) if seconds else 0,
         "mb_per_second": round(text_bytes / seconds / 1e6, 3) if seconds else 0,
@@ -103,9 +101,8 @@ def format_rows(report: Mapping[str, Any]) -> dict[str, str]:
         "speed": f"{report['tokens_per_second']:,} tokens/s, {report['mb_per_second']:.1f} MB/s per process",
     }
     for reason, (count, location) in report["skipped"].items():
-        table["skipped" if "skipped" not in table else f"  {reason}"] = f"{count:,} {reason}" + (
-            f", first: {location}" if location else ""
-        )
+        key = "skipped" if "skipped" not in table else f"  {reason}"
+        table[key] = f"{count:,} {reason}" + (f", first: {location}" if location else "")
     return table | {"tokenizer" if i == 0 else f"  note {i + 1}": note for i, note in enumerate(report["notes"])}
 
 
@@ -169,38 +166,19 @@ class ProgressMeter:
 
     def _format_line(self) -> str:
         seconds = max(self.last_report - self.start, 1e-9)
-        processed_bytes, tokens = (
-            sum(getattr(job, name) for job in self.progress_by_shard.values()) for name in ("source", "tokens")
-        )
-        seconds_left = (
-            (self.total - self.finished_bytes - processed_bytes) / (processed_bytes / seconds) if processed_bytes else 0
-        )
-        share = (
-            f"{min(1.0, (self.finished_bytes + processed_bytes) / self.total):.0%} of {format_bytes(self.total)}, "
-            if self.total
-            else ""
-        )
+        jobs = self.progress_by_shard.values()
+        processed_bytes, tokens = sum(job.source for job in jobs), sum(job.tokens for job in jobs)
         speed = f"{tokens / seconds:,.0f} tokens/s, {processed_bytes / seconds / 1e6:.1f} MB/s"
-        return f"{share}{speed}" + (
-            f", {_format_clock(max(0.0, seconds_left))} left" if self.total and processed_bytes else ""
-        )
+        if not self.total:
+            return speed
+        done_bytes = self.finished_bytes + processed_bytes
+        text = f"{min(1.0, done_bytes / self.total):.0%} of {format_bytes(self.total)}, {speed}"
+        if not processed_bytes:
+            return text
+        minutes, remainder = divmod(round(max(0.0, (self.total - done_bytes) / (processed_bytes / seconds))), 60)
+        clock = f"{minutes // 60}:{minutes % 60:02}" if minutes >= 60 else f"{minutes}"
+        return f"{text}, {clock}:{remainder:02} left"
 
-
-def _sum_skipped(shard_manifests: Sequence[ShardManifest]) -> dict[str, list[Any]]:
-    skipped: dict[str, list[Any]] = {}
-    for shard_manifest in shard_manifests:
-        for reason, (count, location) in shard_manifest["skipped"].items():
-            entry = skipped.setdefault(reason, [0, location])
-            entry[0] += count
-    return skipped
-
-
-def _format_clock(seconds: float) -> str:
-    minutes, remainder = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{remainder:02}" if minutes >= 60 else f"{minutes}:{remainder:02}"
-
-
-__all__ = ["Progress", "Survey", "ensure_plan", "find_cache_folder", "prepare", "survey_dataset"]
 
 WAIT_SECONDS = 0.5
 
@@ -326,7 +304,9 @@ class _Task:
             problem = find_corruption(self.folder, shard, verify=verify)
             if problem:
                 self.meter.log_message(f"{problem}; shard {shard} of {len(self.plan.units)} is rebuilt")
-                self._remove_shard(shard)
+                # its manifest stays, to compare the rebuilt files with
+                for name in (read_shard_manifest(self.folder, shard) or {"files": ()})["files"]:
+                    (self.folder / name).unlink(missing_ok=True)
             elif complete:
                 self.finished.add(shard)
 
@@ -338,7 +318,10 @@ class _Task:
         try:
             self._run_jobs()
             if not (self.folder / "manifest.json").is_file():
-                self._check_unchanged()
+                if self.inputs.has_changed():
+                    shutil.rmtree(self.folder, ignore_errors=True)  # some shards have the old content, others the new
+                    name = self.plan.name
+                    raise ConfigError(f"dataset={name}: its content changed while it was read; rerun the same command.")
                 self._write_manifest()
         except Exception as error:
             with contextlib.suppress(OSError):
@@ -356,16 +339,13 @@ class _Task:
             }
             free = [shard for shard in unfinished if shard not in locked]
             if free:
-                processes = self._choose_process_count(len(free))
+                workers = self.inputs.dataset.workers
+                processes = min(len(free), count_cores() if isinstance(workers, str) else workers)
                 job = job or self._build_job(processes)
                 run_shard_jobs(job, free, processes, self.meter.update, self.meter.show)
             else:
                 self.meter.show_waiting(len(unfinished), leases.describe_holder(lock_file(self.folder, unfinished[0])))
                 time.sleep(WAIT_SECONDS)
-
-    def _choose_process_count(self, shards: int) -> int:
-        workers = self.inputs.dataset.workers
-        return min(shards, count_cores() if isinstance(workers, str) else workers)
 
     def _build_job(self, processes: int) -> ShardJob:
         inputs, is_auto = self.inputs, isinstance(self.inputs.dataset.workers, str)
@@ -379,24 +359,15 @@ class _Task:
             threads=min(8, count_cores()) if is_auto and processes == 1 else 1,
         )
 
-    def _check_unchanged(self) -> None:
-        if self.inputs.has_changed():
-            shutil.rmtree(self.folder, ignore_errors=True)  # some shards have the old content, and others the new one
-            name = self.plan.name
-            raise ConfigError(f"dataset={name}: its content changed while it was read; rerun the same command.")
-
     def _write_manifest(self) -> None:
         """Write the manifest, unless another job has done so."""
         try:
             files = [hashes_file(self.folder, shard) for shard in range(len(self.plan.units))]
             if sum(file.stat().st_size for file in files) > RANGE_BYTES:
                 self.meter.log_message("counting duplicates")
-            shard_manifests = [
-                shard_manifest
-                for shard in range(len(files))
-                if (shard_manifest := read_finished_manifest(self.folder, shard))
-            ]
-            duplicates = sum(shard_manifest["documents"] for shard_manifest in shard_manifests) - count_distinct(files)
+            found = (read_finished_manifest(self.folder, shard) for shard in range(len(files)))
+            shard_manifests = [shard_manifest for shard_manifest in found if shard_manifest]
+            duplicates = sum(m["documents"] for m in shard_manifests) - count_distinct(files)
         except FileNotFoundError:
             if (self.folder / "manifest.json").is_file():
                 return
@@ -408,12 +379,6 @@ class _Task:
             raise ConfigError(f"dataset={self.plan.name}: the source has no tokens; give text that is not empty.")
         write_json(self.folder / "manifest.json", content)
 
-    def _remove_shard(self, shard: int) -> None:
-        """Remove the files of a corrupt shard but keep its manifest, to compare the rebuilt files with."""
-        shard_manifest = read_shard_manifest(self.folder, shard)
-        for name in shard_manifest["files"] if shard_manifest else ():
-            (self.folder / name).unlink(missing_ok=True)
-
 
 def build_manifest(
     plan: PreparationPlan, shard_manifests: list[ShardManifest], report_content: dict[str, Any]
@@ -421,14 +386,11 @@ def build_manifest(
     """Return the content of `manifest.json`: the plan, the report `report_content`, and the counts of each shard."""
     return {
         **plan.build_content(),
-        "max_token": max(shard_manifest[split]["max_token"] for shard_manifest in shard_manifests for split in SPLITS),
+        "max_token": max(m[split]["max_token"] for m in shard_manifests for split in SPLITS),
         "documents": report_content["documents"],
         "bytes": report_content["bytes"],
         "report": report_content,
-        "units": [
-            {s: [shard_manifest[s]["tokens"], shard_manifest[s]["documents"]] for s in SPLITS}
-            for shard_manifest in shard_manifests
-        ],
+        "units": [{s: [m[s]["tokens"], m[s]["documents"]] for s in SPLITS} for m in shard_manifests],
     }
 
 
