@@ -135,7 +135,7 @@ def test_a_hit_does_not_tokenise_again(corpus_file: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.full
 def test_what_changes_the_content_changes_the_digest(corpus_file: Path, tmp_path: Path) -> None:
-    from titan.dataset.tokenizers.rank_file import write_ranks
+    from titan.dataset.tokenizers.load import write_ranks
 
     write_ranks(tmp_path / "bytes.tiktoken", [bytes([byte]) for byte in range(256)])
     found = {prepare(dataset(corpus_file)), prepare(dataset(corpus_file, validation=0.3))}

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.tiers import full
 from titan.dataset.documents import Turn
-from titan.dataset.tokenizers.load import load_tokenizer
-from titan.dataset.tokenizers.rank_file import LLAMA3_RANKS, cut_spaces, list_llama3_special, write_ranks
+from titan.dataset.tokenizers.load import LLAMA3_RANKS, cut_spaces, list_llama3_special, load_tokenizer, write_ranks
 from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from titan.dataset.tokenizers.train import list_byte_characters
 from titan.errors import ConfigError

@@ -82,7 +82,7 @@ CHECKPOINTS = (
     ),
     define_fault(
         "unpickler: any name may be named",
-        "titan/checkpoint/safe_pickle.py",
+        "titan/checkpoint/reader.py",
         "allowed: Container[Name]) -> Any:",
         "allowed: Container[Name], _: object = None) -> Any:\n    return pickle.loads(content)",
         "checkpoint/test_safe_pickle.py",

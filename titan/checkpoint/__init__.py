@@ -2,6 +2,6 @@
 
 `manager` saves (with `save` and `save_planner`) and copies to a `remote` URL; `manifest` defines a complete checkpoint
 and removes old ones. At the start of an attempt `select` chooses a checkpoint and
-`restore` verifies and loads it (with `reader`, which runs no code from a file: `safe_pickle`). All communication
+`restore` verifies and loads it (with `reader`, which runs no code from a file). All communication
 between ranks goes through the `coordinator`.
 """

@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem
 
+from titan.dataset.permutation import GOLDEN, hash64
+
 Integers = NDArray[np.int64]
 OFFSETS, SIZES = range(2)
 """Indices into the second dimension of boxes [boxes, 2, D]."""
@@ -310,12 +312,8 @@ def _sum_corners(tensor: Integers, boxes: Integers, points: _Points) -> NDArray[
 
 
 def _mix_bits(numbers: Integers) -> NDArray[np.uint64]:
-    """Return 64 bits for each number that look random (splitmix64's finalizer)."""
-    x = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-    return mixed
+    """Return 64 bits for each number that look random."""
+    return hash64(numbers.astype(np.uint64) + np.uint64(GOLDEN))
 
 
 def _pad_values(values: Sequence[Any], dims: int, value: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Save a run's state with torch.distributed.checkpoint, synchronously or in the background.
 
-Before a save, the ranks compare fingerprints of replicas (`titan.checkpoint.compared`), in the training thread. If some
+Before a save, the ranks compare fingerprints of replicas (`titan.checkpoint.manager`), in the training thread. If some
 differ, the checkpoint is written all the same, for inspection, with a manifest of another name, so that it is not used.
 
 A save is one job of all ranks, in a separate thread:
@@ -9,21 +9,23 @@ A save is one job of all ranks, in a separate thread:
 2. rank 0 removes the checkpoints that are not kept;
 3. post-save hooks: exported weights, a copy at `checkpoint.path`.
 
-`mode=sync` waits for step 1; `mode=async` continues once the state is copied (`staging`), and the training thread
+`mode=sync` waits for step 1; `mode=async` continues once the state is copied (`state.Staging`), and the training thread
 only starts that copy. A failed job leaves no files behind and is reported by `pop_outcomes`; the run goes on. Tensors
 have the model's parameter names, so a checkpoint is independent of the layout that saved it.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -37,7 +39,86 @@ from titan.checkpoint.save import CheckpointSave, TokenizerFiles
 from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.state import Staging, TrainState, evaluation_state_dict, train_state_dict
-from titan.parallelism.replicas import ReplicaDifference
+from titan.errors import RunError
+from titan.parallelism.mesh import World
+from titan.parallelism.replicas import ReplicaDifference, find_difference, find_replicas
+from titan.precision.low_precision import unwrap_tensor
+
+POSITION = "the step and the position in the data"
+
+
+@dataclass
+class Compared:
+    """This rank's tensors; see `titan.parallelism.replicas.find_difference`."""
+
+    tensors: dict[str, Tensor]
+    stages: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, Tensor] = field(default_factory=dict)
+
+
+def compare_replicas(
+    train_state: TrainState, world: World, state: Mapping[str, Tensor], manifest: Manifest
+) -> ReplicaDifference | None:
+    """Return the first difference between replicas of what is saved; all ranks call it together."""
+    compared = collect_compared(state, train_state)
+    position = json.dumps([manifest.step, manifest.tokens, manifest.data, manifest.run_id], sort_keys=True)
+    digest = int.from_bytes(blake2b(position.encode(), digest_size=8).digest(), "little", signed=True)
+    compared.tensors[POSITION], compared.stages[POSITION] = torch.tensor(digest), "all"
+    return find_difference(compared.tensors, world, compared.stages, compared.copies)
+
+
+def collect_compared(state: Mapping[str, Tensor], train_state: TrainState) -> Compared:
+    """Return what is compared of a state: its tensors, and buffers, which are not all saved."""
+    compared = Compared(dict(state))
+    _add_tied(compared, train_state)
+    for index, stage in enumerate(train_state.stages):
+        for name, buffer in stage.named_buffers():
+            if name.count(".") > 1:  # of a module that only some stages have
+                compared.tensors[f"buffer.{index}.{name}"] = buffer
+                continue
+            key = f"buffer.{name}"
+            (compared.tensors if index == 0 else compared.copies)[key] = buffer
+            compared.stages[key] = "all"
+    return compared
+
+
+def _add_tied(compared: Compared, train_state: TrainState) -> None:
+    """Mark a tied weight that both ends of a pipeline have, with its optimizer state."""
+    tied = train_state.tied_weights
+    if tied is None:
+        return
+    parameter = tied.first if tied.first is not None else tied.last
+    name = next(name for name, p in train_state.named_parameters() if p is parameter)
+    prefix = f"optimizer.{name}."
+    names = [key for key in compared.tensors if key == f"model.{name}" or key.startswith(prefix)]
+    compared.stages |= dict.fromkeys(names, "tied")
+    if tied.first is not None and tied.last is not None:
+        second = train_state.optimizer.state.get(tied.last, {})
+        compared.copies |= {
+            key: second[key.removeprefix(prefix)] if key.startswith(prefix) else unwrap_tensor(tied.last)
+            for key in names
+        }
+
+
+def describe_compared(state: Mapping[str, Tensor], train_state: TrainState, world: World) -> str:
+    """Return how much of a state has replicas, in one line; empty with one rank.
+
+    Raises:
+        RunError: for a tensor of which it is not known which ranks must have the same.
+    """
+    if world.rank_info.world_size == 1:
+        return ""
+    compared = collect_compared(state, train_state)
+    tensors, stages = compared.tensors, compared.stages
+    try:
+        replicated = [n for n, t in tensors.items() if find_replicas(n, t, world).groups or n in stages]
+    except RunError as error:
+        raise RunError(f"{str(error).removesuffix('.')}; give checkpoint.fingerprints=false.") from error
+    return (
+        f"each save compares replicas of {len(replicated)} of {len(tensors)} tensors; "
+        "of the others each part exists once"
+    )
+
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended with a single process
 CopyTokenizer = Callable[[str | None, Path], TokenizerFiles]

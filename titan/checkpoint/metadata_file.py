@@ -7,7 +7,7 @@ written as rows of bytes: an array of rows, into whose columns the integers are 
 
 The stream begins with a list of all words that occur later (classes, attributes, names of tensors and files), to which
 rows refer by their positions in pickle's memo. The list is assigned to `planner_data`, which is assigned again later:
-this way the stream has only opcodes that `pickle.dump` writes too, which is what `titan.checkpoint.safe_pickle` reads.
+this way the stream has only opcodes that `pickle.dump` writes too, which is what `titan.checkpoint.reader` reads.
 """
 
 from __future__ import annotations

@@ -241,7 +241,6 @@ class Loader:
         self._thread.start()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the loader itself."""
         return self
 
     def __next__(self) -> Batch:
@@ -270,13 +269,11 @@ class Loader:
         self._thread.join()
 
     def __enter__(self) -> Loader:
-        """Return the loader itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
         self.close()
 
     def _wait_for_batch(self) -> Batch | BaseException:

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from titan.config.settings import format_value
@@ -165,3 +166,10 @@ def server_answers(url: str, seconds: float) -> bool:
     except (OSError, ValueError, http.client.HTTPException):
         return False
     return True
+
+
+def check_writable(folder: Path) -> None:
+    """Create a tracker's folder; raise OSError where it can't be written to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise OSError(f"{folder} can't be written to")

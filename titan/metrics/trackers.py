@@ -18,6 +18,7 @@ import contextlib
 import importlib.util
 import queue
 import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,20 +27,81 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titan.cluster.environment import set_variables
 from titan.metrics.mlflow import MLflowRun
-from titan.metrics.schema import Metrics, MLflow, Tracker, Trackio
+from titan.metrics.schema import TRACKIO_DIRECTORY, Metrics, MLflow, Tracker, Trackio
 from titan.metrics.tracker_run import (
     RunDescription,
     TrackerRun,
     Warn,
+    check_writable,
     extract_numbers,
     extract_scalars,
     flatten_settings,
     hide_in_labels,
     summarise_error,
 )
-from titan.metrics.trackio import TrackioRun
 from titan.metrics.wandb import WeightsAndBiases, build_wandb_options
+
+
+class TrackioRun:
+    """A run at trackio, in local files or at a Space, opened with the run's settings as its configuration.
+
+    trackio knows a run by its name, so the name ends in the run's id, and a resumed attempt continues it. It deletes no
+    values: the steps that a resumed attempt repeats have two.
+    """
+
+    def __init__(self, settings: Trackio, directory: Path, description: RunDescription, warn: Warn) -> None:
+        """Create the run, or continue that of an earlier attempt.
+
+        Args:
+            directory: the run's directory; trackio/ in it has the files where no folder is named.
+
+        Raises:
+            OSError: when the folder can't be written to.
+        """
+        folder = settings.choose_folder(directory)
+        check_writable(folder)  # trackio would only warn each time
+        trackio = _import_trackio(folder, warn)
+        self._step = 0
+        self._run: Any = trackio.init(
+            project=settings.project,
+            name=f"{description.name}-{description.run_id}",
+            group=settings.group or description.group_id,
+            space_id=settings.space,
+            private=settings.private,
+            config={**flatten_settings(description.metadata), "titan.run_id": description.run_id},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Log the numbers of a record at its step; a record without a step is skipped."""
+        if "step" in record:
+            self._step = int(record["step"])
+            self._run.log(extract_scalars(record), step=self._step)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Log the final result as result/... at the last step, and end the run."""
+        if numbers := extract_numbers(result):
+            self._run.log({f"result/{name}": value for name, value in numbers.items()}, step=self._step)
+        self._run.finish()
+
+
+def _import_trackio(folder: Path, warn: Warn) -> Any:
+    """Return the module, which prints nothing and writes to a folder, unless it was imported for another before."""
+    with set_variables({TRACKIO_DIRECTORY: str(folder)}):  # the next run in this process chooses by the user's value
+        import trackio
+
+    if Path(trackio.TRACKIO_DIR).absolute() != folder:
+        warn(f"trackio was imported before with {trackio.TRACKIO_DIR}: it writes there, not to {folder}.")
+    for name in ("trackio", "trackio.run", "trackio.utils"):
+        # its messages would break the progress line
+        vars(sys.modules[name])["print"] = lambda *values, **options: None
+    return trackio
+
 
 MAX_QUEUED_RECORDS = 10_000
 """The number of records in a slow tracker's queue at which it is dropped."""

@@ -14,6 +14,7 @@ from titan.metrics.schema import Metrics
 from titan.metrics.tracker_run import (
     RunDescription,
     Warn,
+    check_writable,
     extract_numbers,
     extract_scalars,
     hide_secrets,
@@ -55,9 +56,7 @@ class WeightsAndBiases:
         Raises:
             OSError: when the directory can't be written to.
         """
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise OSError(f"{directory} can't be written to")  # wandb would silently write to /tmp
+        check_writable(directory)  # wandb would silently write to /tmp
         run = self._start_online(metrics, directory, settings, warn) if metrics.wandb_mode == "online" else None
         self._run: Any = run or _start_wandb(metrics, directory, settings, "offline")
         self._run.config.update(settings["config"], allow_val_change=True)  # a resumed run has its first attempt's

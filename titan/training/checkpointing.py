@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.checkpoint import manager, manifest
-from titan.checkpoint.compared import compare_replicas, describe_compared
 from titan.checkpoint.coordinator import Coordinator, prefix_errors
-from titan.checkpoint.manager import CheckpointManager, CompareReplicas, PostSaveHook, SaveOutcome
+from titan.checkpoint.manager import (
+    CheckpointManager,
+    CompareReplicas,
+    PostSaveHook,
+    SaveOutcome,
+    compare_replicas,
+    describe_compared,
+)
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.select import is_post_save_pending
 from titan.checkpoint.state import train_state_dict

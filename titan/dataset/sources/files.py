@@ -26,6 +26,7 @@ from titan.config.optional import import_fsspec, import_optional
 from titan.console.numbers import format_bytes, format_plural
 from titan.console.text import format_error, is_url, redact
 from titan.dataset.documents import Skip, SourcePart, content_digest
+from titan.dataset.preprocess.writer import compute_checksum
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
 
@@ -422,8 +423,5 @@ def compute_file_digest(path: Path, memo: Path | None) -> bytes:
 
 
 def _hash_file(path: Path) -> bytes:
-    digest = blake2b(digest_size=32)
-    with convert_read_errors(str(path)), open(path, "rb") as file:
-        while chunk := file.read(8 * _CHUNK):
-            digest.update(chunk)
-    return digest.digest()
+    with convert_read_errors(str(path)):
+        return bytes.fromhex(compute_checksum(path)[1])

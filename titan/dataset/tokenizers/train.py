@@ -20,7 +20,7 @@ from titan.console.text import sanitize_line
 from titan.dataset.documents import Source
 from titan.dataset.sources import local
 from titan.dataset.sources.files import describe_selection
-from titan.dataset.tokenizers.rank_file import PATTERN, cut_spaces, write_ranks
+from titan.dataset.tokenizers.load import PATTERN, cut_spaces, write_ranks
 from titan.errors import ConfigError, RunError
 from titan.files.output_files import check_output_file
 
