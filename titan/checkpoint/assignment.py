@@ -71,11 +71,7 @@ def compute_digest(*parts: bytes) -> bytes:
 
 
 def describe_items(items: Sequence[WriteItem]) -> Holdings:
-    """Describe a rank's items.
-
-    Raises:
-        TypeError: for an item that is no tensor.
-    """
+    """Describe a rank's items."""
     infos, boxes = [], []
     for item in items:
         if item.tensor_data is None:
@@ -167,11 +163,7 @@ def _collect_boxes(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], _Ran
 
 
 def _number_tensors(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], list[Integers]]:
-    """Return all tensors, and for each rank the numbers of its items' tensors among them.
-
-    Raises:
-        ValueError: when two ranks have tensors of other sizes or dtypes under one name.
-    """
+    """Return all tensors, and for each rank the numbers of its items' tensors among them."""
     tensors: dict[str, tuple[int, TensorInfo, int]] = {}
     tensor_numbers: dict[bytes, Integers] = {}
     for rank, rank_holdings in enumerate(holdings):
@@ -287,9 +279,6 @@ def _check_cover(tensors: Sequence[TensorInfo], tensor: Integers, boxes: Integer
     A box is determined by its corners with alternating signs. Boxes make up a tensor without gaps and overlaps exactly
     if their corners cancel but for those of the tensor. Each corner counts as a number of 64 random bits, so that wrong
     boxes pass with a probability of 2^-64.
-
-    Raises:
-        ValueError: when they don't.
     """
     first = np.flatnonzero(np.diff(tensor, prepend=-1))
     sums = np.add.reduceat(_sum_corners(tensor, boxes, points), first)

@@ -215,11 +215,7 @@ def pack_message(value: Any) -> bytes:
 
 
 def unpack_message(message: bytes) -> Any:
-    """Return the value that `pack_message` was given.
-
-    Raises:
-        CoordinationError: for any other message.
-    """
+    """Return the value that `pack_message` was given."""
     try:
         return read_json(zlib.decompressobj(zdict=_WORDS).decompress(message))
     except (ValueError, zlib.error) as error:

@@ -406,11 +406,7 @@ def make_copy_hook(settings: Checkpoint, path: str, directory: str, coordinator:
 
 
 def fetch_checkpoint(remote: Remote, step: int, directory: Path, coordinator: Coordinator) -> Path:
-    """Fetch a checkpoint into the run's directory as a complete checkpoint; all ranks call it together.
-
-    Raises:
-        CoordinationError: on all ranks, when it can't be read or is damaged.
-    """
+    """Fetch a checkpoint into the run's directory as a complete checkpoint; all ranks call it together."""
     folder = manifest.folder_of(directory, step)
 
     def begin_fetch() -> Manifest:

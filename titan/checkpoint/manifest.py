@@ -132,13 +132,9 @@ def load(folder: Path, name: str = NAME) -> Manifest | None:
 
 def select_rank_files(files: Mapping[str, ManifestFile], rank: int, size: int) -> dict[str, ManifestFile]:
     """Return the files that a rank copies: those of the rank that wrote them, modulo `size`; rank 0 has the others."""
-    return {name: file for name, file in files.items() if _find_writer(name) % size == rank}
-
-
-def _find_writer(name: str) -> int:
-    """Return the rank that wrote a file, from torch.distributed.checkpoint's file name."""
-    match = re.match(r"__(\d+)_", name)
-    return int(match[1]) if match else 0
+    # the names are torch.distributed.checkpoint's
+    writers = {name: int(match[1]) for name in files if (match := re.match(r"__(\d+)_", name))}
+    return {name: file for name, file in files.items() if writers.get(name, 0) % size == rank}
 
 
 def check_sizes(folder: Path, files: Mapping[str, ManifestFile]) -> None:
@@ -157,11 +153,7 @@ def check_sizes(folder: Path, files: Mapping[str, ManifestFile]) -> None:
 
 
 def parse(text: bytes) -> Manifest:
-    """Parse a manifest.
-
-    Raises:
-        CorruptCheckpointError: when it is invalid, or has another format.
-    """
+    """Parse a manifest."""
     try:
         content = untrusted.parse_object(text)
         if content["format"] != FORMAT:
@@ -176,13 +168,7 @@ def parse(text: bytes) -> Manifest:
 
 
 def _build_manifest(content: dict[str, Any]) -> Manifest:
-    """Build a manifest from untrusted values.
-
-    Raises:
-        ValueError: when a value has another type or is out of range, or a file is outside of the folder.
-        KeyError: when a field of `Manifest` is missing; its name.
-        TypeError: when a value is not a field, or a file lacks one.
-    """
+    """Build a manifest from untrusted values."""
     for name, kind in get_type_hints(Manifest).items():
         untrusted.check_type(content[name], dict if name == "files" else kind, name)
     names = [untrusted.check_file_name(name) for name in content["files"]]

@@ -132,21 +132,15 @@ class _Machine:
         """Return the next bytes as an unsigned integer."""
         return int.from_bytes(self.read_bytes(size), "little")
 
-    def skip_frame(self) -> None:
+    def read_length(self) -> None:
         """Skip the length of a frame, which is not needed."""
         self.read_bytes(8)
 
     def push_signed(self, size: int) -> None:
         self.stack.append(int.from_bytes(self.read_bytes(size), "little", signed=True))
 
-    def push_unsigned(self, size: int) -> None:
-        self.stack.append(self.read_number(size))
-
     def push_text(self, size: int) -> None:
         self.stack.append(self.read_bytes(self.read_number(size)).decode("utf-8", "surrogatepass"))
-
-    def push_mark(self) -> None:
-        self.marks.append(len(self.stack))
 
     def pop_to_mark(self) -> list[Any]:
         """Pop the values since the last mark."""
@@ -160,9 +154,6 @@ class _Machine:
         if len(values) < count:
             raise ValueError("its stack is empty")
         self.stack[-count:] = [tuple(values)]
-
-    def push_marked_tuple(self) -> None:
-        self.stack.append(tuple(self.pop_to_mark()))
 
     def append_values(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -199,32 +190,28 @@ class _Machine:
             raise ValueError("it sets the state of what is no new object")
         target.state = state
 
-    def pop_pair(self) -> list[Any]:
-        value = self.stack.pop()
-        return [self.stack.pop(), value]
-
 
 _ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
-    pickle.FRAME: _Machine.skip_frame,
+    pickle.FRAME: lambda m: m.read_length(),
     pickle.NONE: lambda m: m.stack.append(None),
     pickle.NEWTRUE: lambda m: m.stack.append(True),
     pickle.NEWFALSE: lambda m: m.stack.append(False),
     pickle.BININT: lambda m: m.push_signed(4),
-    pickle.BININT2: lambda m: m.push_unsigned(2),
+    pickle.BININT2: lambda m: m.stack.append(m.read_number(2)),
     pickle.LONG1: lambda m: m.push_signed(m.read_number(1)),
     pickle.SHORT_BINUNICODE: lambda m: m.push_text(1),
     pickle.BINUNICODE: lambda m: m.push_text(4),
     pickle.EMPTY_TUPLE: lambda m: m.stack.append(()),
     pickle.EMPTY_LIST: lambda m: m.stack.append([]),
     pickle.EMPTY_DICT: lambda m: m.stack.append({}),
-    pickle.MARK: _Machine.push_mark,
-    pickle.TUPLE: _Machine.push_marked_tuple,
+    pickle.MARK: lambda m: m.marks.append(len(m.stack)),
+    pickle.TUPLE: lambda m: m.stack.append(tuple(m.pop_to_mark())),
     pickle.TUPLE1: lambda m: m.push_tuple(1),
     pickle.TUPLE2: lambda m: m.push_tuple(2),
     pickle.TUPLE3: lambda m: m.push_tuple(3),
     pickle.APPEND: lambda m: m.append_values([m.stack.pop()]),
     pickle.APPENDS: lambda m: m.append_values(m.pop_to_mark()),
-    pickle.SETITEM: lambda m: m.put_items(m.pop_pair()),
+    pickle.SETITEM: lambda m: m.put_items([m.stack.pop(-2), m.stack.pop()]),
     pickle.SETITEMS: lambda m: m.put_items(m.pop_to_mark()),
     pickle.STACK_GLOBAL: _Machine.push_global,
     pickle.REDUCE: _Machine.push_object,
@@ -272,21 +259,13 @@ class CheckpointReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_manifest(self) -> Manifest | None:
-        """Return the checkpoint's manifest, also of a retired one; None where it has none.
-
-        Raises:
-            CorruptCheckpointError: when it is invalid.
-        """
+        """Return the checkpoint's manifest, also of a retired one; None where it has none."""
         if self._manifest is None:
             self._manifest = manifest.load(self.folder) or manifest.load(self.folder, manifest.RETIRED)
         return self._manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the checkpoint's metadata.
-
-        Raises:
-            UnknownContentError: when it has content that titan doesn't write.
-        """
+        """Return the checkpoint's metadata."""
         if self._metadata is None:
             self._metadata = self._parse_file()
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -352,11 +331,7 @@ class ProgressLoadPlanner(DefaultLoadPlanner):
 
 
 def parse_metadata(content: bytes) -> Metadata:
-    """Parse a `.metadata` file.
-
-    Raises:
-        UnknownContentError: when it has content that titan doesn't write.
-    """
+    """Parse a `.metadata` file."""
     try:
         return _build_metadata(parse_pickle(content, ALLOWED_NAMES))
     except UnknownNameError as error:

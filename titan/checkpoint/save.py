@@ -232,9 +232,6 @@ def _create_folder(
 
     Returns:
         Those files, and the tokenizer's name there.
-
-    Raises:
-        FileExistsError: when the folder is behind a symbolic link, and has a checkpoint of another run than `run_id`.
     """
     if folder.is_dir() and manifest.is_linked(folder):
         manifest.clear_linked(folder, run_id)

@@ -171,11 +171,7 @@ class Staging:
             wait([self.pending_copy])
 
     def wait_for_copies(self) -> None:
-        """Wait until the copies are complete; call it before they are read.
-
-        Raises:
-            Exception: when copying failed.
-        """
+        """Wait until the copies are complete; call it before they are read."""
         if self.on_gpu and self.pending_copy is not None:
             self.pending_copy.synchronize()
         elif isinstance(self.pending_copy, Future):

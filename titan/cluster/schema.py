@@ -110,11 +110,7 @@ class Hardware:
     pipeline_step_microseconds: float | None = _host_time_setting("a pipeline adds to a step")
 
     def require_figure(self, name: str, purpose: str) -> float:
-        """Return a figure.
-
-        Raises:
-            ConfigError: when it is not given.
-        """
+        """Return a figure."""
         value = getattr(self, name)
         if value is None:
             raise ConfigError(

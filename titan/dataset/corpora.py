@@ -37,9 +37,6 @@ def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = N
     """Return the prepared folder of each corpus of `dataset`, preparing what is missing.
 
     With `stream` only the plan is written: the preparation runs beside the training.
-
-    Raises:
-        ConfigError: when the data can't be used.
     """
     folders = {}
     for name, settings in dataset.corpora().items():
@@ -113,9 +110,6 @@ def build_mixture(dataset: Dataset, training: Training, corpora: Corpora) -> Row
     Args:
         dataset: the weights and the order.
         training: the row length and the seed.
-
-    Raises:
-        ConfigError: when the weights are invalid.
     """
     sequences = []
     for name, settings in dataset.corpora().items():

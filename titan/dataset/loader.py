@@ -222,9 +222,6 @@ class Loader:
             patience: seconds to wait for data that are being prepared.
             log: called with a log line every 20 seconds while `next` waits for such data.
             is_stopped: polled while `next` waits for such data; when it is true, `next` returns a void batch.
-
-        Raises:
-            ValueError: when a number is below one.
         """
         if min(prefetch, step, shape.microbatches, shape.rows) < 1:
             raise ValueError("step, prefetch and shape must be at least 1")

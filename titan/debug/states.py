@@ -55,11 +55,7 @@ class Folder:
         self._open_files: dict[str, tuple[int, int]] = {}
 
     def write(self, name: str, content: bytes) -> None:
-        """Replace the content of a file; what was longer is filled with spaces.
-
-        Raises:
-            OSError: when it can't be written.
-        """
+        """Replace the content of a file; what was longer is filled with spaces."""
         if self.file_bytes and name in self._open_files and not os.fstat(self._open_files[name][0]).st_nlink:
             os.close(self._open_files.pop(name)[0])  # somebody has cleared the memory
         descriptor, longest = self._open_files.get(name) or (self._create_file(name), 0)
@@ -124,9 +120,6 @@ def node_memory(key: str) -> Folder:
 
     Args:
         key: what the folder is for.
-
-    Raises:
-        OSError: when it can't be created, or belongs to somebody else.
     """
     parent = platform.MEMORY if os.access(platform.MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     prefix = f"titan-{os.getuid()}-{identify_machine()}-"

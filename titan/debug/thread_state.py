@@ -140,9 +140,6 @@ class Dumps:
 
         Args:
             memory: a folder of the node; None: the file is in the run's directory from the beginning.
-
-        Raises:
-            OSError: when the file can't be created.
         """
         self.directory, self.rank, self.memory = directory, rank, memory
         path = self._build_stacks_path(rank)

@@ -66,9 +66,6 @@ class MLflowRun:
 
         Args:
             directory: the run's directory; mlflow/ in it has the database where no store is named.
-
-        Raises:
-            OSError: when the database can't be written to, or the server does not answer.
         """
         uri = settings.choose_tracking_uri(directory)
         _check_store(uri)

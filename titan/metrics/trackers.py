@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,6 @@ class TrackioRun:
 
         Args:
             directory: the run's directory; trackio/ in it has the files where no folder is named.
-
-        Raises:
-            OSError: when the folder can't be written to.
         """
         folder = settings.choose_folder(directory)
         check_writable(folder)  # trackio would only warn each time
@@ -216,19 +212,9 @@ class _TrackerThread:
         self._warnings.put(f"{self.name}: {reason}; the run continues without it.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """A tracker that the settings ask for.
-
-    Attributes:
-        packages: by the name to import: what pip installs.
-        open_run: opens it.
-        finish_minutes: that the end of a finished run waits for it; None: as short as the end of a stopped one.
-    """
-
-    packages: Mapping[str, str]
-    open_run: Opener
-    finish_minutes: float | None = None
+Request = tuple[Mapping[str, str], Opener, float | None]
+"""The packages that a tracker needs, by the name to import: what pip installs; what opens it; and the minutes that the
+end of a finished run waits for it; None: as short as the end of a stopped one."""
 
 
 def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescription, warn: Warn) -> Trackers:
@@ -238,37 +224,36 @@ def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescript
         directory: the run's directory; trackers write to folders in it, such as tensorboard/ and wandb/.
     """
     openers, longer_patience = dict[str, Opener](), dict[str, float]()
-    for setting, request in _list_requests(hide_in_labels(metrics), directory, description).items():
-        if missing := _list_missing(request.packages):
+    requests = _list_requests(hide_in_labels(metrics), directory, description)
+    for setting, (packages, open_run, finish_minutes) in requests.items():
+        if missing := _list_missing(packages):
             names = " ".join(missing)
             warn(f"{setting}: the package {names} is not installed (pip install {names}); continuing without it.")
             continue
-        openers[setting] = request.open_run
-        if request.finish_minutes is not None:
-            longer_patience[setting] = 60 * request.finish_minutes
+        openers[setting] = open_run
+        if finish_minutes is not None:
+            longer_patience[setting] = 60 * finish_minutes
     return Trackers(openers, warn, longer_patience=longer_patience)
 
 
-def _list_requests(metrics: Metrics, directory: Path, description: RunDescription) -> dict[str, _Request]:
+def _list_requests(metrics: Metrics, directory: Path, description: RunDescription) -> dict[str, Request]:
     """Return the trackers that the settings ask for, by the setting."""
-    requests: dict[str, _Request] = {}
+    requests: dict[str, Request] = {}
     if metrics.tensorboard:
-        requests["metrics.tensorboard=true"] = _Request(
-            packages={"tensorboard": "tensorboard"},
-            open_run=lambda _: TensorBoard(directory / "tensorboard", description.metadata),
+        requests["metrics.tensorboard=true"] = (
+            {"tensorboard": "tensorboard"},
+            lambda _: TensorBoard(directory / "tensorboard", description.metadata),
+            None,
         )
     if metrics.wandb:
-        requests["metrics.wandb=true"] = _Request(
-            packages={"wandb": "wandb"},
-            open_run=lambda warn: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), warn),
-            finish_minutes=metrics.wandb_finish_minutes,
+        requests["metrics.wandb=true"] = (
+            {"wandb": "wandb"},
+            lambda warn: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), warn),
+            metrics.wandb_finish_minutes,
         )
     for name, tracker in (metrics.trackers or {}).items():
-        requests[f"metrics.trackers.{name}"] = _Request(
-            packages=tracker.packages,
-            open_run=partial(_open_run, hide_in_labels(tracker), directory, description),
-            finish_minutes=tracker.finish_minutes,
-        )
+        open_run = partial(_open_run, hide_in_labels(tracker), directory, description)
+        requests[f"metrics.trackers.{name}"] = tracker.packages, open_run, tracker.finish_minutes
     return requests
 
 

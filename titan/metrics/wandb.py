@@ -52,9 +52,6 @@ class WeightsAndBiases:
             metrics: project, entity and mode.
             directory: where wandb/ is created.
             settings: see `build_wandb_options`.
-
-        Raises:
-            OSError: when the directory can't be written to.
         """
         check_writable(directory)  # wandb would silently write to /tmp
         run = self._start_online(metrics, directory, settings, warn) if metrics.wandb_mode == "online" else None

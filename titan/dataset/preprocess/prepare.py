@@ -234,9 +234,6 @@ def ensure_plan(dataset: Dataset, setting: str = "dataset") -> Path:
     Args:
         dataset: the settings.
         setting: their name in messages.
-
-    Raises:
-        ConfigError: when the input can't be used or the cache can't be written.
     """
     inputs = examine_dataset(dataset)
     with convert_cache_errors(find_cache_folder(dataset)):
@@ -245,11 +242,7 @@ def ensure_plan(dataset: Dataset, setting: str = "dataset") -> Path:
 
 
 def survey_dataset(dataset: Dataset) -> Survey:
-    """Return what there is to prepare, without writing anything.
-
-    Raises:
-        ConfigError: when the input can't be used.
-    """
+    """Return what there is to prepare, without writing anything."""
     inputs = examine_dataset(dataset)
     existing, folder = read_plan(inputs), inputs.folder
     shards = existing.units if existing else divide_parts(inputs.parts)

@@ -62,11 +62,7 @@ def run_shard_jobs(
 
 
 def work_on_shards(job: ShardJob, shards: Sequence[int], on_progress: OnProgress) -> None:
-    """Run those shard jobs of `shards` in this process that are neither finished nor locked.
-
-    Raises:
-        ConfigError: when the source can't be read or the folder can't be written.
-    """
+    """Run those shard jobs of `shards` in this process that are neither finished nor locked."""
     encoder: Encoder | None = None
     for shard in shards:
         lock = lock_file(job.folder, shard)

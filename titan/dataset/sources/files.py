@@ -87,11 +87,7 @@ class SourceFile:
         return get_suffix(self.path, full=True).endswith(_COMPRESSED)
 
     def open(self) -> BinaryIO:
-        """Open the file and decompress it; seekable unless compressed.
-
-        Raises:
-            ConfigError: when it can't be opened.
-        """
+        """Open the file and decompress it; seekable unless compressed."""
         raw = self.open_raw()
         if not self.is_compressed:
             return raw
@@ -106,7 +102,8 @@ class SourceFile:
             file = _open_filesystem(self.path)[0].open(self.path, "rb")
             if file.seekable():
                 return cast(BinaryIO, io.BufferedReader(file, _CHUNK))
-            return cast(BinaryIO, io.BufferedReader(_DecompressedStream(self.path, file, _read_chunks(file)), _CHUNK))
+            chunks = iter(lambda: file.read(_CHUNK), b"")
+            return cast(BinaryIO, io.BufferedReader(_DecompressedStream(self.path, file, chunks), _CHUNK))
 
 
 @contextlib.contextmanager
@@ -185,9 +182,6 @@ def find_files(path: str, suffixes: Sequence[str], *, any_other: bool = False) -
 
     In a folder: the files with one of the `suffixes`, compressed or not; if there are none and `any_other`, all files
     that aren't hidden.
-
-    Raises:
-        ConfigError: when there are no such files, or only empty ones.
     """
     matches = _list_files(path, suffixes, any_other)
     if not matches:
@@ -373,11 +367,6 @@ class _DecompressedStream(io.RawIOBase):
 
 class _CorruptStreamError(Exception):
     pass
-
-
-def _read_chunks(file: Any) -> Iterator[bytes]:
-    while piece := file.read(_CHUNK):
-        yield piece
 
 
 def _decompress_gzip(raw: BinaryIO) -> Iterator[bytes]:

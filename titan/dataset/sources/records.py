@@ -196,21 +196,14 @@ def _read_lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[i
             return
         if len(line) > files.MAX_DOCUMENT_BYTES:
             yield number, position, files.build_too_long_error(position, "line", "to skip it")
-            position += _skip_line(file, line)
+            while line and not line.endswith(b"\n"):
+                position += len(line)
+                line = file.readline(_PIECE)
         else:
             yield number, position, line if position else line.removeprefix(_BOM)
         position += len(line)
         if last is not None and position >= last:
             return
-
-
-def _skip_line(file: BinaryIO, line: bytes) -> int:
-    """Read to the end of a line whose beginning is given; return the number of bytes read."""
-    size = 0
-    while line and not line.endswith(b"\n"):
-        line = file.readline(_PIECE)
-        size += len(line)
-    return size
 
 
 def _parse_line(line: bytes | BadDocumentError, position: int) -> TableRow | BadDocumentError:
@@ -256,7 +249,9 @@ class ParquetReader(RowReader):
         with files.convert_read_errors(file.path), file.open_raw() as stream:
             try:
                 table, number = open_parquet(stream, self.columns), 0
-                self._check_columns(file, table)
+                for column in self.columns:
+                    if column not in table.schema_arrow.names:
+                        raise ConfigError(describe_missing_column(file.path, column, table.schema_arrow.names))
                 if excess := find_excess(table, group or 0, self.columns):
                     yield part.name, excess
                     return
@@ -278,18 +273,11 @@ class ParquetReader(RowReader):
                 metadata = open_parquet(stream).metadata
             except (pyarrow.ArrowException, OSError):
                 return [SourcePart(file.path, file.size, (file, None))]  # `read_rows` reports the error
-            sizes = [self._count_column_bytes(metadata.row_group(group)) for group in range(metadata.num_row_groups)]
+            sizes = [
+                sum(c.total_compressed_size for c in _list_columns(metadata.row_group(group), self.columns))
+                for group in range(metadata.num_row_groups)
+            ]
         return [SourcePart(f"{file.path}, row group {i}", size, (file, i)) for i, size in enumerate(sizes)]
-
-    def _count_column_bytes(self, group: Any) -> int:
-        columns = (group.column(i) for i in range(group.num_columns))
-        return sum(c.total_compressed_size for c in columns if c.path_in_schema.split(".")[0] in self.columns)
-
-    def _check_columns(self, file: SourceFile, table: Any) -> None:
-        column_names = table.schema_arrow.names
-        for column in self.columns:
-            if column not in column_names:
-                raise ConfigError(describe_missing_column(file.path, column, column_names))
 
 
 def describe_missing_column(location: str, column: str, column_names: Sequence[str]) -> str:
@@ -387,9 +375,14 @@ def iterate_batches(file: Any, group: int, columns: Sequence[str]) -> Iterator[A
 def _choose_rows(file: Any, group: int, columns: Sequence[str]) -> int:
     """Return the rows of a batch, by the mean size of the stored rows."""
     metadata = file.metadata.row_group(group)
-    chunks = (metadata.column(i) for i in range(metadata.num_columns))
-    stored = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
+    stored = sum(c.total_uncompressed_size for c in _list_columns(metadata, columns))
     return int(max(1, min(MAX_ROWS, metadata.num_rows * MAX_BATCH_BYTES // max(1, stored))))
+
+
+def _list_columns(group: Any, names: Sequence[str]) -> list[Any]:
+    """Return the metadata of the named columns of a row group."""
+    columns = (group.column(i) for i in range(group.num_columns))
+    return [column for column in columns if column.path_in_schema.split(".")[0] in names]
 
 
 def _expand_row(row: Any) -> Any | BadDocumentError:

@@ -140,11 +140,7 @@ class RankTokenizer(Tokenizer):
 
 
 def load_ranks(path: Path) -> RankTokenizer:
-    """Return the tokenizer of a rank file.
-
-    Raises:
-        ConfigError: when the file can't be read or is malformed.
-    """
+    """Return the tokenizer of a rank file."""
     data = read_tokenizer_file(path)
     if path.suffix == ".model" and (b"<unk>" in data[:4096] or b"\0" in data[:4096]):
         raise ConfigError(
@@ -212,11 +208,7 @@ class JsonTokenizer(Tokenizer):
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], name: str = "tokenizer.json") -> None:
-        """Take the vocabulary of `backend` and the special tokens that `config` names.
-
-        Raises:
-            ConfigError: when `config` names a token that is not in the vocabulary.
-        """
+        """Take the vocabulary of `backend` and the special tokens that `config` names."""
         self.name = name
         backend.no_truncation()
         backend.no_padding()
@@ -298,11 +290,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def load_json(path: Path, name: str) -> JsonTokenizer:
-    """Load the tokenizer.json at `path`; messages call it `name`.
-
-    Raises:
-        ConfigError: when it is not a tokenizer.json.
-    """
+    """Load the tokenizer.json at `path`; messages call it `name`."""
     tokenizers = import_optional("tokenizers", f"dataset.tokenizer={name}")
     text = read_tokenizer_file(path).decode("utf-8", "replace")
     try:
@@ -343,9 +331,6 @@ def load_tokenizer(name: str) -> Tokenizer:
     Args:
         name: titan4k (built in); a file *.tiktoken, tokenizer.model or tokenizer.json; or OWNER/NAME[@REVISION] on
             Hugging Face's hub, whose tokenizer.json is fetched once.
-
-    Raises:
-        ConfigError: when there is no such file or repository, it can't be fetched, or has another format.
     """
     tokenizer = _load_by_name(name)
     tokenizer.name = name

@@ -53,11 +53,7 @@ COMMAND = Command(
 
 
 def train_vocabulary(texts: Iterable[str], ranks: int) -> list[bytes]:
-    """Train a vocabulary of `ranks` tokens and return them in the order of their ranks; deterministic.
-
-    Raises:
-        ConfigError: when `ranks` is below 256, or the texts have too few pairs to merge.
-    """
+    """Train a vocabulary of `ranks` tokens and return them in the order of their ranks; deterministic."""
     if ranks < 256:
         raise ConfigError(f"ranks={ranks}: the 256 single bytes are always included; give 256 or more.")
     vocabulary = _learn_merges(chain.from_iterable(map(cut_spaces, texts)), ranks)
