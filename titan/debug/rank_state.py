@@ -213,22 +213,14 @@ class RankGroup:
 class RankState:
     """What one rank does.
 
-    Attributes:
-        node: the name of its node under Slurm.
-        beat: grows with every write.
-        phase: see `titan.debug.activity`.
-        age: seconds since the phase began.
-        line: where its main thread is; with layer, compiles, exchanges, joins and transfers as in
-            `titan.debug.thread_state.ThreadState`.
-        reads: where the thread is that reads its data.
-        saving: the step of the checkpoint that it writes; None: it writes none.
-        saving_line: where the thread is that writes it.
-        saving_waits: whether that thread waits for another rank.
-        late: its time without progress in units of its patience; see `titan.debug.activity.Clock.compute_lateness`.
-        entered: with completed and pending as in `Collectives`.
-        groups: its process groups by their names.
-        hung: whether a collective of it has timed out.
-        dumped: whether it has written its stacks.
+    `node` is the name of its node under Slurm. `phase` is one of `titan.debug.activity`, which began `age` seconds ago.
+    `line`, `layer`, `compiles`, `exchanges`, `joins` and `transfers` are of its main thread, see
+    `titan.debug.thread_state.ThreadState`; `reads` is where the thread is that reads its data. `saving` is the step of the
+    checkpoint that it writes, `saving_line` where the thread is that does so, and `saving_waits` whether that waits for
+    another rank. `late` is its time without progress in units of its patience, see
+    `titan.debug.activity.Clock.compute_lateness`. `entered`, `completed` and `pending` are as in `Collectives`, and
+    `groups` its process groups by their names. `hung`: a collective of it has timed out; `dumped`: it has written its
+    stacks.
     """
 
     rank: int

@@ -21,8 +21,7 @@ Numbers = NDArray[np.float64]
 class StepColumns:
     """Lines of steps by their keys in metrics.jsonl; [lines] each, NaN where a line lacks the value.
 
-    Attributes:
-        hash: of the batch; 0 where a line has none.
+    `hash` is of the batch; 0 where a line has none.
     """
 
     attempt: NDArray[np.int64]
@@ -126,9 +125,8 @@ class LossCurves:
 class _StepLines:
     """The lines of steps that have been read so far, in parts of the file.
 
-    Attributes:
-        keys: the values to keep; with those of `KEYS` a line must have an attempt and a time.
-        tables: float64 [lines, keys + 1 + flags]: the values, the validation loss, and which of `FLAGS` a line has.
+    `keys` are the values to keep; with those of `KEYS` a line must have an attempt and a time. `tables` are float64
+    [lines, keys + 1 + flags]: the values, the validation loss, and which of `FLAGS` a line has.
     """
 
     keys: tuple[str, ...]
