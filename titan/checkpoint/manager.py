@@ -134,7 +134,7 @@ CompareReplicas = Callable[[Mapping[str, Tensor], Manifest], ReplicaDifference |
 """Called by all ranks with the tensors to save; returns the same on all."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SaveOutcome:
     """The outcome of a save.
 
@@ -161,19 +161,10 @@ class _SaveJob:
     """A running save."""
 
     def __init__(self, step: int) -> None:
-        self.step, self.start_time = step, time.monotonic()
-        self.stall = self.seconds = self.compare_seconds = 0.0
-        self.bytes = 0
+        self.outcome, self.start_time = SaveOutcome(step), time.monotonic()
         self.difference: ReplicaDifference | None = None
-        self.error: str | None = None
-        self.post_save_error: str | None = None
         self.staging_error: Exception | None = None
         self.written, self.ended = threading.Event(), threading.Event()
-
-    def build_outcome(self) -> SaveOutcome:
-        return SaveOutcome(
-            self.step, self.stall, self.seconds, self.bytes, self.error, self.post_save_error, self.compare_seconds
-        )
 
 
 class CheckpointManager:
@@ -220,7 +211,7 @@ class CheckpointManager:
                 earlier_job.ended.wait()  # one at a time: they share the coordinator and the staging buffers
             state = self._stage_state(job, checkpoint_manifest)
             self.jobs.append(job)
-            self.coordinator.activity.begin_save(job.step)
+            self.coordinator.activity.begin_save(job.outcome.step)
             self.thread.submit(self._run_save, job, state, checkpoint_manifest, tokenizer)
             if self.staging is None:
                 job.written.wait()
@@ -235,7 +226,7 @@ class CheckpointManager:
         if self.compare_replicas is not None:
             start_time = time.monotonic()
             job.difference = self.compare_replicas(state, checkpoint_manifest)
-            job.compare_seconds = time.monotonic() - start_time
+            job.outcome.compare_seconds = time.monotonic() - start_time
         try:
             return state if self.staging is None else self.staging.start_copy(state)
         except Exception as error:
@@ -257,7 +248,7 @@ class CheckpointManager:
         """Return the outcomes of the saves that have ended since the last call."""
         ended = [job for job in self.jobs if job.ended.is_set()]
         self.jobs = [job for job in self.jobs if job not in ended]
-        return [job.build_outcome() for job in ended]
+        return [job.outcome for job in ended]
 
     def finish(self) -> list[SaveOutcome]:
         """Wait for the running saves and return their outcomes; all ranks call it together before they exit."""
@@ -291,15 +282,15 @@ class CheckpointManager:
             copy_tokenizer = partial(self.copy_tokenizer, tokenizer)
             name = manifest.NAME if job.difference is None else manifest.DIFFERS
             save = CheckpointSave(folder, checkpoint_manifest, self.planner, wait_for_state, copy_tokenizer, name)
-            checkpoint_manifest, job.bytes = save.run(self.coordinator)
+            checkpoint_manifest, job.outcome.bytes = save.run(self.coordinator)
         except BaseException as error:  # DCP's error is not an Exception
-            job.error = find_reason(error)
+            job.outcome.error = find_reason(error)
             _catch_error(partial(self._remove_failed, folder))  # training waits for this thread, whatever happens here
-        job.seconds = time.monotonic() - job.start_time
-        self.coordinator.activity.end_save(job.step)
+        job.outcome.seconds = time.monotonic() - job.start_time
+        self.coordinator.activity.end_save(job.outcome.step)
         job.written.set()
-        if job.error is None and job.difference is None:
-            job.post_save_error = self._run_post_save_hooks(folder, checkpoint_manifest)
+        if job.outcome.error is None and job.difference is None:
+            job.outcome.post_save_error = self._run_post_save_hooks(folder, checkpoint_manifest)
         job.ended.set()
 
     def _remove_failed(self, folder: Path) -> None:
@@ -310,14 +301,14 @@ class CheckpointManager:
             manifest.remove(folder)
 
     def _rerun_hooks(self, job: _SaveJob) -> None:
-        folder = manifest.folder_of(self.directory, job.step)
+        folder = manifest.folder_of(self.directory, job.outcome.step)
         job.written.set()
         try:
-            job.post_save_error = self._run_post_save_hooks(
+            job.outcome.post_save_error = self._run_post_save_hooks(
                 folder, self.coordinator.run_all(lambda: _load_complete(folder, self.coordinator.rank == 0))
             )
         except BaseException as error:
-            job.post_save_error = find_reason(error)
+            job.outcome.post_save_error = find_reason(error)
         job.ended.set()
 
     def _run_post_save_hooks(self, folder: Path, checkpoint_manifest: Manifest) -> str | None:
@@ -361,7 +352,7 @@ def _measure_stall(job: _SaveJob) -> Iterator[None]:
     try:
         yield
     finally:
-        job.stall += time.monotonic() - start_time
+        job.outcome.stall += time.monotonic() - start_time
 
 
 def _catch_error(work: Callable[[], object]) -> str | None:

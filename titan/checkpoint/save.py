@@ -17,8 +17,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from titan.checkpoint import manifest
 from titan.checkpoint.assignment import Assignment
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
-from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
+from titan.checkpoint.manifest import NAME, CorruptCheckpointError, Manifest, ManifestFile
 from titan.checkpoint.metadata_file import Positions, encode_metadata
 from titan.checkpoint.save_planner import CachingSavePlanner, ItemMask, LocalPlan, WriteSummary
 from titan.files.platform import sync_file
@@ -137,29 +136,23 @@ RankFiles = tuple[WriteSummary, dict[str, ManifestFile]]
 """What a rank has written, and its files by name."""
 
 
+@dataclass
 class CheckpointSave:
-    """One save, on one rank."""
+    """One save, on one rank.
 
-    def __init__(
-        self,
-        folder: Path,
-        checkpoint_manifest: Manifest,
-        planner: CachingSavePlanner,
-        wait_for_state: Callable[[], Mapping[str, Tensor]],
-        copy_tokenizer: Callable[[Path], TokenizerFiles],
-        manifest_name: str = manifest.NAME,
-    ) -> None:
-        """Create the save; nothing is written yet.
+    `manifest` has neither files nor tokenizer yet. `wait_for_state` returns the tensors to write, once they can be
+    read. Another file name of the manifest than the usual makes no complete checkpoint.
+    """
 
-        Args:
-            checkpoint_manifest: its manifest, without files and tokenizer.
-            wait_for_state: returns the tensors to write, once they can be read.
-            manifest_name: the manifest's file name; another one than the usual makes no complete checkpoint.
-        """
-        self.manifest_name = manifest_name
-        self.folder, self.manifest, self.planner = folder, checkpoint_manifest, planner
-        self.wait_for_state, self.copy_tokenizer = wait_for_state, copy_tokenizer
-        self.writer = CheckpointWriter(folder)
+    folder: Path
+    manifest: Manifest
+    planner: CachingSavePlanner
+    wait_for_state: Callable[[], Mapping[str, Tensor]]
+    copy_tokenizer: Callable[[Path], TokenizerFiles]
+    manifest_name: str = NAME
+
+    def __post_init__(self) -> None:
+        self.writer = CheckpointWriter(self.folder)
 
     def run(self, coordinator: Coordinator) -> tuple[Manifest, int]:
         """Save, all ranks together.
@@ -176,12 +169,13 @@ class CheckpointSave:
         )
         plan = self.planner.finish_plan(item_mask)
         try:
-            tokenizer, total_bytes = coordinator.gather(
-                partial(self._write_rank_files, plan), self._complete_checkpoint
-            )
+            tokenizer, total_bytes = coordinator.gather(lambda: self._write_rank_files(plan), self._complete_checkpoint)
         except CoordinationError as error:
-            if error.is_corrupt:
-                self._remove_rank_files()
+            if error.is_corrupt:  # rank 0 does not see the folder
+                for name in self.writer.files:
+                    (self.folder / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it still has other ranks' files, or is removed already
+                    self.folder.rmdir()
             raise
         if coordinator.rank == 0:
             return self.manifest, total_bytes
@@ -199,40 +193,24 @@ class CheckpointSave:
         return self.planner.finish_write(future.value()), self.writer.files
 
     def _complete_checkpoint(self, ranks: Sequence[RankFiles]) -> tuple[str | None, int]:
-        """On rank 0: write the metadata and the manifest.
-
-        Returns:
-            The tokenizer's name in the folder, and the total size of all files.
-
-        Raises:
-            CorruptCheckpointError: when rank 0 does not see a file that another rank has written.
-        """
-        summaries = [summary for summary, _ in ranks]
-        self.writer.write_metadata(*self.planner.merge_summaries(summaries))
+        """On rank 0: write the metadata and the manifest; return the tokenizer's name, and the size of all files."""
+        self.writer.write_metadata(*self.planner.merge_summaries([summary for summary, _ in ranks]))
         listings = [self.manifest.files, *(files for _, files in ranks), self.writer.files]
-        self.manifest = replace(
-            self.manifest, files={name: file for listing in listings for name, file in listing.items()}
-        )
-        _check_visible(self.folder, self.manifest)
+        all_files = {name: file for listing in listings for name, file in listing.items()}
+        self.manifest = replace(self.manifest, files=all_files)
+        try:
+            manifest.check_sizes(self.folder, all_files)
+        except CorruptCheckpointError as error:
+            directory = self.folder.parent.parent
+            raise CorruptCheckpointError(f"{error}: all ranks must see the run's directory, {directory}") from error
         manifest.write(self.folder, self.manifest, self.manifest_name)
         return self.manifest.tokenizer, sum(file.bytes for file in self.manifest.files.values())
-
-    def _remove_rank_files(self) -> None:
-        """Remove this rank's files from a folder that rank 0 does not see."""
-        for name in self.writer.files:
-            (self.folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it still has other ranks' files, or is removed already
-            self.folder.rmdir()
 
 
 def _create_folder(
     folder: Path, copy_tokenizer: Callable[[Path], TokenizerFiles], run_id: str | None = None
 ) -> TokenizerFiles:
-    """Create a checkpoint's folder with the tokenizer's files.
-
-    Returns:
-        Those files, and the tokenizer's name there.
-    """
+    """Create a checkpoint's folder with the tokenizer's files."""
     if folder.is_dir() and manifest.is_linked(folder):
         manifest.clear_linked(folder, run_id)
     elif folder.is_dir():
@@ -241,12 +219,3 @@ def _create_folder(
         folder.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     return copy_tokenizer(folder)
-
-
-def _check_visible(folder: Path, checkpoint_manifest: Manifest) -> None:
-    try:
-        manifest.check_sizes(folder, checkpoint_manifest.files)
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            f"{error}: all ranks must see the run's directory, {folder.parent.parent}"
-        ) from error

@@ -215,9 +215,9 @@ class RankState:
 
     `node` is the name of its node under Slurm. `phase` is one of `titan.debug.activity`, which began `age` seconds ago.
     `line`, `layer`, `compiles`, `exchanges`, `joins` and `transfers` are of its main thread, see
-    `titan.debug.thread_state.ThreadState`; `reads` is where the thread is that reads its data. `saving` is the step of the
-    checkpoint that it writes, `saving_line` where the thread is that does so, and `saving_waits` whether that waits for
-    another rank. `late` is its time without progress in units of its patience, see
+    `titan.debug.thread_state.ThreadState`; `reads` is where the thread is that reads its data. `saving` is the step of
+    the checkpoint that it writes, `saving_line` where the thread is that does so, and `saving_waits` whether that waits
+    for another rank. `late` is its time without progress in units of its patience, see
     `titan.debug.activity.Clock.compute_lateness`. `entered`, `completed` and `pending` are as in `Collectives`, and
     `groups` its process groups by their names. `hung`: a collective of it has timed out; `dumped`: it has written its
     stacks.
