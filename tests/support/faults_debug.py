@@ -48,14 +48,14 @@ FAULTS = (
         "titan/debug/rank_state.py",
         "for name in (names if _uses_nccl() else names[::-1])",
         "for name in names[::-1]",
-        "debug/test_flight.py",
+        "debug/test_diagnosis.py",
     ),
     define_fault(
         "hangs: NCCL's collectives wait from the beginning",
         "titan/debug/rank_state.py",
         'entry["state"] == "started" if has_timing else None',
         'entry["state"] == "started"',
-        "debug/test_flight.py",
+        "debug/test_diagnosis.py",
     ),
     define_fault(
         "hangs: every node reads the states of all nodes",

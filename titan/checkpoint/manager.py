@@ -193,7 +193,9 @@ class CheckpointManager:
         self.jobs: list[_SaveJob] = []
         self.planner = CachingSavePlanner(coordinator.rank)
         self.staging = Staging(train_state.device) if settings.mode == "async" else None
-        self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _set_device, (train_state.device,))
+        device = train_state.device  # the current one is a setting of each thread
+        set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self.thread = ThreadPoolExecutor(1, "titan-checkpoint", set_device)
 
     def save(self, checkpoint_manifest: Manifest, tokenizer: str | None = None) -> ReplicaDifference | None:
         """Start saving the state, and with `mode=sync` wait for it; all ranks call it together.
@@ -338,12 +340,6 @@ class CheckpointManager:
 def _join_errors(errors: list[list[str]]) -> str | None:
     """Join all ranks' error messages, each once."""
     return "; ".join(dict.fromkeys(message for rank in errors for message in rank)) or None
-
-
-def _set_device(device: torch.device) -> None:
-    """Select the rank's GPU in a thread: the current device is a per-thread setting."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 @contextmanager

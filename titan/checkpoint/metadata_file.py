@@ -17,7 +17,6 @@ import pickle
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from titan.checkpoint.assignment import OFFSETS, SIZES, Assignment, Integers
+from titan.checkpoint.save_planner import OFFSETS, SIZES, Assignment, Integers, Positions
 
 ROWS = 2**16
 """About how many rows are encoded at a time: a few MiB."""
@@ -44,19 +43,6 @@ Column = bytes | NDArray[Any]
 """A part of all rows: constant bytes, or the integers [rows] of each."""
 ByteRows = NDArray[np.uint8]
 """Rows of bytes [rows, bytes of a row]."""
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Where the written boxes of an `Assignment` are.
-
-    Attributes:
-        files: the names of all files.
-        rows: int64 [written, 3]: index of the file, offset and length in bytes.
-    """
-
-    files: Sequence[str]
-    rows: Integers
 
 
 def encode_metadata(assignment: Assignment, positions: Positions, storage_meta: StorageMeta) -> Iterator[bytes]:

@@ -27,11 +27,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from titan.checkpoint import manifest
-from titan.checkpoint.assignment import Assignment
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.manifest import NAME, CorruptCheckpointError, Manifest, ManifestFile
-from titan.checkpoint.metadata_file import Positions, encode_metadata
-from titan.checkpoint.save_planner import CachingSavePlanner, ItemMask, LocalPlan, WriteSummary
+from titan.checkpoint.metadata_file import encode_metadata
+from titan.checkpoint.save_planner import Assignment, CachingSavePlanner, ItemMask, LocalPlan, Positions, WriteSummary
 from titan.files.platform import sync_file
 
 Name = str | os.PathLike[str]

@@ -188,7 +188,11 @@ class Staging:
         """Return the copy of a tensor, created once: creating a DTensor is slow, and this is the training thread."""
         tensor_copy = self.copies.get(name)
         if tensor_copy is None or (isinstance(tensor_copy, DTensor) and tensor_copy._spec != tensor._spec):  # type: ignore[attr-defined]
-            tensor_copy = self.copies[name] = _wrap_buffer(tensor, self.buffers[name])
+            tensor_copy = self.copies[name] = self.buffers[name]
+            if isinstance(tensor, DTensor):
+                # torch's private constructor: `DTensor.from_local` would move the copy back to the mesh's device
+                spec = tensor._spec
+                tensor_copy = self.copies[name] = DTensor(self.buffers[name], spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return tensor_copy
 
     def _get_buffer(self, name: str, local: Tensor) -> Tensor:
@@ -207,13 +211,3 @@ def _copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def _local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's local tensor; `to_local` would create an autograd node."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _wrap_buffer(tensor: Tensor, buffer: Tensor) -> Tensor:
-    """Return the buffer as a DTensor with the tensor's sharding.
-
-    Uses torch's private constructor: `DTensor.from_local` would move the copy back to the mesh's device.
-    """
-    if isinstance(tensor, DTensor):
-        return DTensor(buffer, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return buffer

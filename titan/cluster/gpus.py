@@ -21,7 +21,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from titan.cluster.known_devices import has_bf16, look_up_capability, look_up_memory_gib
 from titan.files.platform import count_cores
@@ -152,20 +152,16 @@ class GpuSearch:
 
 def find_gpus(probe: Probe) -> GpuSearch:
     """Return the GPUs that torch will see, or the reason why there is none."""
-    backend = _torch_backend(probe.torch_version)
-    if backend is None:
+    backends = {
+        name for name in ("cuda", "hip") if re.search(rf"^{name}\b[^=\n]*=\s*['\"]", probe.torch_version, re.MULTILINE)
+    }
+    if not backends:
         reason, remedy = "the installed torch is built for the CPU only", "install a GPU build of torch"
         return GpuSearch([], _list_driver_gpus(probe), reason, remedy)
-    if backend == "cuda":
+    if "cuda" in backends:
         return _apply_masks(_list_nvidia_gpus(probe), ("CUDA_VISIBLE_DEVICES",), probe)
     second = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in probe.environ else "CUDA_VISIBLE_DEVICES"
     return _apply_masks(_list_amd_gpus(probe), ("ROCR_VISIBLE_DEVICES", second), probe)
-
-
-def _torch_backend(version: str) -> Literal["cuda", "hip"] | None:
-    """Return the backend that torch is built for, from the text of its version file."""
-    backends = {name for name in ("cuda", "hip") if re.search(rf"^{name}\b[^=\n]*=\s*['\"]", version, re.MULTILINE)}
-    return "cuda" if "cuda" in backends else "hip" if backends else None
 
 
 # Visible devices

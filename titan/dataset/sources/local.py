@@ -235,7 +235,9 @@ def split_passages(file: BinaryIO, step: int, carry: bytes = b"", count: int | N
 
 
 def _find_passage_end(block: bytes) -> int:
-    return block.rfind(b"\n") + 1 or _find_character_start(block)
+    """Return the end of the last line; without one the start of the last UTF-8 character, or the end of other bytes."""
+    starts = (len(block) - back for back in range(1, 5) if block[-back] & 0xC0 != 0x80)
+    return block.rfind(b"\n") + 1 or next(starts, len(block))
 
 
 def split_documents(file: BinaryIO, separator: bytes, size: int | None = None, position: int = 0) -> Iterator[bytes]:
@@ -255,12 +257,6 @@ def split_documents(file: BinaryIO, separator: bytes, size: int | None = None, p
         if len(carry) > files.MAX_DOCUMENT_BYTES:
             raise files.build_too_long_error(position - len(carry), "document", "to use the content before it")
     yield carry
-
-
-def _find_character_start(data: bytes) -> int:
-    """Return the start of the last UTF-8 character of `data`; the length of `data` if its end is not UTF-8."""
-    starts = (len(data) - back for back in range(1, 5) if data[-back] & 0xC0 != 0x80)
-    return next(starts, len(data))
 
 
 def _is_foreign(name: str) -> bool:

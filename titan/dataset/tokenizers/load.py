@@ -35,7 +35,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import tiktoken
+    pass
 
 
 BUILT_IN = "titan4k"
@@ -63,7 +63,11 @@ class RankTokenizer(Tokenizer):
         self.vocab_size = len(ranks) + len(special)
         self.eos, self.bos = self._special.get(END_OF_TEXT), self._special.get("<|begin_of_text|>")
         self.fingerprint = self._compute_fingerprint()
-        self._encoding = self._build_encoding()
+        import tiktoken
+
+        self._encoding = tiktoken.Encoding(
+            "titan", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self._special
+        )
 
     @property
     def ranks(self) -> Mapping[bytes, int]:
@@ -125,11 +129,6 @@ class RankTokenizer(Tokenizer):
         for token, rank in self._ranks.items():
             out[rank] = len(token)
         return out
-
-    def _build_encoding(self) -> tiktoken.Encoding:
-        import tiktoken
-
-        return tiktoken.Encoding("titan", pat_str=PATTERN, mergeable_ranks=self._ranks, special_tokens=self._special)
 
     def _compute_fingerprint(self) -> str:
         digest = blake2b(PATTERN.encode(), digest_size=32)
