@@ -16,7 +16,7 @@ import torch
 
 from tests.support import cpu_time, failure_names, tiers
 from tests.support.machines import NO_COMPILER
-from titan.dataset.preprocess.report import ProgressMeter
+from titan.dataset.preprocess.prepare import ProgressMeter
 
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if (

@@ -36,7 +36,7 @@ def _ignore_error(error: Exception) -> None:
 
 RENDEZVOUS, WORKER = "launchers.rendezvous", "titan.training.worker"
 """The modules that import torch."""
-PREPARE = "titan.dataset.preprocess.background"
+PREPARE = "titan.dataset.corpora"
 LOST_SECONDS = 180.0
 """How long a file system may take to notice that a node was lost, and to free the node's locks."""
 

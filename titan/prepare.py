@@ -14,8 +14,7 @@ from titan.console import output
 from titan.console.numbers import format_bytes, format_plural
 from titan.console.progress import print_table, progress_line
 from titan.console.text import sanitize_line
-from titan.dataset.preprocess import report
-from titan.dataset.preprocess.prepare import prepare, survey_dataset
+from titan.dataset.preprocess.prepare import format_rows, prepare, survey_dataset
 from titan.dataset.schema import Dataset, Prepared
 from titan.run import compose
 
@@ -84,7 +83,7 @@ def _prepare_corpus(name: str, dataset: Dataset, settings: Settings) -> None:
     if settings.verify:
         print("verified: all checksums match")
     print("prepared:")
-    print_table(report.format_rows(json.loads((folder / "manifest.json").read_text())["report"]))
+    print_table(format_rows(json.loads((folder / "manifest.json").read_text())["report"]))
 
 
 def cli() -> None:

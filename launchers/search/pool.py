@@ -26,7 +26,6 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 from optuna.trial import Trial as AskedTrial
 
-from launchers.foreign_sweeper import RESULTS
 from launchers.search.study import Space, format_values, list_corners, open_study
 from launchers.trials import Trial
 from titan.console.numbers import format_plural

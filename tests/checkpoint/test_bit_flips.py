@@ -12,7 +12,7 @@ from launchers.start import Failures
 from tests.support.bit_flips import FLIPS, Flip, check_clean, find_flip, is_found, plant
 from tests.support.runs import compose_tiny_run, train_run, write_run_checkpoint
 from tests.support.tiers import full, select_cases
-from titan.checkpoint import manifest, retention, select
+from titan.checkpoint import manifest, select
 from titan.metrics.reader import read_records
 
 QUICK = ("activations ddp3 layers.1",)
@@ -45,7 +45,7 @@ def test_a_run_goes_on_from_the_checkpoint_before(mode: str, tmp_path: Path) -> 
     assert first[0].failure == first[1].failure and "it resumes from step 2." in str(first[0].failure)
     folder = manifest.folder_of(tmp_path, 4)
     assert (folder / manifest.DIFFERS).is_file() and not (folder / manifest.NAME).exists()
-    retention.remove_leftovers(tmp_path, 0)
+    manifest.remove_leftovers(tmp_path, 0)
     last, notes = select.find_latest(tmp_path)
     assert last is not None and last.manifest.step == 2
     assert notes == ("checkpoint step-4 is of replicas that differed, and is not used",)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.runs import compose_tiny_run, train_run
 from tests.support.tiers import full
-from titan.checkpoint import manifest, retention, select
+from titan.checkpoint import manifest, select
 from titan.checkpoint.manager import SaveOutcome
 from titan.checkpoint.manifest import Manifest
 from titan.errors import ConfigError
@@ -56,14 +56,14 @@ def fails_at(step: int, error: Exception, rank: int = 1) -> Callable[[Trainer], 
 def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prune = retention.prune
+    prune = manifest.prune
 
     def unpruned(directory: Path, *how: Any) -> None:
         if len(manifest.list_complete(directory)) == 1:
             raise OSError(13, "Permission denied", "old")
         prune(directory, *how)
 
-    monkeypatch.setattr(retention, "prune", unpruned)
+    monkeypatch.setattr(manifest, "prune", unpruned)
 
     def add(trainer: Trainer) -> list[SaveOutcome]:
         manager = trainer.saving.manager

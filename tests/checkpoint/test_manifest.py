@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.made_weights import FILES, make_manifest, write_checkpoint
-from titan.checkpoint import manifest, retention, save, select
+from titan.checkpoint import manifest, save, select
 from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.errors import ConfigError
 
@@ -145,7 +145,7 @@ class TestRetention:
         there: list[tuple[int, int]] = []
         for step in steps:  # as they are saved, one after the other
             there.append((step, step * 10))
-            stay = retention.select_kept(there, keep, keep_tokens, at)
+            stay = manifest.select_kept(there, keep, keep_tokens, at)
             there = [pair for pair in there if pair[0] in stay]
         last = set(steps[-keep:])
         firsts = {}
@@ -156,16 +156,16 @@ class TestRetention:
 
     def test_what_goes_ceases_to_count_first_and_its_files_go_after_the_grace(self, tmp_path: Path) -> None:
         folders = [write_checkpoint(tmp_path, step) for step in (1, 2, 3)]
-        retention.prune(tmp_path, keep=1, keep_tokens=0, grace=3600)
+        manifest.prune(tmp_path, keep=1, keep_tokens=0, grace=3600)
         assert manifest.list_complete(tmp_path) == folders[2:]
         assert all((folders[0] / name).read_bytes() == content for name, content in FILES.items())
-        retention.prune(tmp_path, keep=1, keep_tokens=0, grace=0)
+        manifest.prune(tmp_path, keep=1, keep_tokens=0, grace=0)
         assert list((tmp_path / "checkpoints").iterdir()) == folders[2:]
 
     def test_the_last_complete_one_stays(self, tmp_path: Path) -> None:
         _, second, third = (write_checkpoint(tmp_path, step) for step in (1, 2, 3))
         (third / "a.distcp").unlink()
-        retention.prune(tmp_path, keep=1, keep_tokens=0, grace=0)
+        manifest.prune(tmp_path, keep=1, keep_tokens=0, grace=0)
         assert manifest.list_complete(tmp_path) == [second]
         assert (third / manifest.NAME).exists(), "a damaged one that is newer stays, to be looked into"
 
@@ -176,7 +176,7 @@ class TestRetention:
         folders = [write_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
         for folder in (folders[0], folders[2]):
             (folder / "a.distcp").unlink()
-        retention.prune(tmp_path, keep=keep, keep_tokens=0, grace=0)
+        manifest.prune(tmp_path, keep=keep, keep_tokens=0, grace=0)
         assert [int(folder.name[5:]) for folder in manifest.list_folders(tmp_path)] == left
 
     def test_a_sweep_takes_what_killed_saves_left_and_nothing_else(self, tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ class TestRetention:
         manifest.retire(retired)
         manifest.mark_damaged(broken)
         (half / manifest.NAME).unlink()
-        retention.remove_leftovers(tmp_path, grace=3600)
+        manifest.remove_leftovers(tmp_path, grace=3600)
         assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2", "step-3"]
-        retention.remove_leftovers(tmp_path, grace=0)
+        manifest.remove_leftovers(tmp_path, grace=0)
         assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-3"]
 
     def test_behind_a_link_only_files_of_the_run_go(self, tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ class TestRetention:
         (folders[0] / "notes").write_text("of somebody")
         manifest.write(folders[1], replace(manifest.load(folders[1]) or content, run_id="other"))
         (folders[2] / manifest.NAME).unlink()
-        retention.prune(run, keep=1, keep_tokens=0, grace=0, run_id=content.run_id)
-        retention.remove_leftovers(run, grace=0, run_id=content.run_id)
+        manifest.prune(run, keep=1, keep_tokens=0, grace=0, run_id=content.run_id)
+        manifest.remove_leftovers(run, grace=0, run_id=content.run_id)
         assert [file.name for file in folders[0].iterdir()] == ["notes"]
         assert all({*FILES} <= {file.name for file in folder.iterdir()} for folder in folders[1:])
 

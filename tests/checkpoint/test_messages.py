@@ -25,12 +25,11 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import are_identical, compose_tiny_run, read_checkpoint, train_run
 from tests.support.tiers import full
 from titan.checkpoint import manifest, restore, save_planner
-from titan.checkpoint.assignment import Holdings, describe_items
 from titan.checkpoint.coordinator import CoordinationError, Coordinator, pack_message
 from titan.checkpoint.reader import CheckpointReader
-from titan.checkpoint.save_planner import CachingSavePlanner
-from titan.checkpoint.staging import Staging
-from titan.checkpoint.writer import CheckpointWriter
+from titan.checkpoint.save import CheckpointWriter
+from titan.checkpoint.save_planner import CachingSavePlanner, Holdings, describe_items
+from titan.checkpoint.state import Staging
 from titan.parallelism.exchange import StoreExchange
 from titan.training.trainer import Trainer
 

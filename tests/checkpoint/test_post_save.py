@@ -14,7 +14,7 @@ from tests.support.made_weights import make_manifest, write_complete
 from tests.support.ranks import RankFailedError
 from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full
-from titan.checkpoint import manifest, transfer
+from titan.checkpoint import manager, manifest
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.manifest import ManifestFile
 from titan.checkpoint.remote import Remote
@@ -84,7 +84,7 @@ class TestCopiesThatWereKilled:
         assert known is not None
         place.begin_upload(known)
         place.upload_files(first, {"a.distcp": ManifestFile(9, "")})
-        copy = transfer.make_copy_hook(Checkpoint(keep=1), str(tmp_path / "copies"), str(tmp_path / "run"), coordinator)
+        copy = manager.make_copy_hook(Checkpoint(keep=1), str(tmp_path / "copies"), str(tmp_path / "run"), coordinator)
         said = manifest.read(second)
         assert said is not None
         copy(second, said)

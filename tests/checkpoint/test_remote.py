@@ -27,7 +27,7 @@ from tests.support.runs import (
     train_run,
 )
 from tests.support.tiers import full
-from titan.checkpoint import manifest, select, transfer
+from titan.checkpoint import manager, manifest, select
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
@@ -72,7 +72,7 @@ def copied(url: str, directory: Path, step: int, **how: Any) -> Path:
     folder = write_checkpoint(directory, step)
     said = manifest.read(folder)
     assert said is not None
-    transfer.make_copy_hook(Checkpoint(**{"grace": 0.0, "keep": 9, **how}), url, str(directory), ALONE)(folder, said)
+    manager.make_copy_hook(Checkpoint(**{"grace": 0.0, "keep": 9, **how}), url, str(directory), ALONE)(folder, said)
     return folder
 
 
@@ -96,7 +96,7 @@ def test_what_is_copied_counts_and_comes_back(url: str, tmp_path: Path) -> None:
     found, notes = select.find_latest(run, url)
     assert found is not None
     assert (found.manifest, notes) == (expected, ())
-    back = transfer.fetch_checkpoint(there, 4, run, ALONE)
+    back = manager.fetch_checkpoint(there, 4, run, ALONE)
     assert manifest.read(back) == expected
     manifest.verify_checksums(back, expected.files)  # type: ignore[union-attr]
 
@@ -146,7 +146,7 @@ def test_a_file_that_came_otherwise_than_it_was_saved_is_damage(url: str, tmp_pa
     there = Remote(f"{url}/run")
     there.write_file("step-2/a.distcp", b"123456780")
     with pytest.raises(Exception, match=r"step-2/a.distcp has another checksum than when it was saved"):
-        transfer.fetch_checkpoint(there, 2, tmp_path / "other", ALONE)
+        manager.fetch_checkpoint(there, 2, tmp_path / "other", ALONE)
     assert manifest.list_complete(tmp_path / "other") == []
 
 
@@ -338,7 +338,7 @@ def test_a_file_comes_back_in_the_place_of_a_link(tmp_path: Path) -> None:
     victim.write_text("precious")
     (folder / "a.distcp").unlink()
     (folder / "a.distcp").symlink_to(victim)
-    transfer.fetch_checkpoint(Remote(f"{url}/run"), 1, tmp_path / "run", ALONE)
+    manager.fetch_checkpoint(Remote(f"{url}/run"), 1, tmp_path / "run", ALONE)
     assert (victim.read_text(), (folder / "a.distcp").is_symlink()) == ("precious", False)
 
 

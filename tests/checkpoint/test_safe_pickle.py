@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import pickle_fuzz
 from tests.support.tiers import full
-from titan.checkpoint import reader, safe_pickle
+from titan.checkpoint import reader
 
 
 @pytest.mark.parametrize("count", [300, full(10_000)], ids=lambda count: f"{count} streams")
@@ -77,7 +77,7 @@ BOMBS = {
 @pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
 def test_what_would_end_the_process_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"byte [\d,]+ is invalid"):
-        safe_pickle.parse_pickle(pickle.PROTO + b"\4" + content + pickle.STOP, reader.ALLOWED_NAMES)
+        reader.parse_pickle(pickle.PROTO + b"\4" + content + pickle.STOP, reader.ALLOWED_NAMES)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("x"), RecursionError("deep")], ids=repr)
@@ -85,6 +85,6 @@ def test_an_error_of_reading_is_corruption(error: Exception, monkeypatch: pytest
     def load(content: bytes, known: object) -> Any:
         raise error
 
-    monkeypatch.setattr(safe_pickle, "parse_pickle", load)
+    monkeypatch.setattr(reader, "parse_pickle", load)
     with pytest.raises(reader.UnknownContentError, match="its metadata can't be read"):
         reader.parse_metadata(b"")

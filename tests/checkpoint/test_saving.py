@@ -25,13 +25,13 @@ from tests.support.runs import (
     train_run,
 )
 from tests.support.tiers import full
-from titan.checkpoint import manifest, retention, staging
+from titan.checkpoint import manifest, state
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.restore import _check_rank_files
 from titan.checkpoint.save import CheckpointSave
-from titan.checkpoint.staging import Staging
+from titan.checkpoint.state import Staging
 from titan.run.run import Run
 from titan.training import checkpointing
 from titan.training.trainer import Trainer
@@ -103,13 +103,13 @@ class TestAsync:
         how = ["training.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
         waits = compose_tiny_run(tmp_path / "sync", *how)
         train_run(waits)
-        copy = staging._copy_tensors
+        copy = state._copy_tensors
 
         def slow(pairs: Any) -> None:
             time.sleep(0.3)
             copy(pairs)
 
-        monkeypatch.setattr(staging, "_copy_tensors", slow)
+        monkeypatch.setattr(state, "_copy_tensors", slow)
         beside = compose_tiny_run(tmp_path / "async", *how, "checkpoint=async")
         train_run(beside)
         assert all(are_identical(read_checkpoint(beside, step), read_checkpoint(waits, step)) for step in (2, 4, 5))
@@ -389,7 +389,7 @@ def test_a_failed_save_whose_remains_can_not_be_removed_ends(
     def fail(*args: Any, **options: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(retention, "remove", fail)
+    monkeypatch.setattr(manifest, "remove", fail)
     monkeypatch.setattr(CheckpointSave, "run", fail)
     monkeypatch.setattr(checkpointing, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic))
     (rank,) = train_run(compose_tiny_run(tmp_path, "checkpoint.every=2", "training.steps=2"), timeout=60)
@@ -402,4 +402,4 @@ def test_a_folder_that_can_not_be_looked_up_is_behind_no_link(tmp_path: Path, mo
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "lstat", fail)
-    assert not retention.is_linked(tmp_path / "checkpoints/step-2")
+    assert not manifest.is_linked(tmp_path / "checkpoints/step-2")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from titan.cluster.checks import check_cluster
 from titan.cluster.schema import Cluster
 from titan.config.settings import build
 from titan.errors import ConfigError
@@ -46,7 +47,7 @@ def test_refusals(given: dict[str, object], message: str) -> None:
 )
 def test_a_steps_timeout_is_the_shorter_one(given: dict[str, object], seconds: float) -> None:
     cluster = build(Cluster, given, "cluster")
-    cluster.check()
+    check_cluster(cluster)
     assert cluster.step_seconds == seconds
 
 
@@ -54,4 +55,4 @@ def test_a_steps_timeout_that_is_the_longer_one_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"cluster.step_timeout=90: longer than cluster.timeout=60, .*give a smaller value"
     ):
-        build(Cluster, {"timeout": 60, "step_timeout": 90}, "cluster").check()
+        check_cluster(build(Cluster, {"timeout": 60, "step_timeout": 90}, "cluster"))

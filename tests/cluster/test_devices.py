@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.cluster.devices import Machine, detect_machine
+from titan.cluster.gpus import Probe, import_optional
 from titan.cluster.known_devices import PEAKS, look_up_peak_tflops
-from titan.cluster.probe import Probe, import_optional
 from titan.errors import ConfigError
 
 CUDA_TORCH = "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
@@ -447,7 +447,7 @@ def test_the_real_machine_without_torch() -> None:
     """detect() works here and imports no torch; a program that fails or is missing gives None."""
     code = (
         "import sys; from titan.cluster.devices import detect_machine; m = detect_machine('cpu');"
-        "from titan.cluster.probe import run_program;"
+        "from titan.cluster.gpus import run_program;"
         "assert m.cores >= 1 and m.memory_gib > 0, m; assert 'torch' not in sys.modules;"
         "assert run_program(['no-such-program-here']) is None and run_program(['false']) is None"
     )

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.support.prepared_folders import make_documents, publish_unit, write_corpus, write_manifest
 from titan.dataset import mixture as module
-from titan.dataset import proportions
+from titan.dataset import schema
 from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences, compute_block_pattern
 from titan.dataset.permutation import Permutation
-from titan.dataset.proportions import BLOCK, compute_block_counts
+from titan.dataset.schema import BLOCK, compute_block_counts
 from titan.dataset.shards import Corpus
 from titan.errors import ConfigError, RunError
 
@@ -60,7 +60,7 @@ def test_each_source_is_read_in_its_order_without_a_gap(
     """Over stages and blocks too; however the numbers are asked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", 700)
-        patch.setattr(proportions, "BLOCK", 700)
+        patch.setattr(schema, "BLOCK", 700)
         mix = mixture(corpora, staged(first, later))
         numbers = np.arange(4000)
         which, rows = (

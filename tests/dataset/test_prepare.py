@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,10 @@ from tests.support.tiers import full
 from titan.dataset.documents import Skip, Turn
 from titan.dataset.preprocess import plan as plans
 from titan.dataset.preprocess import prepare as module
-from titan.dataset.preprocess import report, workers
 from titan.dataset.preprocess import shard_job as units
-from titan.dataset.preprocess.prepare import ensure_plan, find_cache_folder, prepare, survey_dataset
+from titan.dataset.preprocess import workers
+from titan.dataset.preprocess.plan import find_cache_folder
+from titan.dataset.preprocess.prepare import ensure_plan, prepare, survey_dataset
 from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
 from titan.dataset.shards import Corpus, Split, open_corpus
 from titan.dataset.tokenizers.load import load_tokenizer
@@ -133,7 +135,7 @@ def test_a_hit_does_not_tokenise_again(corpus_file: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.full
 def test_what_changes_the_content_changes_the_digest(corpus_file: Path, tmp_path: Path) -> None:
-    from titan.dataset.tokenizers.rank_file import write_ranks
+    from titan.dataset.tokenizers.load import write_ranks
 
     write_ranks(tmp_path / "bytes.tiktoken", [bytes([byte]) for byte in range(256)])
     found = {prepare(dataset(corpus_file)), prepare(dataset(corpus_file, validation=0.3))}
@@ -283,14 +285,14 @@ def test_who_waits_for_others_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
             claim.unlink(missing_ok=True)
 
     monkeypatch.setattr(module, "WAIT_SECONDS", 0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
     prepare(slow, lines.append)
     assert "preparing made: waiting for 1 shard that other processes prepare, such as process 5 on node7" in lines
 
 
 def test_progress_is_told_in_lines(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(np.arange(0, 1000, 0.3).tolist())
-    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # no one else's clock
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # no one else's clock
     monkeypatch.setattr("titan.dataset.preprocess.encode.GROUP_DOCUMENTS", 10)
     lines: list[str] = []
     prepare(dataset(corpus_file), lines.append)

@@ -21,9 +21,9 @@ from tests.support.made_source import Made, MadeSource, make_documents
 from tests.support.tiers import full
 from titan.console.numbers import format_bytes
 from titan.dataset.documents import Document, Skip, SourcePart, Turn
-from titan.dataset.preprocess import plan, report, shard_job
+from titan.dataset.preprocess import plan, shard_job
 from titan.dataset.preprocess.encode import group_documents, hash_document
-from titan.dataset.preprocess.prepare import prepare
+from titan.dataset.preprocess.prepare import count_distinct, prepare
 from titan.dataset.preprocess.writer import SplitWriter, compute_checksum, write_json
 from titan.dataset.schema import Stdlib
 from titan.errors import ConfigError
@@ -304,7 +304,7 @@ def test_copies_are_counted_in_ranges(
     folder = tmp_path_factory.mktemp("hashes")
     for i, hashes in enumerate(files):
         np.sort(np.array(hashes, dtype="<u8")).tofile(folder / str(i))
-    assert report.count_distinct(sorted(folder.iterdir()), size) == len({h for hashes in files for h in hashes})
+    assert count_distinct(sorted(folder.iterdir()), size) == len({h for hashes in files for h in hashes})
 
 
 def test_sizes_in_words() -> None:

@@ -17,7 +17,7 @@ from tests.support.tiers import full
 from titan.dataset.documents import Skip, Source, Turn
 from titan.dataset.schema import Chat
 from titan.dataset.sources.local import build_jsonl_source, build_parquet_source
-from titan.dataset.sources.parquet_batches import iterate_batches, open_parquet
+from titan.dataset.sources.records import iterate_batches, open_parquet
 from titan.errors import ConfigError
 
 TEXTS = [f"text {i}" for i in range(1000)]

@@ -10,9 +10,8 @@ import pytest
 from tests.debug.test_diagnosis import issued, rank, waits, world
 from titan.cluster.rank_info import RankInfo
 from titan.debug import verdict
-from titan.debug.activity import COMPUTING, ENDED, EVALUATING, HOOK, SAVING, STARTING, Activity
-from titan.debug.clock import Clock
-from titan.debug.judge import Judge
+from titan.debug.activity import COMPUTING, ENDED, EVALUATING, HOOK, SAVING, STARTING, Activity, Clock
+from titan.debug.verdict import Judge
 
 INFO = RankInfo(0, 4, 0, supervised=True)
 OTHERS = [waits(n, late=3.0) for n in (0, 1, 3)]
@@ -99,7 +98,7 @@ def test_a_background_save_that_makes_progress_ends_no_run(
 ) -> None:
     """Rank 0 has written its part, rank 2 is on a slower disk; training goes on."""
     judge = judge_after(1799, directory)
-    judge.clock.activity.get_running_save = lambda: (40, 100.0)
+    judge.clock.activity.saves = {40: 100.0}
     judge.clock.activity.enter_phase(COMPUTING)
     states = [rank(n, saving=40, saving_waits=n != 2, late=late if n == 2 else 3.0) for n in range(4)]
     found = judge.decide_verdict(world(*states, silent=silent))
@@ -153,7 +152,7 @@ def test_progress_is_no_hang() -> None:
 def test_a_save_in_the_background_is_no_progress_of_training() -> None:
     now = Time()
     what = Activity(get_time=now)
-    what.get_running_save = lambda: (40, 100.0)
+    what.saves = {40: 100.0}
     what.enter_phase(COMPUTING)
     now.now += 120
     what.record_save_progress()

@@ -16,20 +16,23 @@ from hypothesis import strategies as st
 from tests.support.simulated_ranks import SimulatedRun
 from tests.support.tiers import full, thorough
 from titan.cluster.rank_info import RankInfo
-from titan.debug import folder, rank_state
-from titan.debug.activity import ENDED, EVALUATING, HOOK, SAVING, Activity
-from titan.debug.clock import (
+from titan.debug import rank_state
+from titan.debug import states as states_module
+from titan.debug.activity import (
     DUMP_OPERATIONS,
+    ENDED,
+    EVALUATING,
+    HOOK,
     OPERATIONS_OF_NODE,
     OPERATIONS_OF_READ,
     READS_PER_SECOND,
+    SAVING,
     WRITES_PER_SECOND,
+    Activity,
     Clock,
 )
-from titan.debug.flight import PendingCollective
-from titan.debug.folder import Folder
-from titan.debug.rank_state import RankGroup, RankState
-from titan.debug.states import States
+from titan.debug.rank_state import PendingCollective, RankGroup, RankState
+from titan.debug.states import Folder, States
 from titan.debug.verdict import Verdict
 from titan.files import platform
 
@@ -91,11 +94,11 @@ def test_other_nodes_see_at_once_what_is_written(room: int, waits: bool, tmp_pat
 
 def test_memory_of_ranks_that_were_killed_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "MEMORY", tmp_path)
-    alive, killed = folder.node_memory("alive"), folder.node_memory("killed")
+    alive, killed = states_module.node_memory("alive"), states_module.node_memory("killed")
     for files, pid in ((alive, os.getpid()), (killed, 2**22 + 1)):  # above the largest number of a process
         files.write("rank-0.json", rank_state.encode_state(RankState(0, pid=pid)))
         os.utime(files.path, (0, 0))
-    folder.node_memory("new")
+    states_module.node_memory("new")
     assert alive.path.exists() and not killed.path.exists()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.measure import fit_costs
 from tests.support.composing import compose_test_run
-from titan.cluster.hardware import Hardware
+from titan.cluster.schema import Hardware
 from titan.estimate.plan import (
     CALIBRATED_FIGURES,
     EXPERTS_HARDWARE,

@@ -13,7 +13,7 @@ from tests.measure import fit_costs
 from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
 from tests.support.tiers import full, select_cases
-from titan.cluster.hardware import Hardware
+from titan.cluster.schema import Hardware
 from titan.errors import ConfigError
 from titan.estimate import operations
 from titan.estimate import plan as planning

@@ -21,10 +21,10 @@ from launchers.supervisor import Supervisor
 from tests.support.processes import wait_until
 from titan.cluster.devices import detect_machine
 from titan.cluster.environment import divide_cores, use_loopback
+from titan.cluster.gpus import Probe
 from titan.cluster.heap import keep_freed_memory, read_resident_bytes, release_freed_memory
-from titan.cluster.probe import Probe
 from titan.compile.compiler import find_missing_compiler
-from titan.debug import folder
+from titan.debug import states
 from titan.files import leases, platform
 
 NOWHERE = Path("/nowhere")
@@ -104,7 +104,7 @@ def test_nothing_needs_what_a_mac_has_not(mac: pytest.MonkeyPatch, tmp_path: Pat
     keep_freed_memory()
     release_freed_memory()
     assert read_resident_bytes() == 0
-    memory = folder.node_memory("a run")
+    memory = states.node_memory("a run")
     memory.write("rank-0.json", b"{}")
     assert memory.path.parent == tmp_path
     assert memory.read("rank-0.json") == b"{}"

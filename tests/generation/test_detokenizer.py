@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.dataset.tokenizers.json_file import JsonTokenizer
-from titan.dataset.tokenizers.load import load_tokenizer
-from titan.dataset.tokenizers.rank_file import RankTokenizer
+from titan.dataset.tokenizers.load import JsonTokenizer, RankTokenizer, load_tokenizer
 from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from titan.generation.detokenizer import Detokenizer
 

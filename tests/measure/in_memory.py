@@ -34,7 +34,7 @@ class DictStore:
 
 
 class DictFolder:
-    """Stands for a `titan.debug.folder.Folder` in a node's memory.
+    """Stands for a `titan.debug.states.Folder` in a node's memory.
 
     Attributes:
         path: where it would be.

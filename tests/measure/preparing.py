@@ -25,8 +25,7 @@ from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.preprocess.writer import compute_checksum
 from titan.dataset.schema import Jsonl
 from titan.dataset.sources.local import build_stdlib_source
-from titan.dataset.tokenizers.load import load_tokenizer
-from titan.dataset.tokenizers.rank_file import RankTokenizer
+from titan.dataset.tokenizers.load import RankTokenizer, load_tokenizer
 from titan.errors import ConfigError
 
 FILES = 16

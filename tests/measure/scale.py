@@ -36,8 +36,7 @@ from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.cluster import heap
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
-from titan.debug.activity import COMPUTING, Activity
-from titan.debug.clock import Clock
+from titan.debug.activity import COMPUTING, Activity, Clock
 from titan.debug.rank_state import RankState, encode_state
 from titan.debug.states import MEMORY_FILE, States
 from titan.errors import ConfigError, RunError

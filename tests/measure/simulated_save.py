@@ -23,11 +23,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.measure.in_memory import DictStore
-from titan.checkpoint.assignment import Holdings, compute_digest, describe_items
 from titan.checkpoint.coordinator import Coordinator, pack_message
 from titan.checkpoint.manifest import ManifestFile
-from titan.checkpoint.save_planner import CachingSavePlanner, RankPositions, WriteSummary
-from titan.checkpoint.writer import CheckpointWriter
+from titan.checkpoint.save import CheckpointWriter
+from titan.checkpoint.save_planner import (
+    CachingSavePlanner,
+    Holdings,
+    RankPositions,
+    WriteSummary,
+    compute_digest,
+    describe_items,
+)
 from titan.parallelism.exchange import StoreExchange
 from titan.run.run import Run
 

@@ -14,8 +14,7 @@ from tests.measure import command, scale
 from tests.measure.simulated_save import SimulatedSave, compute_parameter_sizes
 from tests.support.process_groups import simulate_rank
 from titan.checkpoint import reader
-from titan.checkpoint.assignment import describe_items
-from titan.checkpoint.save_planner import create_write_items
+from titan.checkpoint.save_planner import create_write_items, describe_items
 from titan.errors import RunError
 
 SMALL = ("model=llama1b", "model.layers=4", "cluster=h100", "parallelism=fsdp", "parallelism.tensor=2", "name=scale")

@@ -16,7 +16,7 @@ from tests.support.processes import LIMIT
 from titan.config.settings import build
 from titan.errors import ConfigError
 from titan.metrics import mlflow, trackers
-from titan.metrics.mlflow import build_params, choose_status, choose_tracking_uri, clean_key
+from titan.metrics.mlflow import build_params, choose_status, clean_key
 from titan.metrics.schema import Metrics, MLflow
 from titan.metrics.tracker_run import RunDescription
 from titan.metrics.trackers import open_trackers
@@ -48,9 +48,9 @@ def test_status(result: Mapping[str, Any], status: str) -> None:
 
 def test_the_store_is_the_settings_then_the_environments_then_the_runs(tmp_path: Path) -> None:
     environ = {"MLFLOW_TRACKING_URI": "http://b"}
-    assert choose_tracking_uri(MLflow(tracking_uri="http://a"), tmp_path, environ) == "http://a"
-    assert choose_tracking_uri(MLflow(), tmp_path, environ) == "http://b"
-    assert choose_tracking_uri(MLflow(), tmp_path, {}) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+    assert MLflow(tracking_uri="http://a").choose_tracking_uri(tmp_path, environ) == "http://a"
+    assert MLflow().choose_tracking_uri(tmp_path, environ) == "http://b"
+    assert MLflow().choose_tracking_uri(tmp_path, {}) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
 
 
 def test_parameters_are_texts_of_limited_length() -> None:

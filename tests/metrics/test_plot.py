@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tests.support.tiers import full
 from titan.console.numbers import format_tokens
-from titan.metrics.loss_curves import read_loss_curves
-from titan.metrics.plot import plot_losses, thin_curve
+from titan.metrics.columns import read_loss_curves
 from titan.metrics.reader import read_steps
+from titan.metrics.svg import plot_losses, thin_curve
 
 SVG = "http://www.w3.org/2000/svg"
 LINES: list[dict[str, Any]] = [

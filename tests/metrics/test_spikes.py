@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.made_runs import Story, make_run, read_lines, write_lines
 from tests.support.runs import compose_tiny_run, read_step_records, train_run
-from titan.metrics.loss_curves import read_loss_curves
-from titan.metrics.plot import plot_losses
+from titan.metrics.columns import read_loss_curves
 from titan.metrics.spikes import SpikeDetector
+from titan.metrics.svg import plot_losses
 from titan.report import collect, history
 from titan.report.comparison import compare
 from titan.report.history import History

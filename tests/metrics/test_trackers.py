@@ -9,16 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from tests.support.processes import LIMIT, wait_until
-from titan.metrics import tensorboard, trackers, wandb
+from titan.metrics import trackers, wandb
 from titan.metrics.schema import Metrics, MLflow, Tracker, Trackio
-from titan.metrics.secrets import hide_in_labels, remove_secrets
-from titan.metrics.tracker_run import RunDescription, extract_scalars
+from titan.metrics.tracker_run import RunDescription, extract_scalars, hide_in_labels, remove_secrets, server_answers
 from titan.metrics.trackers import Trackers, find_viewers, open_trackers
 from titan.metrics.wandb import find_online_obstacle, has_wandb_key
 
@@ -243,7 +243,7 @@ def test_tensorboard_has_hyperparameters_and_exact_times(tmp_path: Path) -> None
         "model.dim": 64, "model.head_dim": "null", "optimizer.betas": "[0.9,0.95]", "name": "x",
     }  # fmt: skip
     shown = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment.metric_infos
-    assert {info.name.tag for info in shown} == set(tensorboard.HPARAM_METRICS)
+    assert {info.name.tag for info in shown} == set(trackers.HPARAM_METRICS)
     assert HParamsPluginData.FromString(content["_hparams_/session_end_info"]).session_end_info.status == 1
 
 
@@ -436,3 +436,35 @@ def test_a_run_ends_with_the_commands_that_show_it(
     assert find_viewers(metrics, Path("a run")) == viewers
     monkeypatch.setattr(trackers, "_is_installed", lambda package: False)
     assert find_viewers(metrics, Path("a run")) == {}
+
+
+class Status(BaseHTTPRequestHandler):
+    """Answers with the status that the path names."""
+
+    def do_GET(self) -> None:
+        self.send_response(int(self.path.strip("/")))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Status) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "answers"), [(200, True), (401, True), (404, True), (500, True), (502, False), (503, False)]
+)
+def test_a_gateway_is_not_the_server_behind_it(address: str, status: int, answers: bool) -> None:
+    assert server_answers(f"{address}/{status}", 5) is answers
+
+
+def test_a_closed_port_does_not_answer(address: str) -> None:
+    assert not server_answers("http://127.0.0.1:9", 5)

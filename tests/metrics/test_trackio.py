@@ -19,7 +19,6 @@ from tests.support.processes import LIMIT
 from titan.metrics.schema import Metrics, Trackio
 from titan.metrics.tracker_run import RunDescription
 from titan.metrics.trackers import open_trackers
-from titan.metrics.trackio import choose_folder
 
 REAL = importlib.util.find_spec("trackio") is not None
 needs_trackio = pytest.mark.skipif(not REAL, reason="trackio is not installed")
@@ -105,7 +104,7 @@ def test_a_folder_that_can_not_be_written_to_is_one_warning(tmp_path: Path) -> N
     ],
 )
 def test_folder(settings: Trackio, environ: Mapping[str, str], folder: str) -> None:
-    assert choose_folder(settings, Path("/run"), environ) == Path(folder)
+    assert settings.choose_folder(Path("/run"), environ) == Path(folder)
 
 
 @needs_trackio

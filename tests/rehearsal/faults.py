@@ -21,7 +21,7 @@ from tests.rehearsal import build, rehearse
 from tests.support.fault import Fault, define_fault
 from tests.support.planted import copy_repository, plant_fault
 
-TRAINER, STAGING, METRICS = "titan/training/trainer.py", "titan/checkpoint/staging.py", "titan/training/step_metrics.py"
+TRAINER, STAGING, METRICS = "titan/training/trainer.py", "titan/checkpoint/state.py", "titan/training/step_metrics.py"
 MESH = "titan/parallelism/mesh.py"
 
 

@@ -60,7 +60,7 @@ def install_finder() -> None:
             "torch.cuda": (lambda module: watch.watch_waits(cuda.define_names(sys.modules["torch"])), _do_nothing),
             "torch.distributed.constants": (lambda module: nccl.define_names(), _do_nothing),
             "torch.distributed.distributed_c10d": (lambda module: nccl.define_names(), nccl.replace_split),
-            "titan.cluster.probe": (_do_nothing, _find_gpus),
+            "titan.cluster.gpus": (_do_nothing, _find_gpus),
             "torch._inductor.graph": (_do_nothing, _write_triton),
         }
     sys.meta_path.insert(0, _Finder(around))

@@ -53,7 +53,7 @@ def test_titan_trains_on_the_device(device: None, tmp_path: Path) -> None:
     assert [result.problems for result in results] == [[], []]
     assert all(result.difference is not None and result.operations["copy to the device"] for result in results)
     assert results[1].operations["nccl all_gather_base"] and not results[0].operations["nccl all_gather_base"]
-    assert results[1].lines["titan/checkpoint/staging.py"] and len(rehearse.format_row(results[0]).split("|")) == 9
+    assert results[1].lines["titan/checkpoint/state.py"] and len(rehearse.format_row(results[0]).split("|")) == 9
 
 
 @pytest.mark.parametrize("how", [pytest.param("wait", id="a-wait"), pytest.param("race", id="a-race")])

@@ -156,8 +156,8 @@ def test_broken_lines_cost_only_themselves(tmp_path: Path) -> None:
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     found = columns.read(make_run(tmp_path / "run") / "metrics.jsonl")
     lines = [line for line in read_lines(tmp_path / "run") if "loss" in line]
-    for column, key in (("loss", "loss"), ("norm", "grad_norm"), ("seconds", "step_seconds"), ("time", "time")):
-        assert np.array_equal(getattr(found.steps, column), [line[key] for line in lines]), key
+    for key in ("loss", "grad_norm", "step_seconds", "time"):
+        assert np.array_equal(getattr(found.steps, key), [line[key] for line in lines]), key
     assert [f"{h:012x}" for h in found.steps.hash] == [line["batch_hash"] for line in lines]
     assert found.stall_seconds == 2.0 and found.last_times == {1: read_lines(tmp_path / "run")[-1]["time"]}
     assert found.steps.time[0] > BEGAN
@@ -167,7 +167,7 @@ def test_numbers_that_are_null_or_missing_are_nan(tmp_path: Path) -> None:
     write_lines(tmp_path, [{"step": 1, "loss": None, "mfu": None, "attempt": 1, "time": 5.0}])
     found = columns.read(tmp_path / "metrics.jsonl").steps
     assert (list(found.attempt), list(found.step), list(found.hash)) == ([1], [1], [0])
-    assert all(math.isnan(v) for v in (*found.loss, *found.mfu, *found.norm))
+    assert all(math.isnan(v) for v in (*found.loss, *found.mfu, *found.grad_norm))
 
 
 @pytest.mark.parametrize("key", ["attempt", "time"])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.runs import RankOutcome, compose_tiny_run, train_run
-from titan.checkpoint.compared import collect_compared, compare_replicas
+from titan.checkpoint.manager import collect_compared, compare_replicas
 from titan.checkpoint.state import train_state_dict
 from titan.parallelism.grad_norm import local_tensor
 from titan.run.run import Run

@@ -24,14 +24,14 @@ FAULTS = (
     ),
     define_fault(
         "hangs: the timeout of the collective comes first",
-        "titan/debug/judge.py",
+        "titan/debug/verdict.py",
         "is_over = age >= limit - self.clock.lead_seconds(limit)",
         "is_over = age >= limit + 60",
         "debug/test_judge.py",
     ),
     define_fault(
         "hangs: a rank that makes progress hangs",
-        "titan/debug/judge.py",
+        "titan/debug/verdict.py",
         "return bool(late) and max(late) < 0.5",
         "return bool(late) and max(late) < 0",
         "debug/test_judge.py",
@@ -45,17 +45,17 @@ FAULTS = (
     ),
     define_fault(
         "hangs: NCCL's collectives are looked for among gloo's",
-        "titan/debug/flight.py",
+        "titan/debug/rank_state.py",
         "for name in (names if _uses_nccl() else names[::-1])",
         "for name in names[::-1]",
-        "debug/test_flight.py",
+        "debug/test_diagnosis.py",
     ),
     define_fault(
         "hangs: NCCL's collectives wait from the beginning",
-        "titan/debug/flight.py",
+        "titan/debug/rank_state.py",
         'entry["state"] == "started" if has_timing else None',
         'entry["state"] == "started"',
-        "debug/test_flight.py",
+        "debug/test_diagnosis.py",
     ),
     define_fault(
         "hangs: every node reads the states of all nodes",

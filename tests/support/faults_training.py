@@ -70,8 +70,8 @@ DATA = (
     define_fault(
         "data order: all epochs alike",
         "titan/dataset/permutation.py",
-        "return _derive_key(seed, epoch)",
-        "return _derive_key(seed, epoch * np.uint64(0))",
+        "dtype=np.uint64)), epoch)",
+        "dtype=np.uint64)), epoch * np.uint64(0))",
         "dataset/test_permutation.py::test_epochs_and_seeds_differ",
     ),
     define_fault(

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from titan.dataset.preprocess import plan, report
+from titan.dataset.preprocess import plan, prepare
 from titan.dataset.preprocess.plan import PreparationPlan
 from titan.dataset.preprocess.prepare import build_manifest
 
@@ -75,7 +75,7 @@ def _build_equal_shards(shard_count: int, text_bytes: int, documents: int, token
     common = {"documents": documents // shard_count, "bytes": text_bytes // shard_count, "skipped": {}, "seconds": 1.0}
     largest = {"max_token": vocab - 1}
     shards = [{"train": train | largest, "validation": validation | largest, **common}] * shard_count
-    return shards, report.build_report(shards, 0, [])
+    return shards, prepare.build_report(shards, 0, [])
 
 
 def _count_json_bytes(content: Any) -> int:

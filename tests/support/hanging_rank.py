@@ -41,7 +41,7 @@ def _record_as_nccl() -> None:
     """Let torch have two recorders, as with CUDA: NCCL's, without the times of starts, and an empty one of others."""
     from torch._C import _distributed_c10d as library
 
-    from titan.debug import flight
+    from titan.debug import rank_state
 
     real: Callable[[], bytes] = library._dump_fr_trace
 
@@ -57,7 +57,7 @@ def _record_as_nccl() -> None:
 
     empty_trace = pickle.dumps({**pickle.loads(real()), "entries": [], "pg_status": {}})
     library._dump_nccl_trace, library._dump_fr_trace = dump_trace, lambda: empty_trace  # type: ignore[attr-defined]
-    flight._uses_nccl = lambda: True
+    rank_state._uses_nccl = lambda: True
 
 
 def _coalesce_messages(like: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from titan.cluster import devices
 from titan.cluster.devices import Machine
-from titan.cluster.gpus import GIB
-from titan.cluster.probe import Probe
+from titan.cluster.gpus import GIB, Probe
 from titan.compile.compiler import find_missing_compiler
 
 H100S = "".join(f"GPU-{i}{i}aa-bb, NVIDIA H100 80GB HBM3, 81559, 9.0\n" for i in range(8))

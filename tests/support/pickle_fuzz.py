@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.support.corruption import Trap
-from titan.checkpoint import reader, safe_pickle
+from titan.checkpoint import reader
 
 OUTSIDE = [("os", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("this", "s"), ("torch", "load")]
 """What no checkpoint names; `this` is a module that nothing has imported."""
@@ -75,7 +75,7 @@ def make_metadata(tensors: int = 3) -> Metadata:
     return Metadata(tensor_metadata, {name: (name,) for name in names}, storage_data, StorageMeta(save_id="x"), "1.0.0")
 
 
-def push_name(name: safe_pickle.Name) -> bytes:
+def push_name(name: reader.Name) -> bytes:
     """The opcodes that push what a name stands for."""
     return b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in name) + pickle.STACK_GLOBAL
 
@@ -199,10 +199,10 @@ def list_reachable() -> dict[str, Any]:
     pickle.dumps((make_metadata(), Path()))  # which leaves notes at classes that it has seen
     objects: list[Any] = [_resolve_name(name) for name in sorted(reader.ALLOWED_NAMES)]
     objects += [
-        safe_pickle.PickledObject,
-        safe_pickle.Global,
-        safe_pickle._Machine,
-        safe_pickle,
+        reader.PickledObject,
+        reader.Global,
+        reader._Machine,
+        reader,
         reader,
         pickle,
         os,
@@ -214,7 +214,7 @@ def list_reachable() -> dict[str, Any]:
         attributes[f"{number} {of!r}"] = identities
     attributes |= {
         "modules": sorted(sys.modules),
-        "codes": tuple(map(id, safe_pickle._CODES)),
+        "codes": tuple(map(id, reader._CODES)),
         "variables": dict(os.environ),
     }
     return attributes | {"names": sorted(reader.ALLOWED_NAMES), "folder": sorted(os.listdir("."))}
@@ -225,7 +225,7 @@ def find_differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tupl
     return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
 
 
-def _resolve_name(name: safe_pickle.Name) -> Any:
+def _resolve_name(name: reader.Name) -> Any:
     try:
         return getattr(importlib.import_module(name[0]), name[1])
     except ImportError:  # of another Python

@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titan.checkpoint.assignment import describe_items
 from titan.checkpoint.coordinator import pack_message
 from titan.checkpoint.manifest import ManifestFile
-from titan.checkpoint.save_planner import RankPositions, WriteSummary
+from titan.checkpoint.save_planner import RankPositions, WriteSummary, describe_items
 from titan.parallelism.exchange import StoreExchange
 
 RANKS = (64, 1024, 16384)

@@ -14,8 +14,7 @@ from pathlib import Path
 from tests.measure.in_memory import DictFolder
 from titan.cluster.rank_info import RankInfo
 from titan.debug import rank_state
-from titan.debug.activity import Activity
-from titan.debug.clock import Clock
+from titan.debug.activity import Activity, Clock
 from titan.debug.rank_state import RankState
 from titan.debug.states import MEMORY_FILE, States
 

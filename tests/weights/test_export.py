@@ -39,8 +39,7 @@ from tests.support.made_weights import (
 from tests.support.own_models import OwnLlama
 from tests.support.tiers import select_cases
 from titan.checkpoint import manifest
-from titan.dataset.tokenizers.load import load_tokenizer
-from titan.dataset.tokenizers.rank_file import RankTokenizer, write_ranks
+from titan.dataset.tokenizers.load import RankTokenizer, load_tokenizer, write_ranks
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights import tokenizer_files

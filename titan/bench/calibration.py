@@ -1,4 +1,4 @@
-"""Measure the figures of this machine that the cost model needs: see `titan.cluster.hardware`.
+"""Measure the figures of this machine that the cost model needs: see `titan.cluster.schema`.
 
 On a CPU that includes what steps of small models cost beside matmuls and attention:
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from titan.bench import trials
 from titan.bench.bare_loop import measure_copy_speed, time_work
 from titan.bench.trials import join_process_group, run_together
-from titan.cluster.hardware import Hardware
+from titan.cluster.schema import Hardware
 from titan.estimate.block_time import LAUNCHES
 from titan.estimate.operations import HEAD_POWER, SHORT_ROWS, Speeds, compute_slowdown
 from titan.estimate.plan import derive_device_speeds

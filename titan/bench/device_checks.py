@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan.config.settings import setting
-from titan.debug import flight
+from titan.debug import rank_state
 from titan.hooks.context import Context
 from titan.hooks.schema import Hook
 
@@ -115,11 +115,11 @@ def record_collectives(device: str, file: str) -> None:
             torch.cuda.synchronize()
             torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
             dist.all_reduce(torch.ones(4, device=device))
-        content = flight.dump_recorder()
+        content = rank_state.dump_recorder()
         dist.destroy_process_group()
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_bytes(content)
-    collectives = flight.read_collectives(content)
+    collectives = rank_state.read_collectives(content)
     found = {
         "entered": max(collectives.entered.values(), default=0),
         "completed": max(collectives.completed.values(), default=0),

@@ -58,14 +58,8 @@ class _ErrorMessage(NamedTuple):
     """An error as it is sent to other ranks: its message, and the attributes of CoordinationError."""
 
     message: str
-    is_corrupt: bool
-    is_config_error: bool
-
-    def to_exception(self, rank: int | None) -> CoordinationError:
-        """Return the error that every rank raises; `rank` is where it happened."""
-        return CoordinationError(
-            self.message if rank is None else f"rank {rank}: {self.message}", self.is_corrupt, self.is_config_error
-        )
+    is_corrupt: bool = False
+    is_config_error: bool = False
 
 
 class Coordinator:
@@ -105,7 +99,7 @@ class Coordinator:
         Raises:
             CoordinationError: on every rank, when it failed.
         """
-        return self._send_result(lambda: _call(work))  # type: ignore[no-any-return]
+        return self._send_result(lambda: self._call(work))  # type: ignore[no-any-return]
 
     def only_on_rank0(self, work: Callable[[], object]) -> None:
         """Run `work` on rank 0, without communication.
@@ -113,9 +107,9 @@ class Coordinator:
         Raises:
             CoordinationError: on rank 0, when it failed.
         """
-        _, error = _call(work) if self.rank == 0 else (None, None)
+        _, error = self._call(work) if self.rank == 0 else (None, None)
         if error:
-            raise error.to_exception(self._error_rank)
+            raise CoordinationError(*error)
 
     def run_all(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; each returns its own result, which is not sent.
@@ -123,8 +117,8 @@ class Coordinator:
         Raises:
             CoordinationError: on every rank, when it failed on any.
         """
-        result, error = _call(work)
-        self._collect_results(None, error, _ignore)
+        result, error = self._call(work)
+        self._collect_results(None, error, lambda results: None)
         return result  # type: ignore[return-value]
 
     def gather(self, work: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
@@ -133,13 +127,11 @@ class Coordinator:
         Raises:
             CoordinationError: on every rank, when `work` failed on any, or `combine` did.
         """
-        result, error = _call(work)
-        return self._collect_results(result, error, combine)  # type: ignore[no-any-return]
+        return self._collect_results(*self._call(work), combine)  # type: ignore[no-any-return]
 
     def scatter(self, work: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
         """As `gather`, but `combine` returns one result per rank, and each rank gets its own."""
-        result, error = _call(work)
-        return self._collect_results(result, error, combine, is_scattered=True)  # type: ignore[no-any-return]
+        return self._collect_results(*self._call(work), combine, is_scattered=True)  # type: ignore[no-any-return]
 
     def drain(self) -> None:
         """Wait until all ranks have read rank 0's last message, before it may exit; all ranks call it together."""
@@ -151,78 +143,61 @@ class Coordinator:
         if self.exchange is not None:
             self.exchange.abort()
 
-    @property
-    def _error_rank(self) -> int | None:
-        """The rank in this rank's error messages; None if it is the only one."""
-        return self.rank if self.world_size > 1 else None
+    def _call(self, work: Callable[[], T]) -> tuple[T | None, _ErrorMessage | None]:
+        """Return the result, or the error, which names this rank where it is not the only one."""
+        try:
+            return work(), None
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
+            is_corrupt = isinstance(error, CorruptCheckpointError) or getattr(error, "is_corrupt", False)
+            place = f"rank {self.rank}: " if self.world_size > 1 else ""
+            return None, _ErrorMessage(place + find_reason(error), is_corrupt, isinstance(error, ConfigError))
 
     def _collect_results(
         self, result: Any, error: _ErrorMessage | None, combine: Callable[[list[Any]], Any], is_scattered: bool = False
     ) -> Any:
+        """Call `combine` on rank 0 with all ranks' results; return its result, or raise an error, on all of them."""
         if self.exchange is None:
-            return self._send_result(lambda: (None, error) if error else _call(lambda: combine([result])), is_scattered)
-        messages = self._gather_messages(pack_message((result, error)))
-        return self._send_result(lambda: _combine_messages(messages, combine), is_scattered)
-
-    def _gather_messages(self, message: bytes) -> list[bytes] | ConnectionError | None:
-        """Return all ranks' messages on rank 0, or the error, which rank 0 must send to the others."""
-        assert self.exchange is not None
+            return self._send_result(
+                lambda: (None, error) if error else self._call(lambda: combine([result])), is_scattered
+            )
+        messages: list[bytes] | None = None
+        failure: _ErrorMessage | None = None
         try:
-            return self.exchange.gather(message)
-        except ConnectionError as error:
-            return error
-
-    def _send_result(
-        self, compute: Callable[[], tuple[Any, CoordinationError | _ErrorMessage | None]], is_scattered: bool = False
-    ) -> Any:
-        """Call `compute` on rank 0 and send its result (`is_scattered`: one for each rank) or its error to all."""
-        result: Any = None
-        error: CoordinationError | _ErrorMessage | None = None
-        if self.rank == 0:
-            result, error = compute()
-        if isinstance(error, _ErrorMessage):
-            error = error.to_exception(self._error_rank)
-        failure = error and _ErrorMessage(str(error), error.is_corrupt, error.is_config_error)
-        if is_scattered:
-            outcomes = [(None if failure else result[rank], failure) for rank in self._list_ranks()]
-        result, failure = _check_outcome(
-            self._scatter_results(outcomes) if is_scattered else self.broadcast((result, failure))
+            messages = self.exchange.gather(pack_message((result, error)))
+        except ConnectionError as lost:  # rank 0 must send it to the others
+            failure = _ErrorMessage(str(lost))
+        return self._send_result(
+            lambda: (None, failure) if failure else self._combine_messages(messages or [], combine), is_scattered
         )
-        if failure:
-            raise failure.to_exception(None)
-        return result
 
-    def _scatter_results(self, results: list[Any]) -> Any:
-        """Return this rank's own one of rank 0's answers."""
-        if self.exchange is None:
-            return results[0]
-        messages = [pack_message(result) for result in results]
-        return unpack_message(self.exchange.scatter(messages))
+    def _combine_messages(
+        self, messages: list[bytes], combine: Callable[[list[Any]], R]
+    ) -> tuple[R | None, _ErrorMessage | None]:
+        """Call `combine` with all ranks' results, or return the first rank's error."""
+        try:  # replicas' equal messages are unpacked once
+            unpacked = {message: _check_outcome(unpack_message(message)) for message in messages}
+        except CoordinationError as unreadable:
+            return None, _ErrorMessage(str(unreadable))
+        outcomes = [unpacked[message] for message in messages]
+        error = next((error for _, error in outcomes if error), None)
+        return (None, error) if error else self._call(lambda: combine([result for result, _ in outcomes]))
 
-    def _list_ranks(self) -> range:
-        """Return all ranks on rank 0, none on the others."""
-        return range(self.world_size if self.rank == 0 else 0)
-
-
-def _combine_messages(
-    messages: list[bytes] | ConnectionError | None, combine: Callable[[list[Any]], R]
-) -> tuple[R | None, CoordinationError | _ErrorMessage | None]:
-    """Call `combine` with all ranks' results, or return the first rank's error."""
-    if isinstance(messages, ConnectionError):
-        return None, CoordinationError(str(messages))
-    try:  # replicas' equal messages are unpacked once
-        unpacked = {message: _check_outcome(unpack_message(message)) for message in messages or ()}
-    except CoordinationError as unreadable:
-        return None, unreadable
-    outcomes = [unpacked[message] for message in messages or ()]
-    for rank, (_, error) in enumerate(outcomes):
+    def _send_result(self, compute: Callable[[], tuple[Any, _ErrorMessage | None]], is_scattered: bool = False) -> Any:
+        """Call `compute` on rank 0 and send its result (`is_scattered`: one for each rank) or its error to all."""
+        result, error = compute() if self.rank == 0 else (None, None)
+        if is_scattered:
+            outcomes = [(result and result[rank], error) for rank in range(self.world_size if self.rank == 0 else 0)]
+            outcome = (
+                outcomes[0]
+                if self.exchange is None
+                else unpack_message(self.exchange.scatter([pack_message(each) for each in outcomes]))
+            )
+        else:
+            outcome = self.broadcast((result, error))
+        result, error = _check_outcome(outcome)
         if error:
-            return None, error.to_exception(rank)
-    return _call(lambda: combine([result for result, _ in outcomes]))
-
-
-def _ignore(results: Sequence[object]) -> None:
-    """Ignore the results."""
+            raise CoordinationError(*error)
+        return result
 
 
 def _check_outcome(outcome: Any) -> tuple[Any, _ErrorMessage | None]:
@@ -240,26 +215,11 @@ def pack_message(value: Any) -> bytes:
 
 
 def unpack_message(message: bytes) -> Any:
-    """Return the value that `pack_message` was given.
-
-    Raises:
-        CoordinationError: for any other message.
-    """
+    """Return the value that `pack_message` was given."""
     try:
         return read_json(zlib.decompressobj(zdict=_WORDS).decompress(message))
     except (ValueError, zlib.error) as error:
         raise CoordinationError(f"{_UNREADABLE}: {error}") from error
-
-
-def _call(work: Callable[[], T]) -> tuple[T | None, _ErrorMessage | None]:
-    """Return the result, or the error."""
-    try:
-        return work(), None
-    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
-        is_corrupt = isinstance(error, CorruptCheckpointError) or (
-            isinstance(error, CoordinationError) and error.is_corrupt
-        )
-        return None, _ErrorMessage(find_reason(error), is_corrupt, isinstance(error, ConfigError))
 
 
 def find_reason(error: BaseException) -> str:

@@ -4,6 +4,10 @@
 
 A folder without a manifest is an interrupted save. If a file doesn't match its entry in the manifest, the checkpoint is
 damaged: it is reported and not used. Before a checkpoint is deleted its manifest is renamed (`retire`).
+
+Retention: processes that are reading a retired checkpoint have `checkpoint.grace` seconds. The last complete one is
+always kept. Where `checkpoints`, or a checkpoint in it, is a symbolic link, other files and other runs' checkpoints may
+be there: as with copies elsewhere, only files that a manifest of the same run lists are deleted.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
+import time
 import zlib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, get_type_hints
@@ -126,13 +132,9 @@ def load(folder: Path, name: str = NAME) -> Manifest | None:
 
 def select_rank_files(files: Mapping[str, ManifestFile], rank: int, size: int) -> dict[str, ManifestFile]:
     """Return the files that a rank copies: those of the rank that wrote them, modulo `size`; rank 0 has the others."""
-    return {name: file for name, file in files.items() if _find_writer(name) % size == rank}
-
-
-def _find_writer(name: str) -> int:
-    """Return the rank that wrote a file, from torch.distributed.checkpoint's file name."""
-    match = re.match(r"__(\d+)_", name)
-    return int(match[1]) if match else 0
+    # the names are torch.distributed.checkpoint's
+    writers = {name: int(match[1]) for name in files if (match := re.match(r"__(\d+)_", name))}
+    return {name: file for name, file in files.items() if writers.get(name, 0) % size == rank}
 
 
 def check_sizes(folder: Path, files: Mapping[str, ManifestFile]) -> None:
@@ -151,11 +153,7 @@ def check_sizes(folder: Path, files: Mapping[str, ManifestFile]) -> None:
 
 
 def parse(text: bytes) -> Manifest:
-    """Parse a manifest.
-
-    Raises:
-        CorruptCheckpointError: when it is invalid, or has another format.
-    """
+    """Parse a manifest."""
     try:
         content = untrusted.parse_object(text)
         if content["format"] != FORMAT:
@@ -170,13 +168,7 @@ def parse(text: bytes) -> Manifest:
 
 
 def _build_manifest(content: dict[str, Any]) -> Manifest:
-    """Build a manifest from untrusted values.
-
-    Raises:
-        ValueError: when a value has another type or is out of range, or a file is outside of the folder.
-        KeyError: when a field of `Manifest` is missing; its name.
-        TypeError: when a value is not a field, or a file lacks one.
-    """
+    """Build a manifest from untrusted values."""
     for name, kind in get_type_hints(Manifest).items():
         untrusted.check_type(content[name], dict if name == "files" else kind, name)
     names = [untrusted.check_file_name(name) for name in content["files"]]
@@ -278,3 +270,122 @@ def list_folders(directory: Path) -> list[Path]:
 def list_complete(directory: Path) -> list[Path]:
     """Return the complete checkpoints of the run in `directory`, oldest first."""
     return [folder for folder in list_folders(directory) if read(folder)]
+
+
+_MANIFESTS = (NAME, RETIRED, DAMAGED, DIFFERS)
+_SAVED = re.compile(r"__\d+_\d+\.distcp|\.metadata|\..+\.tmp|tokenizer[\w.]*|(manifest|retired|damaged|differs)\.json")
+"""The names of the files of a checkpoint."""
+
+
+def select_kept(
+    checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: int, at: Collection[int] = ()
+) -> set[int]:
+    """Return the steps to keep: the last `keep`, the first in each interval of `keep_tokens` tokens, and those of `at`.
+
+    Args:
+        checkpoints: (step, tokens read) of each complete checkpoint, by step.
+        keep: at least 1.
+        keep_tokens: 0: none.
+        at: see `titan.checkpoint.schema.Checkpoint`.
+    """
+    kept_steps = {step for step, _ in checkpoints[-keep:]} | {step for step, _ in checkpoints if step in at}
+    last = 0
+    for step, tokens in checkpoints if keep_tokens else ():
+        if tokens // keep_tokens > last:
+            kept_steps.add(step)
+            last = tokens // keep_tokens
+    return kept_steps
+
+
+def prune(
+    directory: Path, keep: int, keep_tokens: int, grace: float, run_id: str | None = None, at: Collection[int] = ()
+) -> None:
+    """Retire and delete checkpoints that are not kept; call it when a new checkpoint is complete.
+
+    Damaged ones are deleted if they are older than all kept ones.
+
+    Args:
+        keep: see `titan.checkpoint.schema.Checkpoint`.
+        keep_tokens: see `Checkpoint`.
+        grace: see `Checkpoint`.
+        run_id: of the run; None: behind a symbolic link nothing is deleted.
+        at: see `Checkpoint`.
+    """
+    own_folders = [f for f in list_folders(directory) if not _is_foreign(f, run_id)]
+    manifests = {int(f.name[5:]): read(f) for f in own_folders}
+    kept_steps = select_kept([(step, m.tokens) for step, m in manifests.items() if m], keep, keep_tokens, at)
+    damaged = {
+        step for step, m in manifests.items() if m is None and step > min(kept_steps, default=-1)
+    }  # for inspection
+    for step in manifests.keys() - kept_steps - damaged:
+        folder = folder_of(directory, step)
+        if (folder / NAME).exists():
+            retire(folder)
+        elif (folder / DIFFERS).exists():
+            remove(folder)  # older than all that are kept
+    for folder in own_folders:
+        _remove_retired(folder, grace)
+
+
+def remove_leftovers(directory: Path, grace: float, run_id: str | None = None) -> None:
+    """Remove the leftovers of killed saves; call it when no save is running; arguments as those of `prune`."""
+    for folder in list_folders(directory):
+        if _is_foreign(folder, run_id):
+            continue
+        if not any((folder / name).exists() for name in _MANIFESTS):
+            remove(folder)
+        _remove_retired(folder, grace)
+
+
+def _remove_retired(folder: Path, grace: float) -> None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if time.time() - (folder / RETIRED).stat().st_mtime >= grace:
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint's folder; behind a symbolic link the files that its manifest lists, and it if it is empty."""
+    if not is_linked(folder):
+        return shutil.rmtree(folder, ignore_errors=True)
+    content = _load_manifest(folder)
+    with contextlib.suppress(OSError):
+        for name in (*content.files, *_MANIFESTS) if content else ():
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def clear_linked(folder: Path, run_id: str | None) -> None:
+    """Remove what an earlier save of the run left in a folder behind a symbolic link, so that it can be saved there.
+
+    Raises:
+        FileExistsError: when it has a checkpoint of another run.
+    """
+    if (content := _load_manifest(folder)) is not None and content.run_id != run_id:
+        raise FileExistsError(
+            f"{folder} is behind a symbolic link and has a checkpoint of another run; give this run another folder"
+        )
+    for file in folder.iterdir():
+        if _SAVED.fullmatch(file.name):
+            file.unlink()
+
+
+def is_linked(folder: Path) -> bool:
+    """Return whether a checkpoint's folder is behind a symbolic link."""
+    return os.path.islink(folder) or os.path.islink(folder.parent)  # also where it can't be looked up
+
+
+def _is_foreign(folder: Path, run_id: str | None) -> bool:
+    """Return whether a checkpoint's folder is behind a symbolic link, and not known to be of the run."""
+    if not is_linked(folder):
+        return False
+    content = _load_manifest(folder)
+    return content is None or content.run_id != run_id
+
+
+def _load_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint, also of one that is retired or damaged; None where it can't be read."""
+    for name in _MANIFESTS:
+        with contextlib.suppress(CorruptCheckpointError):
+            if (content := load(folder, name)) is not None:
+                return content
+    return None

@@ -7,7 +7,7 @@ written as rows of bytes: an array of rows, into whose columns the integers are 
 
 The stream begins with a list of all words that occur later (classes, attributes, names of tensors and files), to which
 rows refer by their positions in pickle's memo. The list is assigned to `planner_data`, which is assigned again later:
-this way the stream has only opcodes that `pickle.dump` writes too, which is what `titan.checkpoint.safe_pickle` reads.
+this way the stream has only opcodes that `pickle.dump` writes too, which is what `titan.checkpoint.reader` reads.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from titan.checkpoint.assignment import OFFSETS, SIZES, Assignment, Integers
+from titan.checkpoint.save_planner import OFFSETS, SIZES, Assignment, Integers, Positions
 
 ROWS = 2**16
 """About how many rows are encoded at a time: a few MiB."""
@@ -43,19 +43,6 @@ Column = bytes | NDArray[Any]
 """A part of all rows: constant bytes, or the integers [rows] of each."""
 ByteRows = NDArray[np.uint8]
 """Rows of bytes [rows, bytes of a row]."""
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Where the written boxes of an `Assignment` are.
-
-    Attributes:
-        files: the names of all files.
-        rows: int64 [written, 3]: index of the file, offset and length in bytes.
-    """
-
-    files: Sequence[str]
-    rows: Integers
 
 
 def encode_metadata(assignment: Assignment, positions: Positions, storage_meta: StorageMeta) -> Iterator[bytes]:
@@ -78,14 +65,6 @@ def encode_metadata(assignment: Assignment, positions: Positions, storage_meta: 
     yield _encode_text("version") + _encode_text(CURRENT_DCP_VERSION) + _BUILT + pickle.STOP
 
 
-class _Batch(NamedTuple):
-    """Tensors that are encoded together: their number of dimensions, their numbers, and where their rows begin."""
-
-    dims: int
-    tensors: list[int]
-    starts: list[int]
-
-
 class _Encoder:
     """Encodes the parts of one checkpoint's metadata."""
 
@@ -94,12 +73,12 @@ class _Encoder:
         self.tensor, self.boxes = assignment.tensor[order], assignment.boxes[order]
         self.written_rows = positions.rows[order]
         self.first = np.flatnonzero(np.diff(self.tensor, prepend=-1, append=-1))  # the rows of each tensor, and the end
+        words = (*_CLASSES, *_ATTRIBUTES)
+        self.words = {word: _encode_get(number) for number, word in enumerate(words)}
         properties = [_pickle_value(info.properties) for info in self.infos]
-        self.properties = list(dict.fromkeys(properties))
-        numbers = {content: number for number, content in enumerate(self.properties)}
-        self.property_of = [numbers[content] for content in properties]
-        self.memo = {word: number for number, word in enumerate((*_CLASSES, *_ATTRIBUTES))}
-        self.name_base = len(self.memo) + len(self.properties)
+        self.properties = {content: len(words) + number for number, content in enumerate(dict.fromkeys(properties))}
+        self.property_of = [_encode_get(self.properties[content]) for content in properties]
+        self.name_base = len(words) + len(self.properties)
         self.file_base = self.name_base + len(self.infos)
 
     def encode_words(self) -> bytes:
@@ -118,98 +97,81 @@ class _Encoder:
 
     def encode_tensors(self) -> Iterator[bytes]:
         """Yield the items of `state_dict_metadata`: each tensor with its chunks."""
-        for batch in self._batch_tensors():
-            chunks = self._encode_chunks(batch)
-            ends = [*batch.starts[1:], len(chunks)]
-            pairs = [
+        for dims, numbers in self._batch_tensors():
+            chunks = self._encode_chunks(dims, numbers)
+            ends = np.cumsum(self.first[np.array(numbers) + 1] - self.first[numbers]).tolist()
+            pairs = (
                 self._encode_tensor(number, chunks[start:end].tobytes())
-                for number, start, end in zip(batch.tensors, batch.starts, ends, strict=True)
-            ]
+                for number, start, end in zip(numbers, [0, *ends], ends, strict=False)
+            )
             yield pickle.MARK + b"".join(pairs) + pickle.SETITEMS
 
     def encode_positions(self) -> Iterator[bytes]:
         """Yield the items of `storage_data`: for each chunk its file, offset and length."""
-        for batch in self._batch_tensors():
-            yield pickle.MARK + self._encode_position_rows(batch).tobytes() + pickle.SETITEMS
+        for dims, numbers in self._batch_tensors():
+            yield pickle.MARK + self._encode_position_rows(dims, numbers).tobytes() + pickle.SETITEMS
 
-    def _batch_tensors(self) -> Iterator[_Batch]:
-        """Yield all tensors in batches of about `ROWS` rows and of one number of dimensions."""
-        of_dims: dict[int, list[int]] = {}
+    def _batch_tensors(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the numbers of all tensors in batches of about `ROWS` rows and of one number of dimensions."""
+        by_dims = defaultdict[int, list[int]](list)
         for number, info in enumerate(self.infos):
-            of_dims.setdefault(len(info.size), []).append(number)
-        for dims, numbers in of_dims.items():
-            batch, starts, rows = [], [], 0
+            by_dims[len(info.size)].append(number)
+        for dims, numbers in by_dims.items():
+            batch, rows = list[int](), 0
             for number in numbers:
                 batch.append(number)
-                starts.append(rows)
                 rows += int(self.first[number + 1] - self.first[number])
                 if rows >= ROWS or number == numbers[-1]:
-                    yield _Batch(dims, batch, starts)
-                    batch, starts, rows = [], [], 0
+                    yield dims, batch
+                    batch, rows = [], 0
 
-    def _list_rows(self, batch: _Batch) -> Integers:
-        return np.concatenate([np.arange(self.first[number], self.first[number + 1]) for number in batch.tensors])
+    def _list_rows(self, numbers: Sequence[int]) -> Integers:
+        return np.concatenate([np.arange(self.first[number], self.first[number + 1]) for number in numbers])
 
     def _encode_tensor(self, number: int, chunks: bytes) -> bytes:
         """Return a tensor's name and its metadata with encoded chunks."""
-        properties = _encode_get(len(self.memo) + self.property_of[number])
-        size = b"".join(self._encode_size([_encode_integer(length) for length in self.infos[number].size]))
-        head = self._encode_word("TensorStorageMetadata") + _NEW + self._encode_word("properties") + properties
-        chunk_list = pickle.EMPTY_LIST + pickle.MARK + chunks + pickle.APPENDS
+        word, size = self.words, [_encode_integer(length) for length in self.infos[number].size]
         return b"".join(
             (
                 _encode_get(self.name_base + number),
-                head,
-                self._encode_word("size"),
-                size,
-                self._encode_word("chunks"),
-                chunk_list,
-                _BUILT,
+                word["TensorStorageMetadata"] + _NEW,
+                word["properties"] + self.property_of[number],
+                word["size"],
+                *self._encode_size(size),
+                word["chunks"] + pickle.EMPTY_LIST + pickle.MARK,
+                chunks,
+                pickle.APPENDS + _BUILT,
             )
         )
 
-    def _encode_chunks(self, batch: _Batch) -> ByteRows:
-        """Return the offsets and sizes of a batch's chunks as rows of bytes."""
-        boxes = self.boxes[self._list_rows(batch), :, : batch.dims]
+    def _encode_chunks(self, dims: int, numbers: Sequence[int]) -> ByteRows:
+        """Return the offsets and sizes of the tensors' chunks as rows of bytes."""
+        word, boxes = self.words, self.boxes[self._list_rows(numbers), :, :dims]
         offsets, sizes = (self._encode_size(_build_columns(boxes[:, part])) for part in (OFFSETS, SIZES))
-        begin = self._encode_word("ChunkStorageMetadata") + _NEW + self._encode_word("offsets")
-        end = self._encode_word("sizes")
-        return _build_rows(len(boxes), [begin, *offsets, end, *sizes, _BUILT])
+        begin = word["ChunkStorageMetadata"] + _NEW + word["offsets"]
+        return _build_rows(len(boxes), [begin, *offsets, word["sizes"], *sizes, _BUILT])
 
-    def _encode_position_rows(self, batch: _Batch) -> ByteRows:
-        """Return the indices and positions of a batch's chunks as rows of bytes."""
-        rows = self._list_rows(batch)
-        offsets, tensor = self.boxes[rows, OFFSETS, : batch.dims], self.tensor[rows]
-        written_rows = self.written_rows[rows]
-        index = [
-            *(
-                self._encode_word("MetadataIndex") + _NEW + self._encode_word("fqn"),
-                *_build_references(self.name_base + tensor),
-            ),
-            *(self._encode_word("offset"), *self._encode_size(_build_columns(offsets))),
-            *(self._encode_word("index"), *_build_column(rows - self.first[tensor]), _BUILT),
-        ]
-        info = [
-            *(
-                self._encode_word("_StorageInfo") + _NEW + self._encode_word("relative_path"),
-                *_build_references(self.file_base + written_rows[:, 0]),
-            ),
-            *(
-                self._encode_word("offset"),
-                *_build_column(written_rows[:, 1]),
-                self._encode_word("length"),
-                *_build_column(written_rows[:, 2]),
-                _BUILT,
-            ),
-        ]
-        return _build_rows(len(rows), [*index, *info])
-
-    def _encode_word(self, word: str) -> bytes:
-        return _encode_get(self.memo[word])
+    def _encode_position_rows(self, dims: int, numbers: Sequence[int]) -> ByteRows:
+        """Return the indices and positions of the tensors' chunks as rows of bytes."""
+        word, rows = self.words, self._list_rows(numbers)
+        offsets, tensor, written_rows = self.boxes[rows, OFFSETS, :dims], self.tensor[rows], self.written_rows[rows]
+        columns = [
+            word["MetadataIndex"] + _NEW + word["fqn"], *_build_references(self.name_base + tensor),
+            word["offset"], *self._encode_size(_build_columns(offsets)),
+            word["index"], *_build_column(rows - self.first[tensor]), _BUILT,
+            word["_StorageInfo"] + _NEW + word["relative_path"],
+            *_build_references(self.file_base + written_rows[:, 0]),
+            word["offset"], *_build_column(written_rows[:, 1]),
+            word["length"], *_build_column(written_rows[:, 2]), _BUILT,
+        ]  # fmt: skip
+        return _build_rows(len(rows), columns)
 
     def _encode_size(self, integers: Sequence[Any]) -> list[Any]:
-        """Return a torch.Size of encoded integers or columns."""
-        return [self._encode_word("Size"), *_encode_tuple(integers), pickle.TUPLE1 + pickle.REDUCE]
+        """Return a torch.Size of encoded integers, each of which is bytes or a list of columns."""
+        parts = [part for value in integers for part in ([value] if isinstance(value, bytes) else value)]
+        short_opcodes = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+        sized = [*parts, short_opcodes[len(integers)]] if len(integers) < 4 else [pickle.MARK, *parts, pickle.TUPLE]
+        return [self.words["Size"], *sized, pickle.TUPLE1 + pickle.REDUCE]
 
 
 def _build_rows(count: int, columns: Sequence[Column]) -> ByteRows:
@@ -248,17 +210,6 @@ def _encode_integer(value: int) -> bytes:
     if value < 2**31:
         return pickle.BININT + struct.pack("<i", value)
     return pickle.LONG1 + b"\x08" + struct.pack("<q", value)
-
-
-def _encode_tuple(values: Sequence[Any]) -> list[Any]:
-    """Return a tuple of encoded values, each of which is bytes or a list of columns."""
-    parts = [part for value in values for part in ([value] if isinstance(value, bytes) else value)]
-    short_opcodes = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
-    return (
-        [*parts, short_opcodes[len(values)]]
-        if len(values) < len(short_opcodes)
-        else [pickle.MARK, *parts, pickle.TUPLE]
-    )
 
 
 def _encode_get(position: int) -> bytes:

@@ -3,14 +3,21 @@
 A rank has one `CheckpointReader` for a checkpoint, from its verification to its restoration, so that it parses the
 metadata once.
 
-Its `.metadata` is a pickle, which torch unpickles. Here it is parsed as data (`titan.checkpoint.safe_pickle`), from
-which torch's objects are rebuilt value by value; tensors are loaded with `weights_only`. Files named by the metadata
-must be in the checkpoint's folder.
+Its `.metadata` is a pickle, which torch unpickles. Here it is parsed as data (`parse_pickle`), from which torch's
+objects are rebuilt value by value; tensors are loaded with `weights_only`. Files named by the metadata must be in the
+checkpoint's folder.
+
+A pickle is a program for a stack machine. Python's unpickler calls what the program names, and one restricted to some
+classes still calls them and sets their attributes. `parse_pickle` supports the opcodes that `pickle.dump` writes for
+plain values and objects since protocol 4; instead of calling a class or function it creates a `PickledObject` with the
+name, the arguments and the state. Everything else is rejected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import pickle
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +35,192 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from titan.checkpoint import manifest, safe_pickle
+from titan.checkpoint import manifest
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
-from titan.checkpoint.safe_pickle import Global, PickledObject
 from titan.files.untrusted import check_file_name, describe_value, truncate_text
+
+Name = tuple[str, str]
+"""A module and a name in it."""
+_STOP, _MEMOIZE, _BININT1 = pickle.STOP[0], pickle.MEMOIZE[0], pickle.BININT1[0]
+_BINGET, _LONG_BINGET = pickle.BINGET[0], pickle.LONG_BINGET[0]
+
+
+@dataclass(eq=False, slots=True)
+class Global:
+    """A class, a function or a constant that the file names."""
+
+    name: Name
+
+
+@dataclass(eq=False, slots=True)
+class PickledObject:
+    """The result of a call that was not made: the callee's name, the arguments, and the object's state."""
+
+    name: Name
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+
+def parse_pickle(content: bytes, allowed: Container[Name]) -> Any:
+    """Parse a pickle.
+
+    Args:
+        allowed: the allowed names.
+
+    Raises:
+        ValueError: when it has another name, or is not in the form that `pickle.dump` writes.
+    """
+    machine = _Machine(content, allowed)
+    try:
+        return machine.run()
+    except UnknownNameError:
+        raise
+    except (ValueError, IndexError, TypeError, MemoryError, OverflowError, RecursionError) as error:
+        raise ValueError(f"byte {machine.position:,} is invalid ({error})") from error
+
+
+class UnknownNameError(ValueError):
+    """A pickle has a name that is not allowed."""
+
+
+class _Machine:
+    """The stack machine: its stack, the stack's marks, and the memo."""
+
+    def __init__(self, content: bytes, allowed: Container[Name]) -> None:
+        self.content, self.allowed, self.position = content, allowed, 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[Any] = []
+
+    def run(self) -> Any:
+        """Run the program and return its value. The most frequent opcodes are inlined for speed."""
+        if self.content[:1] != pickle.PROTO or self.content[1:2] not in (b"\4", b"\5"):
+            raise ValueError("it is of another protocol than 4 or 5")
+        position, content, stack, memo, codes, number = 2, self.content, self.stack, self.memo, _CODES, int.from_bytes
+        while (code := content[position]) != _STOP:
+            position += 1
+            if code == _MEMOIZE:
+                memo.append(stack[-1])
+            elif code == _BINGET:
+                stack.append(memo[content[position]])
+                position += 1
+            elif code == _LONG_BINGET:
+                stack.append(memo[number(content[position : position + 4], "little")])
+                position += 4
+            elif code == _BININT1:
+                stack.append(content[position])
+                position += 1
+            else:
+                self.position = position
+                codes[code](self)
+                position = self.position
+        (value,) = stack
+        return value
+
+    def reject_opcode(self) -> None:
+        """Reject an opcode."""
+        raise ValueError(f"opcode {self.content[self.position - 1]:#04x}")
+
+    def read_bytes(self, size: int) -> bytes:
+        """Return the next bytes."""
+        self.position += size
+        if self.position > len(self.content):
+            raise ValueError("it is truncated")
+        return self.content[self.position - size : self.position]
+
+    def read_number(self, size: int) -> int:
+        """Return the next bytes as an unsigned integer."""
+        return int.from_bytes(self.read_bytes(size), "little")
+
+    def read_length(self) -> None:
+        """Skip the length of a frame, which is not needed."""
+        self.read_bytes(8)
+
+    def push_signed(self, size: int) -> None:
+        self.stack.append(int.from_bytes(self.read_bytes(size), "little", signed=True))
+
+    def push_text(self, size: int) -> None:
+        self.stack.append(self.read_bytes(self.read_number(size)).decode("utf-8", "surrogatepass"))
+
+    def pop_to_mark(self) -> list[Any]:
+        """Pop the values since the last mark."""
+        first = self.marks.pop()
+        values = self.stack[first:]
+        del self.stack[first:]
+        return values
+
+    def push_tuple(self, count: int) -> None:
+        values = self.stack[-count:]
+        if len(values) < count:
+            raise ValueError("its stack is empty")
+        self.stack[-count:] = [tuple(values)]
+
+    def append_values(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise ValueError("something is added to what is no list")
+        target.extend(values)
+
+    def put_items(self, pairs: list[Any]) -> None:
+        """Set keys of a dictionary: only text and objects, because hashing a deep tuple crashes the process."""
+        target, keys = self.stack[-1], pairs[::2]
+        if type(target) is not dict or len(pairs) % 2 or not {*map(type, keys)} <= {str, PickledObject}:
+            raise ValueError("something is put into what is no dictionary, or under no key")
+        target.update(zip(keys, pairs[1::2], strict=True))
+
+    def push_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise ValueError("a name is no text")
+        if (module, name) not in self.allowed:
+            raise UnknownNameError(
+                f"it names {truncate_text(module)}.{truncate_text(name)}, which doesn't occur in checkpoints"
+            )
+        self.stack.append(Global((module, name)))
+
+    def push_object(self) -> None:
+        arguments, called = self.stack.pop(), self.stack.pop()
+        if type(arguments) is not tuple or type(called) is not Global:
+            raise ValueError("it calls what is no name")
+        self.stack.append(PickledObject(called.name, arguments))
+
+    def set_state(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is not PickledObject or target.state is not None or type(state) not in (dict, tuple):
+            raise ValueError("it sets the state of what is no new object")
+        target.state = state
+
+
+_ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
+    pickle.FRAME: lambda m: m.read_length(),
+    pickle.NONE: lambda m: m.stack.append(None),
+    pickle.NEWTRUE: lambda m: m.stack.append(True),
+    pickle.NEWFALSE: lambda m: m.stack.append(False),
+    pickle.BININT: lambda m: m.push_signed(4),
+    pickle.BININT2: lambda m: m.stack.append(m.read_number(2)),
+    pickle.LONG1: lambda m: m.push_signed(m.read_number(1)),
+    pickle.SHORT_BINUNICODE: lambda m: m.push_text(1),
+    pickle.BINUNICODE: lambda m: m.push_text(4),
+    pickle.EMPTY_TUPLE: lambda m: m.stack.append(()),
+    pickle.EMPTY_LIST: lambda m: m.stack.append([]),
+    pickle.EMPTY_DICT: lambda m: m.stack.append({}),
+    pickle.MARK: lambda m: m.marks.append(len(m.stack)),
+    pickle.TUPLE: lambda m: m.stack.append(tuple(m.pop_to_mark())),
+    pickle.TUPLE1: lambda m: m.push_tuple(1),
+    pickle.TUPLE2: lambda m: m.push_tuple(2),
+    pickle.TUPLE3: lambda m: m.push_tuple(3),
+    pickle.APPEND: lambda m: m.append_values([m.stack.pop()]),
+    pickle.APPENDS: lambda m: m.append_values(m.pop_to_mark()),
+    pickle.SETITEM: lambda m: m.put_items([m.stack.pop(-2), m.stack.pop()]),
+    pickle.SETITEMS: lambda m: m.put_items(m.pop_to_mark()),
+    pickle.STACK_GLOBAL: _Machine.push_global,
+    pickle.REDUCE: _Machine.push_object,
+    pickle.NEWOBJ: _Machine.push_object,
+    pickle.BUILD: _Machine.set_state,
+}
+_CODES = [_ACTIONS.get(bytes([code]), _Machine.reject_opcode) for code in range(256)]
+"""The action of each opcode, except those inlined in `run`."""
+
 
 METADATA = ".metadata"
 """The file with the position of each tensor."""
@@ -70,21 +259,13 @@ class CheckpointReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_manifest(self) -> Manifest | None:
-        """Return the checkpoint's manifest, also of a retired one; None where it has none.
-
-        Raises:
-            CorruptCheckpointError: when it is invalid.
-        """
+        """Return the checkpoint's manifest, also of a retired one; None where it has none."""
         if self._manifest is None:
             self._manifest = manifest.load(self.folder) or manifest.load(self.folder, manifest.RETIRED)
         return self._manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the checkpoint's metadata.
-
-        Raises:
-            UnknownContentError: when it has content that titan doesn't write.
-        """
+        """Return the checkpoint's metadata."""
         if self._metadata is None:
             self._metadata = self._parse_file()
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -150,14 +331,10 @@ class ProgressLoadPlanner(DefaultLoadPlanner):
 
 
 def parse_metadata(content: bytes) -> Metadata:
-    """Parse a `.metadata` file.
-
-    Raises:
-        UnknownContentError: when it has content that titan doesn't write.
-    """
+    """Parse a `.metadata` file."""
     try:
-        return _build_metadata(safe_pickle.parse_pickle(content, ALLOWED_NAMES))
-    except safe_pickle.UnknownNameError as error:
+        return _build_metadata(parse_pickle(content, ALLOWED_NAMES))
+    except UnknownNameError as error:
         raise UnknownContentError(str(error)) from error
     except (ValueError, KeyError, MemoryError, RecursionError) as error:
         raise UnknownContentError(f"its metadata can't be read: {error}") from error

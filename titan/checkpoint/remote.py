@@ -5,7 +5,7 @@ written under their final names, the manifest last, and then `index.json`, which
 
     URL/NAME/   index.json  run.yaml  step-120/manifest.json  step-120/__0_0.distcp  ...
 
-`titan.checkpoint.transfer` divides the files among the ranks.
+`titan.checkpoint.manager` divides the files among the ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan.checkpoint import manifest, retention
+from titan.checkpoint import manifest
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
 from titan.checkpoint.schema import Checkpoint
 from titan.config.optional import import_fsspec
@@ -39,11 +39,7 @@ class Remote:
     """The checkpoints of one run at a URL."""
 
     def __init__(self, url: str, setting: str = "checkpoint.path") -> None:
-        """Take a URL or a folder's path; nothing is read yet.
-
-        Raises:
-            ConfigError: when the protocol is unknown, or its package is missing.
-        """
+        """Take a URL or a folder's path; nothing is read yet."""
         self.url = url.rstrip("/")
         try:
             from fsspec import get_filesystem_class
@@ -93,11 +89,7 @@ class Remote:
             raise CorruptCheckpointError(f"{message}; remove it, and the next save recreates it") from error
 
     def read_manifest(self, step: int) -> Manifest:
-        """Return the manifest of a checkpoint.
-
-        Raises:
-            CorruptCheckpointError: when it is missing or invalid.
-        """
+        """Return the manifest of a checkpoint."""
         content = self.read(f"step-{step}/{manifest.NAME}")
         if content is None:
             raise CorruptCheckpointError(f"{self.url}/step-{step}/{manifest.NAME} is missing")
@@ -121,7 +113,7 @@ class Remote:
         self._call(lambda: self.fs.makedirs(f"{self.root}/{folder.name}", exist_ok=True))
         for name in files:
             remote_path = f"{self.root}/{folder.name}/{name}"
-            self._call(partial(self._upload_file, folder / name, remote_path, parts))
+            self._call(lambda: self.fs.put_file(str(folder / name), remote_path, callback=parts))  # noqa: B023
             advance()
 
     def begin_upload(self, checkpoint_manifest: Manifest) -> None:
@@ -136,7 +128,7 @@ class Remote:
             raise OSError(f"{self.url} has checkpoints of another run of the same name; give another checkpoint.path")
         index["run_id"] = checkpoint_manifest.run_id
         unfinished = index["begun"] | {str(checkpoint_manifest.step): sorted(checkpoint_manifest.files)}
-        self._write_index(index, index["steps"], index["retired"], unfinished)
+        self._write_index(index, begun=unfinished)
 
     def publish(self, folder: Path, checkpoint_manifest: Manifest, settings: Checkpoint) -> dict[int, list[str]]:
         """Add an uploaded checkpoint to the index, and retire those that are not kept.
@@ -151,7 +143,7 @@ class Remote:
         step_tokens = {int(step): tokens for step, tokens in index["steps"].items()} | {
             checkpoint_manifest.step: checkpoint_manifest.tokens
         }
-        kept_steps = retention.select_kept(
+        kept_steps = manifest.select_kept(
             sorted(pair for pair in step_tokens.items() if pair[0] <= checkpoint_manifest.step),
             settings.keep,
             settings.keep_tokens,
@@ -160,7 +152,8 @@ class Remote:
         retired = {int(step): since for step, since in index["retired"].items() if int(step) not in kept_steps}
         retired |= dict.fromkeys(step_tokens.keys() - kept_steps, current_time)
         unfinished = {int(step): names for step, names in index["begun"].items() if int(step) not in kept_steps}
-        self._write_index(index, {s: step_tokens[s] for s in kept_steps}, retired, unfinished)
+        kept = {step: step_tokens[step] for step in kept_steps}
+        self._write_index(index, steps=kept, retired=retired, begun=unfinished)
         expired = [step for step, since in retired.items() if current_time - since >= settings.grace]
         return {step: self._list_files(step) for step in expired} | unfinished
 
@@ -175,13 +168,13 @@ class Remote:
         """Remove a damaged checkpoint from the index; its files are deleted when the next one is complete."""
         index = self._read_index()
         remaining = {s: tokens for s, tokens in index["steps"].items() if int(s) != step}
-        self._write_index(index, remaining, index["retired"], index["begun"] | {str(step): self._list_files(step)})
+        self._write_index(index, steps=remaining, begun=index["begun"] | {str(step): self._list_files(step)})
 
     def record_removal(self, steps: Collection[int]) -> None:
         """Record that the files of retired checkpoints are deleted."""
         index = self._read_index()
         retired, unfinished = ({s: v for s, v in index[k].items() if int(s) not in steps} for k in ("retired", "begun"))
-        self._write_index(index, index["steps"], retired, unfinished)
+        self._write_index(index, retired=retired, begun=unfinished)
 
     def remove_files(self, step_files: Iterable[tuple[int, Collection[str]]]) -> None:
         """Delete the existing files of retired checkpoints, their manifests last."""
@@ -196,11 +189,7 @@ class Remote:
     def fetch_files(
         self, step: int, folder: Path, files: Mapping[str, ManifestFile], advance: Callable[[], None] = lambda: None
     ) -> None:
-        """Fetch files of a checkpoint into `folder` and verify their checksums; call `advance` after each part of one.
-
-        Raises:
-            CorruptCheckpointError: when a file differs.
-        """
+        """Fetch files of a checkpoint into `folder` and verify their checksums; call `advance` after each part."""
         for name, expected in files.items():
             check_file_name(name)
             actual = self._call(partial(self._copy_file, f"{self.root}/step-{step}/{name}", folder / name, advance))
@@ -208,9 +197,6 @@ class Remote:
                 raise CorruptCheckpointError(
                     f"{self.url}/step-{step}/{name} has another checksum than when it was saved"
                 )
-
-    def _upload_file(self, source: Path, target: str, callback: Any) -> None:
-        self.fs.put_file(str(source), target, callback=callback)
 
     def _copy_file(self, source: str, target: Path, advance: Callable[[], None]) -> ManifestFile:
         target.unlink(missing_ok=True)  # it may be a link
@@ -222,15 +208,10 @@ class Remote:
         with target.open("rb") as content:
             return manifest.checksum_stream(content, advance)
 
-    def _write_index(
-        self,
-        index: Mapping[str, Any],
-        steps: Mapping[Any, int],
-        retired: Mapping[Any, float],
-        unfinished: Mapping[Any, list[str]],
-    ) -> None:
-        content = {"format": 1, "run_id": index.get("run_id"), "steps": steps, "retired": retired, "begun": unfinished}
-        self.write_file(INDEX, json.dumps(content).encode())
+    def _write_index(self, index: Mapping[str, Any], **changes: Mapping[Any, Any]) -> None:
+        content = {**index, **changes}
+        names = ("run_id", "steps", "retired", "begun")
+        self.write_file(INDEX, json.dumps({"format": 1, **{name: content.get(name) for name in names}}).encode())
 
     def read(self, name: str) -> bytes | None:
         """Return a small file beside the index; None if it is missing."""
@@ -251,12 +232,7 @@ class Remote:
 
 
 def _check_index(index: dict[str, Any]) -> dict[str, Any]:
-    """Check an index: the files that it lists get deleted, so it must not name any others.
-
-    Raises:
-        ValueError: when a value is invalid.
-        KeyError: when a value is missing.
-    """
+    """Check an index: the files that it lists get deleted, so it must not name any others."""
     content = {"run_id": index.get("run_id"), "begun": index.get("begun", {})}
     content |= {key: index[key] for key in ("steps", "retired")}
     for key, kind in _INDEX_TYPES.items():

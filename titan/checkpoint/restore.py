@@ -136,30 +136,25 @@ def _compare_tensors(state: dict[str, Tensor], reader: CheckpointReader, coordin
     for name in [name for name in state if is_average(name) and not has_average]:
         del state[name]
     rank_shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    rank_tensors = _RankTensors(
-        {n: shape for n, shape in rank_shapes.items() if saved_shapes.get(n) != shape},
-        bytes(n in rank_shapes for n in saved_shapes),
-    )
+    differing = {n: shape for n, shape in rank_shapes.items() if saved_shapes.get(n) != shape}
+    presence = bytes(n in rank_shapes for n in saved_shapes)
     if message := coordinator.gather(
-        lambda: rank_tensors, lambda parts: _describe_difference(saved_shapes, parts, reader.folder)
+        lambda: (differing, presence), lambda parts: _describe_difference(saved_shapes, parts, reader.folder)
     ):
         raise ConfigError(message)
     return has_average or not needs_average
 
 
-class _RankTensors(NamedTuple):
-    """A rank's tensors: those that differ from the saved ones, by name; for each saved name 1 if the rank has it."""
-
-    differing: dict[str, tuple[int, ...]]
-    presence: bytes
-
-
 def _describe_difference(
-    saved_shapes: Mapping[str, tuple[int, ...]], parts: Sequence[_RankTensors], path: Any
+    saved_shapes: Mapping[str, tuple[int, ...]], parts: Sequence[tuple[dict[str, tuple[int, ...]], bytes]], path: Any
 ) -> str | None:
-    """On rank 0: return the message about a checkpoint of another model or optimizer, or None."""
-    differing = {name: shape for part in parts for name, shape in part.differing.items()}
-    presence = map(any, zip(*(part.presence for part in parts), strict=True))
+    """On rank 0: return the message about a checkpoint of another model or optimizer, or None.
+
+    Args:
+        parts: of each rank the tensors that differ from the saved ones, by name; for each saved name 1 if it has it.
+    """
+    differing = {name: shape for rank_differing, _ in parts for name, shape in rank_differing.items()}
+    presence = map(any, zip(*(rank_presence for _, rank_presence in parts), strict=True))
     differ = sorted(
         differing.keys() | {name for name, is_present in zip(saved_shapes, presence, strict=True) if not is_present}
     )

@@ -5,27 +5,134 @@
 3. every rank: `finish_plan`; `write_data`, with checksums; it sends rank 0 the positions of its items and its files;
 4. rank 0: `write_metadata`, and the manifest, which makes the checkpoint complete.
 
-`titan.checkpoint.save_planner` makes the plans, `titan.checkpoint.writer` writes the files, and
-`titan.checkpoint.coordinator` sends the messages; they don't call each other.
+`titan.checkpoint.save_planner` makes the plans, and `titan.checkpoint.coordinator` sends the messages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from titan.checkpoint import manifest, retention
+from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
-from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
-from titan.checkpoint.save_planner import CachingSavePlanner, ItemMask, LocalPlan, WriteSummary
-from titan.checkpoint.writer import CheckpointWriter
+from titan.checkpoint.manifest import NAME, CorruptCheckpointError, Manifest, ManifestFile
+from titan.checkpoint.metadata_file import encode_metadata
+from titan.checkpoint.save_planner import Assignment, CachingSavePlanner, ItemMask, LocalPlan, Positions, WriteSummary
+from titan.files.platform import sync_file
+
+Name = str | os.PathLike[str]
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes this rank's files into a folder; `files` has their sizes and checksums."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder, which is created if it is missing."""
+        super().__init__(folder)
+        self.fs: Any = ChecksumFileSystem()
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the save's id only: a path in `.metadata` would have another class in other Python versions."""
+        return StorageMeta(save_id=self.save_id)
+
+    def write_metadata(self, assignment: Assignment, positions: Positions) -> None:
+        """Write the metadata of the whole checkpoint.
+
+        The temporary file is not `titan.files.atomic`'s, because its content has to be counted as well.
+
+        Args:
+            assignment: what all ranks wrote.
+            positions: where they wrote it.
+        """
+        path = Path(self._get_metadata_path())
+        temporary = path.with_name(f"{path.name}.tmp")
+        with self.fs.create_stream(temporary, "wb") as stream:
+            for piece in encode_metadata(assignment, positions, self.storage_meta()):
+                stream.write(piece)
+            stream.flush()
+            sync_file(stream.fileno())
+        self.fs.rename(temporary, path)
+
+    @property
+    def files(self) -> dict[str, ManifestFile]:
+        """Size and checksum of each written file, by name."""
+        return dict(self.fs.files)
+
+
+class ChecksumFileSystem(FileSystem):
+    """A file system that records size and checksum of written files.
+
+    Attributes:
+        files: the written files by their names.
+        advance: called whenever something is written.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, ManifestFile] = {}
+        self.advance: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def create_stream(self, path: Name, mode: str) -> Iterator[Any]:
+        """Open a file; see torch's `FileSystemBase`."""
+        with super().create_stream(path, mode) as raw:
+            stream = ChecksumStream(raw, self.advance)
+            yield stream
+        self.files[Path(path).name] = ManifestFile(stream.size, f"{stream.crc:08x}")
+
+    def rename(self, path: Name, new_path: Name) -> None:
+        """Rename a file."""
+        super().rename(path, new_path)
+        if Path(path).name in self.files:
+            self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+
+
+class ChecksumStream(io.IOBase):
+    """A file opened for sequential writing, with its size and checksum."""
+
+    def __init__(self, raw: Any, advance: Callable[[], None] = lambda: None) -> None:
+        self.raw, self.advance, self.size, self.crc = raw, advance, 0, 0
+
+    def write(self, data: Any) -> int:
+        """Write bytes."""
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < len(view):  # on a nearly full disk a write may be partial
+            written += self.raw.write(view[written:]) or 0
+        self.size, self.crc = self.size + len(view), zlib.crc32(view, self.crc)
+        self.advance()
+        return len(view)
+
+    def tell(self) -> int:
+        """Return the size so far."""
+        return self.size
+
+    def fileno(self) -> int:
+        """Return the number of the file."""
+        return int(self.raw.fileno())
+
+    def flush(self) -> None:
+        """Flush the file unless it is closed."""
+        if not self.raw.closed:
+            self.raw.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.raw.close()
+        super().close()
+
 
 TokenizerFiles = tuple[dict[str, ManifestFile], str | None]
 """A tokenizer's files in a folder by name, and the tokenizer's name there."""
@@ -33,29 +140,23 @@ RankFiles = tuple[WriteSummary, dict[str, ManifestFile]]
 """What a rank has written, and its files by name."""
 
 
+@dataclass
 class CheckpointSave:
-    """One save, on one rank."""
+    """One save, on one rank.
 
-    def __init__(
-        self,
-        folder: Path,
-        checkpoint_manifest: Manifest,
-        planner: CachingSavePlanner,
-        wait_for_state: Callable[[], Mapping[str, Tensor]],
-        copy_tokenizer: Callable[[Path], TokenizerFiles],
-        manifest_name: str = manifest.NAME,
-    ) -> None:
-        """Create the save; nothing is written yet.
+    `manifest` has neither files nor tokenizer yet. `wait_for_state` returns the tensors to write, once they can be
+    read. Another file name of the manifest than the usual makes no complete checkpoint.
+    """
 
-        Args:
-            checkpoint_manifest: its manifest, without files and tokenizer.
-            wait_for_state: returns the tensors to write, once they can be read.
-            manifest_name: the manifest's file name; another one than the usual makes no complete checkpoint.
-        """
-        self.manifest_name = manifest_name
-        self.folder, self.manifest, self.planner = folder, checkpoint_manifest, planner
-        self.wait_for_state, self.copy_tokenizer = wait_for_state, copy_tokenizer
-        self.writer = CheckpointWriter(folder)
+    folder: Path
+    manifest: Manifest
+    planner: CachingSavePlanner
+    wait_for_state: Callable[[], Mapping[str, Tensor]]
+    copy_tokenizer: Callable[[Path], TokenizerFiles]
+    manifest_name: str = NAME
+
+    def __post_init__(self) -> None:
+        self.writer = CheckpointWriter(self.folder)
 
     def run(self, coordinator: Coordinator) -> tuple[Manifest, int]:
         """Save, all ranks together.
@@ -72,12 +173,13 @@ class CheckpointSave:
         )
         plan = self.planner.finish_plan(item_mask)
         try:
-            tokenizer, total_bytes = coordinator.gather(
-                partial(self._write_rank_files, plan), self._complete_checkpoint
-            )
+            tokenizer, total_bytes = coordinator.gather(lambda: self._write_rank_files(plan), self._complete_checkpoint)
         except CoordinationError as error:
-            if error.is_corrupt:
-                self._remove_rank_files()
+            if error.is_corrupt:  # rank 0 does not see the folder
+                for name in self.writer.files:
+                    (self.folder / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it still has other ranks' files, or is removed already
+                    self.folder.rmdir()
             raise
         if coordinator.rank == 0:
             return self.manifest, total_bytes
@@ -95,57 +197,29 @@ class CheckpointSave:
         return self.planner.finish_write(future.value()), self.writer.files
 
     def _complete_checkpoint(self, ranks: Sequence[RankFiles]) -> tuple[str | None, int]:
-        """On rank 0: write the metadata and the manifest.
-
-        Returns:
-            The tokenizer's name in the folder, and the total size of all files.
-
-        Raises:
-            CorruptCheckpointError: when rank 0 does not see a file that another rank has written.
-        """
-        summaries = [summary for summary, _ in ranks]
-        self.writer.write_metadata(*self.planner.merge_summaries(summaries))
+        """On rank 0: write the metadata and the manifest; return the tokenizer's name, and the size of all files."""
+        self.writer.write_metadata(*self.planner.merge_summaries([summary for summary, _ in ranks]))
         listings = [self.manifest.files, *(files for _, files in ranks), self.writer.files]
-        self.manifest = replace(
-            self.manifest, files={name: file for listing in listings for name, file in listing.items()}
-        )
-        _check_visible(self.folder, self.manifest)
+        all_files = {name: file for listing in listings for name, file in listing.items()}
+        self.manifest = replace(self.manifest, files=all_files)
+        try:
+            manifest.check_sizes(self.folder, all_files)
+        except CorruptCheckpointError as error:
+            directory = self.folder.parent.parent
+            raise CorruptCheckpointError(f"{error}: all ranks must see the run's directory, {directory}") from error
         manifest.write(self.folder, self.manifest, self.manifest_name)
         return self.manifest.tokenizer, sum(file.bytes for file in self.manifest.files.values())
-
-    def _remove_rank_files(self) -> None:
-        """Remove this rank's files from a folder that rank 0 does not see."""
-        for name in self.writer.files:
-            (self.folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it still has other ranks' files, or is removed already
-            self.folder.rmdir()
 
 
 def _create_folder(
     folder: Path, copy_tokenizer: Callable[[Path], TokenizerFiles], run_id: str | None = None
 ) -> TokenizerFiles:
-    """Create a checkpoint's folder with the tokenizer's files.
-
-    Returns:
-        Those files, and the tokenizer's name there.
-
-    Raises:
-        FileExistsError: when the folder is behind a symbolic link, and has a checkpoint of another run than `run_id`.
-    """
-    if folder.is_dir() and retention.is_linked(folder):
-        retention.clear_linked(folder, run_id)
+    """Create a checkpoint's folder with the tokenizer's files."""
+    if folder.is_dir() and manifest.is_linked(folder):
+        manifest.clear_linked(folder, run_id)
     elif folder.is_dir():
         shutil.rmtree(folder)  # from a killed save, or corrupt
     else:
         folder.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     return copy_tokenizer(folder)
-
-
-def _check_visible(folder: Path, checkpoint_manifest: Manifest) -> None:
-    try:
-        manifest.check_sizes(folder, checkpoint_manifest.files)
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            f"{error}: all ranks must see the run's directory, {folder.parent.parent}"
-        ) from error

@@ -195,9 +195,6 @@ def load_named(
     Args:
         setting: the setting, for messages.
         check: which checkpoints of a folder are corrupt; of a run, the one before is returned.
-
-    Raises:
-        ConfigError: when there is none.
     """
     return _load_remote(path, setting, check) if is_url(path) else _load_local(path, setting, check)
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
 
+from titan.cluster.schema import Cluster
 from titan.config.settings import format_value
 from titan.config.units import read_number
 from titan.errors import ConfigError
-
-if TYPE_CHECKING:
-    from titan.cluster.schema import Cluster
 
 RESERVED_OPTIONS = {
     "array",
@@ -31,7 +28,14 @@ LONGEST_DAYS = 3650
 """The longest accepted time limit; a longer one is a typing error."""
 
 
-def check_timeouts(cluster: Cluster) -> None:
+def check_cluster(cluster: Cluster) -> None:
+    """Raise ConfigError for settings that no job can have."""
+    _check_timeouts(cluster)
+    _check_job(cluster)
+    _check_container(cluster)
+
+
+def _check_timeouts(cluster: Cluster) -> None:
     """Raise ConfigError for timeouts and a time limit that contradict each other."""
     if cluster.step_seconds > cluster.timeout:
         raise ConfigError(
@@ -46,7 +50,7 @@ def check_timeouts(cluster: Cluster) -> None:
         )
 
 
-def check_job(cluster: Cluster) -> None:
+def _check_job(cluster: Cluster) -> None:
     """Raise ConfigError for variables and options of sbatch that no job can have."""
     if invalid := [name for name in cluster.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
         raise ConfigError(
@@ -57,7 +61,7 @@ def check_job(cluster: Cluster) -> None:
         raise ConfigError(f"cluster.sbatch={format_value(cluster.sbatch)}: titan sets {reserved[0]} itself; remove it.")
 
 
-def check_container(cluster: Cluster) -> None:
+def _check_container(cluster: Cluster) -> None:
     """Raise ConfigError for an image without a container, and a container without an image."""
     if cluster.container != "none" and cluster.image is None:
         raise ConfigError(f"cluster.container={cluster.container}: needs an image; give cluster.image=IMAGE.")

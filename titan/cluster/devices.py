@@ -7,14 +7,12 @@ leaves some visible (`titan.cluster.gpus`); else the CPU, with the cores and mem
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from titan.cluster.gpus import GIB, Gpu, find_gpus
+from titan.cluster.gpus import GIB, Gpu, Probe, find_gpus, parse_fields, parse_number
 from titan.cluster.known_devices import look_up_capability, look_up_memory_gib
-from titan.cluster.probe import Probe, parse_fields, parse_number
 from titan.cluster.schema import Cluster
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
@@ -119,25 +117,20 @@ def _build_gpu_machine(gpus: list[Gpu], probe: Probe) -> Machine:
 
 def _detect_cpu(probe: Probe) -> Machine:
     info = parse_fields(probe.read_text("proc/cpuinfo"))
-    sizes = [size for size in (probe.physical_bytes, _read_memory_limit(probe)) if size]
+    flags = info.get("flags") or info.get("Features") or ""  # on x86, and on Arm
+    # memory limits of this process's cgroups, v1 or v2, and their parents
+    limits = [probe.read_text(f"{folder}/memory.max") for folder in _list_cgroups(probe, "")]
+    limits += [probe.read_text(f"{folder}/memory.limit_in_bytes") for folder in _list_cgroups(probe, "memory")]
+    sizes = [size for size in (probe.physical_bytes, *(int(s) for s in limits if s.strip().isdecimal())) if size]
+    mac_name = (probe.run(("sysctl", "-n", "machdep.cpu.brand_string")) or "") if platform.IS_MAC else ""
     return Machine(
         device="cpu",
-        name=info.get("model name") or _ask_mac_processor(probe) or f"{probe.architecture} CPU",
+        name=info.get("model name") or mac_name.strip() or f"{probe.architecture} CPU",
         count=1,
         cores=_usable_cores(probe),
         memory_gib=min(sizes) / GIB if sizes else None,
-        bf16_fast=bool({"avx512_bf16", "amx_bf16", "bf16"} & _parse_flags(info)),
+        bf16_fast=bool({"avx512_bf16", "amx_bf16", "bf16"} & {*flags.split()}),
     )
-
-
-def _ask_mac_processor(probe: Probe) -> str:
-    """Return the processor's name on a Mac; empty elsewhere."""
-    return (probe.run(("sysctl", "-n", "machdep.cpu.brand_string")) or "").strip() if platform.IS_MAC else ""
-
-
-def _parse_flags(info: Mapping[str, str]) -> set[str]:
-    """Return the processor's features; the line is called "flags" on x86 and "Features" on Arm."""
-    return set((info.get("flags") or info.get("Features") or "").split())
 
 
 def _usable_cores(probe: Probe) -> int:
@@ -161,13 +154,6 @@ def _parse_quota(text: str) -> float | None:
     if len(numbers) != 2 or not numbers[0] or not numbers[1] or numbers[0] < 0:
         return None
     return numbers[0] / numbers[1]
-
-
-def _read_memory_limit(probe: Probe) -> int | None:
-    """Return the smallest memory limit in bytes of this process's cgroups, v1 or v2, and their parents."""
-    texts = [probe.read_text(f"{folder}/memory.max") for folder in _list_cgroups(probe, "")]
-    texts += [probe.read_text(f"{folder}/memory.limit_in_bytes") for folder in _list_cgroups(probe, "memory")]
-    return min((int(text) for text in texts if text.strip().isdecimal()), default=None)
 
 
 def _list_cgroups(probe: Probe, controller: str) -> list[str]:

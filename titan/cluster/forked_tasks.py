@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from titan.files.platform import START_METHOD, die_with_parent
 
@@ -23,11 +23,6 @@ T = TypeVar("T")
 
 class ForkedTaskError(Exception):
     """A process ended without a result, or the time was over."""
-
-
-class _Task(NamedTuple):
-    position: int
-    process: BaseProcess
 
 
 def map_in_forks(
@@ -44,24 +39,24 @@ def map_in_forks(
         Exception: what the first failed call raised.
     """
     deadline, waiting = time.monotonic() + timeout, list(enumerate(inputs))
-    running: dict[Connection, _Task] = {}
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
     results: dict[int, T] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 index, arguments = waiting.pop(0)
                 reader, process = _start(function, arguments)
-                running[reader] = _Task(index, process)
+                running[reader] = index, process
             ready = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise ForkedTaskError(f"no result within {timeout:g} s")
             for reader in [reader for reader in running if reader in ready]:
-                task = running.pop(reader)
-                results[task.position] = _receive(reader, task.process)
+                index, process = running.pop(reader)
+                results[index] = _receive(reader, process)
     finally:
-        for task in running.values():
-            task.process.kill()
-            task.process.join()
+        for _, process in running.values():
+            process.kill()
+            process.join()
     return [results[index] for index in range(len(inputs))]
 
 

@@ -90,11 +90,7 @@ PREEMPT = "SUBMITIT_PREEMPT_SIGNAL"
 
 
 def scheduler_signals(env: Mapping[str, str]) -> list[int]:
-    """Return all signals by which Slurm asks a job to end: the one before preemption, and those that ask to stop.
-
-    Raises:
-        ConfigError: see `preempt_signal`.
-    """
+    """Return all signals by which Slurm asks a job to end: the one before preemption, and those that ask to stop."""
     return [preempt_signal(env), *list_stop_signals()]
 
 

@@ -1,19 +1,31 @@
-"""The prepared data of a run: prepare them, open them, and build the mixture of their rows."""
+"""The prepared data of a run: prepare them, open them, and build the mixture of their rows.
+
+`prepared_meanwhile` prepares while a run trains, in one process for all incomplete corpora. It adds finished shards to
+the folder that the training reads. When the training ends first, the next attempt or `python -m titan.prepare`
+continues the preparation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from titan.console.text import is_url
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
 from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences
-from titan.dataset.preprocess.prepare import ensure_plan, find_cache_folder, prepare
-from titan.dataset.proportions import BLOCK, compute_block_counts
-from titan.dataset.schema import Dataset, Mixture, Prepared
+from titan.dataset.preprocess.plan import find_cache_folder
+from titan.dataset.preprocess.prepare import ensure_plan, prepare
+from titan.dataset.preprocess.workers import end_processes, leave_signals_to
+from titan.dataset.preprocess.writer import write_json
+from titan.dataset.schema import BLOCK, Dataset, Mixture, Prepared, compute_block_counts
 from titan.dataset.shards import Corpus, open_corpus
-from titan.errors import ConfigError
+from titan.errors import ConfigError, RunError
 from titan.training.schema import Training
 
 Folders = Mapping[str, str]
@@ -25,16 +37,15 @@ def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = N
     """Return the prepared folder of each corpus of `dataset`, preparing what is missing.
 
     With `stream` only the plan is written: the preparation runs beside the training.
-
-    Raises:
-        ConfigError: when the data can't be used.
     """
     folders = {}
     for name, settings in dataset.corpora().items():
         setting = f"dataset.sources.{name}" if isinstance(dataset, Mixture) else "dataset"
         folder = _prepare_corpus(settings, dataset.stream, progress, setting)
         check_sizes = not (isinstance(settings, Prepared) and is_url(settings.path))
-        _check_training_tokens(open_corpus(folder, partial=dataset.stream, check_sizes=check_sizes))
+        corpus = open_corpus(folder, partial=dataset.stream, check_sizes=check_sizes)
+        if corpus.complete and not corpus.train.tokens:
+            raise ConfigError(f"dataset: {corpus.name} has no training tokens; decrease dataset.validation.")
         folders[name] = str(folder)
     _check_tokenizers(open_corpora(folders))
     return folders
@@ -62,11 +73,6 @@ def _locate_folder(settings: Prepared) -> Path:
             "python -m titan.prepare has completed."
         )
     return folder
-
-
-def _check_training_tokens(corpus: Corpus) -> None:
-    if corpus.complete and not corpus.train.tokens:
-        raise ConfigError(f"dataset: {corpus.name} has no training tokens; decrease dataset.validation.")
 
 
 def _check_tokenizers(corpora: Corpora) -> None:
@@ -104,17 +110,14 @@ def build_mixture(dataset: Dataset, training: Training, corpora: Corpora) -> Row
     Args:
         dataset: the weights and the order.
         training: the row length and the seed.
-
-    Raises:
-        ConfigError: when the weights are invalid.
     """
-    settings_by_name = dataset.corpora()
-    sequences = tuple(
-        _build_sequences(name, settings, training, corpora[name]) for name, settings in settings_by_name.items()
-    )
-    return RowMixture(
-        sequences, _build_phases(dataset, training, list(settings_by_name)), _merge_skip_ranges(dataset), training.seed
-    )
+    sequences = []
+    for name, settings in dataset.corpora().items():
+        window = None if settings.window is None else max(1, settings.window // training.seq_len)
+        order = training.seed, settings.block, window, settings.epochs
+        sequences.append(TokenSequences(name, corpora[name], training.seq_len, *order))
+    phases = _build_phases(dataset, training, [rows.name for rows in sequences])
+    return RowMixture(tuple(sequences), phases, _merge_skip_ranges(dataset), training.seed)
 
 
 def compute_data_digest(mixture: RowMixture) -> str:
@@ -141,11 +144,6 @@ def check_epochs(dataset: Dataset, training: Training, mixture: RowMixture) -> N
             )
 
 
-def _build_sequences(name: str, settings: Dataset, training: Training, corpus: Corpus) -> TokenSequences:
-    window = None if settings.window is None else max(1, settings.window // training.seq_len)
-    return TokenSequences(name, corpus, training.seq_len, training.seed, settings.block, window, settings.epochs)
-
-
 def _build_phases(dataset: Dataset, training: Training, names: list[str]) -> tuple[MixturePhase, ...]:
     if not isinstance(dataset, Mixture):
         return (MixturePhase(0, (BLOCK,)),)
@@ -165,3 +163,63 @@ def _merge_skip_ranges(dataset: Dataset) -> tuple[tuple[int, int], ...]:
         else:
             merged.append((first, last))
     return tuple(merged)
+
+
+NICENESS = 10
+WATCH_SECONDS = 0.25
+GRACE_SECONDS = 10.0
+
+
+@contextmanager
+def prepared_meanwhile(dataset: Dataset, folders: Folders, log: Path) -> Iterator[None]:
+    """Prepare the incomplete corpora of `dataset` in a process that ends with this context."""
+    incomplete = [settings for name, settings in dataset.corpora().items() if not open_corpora(folders)[name].complete]
+    if not incomplete:
+        yield
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_prepare_corpora, args=(incomplete, str(log), os.getpid())
+    )
+    process.start()
+    ended = threading.Event()
+    watcher = threading.Thread(target=_record_failure, args=(process, ended, folders), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        end_processes([process], GRACE_SECONDS)
+
+
+def _record_failure(process: BaseProcess, ended: threading.Event, folders: Folders) -> None:
+    """When the process ends early, write failed.json for the ranks that wait for its data."""
+    while process.is_alive():
+        if ended.wait(WATCH_SECONDS):
+            return
+    for corpus in open_corpora(folders).values():
+        failure_file = corpus.folder / "failed.json"
+        if not corpus.complete and not failure_file.exists():
+            code = process.exitcode or 0
+            outcome = f"was killed by signal {-code}" if code < 0 else "ended"
+            write_json(
+                failure_file,
+                {"error": f"the preparing process {outcome}; see log/prepare.log, and start the run again"},
+            )
+
+
+def _prepare_corpora(datasets: list[Dataset], log: str, parent_pid: int) -> None:
+    """Run in the process: ignore SIGINT and SIGHUP, which the parent handles, and exit when the parent does.
+
+    Its priority is lower than the training's.
+    """
+    leave_signals_to(parent_pid)
+    os.nice(NICENESS)
+    with open(log, "a", buffering=1) as file:
+        try:
+            for dataset in datasets:
+                prepare(dataset, lambda line: print(line, file=file))
+        except (ConfigError, RunError) as error:
+            print(error, file=file)
+        except KeyboardInterrupt:
+            print("stopped with the training", file=file)

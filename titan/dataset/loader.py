@@ -222,9 +222,6 @@ class Loader:
             patience: seconds to wait for data that are being prepared.
             log: called with a log line every 20 seconds while `next` waits for such data.
             is_stopped: polled while `next` waits for such data; when it is true, `next` returns a void batch.
-
-        Raises:
-            ValueError: when a number is below one.
         """
         if min(prefetch, step, shape.microbatches, shape.rows) < 1:
             raise ValueError("step, prefetch and shape must be at least 1")
@@ -241,7 +238,6 @@ class Loader:
         self._thread.start()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the loader itself."""
         return self
 
     def __next__(self) -> Batch:
@@ -270,13 +266,11 @@ class Loader:
         self._thread.join()
 
     def __enter__(self) -> Loader:
-        """Return the loader itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
         self.close()
 
     def _wait_for_batch(self) -> Batch | BaseException:

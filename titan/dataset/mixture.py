@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.dataset.permutation import GOLDEN, Permutation, hash64
-from titan.dataset.proportions import BLOCK
+from titan.dataset.schema import BLOCK
 from titan.dataset.shards import Corpus, Split
 from titan.errors import ConfigError, RunError
 
@@ -59,7 +59,9 @@ class TokenSequences:
 
     def rows_at(self, index: NDArray[np.int64], wait: WaitCallback | None = None) -> NDArray[np.int64]:
         """Return the rows at `index`, counted over epochs; call `wait` while they are not prepared yet."""
-        while not self._is_prepared(index):
+        # the windows of all these rows must be complete
+        last = (int(index.max()) // (self.window or 1) + 1) * (self.window or 1) if index.size else 0
+        while not self.corpus.complete and last and (self.window is None or last > self.split.count_rows(self.seq_len)):
             if wait is None:
                 raise ConfigError(f"{self._describe_progress()}; wait until it is complete, or choose earlier rows.")
             wait(self._describe_progress())
@@ -87,23 +89,15 @@ class TokenSequences:
     @property
     def identity(self) -> str:
         """The corpus's digest with the blocks and windows of its order, without the seed."""
-        block = f", in blocks of {self.block}" if self.block > 1 else ""
-        window = f", in windows of {self.window}" if self.window else ""
-        return f"{self.corpus.digest}{block}{window}"
+        return f"{self.corpus.digest}{self._describe_blocks()}"
 
     def describe_order(self) -> str:
         """Return everything that determines the row at an index, as text."""
-        block = f", in blocks of {self.block}" if self.block > 1 else ""
-        window = f", in windows of {self.window}" if self.window else ""
-        return f"{self.corpus.digest} in rows of {self.seq_len}{block}{window}, seed {self.seed}"
+        return f"{self.corpus.digest} in rows of {self.seq_len}{self._describe_blocks()}, seed {self.seed}"
 
-    def _is_prepared(self, index: NDArray[np.int64]) -> bool:
-        """Return whether the windows of all these rows are complete."""
-        if self.corpus.complete or not index.size:
-            return True
-        if self.window is None:
-            return False
-        return (int(index.max()) // self.window + 1) * self.window <= self.split.count_rows(self.seq_len)
+    def _describe_blocks(self) -> str:
+        block = f", in blocks of {self.block}" if self.block > 1 else ""
+        return block + (f", in windows of {self.window}" if self.window else "")
 
     def _describe_progress(self) -> str:
         finished, shards = self.corpus.shard_jobs
@@ -142,9 +136,8 @@ class RowMixture:
         keys = []
         for sequences in self.sources:
             repeats[sequences.identity] = count = repeats.get(sequences.identity, 0) + 1
-            keys.append(
-                int.from_bytes(blake2b(f"{sequences.identity} {count}".encode(), digest_size=8).digest(), "little")
-            )
+            digest = blake2b(f"{sequences.identity} {count}".encode(), digest_size=8).digest()
+            keys.append(int.from_bytes(digest, "little"))
         return tuple(keys)
 
     @cached_property
@@ -258,9 +251,8 @@ def compute_block_pattern(
     corpus's key; rows are sorted by position.
     """
     position = np.array([(seed * 3 + phase * GOLDEN + block + 1) % 2**64], dtype=np.uint64)
-    starts = (hash64(hash64(position) ^ hash64(np.array(keys, dtype=np.uint64))) >> np.uint64(11)).astype(
-        np.float64
-    ) * 2.0**-53
+    mixed = hash64(hash64(position) ^ hash64(np.array(keys, dtype=np.uint64)))
+    starts = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
     sources = np.repeat(np.arange(len(quotas)), quotas)
     ranks = np.concatenate([np.arange(quota) for quota in quotas])
     order = np.argsort((ranks + starts[sources]) / np.array(quotas)[sources], kind="stable")

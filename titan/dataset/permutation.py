@@ -77,7 +77,7 @@ class Permutation:
         if index.size and index.min() < 0:
             raise IndexError("a global row index is never negative")
         epoch, position = np.divmod(index.reshape(-1).astype(np.uint64), np.uint64(self.rows))
-        key = self._derive_epoch_key(epoch)
+        key = _derive_key(hash64(np.array([(self.seed + GOLDEN) & _MASK], dtype=np.uint64)), epoch)
         if self.window is None:
             return self._permute_range(position, key, self.rows).astype(np.int64).reshape(index.shape)
         return self._permute_windows(position, key, self.window).astype(np.int64).reshape(index.shape)
@@ -112,11 +112,6 @@ class Permutation:
         number = _permute_indices(number, key, blocks)
         offset = _permute_indices(offset, _derive_key(key ^ np.uint64(_INNER), number), self.block)
         return number * np.uint64(self.block) + offset
-
-    def _derive_epoch_key(self, epoch: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the key of each index's epoch: [n]."""
-        seed = hash64(np.array([(self.seed + GOLDEN) & _MASK], dtype=np.uint64))
-        return _derive_key(seed, epoch)
 
 
 def _derive_key(key: NDArray[np.uint64], number: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -34,9 +34,6 @@ def mirror_folder(url: str, cache: Path, keep_gib: float | None = None) -> Path:
     Args:
         url: the fsspec URL of a folder with a manifest.json.
         keep_gib: the maximum size of the shards kept locally, in GiB; the oldest are removed first. None: unlimited.
-
-    Raises:
-        ConfigError: when no prepared data can be read there.
     """
     url = url.rstrip("/")
     register_url(url)
@@ -74,11 +71,7 @@ def can_fetch(path: Path) -> bool:
 
 
 def fetch_file(path: Path) -> None:
-    """Fetch a shard's file into its folder if the folder mirrors a URL; otherwise do nothing.
-
-    Raises:
-        RunError: when the file can't be fetched.
-    """
+    """Fetch a shard's file into its folder if the folder mirrors a URL; otherwise do nothing."""
     origin_file = path.parent / ORIGIN
     if not origin_file.is_file():
         return
@@ -94,11 +87,7 @@ def fetch_file(path: Path) -> None:
 
 
 def _read_origin(file: Path) -> dict[str, Any]:
-    """Read a mirror's URL and size limit.
-
-    Raises:
-        RunError: when the file is corrupt.
-    """
+    """Read a mirror's URL and size limit."""
     try:
         origin = parse_object(file.read_bytes())
         check_type(origin["url"], str, "url")

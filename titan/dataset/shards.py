@@ -73,8 +73,9 @@ class _FileCache(Generic[T]):
             if path not in self.files:
                 is_fetched = not path.exists()
                 self.files[path] = _open_file(path, self.opener)
-                if is_fetched:
-                    self._close_removed()
+                if is_fetched:  # removed files take disk space until they are closed
+                    for removed in [other for other in self.files if not other.exists()]:
+                        del self.files[removed]
             self.files.move_to_end(path)
             if len(self.files) > MAX_OPEN_FILES:
                 self.files.popitem(last=False)  # closed when its last user releases it
@@ -84,11 +85,6 @@ class _FileCache(Generic[T]):
         """Drop a file, so that the next access reopens it."""
         with self.lock:
             self.files.pop(path, None)
-
-    def _close_removed(self) -> None:
-        """Close removed files: until then they still take disk space."""
-        for path in [path for path in self.files if not path.exists()]:
-            del self.files[path]
 
     def __reduce__(self) -> Any:
         return _FileCache, (self.opener,)
@@ -251,7 +247,10 @@ class Corpus:
         """Raise RunError with the reason when the corpus is incomplete and its preparation has failed."""
         failure_file = self.folder / "failed.json"
         if not self.complete and failure_file.is_file() and not self._is_being_prepared():
-            raise RunError(f"the data that this run waits for can't be prepared: {_read_failure(failure_file)}")
+            content = read_json(failure_file)
+            is_known = isinstance(content, dict) and "error" in content
+            reason = str(content["error"]) if is_known else f"{failure_file.name} is corrupt"
+            raise RunError(f"the data that this run waits for can't be prepared: {reason}")
 
     def _is_being_prepared(self) -> bool:
         """Return whether any process, on any machine, runs a shard job: locks are refreshed every few seconds."""
@@ -261,22 +260,11 @@ class Corpus:
         return False
 
 
-def _read_failure(failure_file: Path) -> str:
-    """Return why a preparation failed."""
-    content = read_json(failure_file)
-    return (
-        str(content["error"]) if isinstance(content, dict) and "error" in content else f"{failure_file.name} is corrupt"
-    )
-
-
 def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check_sizes: bool = False) -> Corpus:
     """Open a prepared folder.
 
     Args:
         partial: open the finished shards if it is still being prepared.
-
-    Raises:
-        ConfigError: when the folder is corrupt or has another format.
     """
     folder = Path(folder)
     try:
@@ -304,11 +292,8 @@ def _build_partial_manifest(folder: Path) -> dict[str, Any]:
         if not manifest_file.is_file():
             break
         shard_manifests.append(parse_object(manifest_file.read_bytes()))
-    shard_counts = [
-        {name: [shard_manifest[name]["tokens"], shard_manifest[name]["documents"]] for name in SPLITS}
-        for shard_manifest in shard_manifests
-    ]
-    sums = {name: sum(shard_manifest[name] for shard_manifest in shard_manifests) for name in ("documents", "bytes")}
+    shard_counts = [{s: [m[s]["tokens"], m[s]["documents"]] for s in SPLITS} for m in shard_manifests]
+    sums = {name: sum(m[name] for m in shard_manifests) for name in ("documents", "bytes")}
     return {**plan, **sums, "max_token": plan["vocab_size"] - 1, "units": shard_counts, "all": len(plan["units"])}
 
 

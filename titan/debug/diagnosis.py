@@ -15,15 +15,13 @@ the host issues them ahead.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titan.debug import activity, rank_state
-from titan.debug.flight import PendingCollective
-from titan.debug.rank_state import RankState
+from titan.debug.rank_state import PendingCollective, RankState
 
-"""The phases of which each step has one, and what comes before the first."""
 DIMENSION_NAMES = {
     "shard": "fsdp",
     "replicate": "ddp",
@@ -107,9 +105,8 @@ def diagnose_save(run_state: RunState) -> Diagnosis:
     """Return what the checkpoint waits for that ranks are writing; its rounds go through rank 0."""
     live = run_state.live
     step = Counter(s.saving for s in live.values() if s.saving is not None).most_common(1)[0][0]
-    late_ranks = sorted(run_state.silent_ranks) or [
-        r for r, s in live.items() if s.saving != step or not s.saving_waits
-    ]
+    late_ranks = sorted(run_state.silent_ranks)
+    late_ranks = late_ranks or [r for r, s in live.items() if s.saving != step or not s.saving_waits]
     if len(late_ranks) == run_state.size:
         return Diagnosis((), f"all ranks write the checkpoint of step {step}", is_expected=True, is_save=True)
     if not late_ranks:
@@ -125,8 +122,8 @@ def _find_culprits(run_state: RunState, live: Mapping[int, RankState]) -> tuple[
         return tuple(sorted(missing))
     if divergent := _find_different(run_state, live):
         return divergent
-    absent = _AbsentRanks(run_state)
-    waited_for = set[int]().union(*(_find_awaited_ranks(absent, state) for state in live.values()))
+    find_absent = _make_absent_ranks(run_state)
+    waited_for = set[int]().union(*(_find_awaited_ranks(find_absent, state) for state in live.values()))
     free = {rank for rank, state in live.items() if not _is_waiting(state)}
     ended = run_state.states.keys() - run_state.silent_ranks - live.keys()
     if late := sorted(waited_for & (free | ended) or (free if len(free) < len(live) else set())):
@@ -134,21 +131,20 @@ def _find_culprits(run_state: RunState, live: Mapping[int, RankState]) -> tuple[
     return _find_crossed(live) if waited_for else _find_behind(run_state, live)
 
 
-class _AbsentRanks:
-    """Which ranks have not come to a collective; each is asked for by many ranks."""
+AbsentRanks = Callable[[RankState, PendingCollective], frozenset[int]]
+"""Returns the ranks that have not come to a rank's collective."""
 
-    def __init__(self, run_state: RunState) -> None:
-        self.run_state = run_state
-        self._cache: dict[tuple[str, int, Sequence[int]], frozenset[int]] = {}
 
-    def find_ranks(self, state: RankState, operation: PendingCollective) -> frozenset[int]:
-        """Return the ranks that have not come to a rank's collective."""
-        key = operation.group, operation.number, _list_members(self.run_state, state, operation)
-        if key not in self._cache:
-            self._cache[key] = frozenset(
-                rank for rank in key[2] if _is_before(operation, self.run_state.states.get(rank))
-            )
-        return self._cache[key] - {state.rank}
+def _make_absent_ranks(run_state: RunState) -> AbsentRanks:
+    cache: dict[tuple[str, int, Sequence[int]], frozenset[int]] = {}  # many ranks ask for each
+
+    def find_absent_ranks(state: RankState, op: PendingCollective) -> frozenset[int]:
+        key = op.group, op.number, _list_members(run_state, state, op)
+        if key not in cache:
+            cache[key] = frozenset(rank for rank in key[2] if _is_before(op, run_state.states.get(rank)))
+        return cache[key] - {state.rank}
+
+    return find_absent_ranks
 
 
 def _list_members(run_state: RunState, state: RankState, op: PendingCollective) -> Sequence[int]:
@@ -157,24 +153,20 @@ def _list_members(run_state: RunState, state: RankState, op: PendingCollective) 
     return op.peers or (group.ranks if group else range(run_state.size))
 
 
-def _list_awaited(state: RankState) -> list[PendingCollective]:
-    """Return the collectives in which a rank waits for others: those that have started.
-
-    Where that is not known it is the oldest one, which is the first that the device has not computed.
-    """
-    started = [op for op in state.pending if op.started]
-    return started or [op for op in state.pending[:1] if op.started is None]
-
-
 def _is_waiting(state: RankState) -> bool:
     """Whether a rank waits for other ranks; where it is not known what its device does, as long as that has work."""
     pending = any(op.started is not False for op in state.pending)
     return bool(pending or state.exchanges or state.joins or state.transfers)
 
 
-def _find_awaited_ranks(absent: _AbsentRanks, state: RankState) -> set[int]:
-    """Return the ranks that have not entered a collective that this rank is in."""
-    awaited = set[int]().union(*(absent.find_ranks(state, op) for op in _list_awaited(state)))
+def _find_awaited_ranks(find_absent: AbsentRanks, state: RankState) -> set[int]:
+    """Return the ranks that have not entered a collective that this rank is in.
+
+    It waits in those that have started. Where that is not known it is the oldest one, the first that the device has not
+    computed.
+    """
+    started = [op for op in state.pending if op.started] or [op for op in state.pending[:1] if op.started is None]
+    awaited = set[int]().union(*(find_absent(state, op) for op in started))
     if state.transfers and not awaited:
         groups = state.groups.values()
         awaited |= {rank for group in groups if group.dimension == "pipeline" for rank in group.ranks} - {state.rank}
@@ -201,28 +193,19 @@ def _find_behind(run_state: RunState, live: Mapping[int, RankState]) -> tuple[in
 
 def _find_different(run_state: RunState, live: Mapping[int, RankState]) -> tuple[int, ...]:
     """Return the ranks that are in another collective than the others of their group, under the same number."""
-    operations_by_number: dict[tuple[str, int, Sequence[int]], dict[int, PendingCollective]] = {}
+    operations_by_number = defaultdict[tuple[str, int, Sequence[int]], dict[int, PendingCollective]](dict)
     for rank, state in live.items():
-        for op in state.pending:
-            if op.number >= 0:
-                operations_by_number.setdefault((op.group, op.number, _list_members(run_state, state, op)), {})[
-                    rank
-                ] = op
+        for op in (op for op in state.pending if op.number >= 0):
+            operations_by_number[op.group, op.number, _list_members(run_state, state, op)][rank] = op
     for operations in operations_by_number.values():
         kinds = Counter(op.kind for op in operations.values())
         if len(kinds) > 1:
             newcomers = [rank for rank, op in operations.items() if not op.familiar]
             common, count = kinds.most_common(1)[0]
             minority = [rank for rank, op in operations.items() if op.kind != common]
-            return tuple(
-                sorted(
-                    newcomers
-                    if 0 < len(newcomers) < len(operations)
-                    else minority
-                    if 2 * count > len(operations)
-                    else operations
-                )
-            )
+            if 0 < len(newcomers) < len(operations):
+                return tuple(sorted(newcomers))
+            return tuple(sorted(minority if 2 * count > len(operations) else operations))
     return ()
 
 
@@ -241,8 +224,8 @@ def _find_crossed(live: Mapping[int, RankState]) -> tuple[int, ...]:
 def _describe_wait(run_state: RunState, live: Mapping[int, RankState], late_ranks: Sequence[int]) -> str:
     """Return in which collective the others wait, and at which step."""
     waiting = [state for rank, state in live.items() if rank not in late_ranks and state.pending]
-    absent = _AbsentRanks(run_state)
-    direct = [s for s in waiting if set(late_ranks) & _find_awaited_ranks(absent, s)] or waiting
+    find_absent = _make_absent_ranks(run_state)
+    direct = [s for s in waiting if set(late_ranks) & _find_awaited_ranks(find_absent, s)] or waiting
     step = Counter(s.step for s in direct or [s for r, s in live.items() if r not in late_ranks] or live.values())
     step_text = _format_step(step.most_common(1)[0][0] if step else 0)
     if not direct:
@@ -278,21 +261,17 @@ def describe_layer(module: str | None) -> str:
 
 def _list_causes(run_state: RunState, ranks: Sequence[int], saving: bool = False) -> Iterable[str]:
     """Yield what each of the ranks does, the same words once for several of them."""
-    ranks_by_cause: dict[str, list[int]] = {}
-    unreachable = _find_unreachable_hosts(run_state)
+    ranks_by_cause = defaultdict[str, list[int]](list)
+    live_hosts = {state.host for rank, state in run_state.states.items() if rank not in run_state.silent_ranks}
+    unreachable = {state.host for state in run_state.states.values()} - live_hosts if live_hosts else set()
     for rank in ranks:
-        ranks_by_cause.setdefault(_describe_cause(run_state, rank, unreachable, saving), []).append(rank)
+        ranks_by_cause[_describe_cause(run_state, rank, unreachable, saving)].append(rank)
     for words, cause_ranks in list(ranks_by_cause.items())[:MAX_LISTED]:
         yield f"{format_ranks(cause_ranks)}: {words}"
 
 
-def _find_unreachable_hosts(run_state: RunState) -> set[str]:
-    """Return the hosts of which no rank writes its state, where other hosts have ranks that do."""
-    live = {state.host for rank, state in run_state.states.items() if rank not in run_state.silent_ranks}
-    return {state.host for state in run_state.states.values()} - live if live else set()
-
-
 def _describe_cause(run_state: RunState, rank: int, unreachable: set[str], saving: bool) -> str:
+    """Return what a rank does; hosts are `unreachable` of which no rank writes its state, where others have such."""
     state = run_state.states.get(rank)
     if state is None:
         return "not started"
@@ -307,26 +286,23 @@ def _describe_cause(run_state: RunState, rank: int, unreachable: set[str], savin
 
 def _describe_work(state: RankState) -> str:
     """Return what a rank does that others wait for."""
+    step_text = _format_step(state.step)
     if state.compiles:
         return f"compiling ({state.line})"
-    if state.pending and state.pending[0].started is False:
-        return f"its GPU is at work before the {state.pending[0].kind}{_format_step(state.step)}"
-    if state.pending and state.pending[0].started is None and state.pending[0].familiar:
-        return f"its GPU has not completed the {state.pending[0].kind}{_format_step(state.step)}"
     if state.pending:
         op = state.pending[0]
-        call_line = f" called in {op.line}" if op.line else ""
-        return f"in another collective, {_add_article(op.kind)}{call_line}{_format_step(state.step)}"
+        if op.started is False:
+            return f"its GPU is at work before the {op.kind}{step_text}"
+        if op.started is None and op.familiar:
+            return f"its GPU has not completed the {op.kind}{step_text}"
+        article, call_line = "an" if op.kind[0] in "aeiou" else "a", f" called in {op.line}" if op.line else ""
+        return f"in another collective, {article} {op.kind}{call_line}{step_text}"
     if state.phase == activity.DATA:
-        return f"waiting for data ({state.reads or state.line}){_format_step(state.step)}"
+        return f"waiting for data ({state.reads or state.line}){step_text}"
     if state.phase == activity.SAVING:
         return f"saving a checkpoint ({state.saving_line or state.line})"
     layer_name = describe_layer(state.layer)
-    return f"{state.phase}{f' in {layer_name}' if layer_name else ''} ({state.line}){_format_step(state.step)}"
-
-
-def _add_article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+    return f"{state.phase}{f' in {layer_name}' if layer_name else ''} ({state.line}){step_text}"
 
 
 def _format_step(step: int) -> str:
@@ -356,14 +332,11 @@ def _diagnose_common_work(live: Mapping[int, RankState]) -> Diagnosis:
         return Diagnosis((), "all ranks are compiling", is_expected=True)
     phase = Counter(state.phase for state in states).most_common(1)[0][0] if states else activity.STARTING
     subject = "all ranks are" if len(states) > 1 else "it is"
-    is_expected = phase in (
-        activity.EVALUATING, activity.SAVING, activity.STARTING, activity.FINISHING, activity.HOOK
-    )  # fmt: skip
+    is_expected = phase in (activity.EVALUATING, activity.SAVING, activity.STARTING, activity.FINISHING, activity.HOOK)
     lines = Counter(state.reads if phase == activity.DATA and state.reads else state.line for state in states)
     line = f" ({lines.most_common(1)[0][0]})" if lines else ""
-    return Diagnosis(
-        (), f"{subject} {phase}{line}{_format_step(states[0].step if states else 0)}", is_expected=is_expected
-    )
+    sentence = f"{subject} {phase}{line}{_format_step(states[0].step if states else 0)}"
+    return Diagnosis((), sentence, is_expected=is_expected)
 
 
 def _get_node(state: RankState | None) -> str:

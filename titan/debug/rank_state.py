@@ -1,18 +1,189 @@
-"""What one rank of a run does, and how it is written as JSON. Free of torch.
+"""What one rank of a run does, with the collectives that it has entered, and how it is written as JSON. Free of torch.
 
 A state's beat grows whenever it is written: a rank whose beat stays the same is silent.
+
+Collectives are read from torch's Flight Recorder, a ring buffer of each backend. torch records NCCL's and gloo's by
+default, `TORCH_FR_BUFFER_SIZE` of them (2,000); messages between two ranks only with NCCL. Numbers of a group's
+collectives count on each of its ranks, so ranks that are at different ones can be compared. Reading the recorder takes
+milliseconds, and happens only when a run hangs.
+
+NCCL's collectives are entered when the host issues them, and completed when the device has computed them. Whether one
+has begun on the device is recorded with `TORCH_NCCL_ENABLE_TIMING=1` only; gloo's begin at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan.debug.flight import PendingCollective
+from titan.profile.breakdown import name_collective
+
+MAX_PENDING = 8
+"""Collectives that have not ended: the oldest of them, since a GPU has hundreds waiting."""
+COALESCED = "nccl:coalesced"
+"""The name of the entry of several operations that NCCL launches together, such as `batch_isend_irecv`'s."""
+
+
+@dataclass(frozen=True)
+class PendingCollective:
+    """A collective that a rank has entered and that has not ended.
+
+    Attributes:
+        group: the name of its process group.
+        number: which of the group's collectives; -1 for a message between two ranks.
+        kind: what it does, such as "all-reduce".
+        sizes: of its input.
+        familiar: whether this rank has done the same before: this group, kind and sizes, called from this line.
+        peers: the ranks that it needs; empty for all of its group.
+        line: the innermost line outside of torch from which it was called, where that is known.
+        started: whether it waits for other ranks; False on a GPU that has other work to do first; None: not known.
+    """
+
+    group: str
+    number: int
+    kind: str
+    sizes: str = ""
+    familiar: bool = True
+    peers: tuple[int, ...] = ()
+    line: str = ""
+    started: bool | None = True
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What the recorder has of this rank.
+
+    Attributes:
+        entered: the number of the last collective of each group that this rank has entered.
+        completed: that of the last one that has ended.
+        pending: those that have not ended, the oldest first.
+    """
+
+    entered: dict[str, int]
+    completed: dict[str, int]
+    pending: tuple[PendingCollective, ...]
+
+
+def dump_recorder() -> bytes:
+    """Return the recorder's content as torch writes it, with stacks; empty where torch has none.
+
+    A build with CUDA has a recorder for NCCL and another one for all other backends.
+    """
+    from torch._C import _distributed_c10d
+
+    names = ("_dump_nccl_trace", "_dump_fr_trace")
+    functions = [getattr(_distributed_c10d, name, None) for name in (names if _uses_nccl() else names[::-1])]
+    return next((function() for function in functions if function is not None), b"")
+
+
+def _uses_nccl() -> bool:
+    """Whether this rank's collectives are NCCL's."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
+
+
+def read_collectives(content: bytes) -> Collectives:
+    """Return what this rank has entered.
+
+    Args:
+        content: of `dump_recorder`.
+    """
+    record: Mapping[str, Any] = pickle.loads(content) if content else {}
+    entries = _join_coalesced(record.get("entries", []))
+    entered: dict[str, int] = {}
+    completed: dict[str, int] = {}
+    for entry in (entry for entry in entries if not entry["is_p2p"]):
+        group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+        entered[group] = max(number, entered.get(group, 0))
+        if _has_ended(entry):
+            completed[group] = max(number, completed.get(group, 0))
+    _add_status(entered, completed, entries, record.get("pg_status", {}))
+    pending = [entry for entry in entries if not _has_ended(entry)]
+    ended_signatures = {_build_signature(entry) for entry in entries if _has_ended(entry)}
+    # whether NCCL records when collectives begin
+    has_timing = any(e["state"] == "started" or e.get("time_discovered_started_ns") is not None for e in entries)
+    operations = (
+        _build_operation(entry, _build_signature(entry) in ended_signatures, has_timing)
+        for entry in pending[:MAX_PENDING]
+    )
+    return Collectives(entered, completed, tuple(operations))
+
+
+def _join_coalesced(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the entries with those that NCCL launches together as one, which is named like the first of them.
+
+    Their own entries stay scheduled for ever; an entry `nccl:coalesced` of the same numbers, which has neither a name
+    nor sizes, says what became of them all.
+    """
+    coalesced = {_build_launch_key(entry) for entry in entries if entry["profiling_name"] == COALESCED}
+    first_entries: dict[Any, Mapping[str, Any]] = {}
+    joined: list[Mapping[str, Any]] = []
+    for entry in entries:
+        launch_key = _build_launch_key(entry)
+        if launch_key not in coalesced:
+            joined.append(entry)
+        elif entry["profiling_name"] != COALESCED:
+            first_entries.setdefault(launch_key, entry)
+        else:
+            first_entry = first_entries.pop(launch_key, entry)
+            description = {
+                name: first_entry[name] for name in ("profiling_name", "input_sizes", "frames") if name in first_entry
+            }
+            joined.append({**entry, **description})
+    return joined
+
+
+def _build_launch_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what the entries of one launch have in common."""
+    of_messages = bool(entry["is_p2p"])
+    return entry["process_group"][0], of_messages, entry["p2p_seq_id" if of_messages else "collective_seq_id"]
+
+
+def _add_status(
+    entered: dict[str, int], completed: dict[str, int], entries: Sequence[Mapping[str, Any]], status: Mapping[str, Any]
+) -> None:
+    """Add the numbers that NCCL keeps of each group: the ring buffer may have lost those of a group that rests."""
+    names = {str(entry["pg_id"]): str(entry["process_group"][0]) for entry in entries if "pg_id" in entry}
+    for number, group_status in status.items():
+        group = names.get(str(number))
+        for numbers, key in ((entered, "last_enqueued_collective"), (completed, "last_completed_collective")):
+            if group is not None and int(group_status.get(key, -1)) > 0:
+                numbers[group] = max(int(group_status[key]), numbers.get(group, 0))
+
+
+def _has_ended(entry: Mapping[str, Any]) -> bool:
+    """Whether a collective has ended. NCCL's are also retired when they have timed out; gloo's have no state."""
+    return bool(entry["state"] == "completed" or (entry["retired"] and not _is_nccl(entry)))
+
+
+def _is_nccl(entry: Mapping[str, Any]) -> bool:
+    return str(entry["profiling_name"]).startswith("nccl:")
+
+
+def _build_signature(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    frames = (f for f in entry.get("frames") or [] if "/torch/" not in f["filename"])
+    line = next((f"{f['filename'].rpartition('/')[2]}:{f['line']} in {f['name']}" for f in frames), "")
+    return str(entry["process_group"][0]), str(entry["profiling_name"]), str(entry["input_sizes"]), line
+
+
+def _build_operation(entry: Mapping[str, Any], familiar: bool, has_timing: bool) -> PendingCollective:
+    group, name, sizes, line = _build_signature(entry)
+    number = -1 if entry["is_p2p"] else int(entry["collective_seq_id"])
+    started = True if not _is_nccl(entry) else entry["state"] == "started" if has_timing else None
+    return PendingCollective(group, number, describe_kind(name), sizes, familiar, line=line, started=started)
+
+
+def describe_kind(name: str) -> str:
+    """Return a collective in words: "all-gather" for "nccl:_all_gather_base"."""
+    plain = name.partition(":")[2] or name
+    return name_collective(plain) or plain
+
 
 FOLDER = Path("debug")
 STACKS, RECORDER = FOLDER / "stacks", FOLDER / "flight_recorder"
@@ -42,36 +213,14 @@ class RankGroup:
 class RankState:
     """What one rank does.
 
-    Attributes:
-        rank: its number.
-        host: the name of its machine.
-        node: the name of its node under Slurm.
-        pid: its process.
-        attempt: the run's attempt.
-        beat: grows with every write.
-        step: its step.
-        phase: its phase, see `titan.debug.activity`.
-        age: seconds since the phase began.
-        line: the line in which its main thread is.
-        layer: the layer in which its main thread is; None: in none.
-        compiles: see `titan.debug.thread_state.ThreadState`.
-        exchanges: see `ThreadState`.
-        joins: see `ThreadState`.
-        transfers: see `ThreadState`.
-        reads: where the thread is that reads its data.
-        saving: the step of the checkpoint that it writes; None: it writes none.
-        saving_age: for how many seconds it has been writing it.
-        saving_line: the line in which the thread is that writes it.
-        saving_waits: whether that thread waits for another rank.
-        usual: the usual seconds of a step.
-        advances: how often it has recorded progress within phases.
-        late: its time without progress in units of its patience; see `titan.debug.clock.Clock.compute_lateness`.
-        entered: see `titan.debug.flight.Collectives`.
-        completed: see `titan.debug.flight.Collectives`.
-        pending: see `titan.debug.flight.Collectives`.
-        groups: its process groups by their names.
-        hung: whether a collective of it has timed out.
-        dumped: whether it has written its stacks.
+    `node` is the name of its node under Slurm. `phase` is one of `titan.debug.activity`, which began `age` seconds ago.
+    `line`, `layer`, `compiles`, `exchanges`, `joins` and `transfers` are of its main thread, see
+    `titan.debug.thread_state.ThreadState`; `reads` is where the thread is that reads its data. `saving` is the step of
+    the checkpoint that it writes, `saving_line` where the thread is that does so, and `saving_waits` whether that waits
+    for another rank. `late` is its time without progress in units of its patience, see
+    `titan.debug.activity.Clock.compute_lateness`. `entered`, `completed` and `pending` are as in `Collectives`, and
+    `groups` its process groups by their names. `hung`: a collective of it has timed out; `dumped`: it has written its
+    stacks.
     """
 
     rank: int
@@ -91,11 +240,8 @@ class RankState:
     transfers: bool = False
     reads: str = ""
     saving: int | None = None
-    saving_age: float = 0.0
     saving_line: str = ""
     saving_waits: bool = False
-    usual: float | None = None
-    advances: int = 0
     late: float = 0.0
     entered: dict[str, int] = field(default_factory=dict)
     completed: dict[str, int] = field(default_factory=dict)
@@ -112,15 +258,12 @@ def to_json_object(state: RankState) -> dict[str, Any]:
 
 
 def from_json_object(content: dict[str, Any]) -> RankState:
-    """Return a state from what `to_json_object` returned.
-
-    Raises:
-        KeyError: when a value is missing.
-        TypeError: when a value has another type, or is not a field.
-        ValueError: when a value can't be unpacked.
-    """
+    """Return a state from what `to_json_object` returned; raise KeyError, TypeError or ValueError for anything else."""
     pending = tuple(PendingCollective(**{**op, "peers": tuple(op["peers"])}) for op in content["pending"])
-    groups = {name: RankGroup(words, _unpack_ranks(ranks)) for name, (words, ranks) in content["groups"].items()}
+    groups = {
+        name: RankGroup(words, range(*ranks["range"]) if isinstance(ranks, dict) else tuple(ranks))
+        for name, (words, ranks) in content["groups"].items()
+    }
     return RankState(**{**content, "pending": pending, "groups": groups})
 
 
@@ -144,10 +287,6 @@ def compact_ranks(ranks: Sequence[int]) -> Sequence[int]:
     return span if list(span) == list(ranks) else tuple(ranks)
 
 
-def _pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, int]:
+def _pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     span = compact_ranks(ranks)
-    return {"start": span.start, "stop": span.stop, "step": span.step} if isinstance(span, range) else list(span)
-
-
-def _unpack_ranks(ranks: list[int] | dict[str, int]) -> Sequence[int]:
-    return range(ranks["start"], ranks["stop"], ranks["step"]) if isinstance(ranks, dict) else tuple(ranks)
+    return {"range": [span.start, span.stop, span.step]} if isinstance(span, range) else list(span)

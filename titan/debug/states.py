@@ -6,27 +6,141 @@
 3. The lowest rank of all that beats reads these files, and reports. The others read its file alone, which says whether
    the run ends.
 
-Where a node's memory can't be used each rank counts as a node.
+Where a node's memory can't be used each rank counts as a node. Each file is written in place with one call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import re
+import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from titan.cluster.rank_info import RankInfo
 from titan.debug import rank_state
-from titan.debug.activity import ENDED
-from titan.debug.clock import Clock
+from titan.debug.activity import ENDED, Clock
 from titan.debug.diagnosis import RunState
-from titan.debug.folder import Folder, node_memory
 from titan.debug.rank_state import FOLDER, STOPPED, RankState
 from titan.debug.verdict import Verdict
+from titan.files import platform
+from titan.files.leases import identify_machine
 from titan.files.platform import read_process_state
+
+FILE_BYTES = 1 << 16
+"""Bytes that a file in memory has from the beginning, so that a full memory does not stop it later."""
+NEW_SECONDS = 60.0
+"""A folder in memory may wait so long for its first file."""
+PID = re.compile(r'"pid": (\d+)')
+
+
+class Folder:
+    """Files of one folder, by their names; the folder is created with the first of them.
+
+    Attributes:
+        path: the folder.
+        operations: calls of the file system so far.
+    """
+
+    def __init__(self, path: Path, file_bytes: int = 0) -> None:
+        """Take the folder; each file that is written gets `file_bytes` bytes."""
+        self.path, self.file_bytes, self.operations = path, file_bytes, 0
+        self._open_files: dict[str, tuple[int, int]] = {}
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace the content of a file; what was longer is filled with spaces."""
+        if self.file_bytes and name in self._open_files and not os.fstat(self._open_files[name][0]).st_nlink:
+            os.close(self._open_files.pop(name)[0])  # somebody has cleared the memory
+        descriptor, longest = self._open_files.get(name) or (self._create_file(name), 0)
+        self._open_files[name] = descriptor, max(longest, len(content))
+        os.pwrite(descriptor, content.ljust(longest), 0)
+        self.operations += 1
+
+    def _create_file(self, name: str) -> int:
+        self.operations += 2
+        # NFS's client would keep what is not written synchronously for half a minute before others see it
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | (0 if self.file_bytes else os.O_DSYNC)
+        file_mode, folder_mode = (0o600, 0o700) if self.file_bytes else (0o644, 0o777)
+        try:
+            descriptor = os.open(self.path / name, flags, file_mode)
+        except FileNotFoundError:
+            self.path.mkdir(folder_mode, parents=True, exist_ok=True)
+            descriptor = os.open(self.path / name, flags, file_mode)
+        try:
+            platform.reserve_space(descriptor, self.file_bytes)
+        except OSError:
+            os.close(descriptor)
+            os.unlink(self.path / name)
+            raise
+        return descriptor
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file without what it is filled with; None where there is none."""
+        self.operations += 3
+        try:
+            return (self.path / name).read_bytes().rstrip(b"\0 ")
+        except OSError:
+            return None
+
+    def list_names(self) -> list[str]:
+        """Return the names of the files."""
+        self.operations += 1
+        try:
+            return os.listdir(self.path)
+        except OSError:
+            return []
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor, _ in self._open_files.values():
+            os.close(descriptor)
+        self._open_files.clear()
+
+    def remove(self, names: Iterable[str] = ()) -> None:
+        """Remove the files that were written here, and others, and the folder where it has no more."""
+        for name in {*self._open_files, *names}:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path / name)
+        self.close()
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+
+def node_memory(key: str) -> Folder:
+    """Return a folder in this node's memory, which its processes of this user share.
+
+    Folders of ranks that have all ended are removed: a killed rank leaves its own behind.
+
+    Args:
+        key: what the folder is for.
+    """
+    parent = platform.MEMORY if os.access(platform.MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    prefix = f"titan-{os.getuid()}-{identify_machine()}-"
+    path = parent / f"{prefix}{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    for sibling in parent.glob(f"{prefix}*"):
+        if sibling != path and not _is_used(sibling):
+            shutil.rmtree(sibling, ignore_errors=True)
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    if path.is_symlink() or path.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to another user")
+    return Folder(path, FILE_BYTES)
+
+
+def _is_used(path: Path) -> bool:
+    """Whether a process that wrote a state into the folder runs, or may be about to write its first."""
+    try:
+        pids = [match[1] for file in path.glob("rank-*.json") for match in PID.finditer(file.read_text())]
+        return any(platform.is_alive(int(pid)) for pid in pids) or time.time() - path.stat().st_mtime < NEW_SECONDS
+    except (OSError, ValueError):
+        return True
+
 
 RANKS = FOLDER / "ranks"
 MEMORY_FILE, NODE_FILE, VERDICT_FILE = "rank-{}.json", "node-{}.json", "verdict.json"
@@ -78,7 +192,11 @@ class States:
         self.rank, self.attempt, self.clock = rank_info.rank, attempt, clock
         self.first = rank_info.rank - rank_info.local_rank
         self.shared = Folder(directory / RANKS / str(attempt))
-        self.memory = self._open_memory(open_memory, f"{directory.resolve()} {attempt} {self.first}")
+        self.memory: Folder | None = None
+        with contextlib.suppress(OSError):  # it can't be used, or has no room for this rank's file
+            memory = open_memory(f"{directory.resolve()} {attempt} {self.first}")
+            memory.write(MEMORY_FILE.format(self.rank), b"")
+            self.memory = memory
         self.latest: dict[int, RankState] = {}
         self.verdict: Verdict | None = None
         self.nodes: dict[int, NodeStates] = {}
@@ -93,14 +211,6 @@ class States:
         self._follow_time: float | None = None
         self._is_first = self.rank == 0
         self._unread_nodes: list[int] = []
-
-    def _open_memory(self, open_memory: Callable[[str], Folder], key: str) -> Folder | None:
-        """Return this node's memory; None where it can't be used, or has no room for this rank's file."""
-        with contextlib.suppress(OSError):
-            folder = open_memory(key)
-            folder.write(MEMORY_FILE.format(self.rank), b"")
-            return folder
-        return None
 
     # --- this node
 
@@ -117,13 +227,10 @@ class States:
     def _is_due(self) -> bool:
         """Whether it is time to write the states of this node."""
         if self._publish_time is None:
-            return self.clock.get_time() - self._start_time >= self._first_turn * self.clock.node_interval(
-                is_late=False
-            )
-        return self.clock.get_time() - self._publish_time >= self.clock.node_interval(self._is_late())
-
-    def _is_late(self) -> bool:
-        return any(state.late >= 0.5 or state.hung for state in self._list_node_states().values())
+            delay = self._first_turn * self.clock.node_interval(is_late=False)
+            return self.clock.get_time() - self._start_time >= delay
+        is_late = any(state.late >= 0.5 or state.hung for state in self._list_node_states().values())
+        return self.clock.get_time() - self._publish_time >= self.clock.node_interval(is_late)
 
     def publish_node(self) -> None:
         """Write the states of this node into the run's directory, where this rank does so."""
@@ -145,15 +252,10 @@ class States:
     def read_node(self) -> None:
         """Read the states of the other ranks of this node."""
         for rank in _parse_numbers(MEMORY_FILE, self.memory.list_names()) if self.memory else ():
-            state = None if rank == self.rank else self._read_rank(rank)
-            if state is not None:
+            content = self.memory.read(MEMORY_FILE.format(rank)) if self.memory and rank != self.rank else None
+            if (state := rank_state.decode_state(content, self.attempt)) is not None:
                 self._record_beat(state)
         self._processes = {rank: read_process_state(state.pid) for rank, state in self._list_node_states().items()}
-
-    def _read_rank(self, rank: int) -> RankState | None:
-        return rank_state.decode_state(
-            self.memory.read(MEMORY_FILE.format(rank)) if self.memory else None, self.attempt
-        )
 
     def _list_node_states(self) -> dict[int, RankState]:
         return {
@@ -188,17 +290,17 @@ class States:
         """Learn what the rank that reports has found: from memory, and where this rank writes for its node, from the
         first node that beats, when it is time."""
         self.read_node()
-        self.verdict = self._read_memory_verdict() or self.verdict
+        if content := self.memory.read(VERDICT_FILE) if self.memory else None:  # what this node's writer has passed on
+            self.verdict = _parse_verdict(json.loads(content)) or self.verdict
         if self.is_writer() and self._is_time_to_follow():
             self._follow_time = self.clock.get_time()
             self._follow_node()
 
     def _is_time_to_follow(self) -> bool:
         interval, current_time = self.clock.node_interval(is_late=True), self.clock.get_time()
-        if (
-            self._follow_time is None or current_time - self._follow_time > 2 * interval
-        ):  # it was not late: nodes take turns
-            self.nodes.clear()  # what was read long ago says nothing of who is alive
+        if self._follow_time is None or current_time - self._follow_time > 2 * interval:
+            # it was not late: nodes take turns, and what was read long ago says nothing of who is alive
+            self.nodes.clear()
             self._follow_time = current_time - (1 - self._turn) * interval
         return current_time - self._follow_time >= interval
 
@@ -217,11 +319,6 @@ class States:
     def _filter_earlier(self, numbers: Iterable[int]) -> list[int]:
         """Return those of the nodes' files that belong to other nodes before this one."""
         return [number for number in numbers if number < self.rank and number not in self._last_beats]
-
-    def _read_memory_verdict(self) -> Verdict | None:
-        """Return the verdict that this node's writer has passed on in memory."""
-        content = self.memory.read(VERDICT_FILE) if self.memory else None
-        return _parse_verdict(json.loads(content)) if content else None
 
     def publish_verdict(self, verdict: Verdict | None) -> None:
         """Keep a verdict for the other ranks: those of this node read it from memory, others from this node's file."""
@@ -246,9 +343,8 @@ class States:
         current_time = self.clock.get_time()
         read_count, self._read_time = self.clock.count_reads(current_time - self._read_time), current_time
         if not self._unread_nodes:
-            self._unread_nodes = [
-                number for number in _parse_numbers(NODE_FILE, self.shared.list_names()) if number != self.rank
-            ]
+            numbers = _parse_numbers(NODE_FILE, self.shared.list_names())
+            self._unread_nodes = [number for number in numbers if number != self.rank]
         for number in self._unread_nodes[:read_count]:
             self._read_node_file(number)
         del self._unread_nodes[:read_count]
@@ -262,11 +358,12 @@ class States:
             new_node = _parse_node(json.loads(content or b""), current_time)
             if new_node.beat != node.beat:
                 node = self.nodes[number] = new_node
-                self.latest |= {rank: state for rank, state in new_node.states.items() if self._is_newer(state)}
+                self.latest |= {
+                    rank: state
+                    for rank, state in new_node.states.items()
+                    if rank not in self._last_beats and state.beat >= self.latest.get(rank, state).beat
+                }
         return node
-
-    def _is_newer(self, state: RankState) -> bool:
-        return state.rank not in self._last_beats and state.beat >= self.latest.get(state.rank, state).beat
 
     def _is_alive(self, node: NodeStates) -> bool:
         return self.clock.get_time() - node.changed_at < self.clock.node_silence_timeout()
@@ -321,15 +418,12 @@ def _parse_numbers(pattern: str, names: list[str]) -> Iterator[int]:
     return (int(match[1]) for match in map(form.fullmatch, names) if match)
 
 
-def _parse_node(content: dict[str, object], current_time: float) -> NodeStates:
-    objects: list[dict[str, object]] = content["states"]  # type: ignore[assignment]
-    states = {state.rank: state for state in map(rank_state.from_json_object, objects)}
-    processes: dict[str, str] = content["processes"]  # type: ignore[assignment]
+def _parse_node(content: Any, current_time: float) -> NodeStates:
     return NodeStates(
-        int(str(content["beat"])),
-        states,
-        frozenset(content["silent"]),  # type: ignore[call-overload]
-        {int(rank): state for rank, state in processes.items()},
+        int(content["beat"]),
+        {state.rank: state for state in map(rank_state.from_json_object, content["states"])},
+        frozenset(content["silent"]),
+        {int(rank): state for rank, state in content["processes"].items()},
         _parse_verdict(content["verdict"]),
         current_time,
     )

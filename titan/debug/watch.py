@@ -2,13 +2,13 @@
 
 1. Every rank writes what it does into its node's memory, and a node into the run's directory (`states`); once it has
    made no progress for half of its patience, with its threads' places and its pending collectives.
-2. The lowest rank that is alive reads the states of all, finds the cause (`diagnosis`) and says it (`judge`): the
+2. The lowest rank that is alive reads the states of all, finds the cause (`diagnosis`) and says it (`verdict`): the
    launcher shows the message, or under torchrun and srun the rank itself.
 3. At the timeout that rank decides that the run ends. All ranks write their stacks and Flight Recorder dumps into
-   `debug/` (`dumps`), and leave with the same error, whatever their other threads wait for.
+   `debug/` (`thread_state`), and leave with the same error, whatever their other threads wait for.
 
 So no collective and no store is needed, and a step costs a few attribute writes (`activity`). When to look, write and
-read: `clock`.
+read: `activity.Clock`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ from typing import Any
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import exit_now
 from titan.console import output
-from titan.debug import diagnosis, flight, verdict
-from titan.debug.activity import ENDED, Activity
-from titan.debug.clock import MIN_TICK, PATIENCE_SECONDS, Clock
+from titan.debug import diagnosis, rank_state, verdict
+from titan.debug.activity import ENDED, MIN_TICK, PATIENCE_SECONDS, Activity, Clock
 from titan.debug.diagnosis import RunState
-from titan.debug.dumps import Dumps
-from titan.debug.judge import Judge
 from titan.debug.rank_state import RankGroup, RankState
 from titan.debug.states import States
-from titan.debug.thread_state import read_thread_states
-from titan.debug.verdict import HangError, Verdict
+from titan.debug.thread_state import Dumps, read_thread_states
+from titan.debug.verdict import HangError, Judge, Verdict
 
 log = logging.getLogger("titan")
 
@@ -170,11 +167,10 @@ class Watch:
 
     def _write_state(self, late: float = 0.0) -> None:
         self._beat += 1
-        info, current_time = self.rank_info, self.clock.get_time()
-        activity, save = self.activity, self.activity.get_running_save()
+        activity = self.activity
         self.states.write_rank(
             RankState(
-                rank=info.rank,
+                rank=self.rank_info.rank,
                 host=socket.gethostname(),
                 node=os.environ.get("SLURMD_NODENAME", ""),
                 pid=os.getpid(),
@@ -182,11 +178,8 @@ class Watch:
                 beat=self._beat,
                 step=activity.step,
                 phase=activity.phase,
-                age=current_time - activity.since,
-                saving=None if save is None else save[0],
-                saving_age=0.0 if save is None else current_time - save[1],
-                usual=activity.estimate_step_seconds(),
-                advances=activity.progress_count,
+                age=self.clock.get_time() - activity.since,
+                saving=next(iter(list(activity.saves)), None),
                 late=late,
                 hung=self.hang_event.is_set(),
                 dumped=self.dumps.is_written,
@@ -205,19 +198,16 @@ class Watch:
             details, self._details_time = self._read_threads() | self._read_collectives(), self.clock.get_time()
             numbers = details["entered"], details["completed"]
             is_changed = self._last_numbers is not None and numbers != self._last_numbers
-            if self._details and (self.hang_event.is_set() or (is_changed and self._is_over())):
+            limit = self.activity.timeout
+            is_over = self.activity.compute_idle_seconds() >= limit - self.clock.lead_seconds(limit)
+            if self._details and (self.hang_event.is_set() or (is_changed and is_over)):
                 return
             self._details, self._last_numbers = details, numbers
             if is_changed:  # as in a long step
                 self.activity.record_progress()
 
-    def _is_over(self) -> bool:
-        """Whether a step has taken so long that the run ends."""
-        limit = self.activity.timeout
-        return self.activity.compute_idle_seconds() >= limit - self.clock.lead_seconds(limit)
-
     def _read_collectives(self) -> dict[str, Any]:
-        collectives = flight.read_collectives(flight.dump_recorder() if self.rank_info.world_size > 1 else b"")
+        collectives = rank_state.read_collectives(rank_state.dump_recorder() if self.rank_info.world_size > 1 else b"")
         return {**vars(collectives), "groups": self.groups}
 
     def _read_threads(self) -> dict[str, Any]:

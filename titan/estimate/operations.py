@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from titan.estimate.constants import Constants, load_constants
 
 if TYPE_CHECKING:
-    from titan.cluster.hardware import Hardware
+    from titan.cluster.schema import Hardware
 
 TILES = ((128, 256, 1.0), (128, 128, 0.85), (64, 128, 0.6), (64, 64, 0.4))
 """Rows and columns of a matmul's output tile on one compute unit, and its speed relative to the largest one: a smaller

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titan.cluster.hardware import Hardware
 from titan.cluster.known_devices import look_up_peak_tflops
+from titan.cluster.schema import Hardware
 from titan.console.notebook import Shown
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError

@@ -1,4 +1,4 @@
-"""metrics.jsonl in columns: what a comparison needs of it, read once and kept small."""
+"""metrics.jsonl in columns, read once and kept small: as records those of long runs take hundreds of MB."""
 
 from __future__ import annotations
 
@@ -14,37 +14,14 @@ from numpy.typing import NDArray
 
 from titan.metrics.reader import Record, parse_file
 
-KEYS = (
-    "attempt", "step", "time", "tokens", "loss", "grad_norm", "lr", "step_seconds", "data_seconds",
-    "tokens_per_second_per_device", "tflops_per_device", "mfu", "memory_gib",
-    "expert_load_max", "expert_entropy", "expert_dropped",
-)  # fmt: skip
-"""The keys of a step's line, in the order of the columns of `StepColumns`."""
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class StepColumns:
-    """Lines of steps; [lines] each, NaN where a line lacks the value, hash 0 where it has none.
+    """Lines of steps by their keys in metrics.jsonl; [lines] each, NaN where a line lacks the value.
 
-    Attributes:
-        attempt: as in metrics.jsonl.
-        step: as in metrics.jsonl.
-        hash: of the batch.
-        time: as in metrics.jsonl, in seconds since 1970.
-        tokens: as in metrics.jsonl.
-        loss: as in metrics.jsonl.
-        norm: as in metrics.jsonl.
-        lr: learning rate of the step.
-        seconds: of the step.
-        data_seconds: of the step, waiting for data.
-        rate: tokens/s per device.
-        tflops: TFLOP/s per device.
-        mfu: these as a share of the device's peak.
-        memory: peak memory in GiB.
-        expert_load_max: as in metrics.jsonl; NaN in a model without experts.
-        expert_entropy: likewise.
-        expert_dropped: likewise.
+    `hash` is of the batch; 0 where a line has none.
     """
 
     attempt: NDArray[np.int64]
@@ -53,14 +30,14 @@ class StepColumns:
     time: Numbers
     tokens: Numbers
     loss: Numbers
-    norm: Numbers
+    grad_norm: Numbers
     lr: Numbers
-    seconds: Numbers
+    step_seconds: Numbers
     data_seconds: Numbers
-    rate: Numbers
-    tflops: Numbers
+    tokens_per_second_per_device: Numbers
+    tflops_per_device: Numbers
     mfu: Numbers
-    memory: Numbers
+    memory_gib: Numbers
     expert_load_max: Numbers
     expert_entropy: Numbers
     expert_dropped: Numbers
@@ -73,12 +50,17 @@ class StepColumns:
 
         A gradient norm that is missing from all lines was not measured.
         """
-        norms = np.isfinite(self.norm)
+        norms = np.isfinite(self.grad_norm)
         return np.asarray(~np.isfinite(self.loss) | (~norms & norms.any()))
 
     def select_lines(self, selection: NDArray[Any]) -> StepColumns:
         """Return the lines selected by a mask or indices."""
         return StepColumns(**{f.name: getattr(self, f.name)[selection] for f in dataclasses.fields(self)})
+
+
+KEYS = tuple(f.name for f in dataclasses.fields(StepColumns) if f.name != "hash")
+FLAGS = ("loss", "validation_loss", "spike")
+"""The keys of a line of a training step, of a validation, and of a step whose loss is marked as a spike."""
 
 
 @dataclass(frozen=True)
@@ -102,51 +84,123 @@ class MetricsFile:
     spike_marks: tuple[Mapping[str, Any], ...] = ()
 
 
+@dataclass(frozen=True)
+class Curve:
+    """One metric over training, where it is finite; [points] each.
+
+    Attributes:
+        steps: in ascending order.
+        tokens: read up to each step.
+        values: at each step.
+    """
+
+    steps: NDArray[np.int64]
+    tokens: Numbers
+    values: Numbers
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class LossCurves:
+    """The losses of a run.
+
+    Attributes:
+        first: the first training loss that is finite, over all attempts; None without one.
+        last: the last training loss; None where it is not finite.
+        training: one loss per step, of the attempt that trained it last.
+        validation: likewise.
+        spikes: the training losses that are marked as spikes.
+    """
+
+    first: float | None
+    last: float | None
+    training: Curve
+    validation: Curve
+    spikes: Curve
+
+
 @dataclass
 class _StepLines:
-    """The lines read so far."""
+    """The lines of steps that have been read so far, in parts of the file.
 
-    numbers: list[Numbers] = field(default_factory=list)
+    `keys` are the values to keep; with those of `KEYS` a line must have an attempt and a time. `tables` are float64
+    [lines, keys + 1 + flags]: the values, the validation loss, and which of `FLAGS` a line has.
+    """
+
+    keys: tuple[str, ...]
+    tables: list[Numbers] = field(default_factory=list)
     hashes: array[int] = field(default_factory=lambda: array("Q"))
-    validations: list[Mapping[str, Any]] = field(default_factory=list)
+    validations: list[Record] = field(default_factory=list)
+    spike_marks: list[Record] = field(default_factory=list)
     stall_seconds: float = 0.0
     last_times: dict[int, float] = field(default_factory=dict)
-    spike_marks: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add_records(self, records: Sequence[Record]) -> None:
         """Add lines, all or none: raise TypeError, ValueError, KeyError or OverflowError where they are invalid."""
-        step_records = [r for r in records if "step" in r]
-        training_records = [r for r in step_records if "loss" in r]
-        numbers = np.array([tuple(map(r.get, KEYS)) for r in training_records], dtype=np.float64).reshape(-1, len(KEYS))
-        hashes = array("Q", [int(r.get("batch_hash") or "0", 16) for r in training_records])
-        stall_seconds = sum(
-            float(r["checkpoint_stall_seconds"]) for r in step_records if "checkpoint_stall_seconds" in r
-        )
-        times = {int(r["attempt"]): float(r["time"]) for r in step_records}
-        self.numbers.append(numbers)
-        self.hashes.extend(hashes)
-        self.stall_seconds += stall_seconds
-        self.last_times |= times
-        self.spike_marks += [r for r in training_records if "spike" in r]
-        self.validations += [r for r in step_records if "validation_loss" in r]
+        lines = [r for r in records if "step" in r]
+        rows = [(*map(r.get, self.keys), r.get("validation_loss"), *(flag in r for flag in FLAGS)) for r in lines]
+        table = np.array(rows, dtype=np.float64).reshape(-1, len(self.keys) + 1 + len(FLAGS))
+        if self.keys == KEYS:
+            hashes = array("Q", [int(r.get("batch_hash") or "0", 16) for r in lines if "loss" in r])
+            stall_seconds = sum(float(r.get("checkpoint_stall_seconds", 0.0)) for r in lines)
+            self.last_times |= {int(r["attempt"]): float(r["time"]) for r in lines}
+            self.hashes.extend(hashes)
+            self.stall_seconds += stall_seconds
+            self.validations += [r for r in lines if "validation_loss" in r]
+            self.spike_marks += [r for r in lines if "loss" in r and "spike" in r]
+        self.tables.append(table)
+
+    def join_columns(self) -> tuple[list[NDArray[Any]], list[NDArray[np.bool_]]]:
+        """Return the columns of the values, and the masks of the lines that have each of `FLAGS`; [lines] each."""
+        table = np.concatenate([np.zeros((0, len(self.keys) + 1 + len(FLAGS))), *self.tables])
+        columns = [np.ascontiguousarray(column) for column in table.T]
+        return columns[: -len(FLAGS)], [column > 0 for column in columns[-len(FLAGS) :]]
 
 
 def read(file: Path) -> MetricsFile:
     """Return the columns of metrics.jsonl; corrupt and truncated lines are ignored, a missing file has none."""
-    reader = _StepLines()
-    corrupt_lines = parse_file(file, reader.add_records)
-    spike_marks, validations = tuple(reader.spike_marks), tuple(reader.validations)
-    return MetricsFile(
-        _build_columns(reader), validations, reader.stall_seconds, reader.last_times, corrupt_lines, spike_marks
+    lines = _StepLines(KEYS)
+    corrupt_lines = parse_file(file, lines.add_records)
+    columns, (is_trained, *_) = lines.join_columns()
+    attempt, step, *others = [column[is_trained] for column in columns[:-1]]
+    hashes = np.array(lines.hashes, dtype=np.uint64)
+    steps = StepColumns(attempt.astype(np.int64), step.astype(np.int64), hashes, *others)
+    validations, spike_marks = tuple(lines.validations), tuple(lines.spike_marks)
+    return MetricsFile(steps, validations, lines.stall_seconds, lines.last_times, corrupt_lines, spike_marks)
+
+
+def read_loss_curves(file: Path) -> LossCurves:
+    """Return the losses in metrics.jsonl; a missing file has none."""
+    lines = _StepLines(("step", "tokens", "loss"))
+    parse_file(file, lines.add_records)
+    (steps, tokens, losses, validation_losses), (is_trained, is_validated, is_marked) = lines.join_columns()
+    tokens = np.where(np.isnan(tokens), steps, tokens)
+    trained, validated = (_find_last_lines(steps, mask) for mask in (is_trained, is_validated))
+    # a validation from before its step was trained again does not count
+    last_trained = dict(zip(steps[trained].tolist(), trained.tolist(), strict=True))
+    unique_steps, counts = np.unique(steps[is_trained], return_counts=True)
+    repeated = set(unique_steps[counts > 1].tolist())
+    is_current = [steps[i] not in repeated or i > last_trained[steps[i]] for i in validated]
+
+    def build_curve(selection: NDArray[np.int64], values: Numbers) -> Curve:
+        selection = selection[np.isfinite(values[selection])]
+        return Curve(steps[selection].astype(np.int64), tokens[selection], values[selection])
+
+    all_losses = losses[is_trained]
+    finite_losses = all_losses[np.isfinite(all_losses)]
+    return LossCurves(
+        float(finite_losses[0]) if len(finite_losses) else None,
+        float(all_losses[-1]) if len(all_losses) and np.isfinite(all_losses[-1]) else None,
+        build_curve(trained, losses),
+        build_curve(validated[np.array(is_current, dtype=bool)], validation_losses),
+        build_curve(trained[is_marked[trained]], losses),
     )
 
 
-def _build_columns(reader: _StepLines) -> StepColumns:
-    table = np.concatenate([np.zeros((0, len(KEYS))), *reader.numbers])
-    attempt, step, *columns = [np.ascontiguousarray(column) for column in table.T]
-    return StepColumns(
-        attempt.astype(np.int64),
-        step.astype(np.int64),
-        np.array(reader.hashes, dtype=np.uint64),
-        *columns,
-    )
+def _find_last_lines(steps: Numbers, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the index of the last of the lines in a mask of each step, in ascending order of the steps."""
+    indices = np.flatnonzero(mask)[::-1]
+    _, first_indices = np.unique(steps[indices], return_index=True)
+    return np.asarray(indices[first_indices])

@@ -21,10 +21,16 @@ from typing import Any, TypeVar
 from titan.config.optional import advise_extra
 from titan.config.settings import format_value
 from titan.files import locks
-from titan.metrics.schema import MLflow
-from titan.metrics.secrets import hide_secrets
-from titan.metrics.server import server_answers
-from titan.metrics.tracker_run import RunDescription, extract_numbers, extract_scalars, flatten_settings
+from titan.metrics.schema import SQLITE, MLflow
+from titan.metrics.tracker_run import (
+    RunDescription,
+    Warn,
+    extract_numbers,
+    extract_scalars,
+    flatten_settings,
+    hide_secrets,
+    server_answers,
+)
 
 # MLflow's limits of a request, its keys and values; of tags and names those of older servers and of SQL columns
 MAX_BATCH_METRICS = 1000
@@ -48,7 +54,6 @@ ENVIRONMENT = {
 }
 """Variables that MLflow reads: no usage reports, and no messages that would break the progress line."""
 RUN_ID_TAG = "titan.run_id"
-SQLITE = "sqlite:///"
 
 T = TypeVar("T")
 
@@ -56,16 +61,13 @@ T = TypeVar("T")
 class MLflowRun:
     """A run at MLflow, opened with the run's settings as parameters."""
 
-    def __init__(self, settings: MLflow, directory: Path, description: RunDescription) -> None:
+    def __init__(self, settings: MLflow, directory: Path, description: RunDescription, warn: Warn) -> None:
         """Create the run, or find that of an earlier attempt.
 
         Args:
             directory: the run's directory; mlflow/ in it has the database where no store is named.
-
-        Raises:
-            OSError: when the database can't be written to, or the server does not answer.
         """
-        uri = choose_tracking_uri(settings, directory)
+        uri = settings.choose_tracking_uri(directory)
         _check_store(uri)
         client_class = _import_client()
         with _lock_store(uri):  # the client itself creates the tables
@@ -135,12 +137,6 @@ class MLflowRun:
             self._client.log_batch(self._run_id, metrics=batch)
         self._values = []
         self._next_flush = time.monotonic() + FLUSH_SECONDS
-
-
-def choose_tracking_uri(settings: MLflow, directory: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the store of a run: that of the settings, else that of the environment, else a database of the run."""
-    local = f"{SQLITE}{directory.absolute() / 'mlflow' / 'mlflow.db'}"
-    return settings.tracking_uri or environ.get("MLFLOW_TRACKING_URI") or local
 
 
 def choose_status(result: Mapping[str, Any]) -> str:

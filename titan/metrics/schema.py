@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,6 +17,10 @@ from titan.config.text_kinds import Account, Address, Label, Output
 if TYPE_CHECKING:
     from titan.metrics.tracker_run import RunDescription, TrackerRun
 
+SQLITE = "sqlite:///"
+"""How the URI of a database begins, which MLflow keeps in a file."""
+TRACKIO_DIRECTORY = "TRACKIO_DIR"
+"""The environment variable with the folder of trackio's files, which it reads when it is imported."""
 WARM = 3
 """The first steps of an attempt, which no speed counts: they compile and allocate."""
 
@@ -72,16 +77,17 @@ class MLflow(Tracker):
     tags: Mapping[str, Label] | None = setting(None, "more tags of the run, {NAME: VALUE}", hashed=False)
 
     def build(self, directory: Path, description: RunDescription, warn: Callable[[str], None]) -> TrackerRun:
-        """Open or continue the run."""
-        from titan.metrics.mlflow import MLflowRun
+        """Is not called: `titan.metrics.trackers` opens the run."""
+        raise NotImplementedError
 
-        return MLflowRun(self, directory, description)
+    def choose_tracking_uri(self, directory: Path, environ: Mapping[str, str] = os.environ) -> str:
+        """Return the store of a run: that of the settings, else of the environment, else a database of the run."""
+        local = f"{SQLITE}{directory.absolute() / 'mlflow' / 'mlflow.db'}"
+        return self.tracking_uri or environ.get("MLFLOW_TRACKING_URI") or local
 
     def find_viewer(self, directory: Path) -> str | None:
         """Return the command that shows a database; a server's pages are at its URL."""
-        from titan.metrics.mlflow import SQLITE, choose_tracking_uri
-
-        uri = choose_tracking_uri(self, directory)
+        uri = self.choose_tracking_uri(directory)
         return f"mlflow ui --backend-store-uri {shlex.quote(uri)}" if uri.startswith(SQLITE) else None
 
 
@@ -104,17 +110,17 @@ class Trackio(Tracker):
     group: Label | None = setting(None, "the run's group; null: its group id, which the repeats with other seeds share")
 
     def build(self, directory: Path, description: RunDescription, warn: Callable[[str], None]) -> TrackerRun:
-        """Open or continue the run."""
-        from titan.metrics.trackio import TrackioRun
+        """Is not called: `titan.metrics.trackers` opens the run."""
+        raise NotImplementedError
 
-        return TrackioRun(self, directory, description, warn)
+    def choose_folder(self, directory: Path, environ: Mapping[str, str] = os.environ) -> Path:
+        """Return the folder of trackio's files: that of the settings, else of the environment, else one of the run."""
+        return Path(self.directory or environ.get(TRACKIO_DIRECTORY) or directory / "trackio").absolute()
 
     def find_viewer(self, directory: Path) -> str | None:
         """Return the command that shows local files."""
-        from titan.metrics.trackio import DIRECTORY_VARIABLE, choose_folder
-
-        folder = shlex.quote(str(choose_folder(self, directory)))
-        return f"{DIRECTORY_VARIABLE}={folder} trackio show" if self.space is None else None
+        folder = shlex.quote(str(self.choose_folder(directory)))
+        return f"{TRACKIO_DIRECTORY}={folder} trackio show" if self.space is None else None
 
 
 @dataclass(frozen=True, kw_only=True)

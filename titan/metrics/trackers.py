@@ -18,19 +18,86 @@ import contextlib
 import importlib.util
 import queue
 import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan.metrics.schema import Metrics
-from titan.metrics.secrets import hide_in_labels, summarise_error
-from titan.metrics.tensorboard import TensorBoard
-from titan.metrics.tracker_run import RunDescription, TrackerRun, Warn
+from titan.cluster.environment import set_variables
+from titan.metrics.mlflow import MLflowRun
+from titan.metrics.schema import TRACKIO_DIRECTORY, Metrics, MLflow, Tracker, Trackio
+from titan.metrics.tracker_run import (
+    RunDescription,
+    TrackerRun,
+    Warn,
+    check_writable,
+    extract_numbers,
+    extract_scalars,
+    flatten_settings,
+    hide_in_labels,
+    summarise_error,
+)
 from titan.metrics.wandb import WeightsAndBiases, build_wandb_options
+
+
+class TrackioRun:
+    """A run at trackio, in local files or at a Space, opened with the run's settings as its configuration.
+
+    trackio knows a run by its name, so the name ends in the run's id, and a resumed attempt continues it. It deletes no
+    values: the steps that a resumed attempt repeats have two.
+    """
+
+    def __init__(self, settings: Trackio, directory: Path, description: RunDescription, warn: Warn) -> None:
+        """Create the run, or continue that of an earlier attempt.
+
+        Args:
+            directory: the run's directory; trackio/ in it has the files where no folder is named.
+        """
+        folder = settings.choose_folder(directory)
+        check_writable(folder)  # trackio would only warn each time
+        trackio = _import_trackio(folder, warn)
+        self._step = 0
+        self._run: Any = trackio.init(
+            project=settings.project,
+            name=f"{description.name}-{description.run_id}",
+            group=settings.group or description.group_id,
+            space_id=settings.space,
+            private=settings.private,
+            config={**flatten_settings(description.metadata), "titan.run_id": description.run_id},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Log the numbers of a record at its step; a record without a step is skipped."""
+        if "step" in record:
+            self._step = int(record["step"])
+            self._run.log(extract_scalars(record), step=self._step)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Log the final result as result/... at the last step, and end the run."""
+        if numbers := extract_numbers(result):
+            self._run.log({f"result/{name}": value for name, value in numbers.items()}, step=self._step)
+        self._run.finish()
+
+
+def _import_trackio(folder: Path, warn: Warn) -> Any:
+    """Return the module, which prints nothing and writes to a folder, unless it was imported for another before."""
+    with set_variables({TRACKIO_DIRECTORY: str(folder)}):  # the next run in this process chooses by the user's value
+        import trackio
+
+    if Path(trackio.TRACKIO_DIR).absolute() != folder:
+        warn(f"trackio was imported before with {trackio.TRACKIO_DIR}: it writes there, not to {folder}.")
+    for name in ("trackio", "trackio.run", "trackio.utils"):
+        # its messages would break the progress line
+        vars(sys.modules[name])["print"] = lambda *values, **options: None
+    return trackio
+
 
 MAX_QUEUED_RECORDS = 10_000
 """The number of records in a slow tracker's queue at which it is dropped."""
@@ -145,19 +212,9 @@ class _TrackerThread:
         self._warnings.put(f"{self.name}: {reason}; the run continues without it.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """A tracker that the settings ask for.
-
-    Attributes:
-        packages: by the name to import: what pip installs.
-        open_run: opens it.
-        finish_minutes: that the end of a finished run waits for it; None: as short as the end of a stopped one.
-    """
-
-    packages: Mapping[str, str]
-    open_run: Opener
-    finish_minutes: float | None = None
+Request = tuple[Mapping[str, str], Opener, float | None]
+"""The packages that a tracker needs, by the name to import: what pip installs; what opens it; and the minutes that the
+end of a finished run waits for it; None: as short as the end of a stopped one."""
 
 
 def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescription, warn: Warn) -> Trackers:
@@ -167,38 +224,43 @@ def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescript
         directory: the run's directory; trackers write to folders in it, such as tensorboard/ and wandb/.
     """
     openers, longer_patience = dict[str, Opener](), dict[str, float]()
-    for setting, request in _list_requests(hide_in_labels(metrics), directory, description).items():
-        if missing := _list_missing(request.packages):
+    requests = _list_requests(hide_in_labels(metrics), directory, description)
+    for setting, (packages, open_run, finish_minutes) in requests.items():
+        if missing := _list_missing(packages):
             names = " ".join(missing)
             warn(f"{setting}: the package {names} is not installed (pip install {names}); continuing without it.")
             continue
-        openers[setting] = request.open_run
-        if request.finish_minutes is not None:
-            longer_patience[setting] = 60 * request.finish_minutes
+        openers[setting] = open_run
+        if finish_minutes is not None:
+            longer_patience[setting] = 60 * finish_minutes
     return Trackers(openers, warn, longer_patience=longer_patience)
 
 
-def _list_requests(metrics: Metrics, directory: Path, description: RunDescription) -> dict[str, _Request]:
+def _list_requests(metrics: Metrics, directory: Path, description: RunDescription) -> dict[str, Request]:
     """Return the trackers that the settings ask for, by the setting."""
-    requests: dict[str, _Request] = {}
+    requests: dict[str, Request] = {}
     if metrics.tensorboard:
-        requests["metrics.tensorboard=true"] = _Request(
-            packages={"tensorboard": "tensorboard"},
-            open_run=lambda _: TensorBoard(directory / "tensorboard", description.metadata),
+        requests["metrics.tensorboard=true"] = (
+            {"tensorboard": "tensorboard"},
+            lambda _: TensorBoard(directory / "tensorboard", description.metadata),
+            None,
         )
     if metrics.wandb:
-        requests["metrics.wandb=true"] = _Request(
-            packages={"wandb": "wandb"},
-            open_run=lambda warn: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), warn),
-            finish_minutes=metrics.wandb_finish_minutes,
+        requests["metrics.wandb=true"] = (
+            {"wandb": "wandb"},
+            lambda warn: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), warn),
+            metrics.wandb_finish_minutes,
         )
     for name, tracker in (metrics.trackers or {}).items():
-        requests[f"metrics.trackers.{name}"] = _Request(
-            packages=tracker.packages,
-            open_run=partial(hide_in_labels(tracker).build, directory, description),
-            finish_minutes=tracker.finish_minutes,
-        )
+        open_run = partial(_open_run, hide_in_labels(tracker), directory, description)
+        requests[f"metrics.trackers.{name}"] = tracker.packages, open_run, tracker.finish_minutes
     return requests
+
+
+def _open_run(tracker: Tracker, directory: Path, description: RunDescription, warn: Warn) -> TrackerRun:
+    own: Callable[..., TrackerRun] = type(tracker).build  # a class that derives from MLflow may have another one
+    openers: dict[Any, Callable[..., TrackerRun]] = {MLflow.build: MLflowRun, Trackio.build: TrackioRun}
+    return openers.get(own, own)(tracker, directory, description, warn)
 
 
 def find_viewers(metrics: Metrics, directory: Path) -> dict[str, str]:
@@ -223,3 +285,56 @@ def _is_installed(package: str) -> bool:
     """Whether a package is installed; a namespace folder of that name, such as a run's wandb/, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+class TensorBoard:
+    """Event files for TensorBoard; a resumed attempt purges the steps that it repeats."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        """Create the directory; the writer opens with the first record, whose step it needs.
+
+        Args:
+            directory: of the event files.
+            settings: shown as hyperparameters.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        describe: Any = hparams
+        self._start_summary, self._settings_summary, self._end_summary = describe(
+            flatten_settings(settings), dict.fromkeys(HPARAM_METRICS, 0.0)
+        )
+        directory.mkdir(parents=True, exist_ok=True)
+        self._open_writer: Callable[[int], Any] = lambda step: SummaryWriter(
+            str(directory), purge_step=step, flush_secs=30
+        )
+        self._writer: Any = None
+        self._step = 0
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Write the numbers of a record at its step; a record without a step is skipped."""
+        if "step" not in record:
+            return
+        self._step = int(record["step"])
+        if self._writer is None:
+            self._writer = self._open_writer(self._step)
+            self._add_summaries(self._start_summary, self._settings_summary)
+        for name, value in extract_scalars(record).items():
+            self._writer.add_scalar(name, value, self._step, walltime=record.get("time"))
+
+    def _add_summaries(self, *summaries: Any) -> None:
+        for summary in summaries:
+            self._writer.file_writer.add_summary(summary)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the final result as result/... at the last step and close the file."""
+        if self._writer is not None:
+            for name, value in extract_numbers(result).items():
+                self._writer.add_scalar(f"result/{name}", value, self._step)
+            if result.get("finished"):
+                self._add_summaries(self._end_summary)
+            self._writer.close()
+
+
+HPARAM_METRICS = ("train/loss", "validation/loss", "train/tokens_per_second")
+"""What TensorBoard shows beside the hyperparameters."""

@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.metrics.schema import Metrics
-from titan.metrics.secrets import hide_secrets, summarise_error
-from titan.metrics.server import server_answers
-from titan.metrics.tracker_run import RunDescription, Warn, extract_numbers, extract_scalars
+from titan.metrics.tracker_run import (
+    RunDescription,
+    Warn,
+    check_writable,
+    extract_numbers,
+    extract_scalars,
+    hide_secrets,
+    server_answers,
+    summarise_error,
+)
 
 MAX_TAG_LENGTH = 64
 """Characters of a tag that W&B accepts."""
@@ -45,13 +52,8 @@ class WeightsAndBiases:
             metrics: project, entity and mode.
             directory: where wandb/ is created.
             settings: see `build_wandb_options`.
-
-        Raises:
-            OSError: when the directory can't be written to.
         """
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise OSError(f"{directory} can't be written to")  # wandb would silently write to /tmp
+        check_writable(directory)  # wandb would silently write to /tmp
         run = self._start_online(metrics, directory, settings, warn) if metrics.wandb_mode == "online" else None
         self._run: Any = run or _start_wandb(metrics, directory, settings, "offline")
         self._run.config.update(settings["config"], allow_val_change=True)  # a resumed run has its first attempt's

@@ -209,8 +209,9 @@ def format_speed_settings(document: Mapping[str, Any]) -> str:
 
 
 def _measure_speed(steps: StepColumns, raw: RawRun) -> MeasuredSpeed:
-    low, median, high = np.percentile(steps.seconds, [10, 50, 90])
-    speed, tflops, mfu = (_compute_median(column) for column in (steps.rate, steps.tflops, steps.mfu))
+    low, median, high = np.percentile(steps.step_seconds, [10, 50, 90])
+    columns = (steps.tokens_per_second_per_device, steps.tflops_per_device, steps.mfu)
+    speed, tflops, mfu = map(_compute_median, columns)
     mfu_causal = None
     if mfu is not None and speed and tflops and raw.model:  # a model whose class can't be loaded has no FLOPs
         flops_per_token = tflops * 1e12 / speed
@@ -221,7 +222,7 @@ def _measure_speed(steps: StepColumns, raw: RawRun) -> MeasuredSpeed:
         tflops_per_device=tflops,
         mfu=mfu,
         mfu_causal=mfu_causal,
-        memory_gib=float(np.nanmax(steps.memory)) if np.isfinite(steps.memory).any() else None,
+        memory_gib=float(np.nanmax(steps.memory_gib)) if np.isfinite(steps.memory_gib).any() else None,
         steps=len(steps),
     )
 
@@ -233,7 +234,7 @@ def _compute_median(column: Numbers) -> float | None:
 
 def collect_speeds(runs: Sequence[RawRun]) -> dict[tuple[int, int], Numbers]:
     """Return the speeds of a variant's runs with timed steps; of equal seed and repeat the last run counts."""
-    by_run = {(raw.seed, raw.repeat): _select_comparable_steps(raw).rate for raw in runs}
+    by_run = {(raw.seed, raw.repeat): _select_comparable_steps(raw).tokens_per_second_per_device for raw in runs}
     finite = {key: speeds[np.isfinite(speeds) & (speeds > 0)] for key, speeds in by_run.items()}
     return {key: speeds for key, speeds in finite.items() if len(speeds)}
 
@@ -295,7 +296,7 @@ def _build_prediction(raw: RawRun, measured: MeasuredSpeed | None) -> RunPredict
     if prediction is None:
         return None
     steps, data = _select_comparable_steps(raw), None
-    work = _read_number(np.nanmedian(steps.seconds - np.nan_to_num(steps.data_seconds))) if len(steps) else None
+    work = _read_number(np.nanmedian(steps.step_seconds - np.nan_to_num(steps.data_seconds))) if len(steps) else None
     if np.isfinite(steps.data_seconds).any():
         data = float(np.nanmean(steps.data_seconds))
     seconds = [value / max(1, len(raw.metrics.steps)) for value in (_sum_evaluations(raw), raw.metrics.stall_seconds)]

@@ -73,12 +73,12 @@ class History:
         last_time = self.raw.metrics.last_times.get(number)
         if last_time is None:  # it wrote no line
             return AttemptSpan(number, count_devices(document), 0.0, 0.0, 0.0, np.empty(0))
-        first_time = float(lines.time[0] - lines.seconds[0]) if len(lines) else last_time
+        first_time = float(lines.time[0] - lines.step_seconds[0]) if len(lines) else last_time
         start = parse_start_time(document)
         start = first_time if start is None else min(start, first_time)
         lead = start_seconds = first_time - start if len(lines) else 0.0
         if len(lines):  # the first step may take longer than usual
-            lead += max(0.0, float(lines.seconds[0] - np.nanmedian(lines.seconds)))
+            lead += max(0.0, float(lines.step_seconds[0] - np.nanmedian(lines.step_seconds)))
         seconds = max(0.0, last_time - start)
         return AttemptSpan(number, count_devices(document), start_seconds, lead, seconds, lines.time - start)
 
@@ -102,7 +102,7 @@ class History:
     def compute_cost(self) -> RunCost:
         """Return the cost of the run."""
         total = sum(span.seconds for span in self.spans)
-        useful = float(np.nansum(self.steps.seconds))
+        useful = float(np.nansum(self.steps.step_seconds))
         return RunCost(
             device_hours=sum(span.devices * span.seconds for span in self.spans) / HOUR,
             goodput=min(1.0, useful / total) if total else None,

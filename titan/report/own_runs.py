@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.cluster.devices import Machine
-from titan.cluster.hardware import Hardware
+from titan.cluster.schema import Hardware
 from titan.config.modules import list_trusted_packages
 from titan.config.settings import build
 from titan.errors import ConfigError

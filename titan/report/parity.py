@@ -112,7 +112,7 @@ def compare_steps(a: Member, b: Member) -> Parity:
         unequal=len(unequal),
         first_unequal=int(steps_a.step[unequal[0]]) if len(unequal) else None,
         loss_gap=compute_relative_gap(steps_a.loss[first_steps], steps_b.loss[first_steps]),
-        norm_gap=compute_relative_gap(steps_a.norm[first_steps], steps_b.norm[first_steps]),
+        norm_gap=compute_relative_gap(steps_a.grad_norm[first_steps], steps_b.grad_norm[first_steps]),
         largest_gap=_compute_largest_gap(a, b),
         identical=_is_identical(a, b),
     )
@@ -250,7 +250,10 @@ def find_first_difference(a: StepColumns, b: StepColumns, bounds: tuple[float, f
     """
     a, b = select_common_steps(a, b)
     unequal = _find_unequal_batches(a, b)
-    gaps = {"loss": _compute_relative_gaps(a.loss, b.loss), "gradient norm": _compute_relative_gaps(a.norm, b.norm)}
+    gaps = {
+        "loss": _compute_relative_gaps(a.loss, b.loss),
+        "gradient norm": _compute_relative_gaps(a.grad_norm, b.grad_norm),
+    }
     differs = unequal | (gaps["loss"] > bounds[0]) | (gaps["gradient norm"] > bounds[1])
     if not differs.any():
         return None

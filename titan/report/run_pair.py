@@ -77,7 +77,7 @@ def read_pair(name: str, other: str) -> RunPair:
         raise ConfigError(f"against={other}: has no step in common with {name} in metrics.jsonl; give step=N.")
     difference = find_first_difference(a, b, bounds)
     initial = difference is not None and begins_at_initial_weights(directories, difference.step)
-    gaps = compute_relative_gap(a.loss, b.loss) or 0.0, compute_relative_gap(a.norm, b.norm) or 0.0
+    gaps = compute_relative_gap(a.loss, b.loss) or 0.0, compute_relative_gap(a.grad_norm, b.grad_norm) or 0.0
     return RunPair((int(a.step[0]), int(a.step[-1]), len(a)), gaps, bounds, difference, not initial)
 
 

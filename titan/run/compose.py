@@ -23,6 +23,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from titan.cluster import devices
+from titan.cluster.checks import check_cluster
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config import modules, settings
@@ -176,9 +177,11 @@ def _check_before_import(content: dict[str, Any]) -> None:
     check_name(str(content.get("name")))
     own_settings = {axis: value for axis, value in content.items() if not settings.is_foreign(value)}
     schemas = settings.build_fields(Recipe, own_settings)
-    for axis in ("model", "training", "parallelism", "dataset", "cluster"):
+    for axis in ("model", "training", "parallelism", "dataset"):
         if axis in schemas:
             schemas[axis].check()
+    if "cluster" in schemas:
+        check_cluster(schemas["cluster"])
     if {"schedule", "training"} <= schemas.keys():
         schemas["schedule"].check(schemas["training"].steps)
 

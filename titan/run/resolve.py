@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from titan.cluster.checks import check_cluster
 from titan.cluster.devices import Machine
 from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
@@ -98,7 +99,7 @@ def _check_axes(recipe: Recipe) -> Recipe:
     recipe.parallelism.check()
     recipe.dataset.check()
     recipe.evaluation.check()
-    recipe.cluster.check()
+    check_cluster(recipe.cluster)
     hooks.check_hooks(recipe.hooks)
     return replace(recipe, optimizer=recipe.optimizer.measure(recipe.model))
 

@@ -14,10 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.checkpoint import manifest, transfer
-from titan.checkpoint.compared import compare_replicas, describe_compared
+from titan.checkpoint import manager, manifest
 from titan.checkpoint.coordinator import Coordinator, prefix_errors
-from titan.checkpoint.manager import CheckpointManager, CompareReplicas, PostSaveHook, SaveOutcome
+from titan.checkpoint.manager import (
+    CheckpointManager,
+    CompareReplicas,
+    PostSaveHook,
+    SaveOutcome,
+    compare_replicas,
+    describe_compared,
+)
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.select import is_post_save_pending
 from titan.checkpoint.state import train_state_dict
@@ -131,10 +137,6 @@ class CheckpointPolicy:
         """Wait until the last save has copied the state; call it before the weights change."""
         if self.manager is not None:
             self.manager.wait_for_staging()
-
-    def find_running_save(self) -> tuple[int, float] | None:
-        """Return the step of the save that is running, and when it began; None without any."""
-        return None if self.manager is None else self.manager.find_running_save()
 
     def poll_finished(self) -> list[dict[str, Any]]:
         """Process the saves that have finished, and return a metrics record of each that succeeded."""
@@ -259,7 +261,7 @@ def _build_post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSave
     """Return what runs after each save: the copy elsewhere and the export."""
     settings, hooks = run.checkpoint, list[PostSaveHook]()
     if settings.path:  # first: it is what protects against loss
-        hooks.append(transfer.make_copy_hook(settings, settings.path, run.directory, coordinator))
+        hooks.append(manager.make_copy_hook(settings, settings.path, run.directory, coordinator))
     if settings.export:
         hooks.append(_build_export_hook(settings.export, settings.export_dtype, coordinator))
     return tuple(hooks)

@@ -14,9 +14,8 @@ from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.recorder import Recorder, StepSpeed
-from titan.metrics.secrets import hide_secrets
 from titan.metrics.spikes import SpikeDetector
-from titan.metrics.tracker_run import RunDescription
+from titan.metrics.tracker_run import RunDescription, hide_secrets
 from titan.metrics.trackers import open_trackers
 from titan.run import evaluated, identity
 from titan.run.attempts import Attempt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from titan.checkpoint import retention
+from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.restore import restore_train_state
@@ -36,7 +36,7 @@ def restore_state(
         reader: the attempt's checkpoint, where it has been opened already.
     """
     if train_step.world.is_rank0:
-        retention.remove_leftovers(Path(run.directory), run.checkpoint.grace, attempt.run_id)
+        manifest.remove_leftovers(Path(run.directory), run.checkpoint.grace, attempt.run_id)
     coordinator, has_average = Coordinator.from_world(train_step.world), False
     if attempt.checkpoint:
         has_average = restore_train_state(train_step, reader or CheckpointReader(attempt.checkpoint), coordinator)

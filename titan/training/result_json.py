@@ -10,10 +10,10 @@ from typing import Any
 
 from titan.checkpoint import manifest
 from titan.hooks.calls import Hooks
-from titan.metrics.loss_curves import read_loss_curves
-from titan.metrics.plot import plot_losses
+from titan.metrics.columns import read_loss_curves
 from titan.metrics.reader import METRICS
 from titan.metrics.recorder import peak_memory_gib, replace_non_finite
+from titan.metrics.svg import plot_losses
 from titan.parallelism.mesh import World
 from titan.run.attempts import Attempt
 from titan.run.run import Run

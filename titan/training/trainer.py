@@ -104,7 +104,6 @@ class Trainer:
         self.audit = self.reporter.audit = Audit(run, train_step, warn)
         self.bad_steps = BadSteps(run, train_step, self.mix, self.timeouts, self._to_device, warn)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, warn)
-        world.activity.get_running_save = self.saving.find_running_save
         self.evaluator: Evaluator | None = None
         predicted = attempt.prediction.step_parts if attempt.prediction else {}
         tasks: dict[str, tuple[Any, str]] = {"checkpoint": (self, "save"), "evaluation": (self, "validate")}

@@ -15,16 +15,16 @@ import torch.distributed as dist
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
+from titan.checkpoint.manager import fetch_checkpoint
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.remote import Remote, open_remote
 from titan.checkpoint.restore import find_corruption
-from titan.checkpoint.transfer import fetch_checkpoint
 from titan.cluster.rank_info import RankInfo
 from titan.console.text import is_url, sanitize_lines
 from titan.debug.activity import Activity
-from titan.debug.dumps import record_nccl_timeouts
 from titan.debug.rank_state import RankGroup, compact_ranks
 from titan.debug.switches import set_switches
+from titan.debug.thread_state import record_nccl_timeouts
 from titan.debug.verdict import HangError
 from titan.debug.watch import Watch
 from titan.errors import ConfigError, RunError, describe_compiler_error, find_own_code_error

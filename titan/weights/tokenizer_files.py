@@ -10,8 +10,7 @@ from typing import Any
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import ManifestFile
 from titan.config.optional import import_optional
-from titan.dataset.tokenizers.load import load_tokenizer
-from titan.dataset.tokenizers.rank_file import BUILT_IN, PATTERN, RankTokenizer
+from titan.dataset.tokenizers.load import BUILT_IN, PATTERN, RankTokenizer, load_tokenizer
 from titan.errors import ConfigError
 from titan.files.atomic import sync_path
 from titan.weights.model_config import load_json

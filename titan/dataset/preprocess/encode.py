@@ -111,11 +111,7 @@ class Encoder:
         self.tokenizer, self.dtype, self.vocab_size, self.masked = tokenizer, dtype, vocab_size, masked
 
     def encode(self, documents: Sequence[tuple[Content, Document]]) -> list[EncodedDocument]:
-        """Encode documents, in their order.
-
-        Raises:
-            ConfigError: when an id is outside of the vocabulary, or documents have the wrong type.
-        """
+        """Encode documents, in their order."""
         if self.tokenizer is None:
             return [EncodedDocument(content, self._convert_ids(document)) for content, document in documents]
         if self.masked:

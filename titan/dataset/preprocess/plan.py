@@ -11,7 +11,7 @@ import glob
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from titan.config.warning import warn_once
 from titan.dataset.documents import Skip, Source, SourcePart
@@ -111,10 +110,6 @@ class PreparationInputs:
         """One more than the largest possible id."""
         return self.tokenizer.vocab_size if self.tokenizer else self.source.vocab_size or 0
 
-    def count_token_bytes(self) -> NDArray[np.uint16]:
-        """Return the number of bytes of text of each id; 1 in a source of tokens."""
-        return self.tokenizer.count_token_bytes() if self.tokenizer else np.ones(self.vocab_size, dtype=np.uint16)
-
     def has_changed(self) -> bool:
         """Return whether the source's content has changed since it was examined."""
         try:
@@ -135,11 +130,7 @@ def find_digest_cache(dataset: Dataset) -> Path:
 
 
 def examine_dataset(dataset: Dataset) -> PreparationInputs:
-    """Build the source, load the tokenizer, and compute the digests.
-
-    Raises:
-        ConfigError: when one of them can't be used.
-    """
+    """Build the source, load the tokenizer, and compute the digests."""
     source = dataset.build()
     tokenizer = load_tokenizer(dataset.tokenizer) if source.vocab_size is None else None
     content_digest = source.digest(find_digest_cache(dataset))
@@ -245,15 +236,12 @@ _KINDS: dict[str, Any] = {
 
 
 def write_plan(inputs: PreparationInputs) -> PreparationPlan:
-    """Make the plan and write it, with the files that a reader of unfinished data needs.
-
-    Raises:
-        ConfigError: when the first documents can't be read, or there are none.
-    """
+    """Make the plan and write it, with the files that a reader of unfinished data needs."""
     limit = compute_hash_limit(inputs.source, inputs.parts, inputs.dataset.validation)
     folder, tokenizer, name = inputs.folder, inputs.tokenizer, "none"
     folder.mkdir(parents=True, exist_ok=True)
-    write_token_bytes(folder, inputs.count_token_bytes())
+    # in a source of tokens each id is one byte
+    write_token_bytes(folder, tokenizer.count_token_bytes() if tokenizer else np.ones(inputs.vocab_size, np.uint16))
     identity = {"name": "none", "fingerprint": "none"}
     if tokenizer is not None:
         identity = {"name": inputs.dataset.tokenizer, "fingerprint": tokenizer.fingerprint}
@@ -293,20 +281,15 @@ def compute_hash_limit(source: Source, parts: Sequence[SourcePart], fraction: fl
     corpus has a validation split too (unless all these documents are equal).
     """
     limit, hashes = int(fraction * 2**64), set[int]()
-    for content in islice(_hash_documents(source, parts), MAX_SEARCHED_DOCUMENTS):
+    documents = (document for part in parts for document in encode.read_documents(source, part))
+    texts = (document for document in documents if not isinstance(document, Skip))
+    for content in map(encode.hash_document, islice(texts, MAX_SEARCHED_DOCUMENTS)):
         hashes.add(content.hash)
         if not fraction or content.hash < limit:
             return limit
     if not hashes:
         raise ConfigError(f"dataset={source.name}: the source has no tokens; give text that is not empty.")
     return max(limit, min(hashes) + 1) if len(hashes) > 1 else limit
-
-
-def _hash_documents(source: Source, parts: Sequence[SourcePart]) -> Iterator[encode.Content]:
-    for part in parts:
-        for document in encode.read_documents(source, part):
-            if not isinstance(document, Skip):
-                yield encode.hash_document(document)
 
 
 def _compute_digest(content_digest: str, tokenizer: Tokenizer | None, dataset: Dataset) -> str:

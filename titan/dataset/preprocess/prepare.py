@@ -15,14 +15,17 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from titan.config.warning import warn_once
-from titan.dataset.preprocess import report
+from titan.console.numbers import format_bytes, format_plural
 from titan.dataset.preprocess.plan import (
     PreparationInputs,
     PreparationPlan,
@@ -33,8 +36,8 @@ from titan.dataset.preprocess.plan import (
     read_plan,
     write_plan,
 )
-from titan.dataset.preprocess.report import Progress, ProgressMeter
 from titan.dataset.preprocess.shard_job import (
+    JobProgress,
     ShardJob,
     ShardManifest,
     find_corruption,
@@ -52,7 +55,130 @@ from titan.errors import ConfigError
 from titan.files import leases
 from titan.files.platform import count_cores
 
-__all__ = ["Progress", "Survey", "ensure_plan", "find_cache_folder", "prepare", "survey_dataset"]
+RANGE_BYTES = 128 * 1024**2
+"""How many bytes of hashes are compared at once."""
+
+Progress = Callable[[str], None]
+
+
+def build_report(shard_manifests: Sequence[ShardManifest], duplicates: int, notes: Sequence[str]) -> dict[str, Any]:
+    """Return the report of a complete preparation.
+
+    Args:
+        duplicates: number of documents that repeat another one.
+        notes: the tokenizer's notes.
+    """
+    documents, text_bytes, seconds = (sum(m[key] for m in shard_manifests) for key in ("documents", "bytes", "seconds"))
+    validation = {key: sum(m["validation"][key] for m in shard_manifests) for key in ("documents", "tokens")}
+    total_tokens = validation["tokens"] + sum(m["train"]["tokens"] for m in shard_manifests)
+    skipped: dict[str, list[Any]] = {}
+    for reason, (count, location) in chain.from_iterable(m["skipped"].items() for m in shard_manifests):
+        skipped.setdefault(reason, [0, location])[0] += count
+    return {
+        "documents": documents,
+        "tokens": total_tokens,
+        "bytes": text_bytes,
+        "bytes_per_token": round(text_bytes / total_tokens, 4) if total_tokens else 0,
+        "held_out": validation,
+        "duplicates": duplicates,
+        "skipped": skipped,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(total_tokens / seconds) if seconds else 0,
+        "mb_per_second": round(text_bytes / seconds / 1e6, 3) if seconds else 0,
+        "notes": list(notes),
+    }
+
+
+def format_rows(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return the report as the rows of a table."""
+    validation, documents = report["held_out"], report["documents"]
+    share = f" ({validation['documents'] / documents:.2%})" if documents else ""
+    table = {
+        "documents": f"{documents:,}, {report['duplicates']:,} of them duplicates",
+        "tokens": f"{report['tokens']:,}; {report['bytes_per_token']:.2f} bytes per token",
+        "text": format_bytes(report["bytes"]),
+        "validation": f"{format_plural(validation['documents'], 'document')}{share}, {validation['tokens']:,} tokens",
+        "speed": f"{report['tokens_per_second']:,} tokens/s, {report['mb_per_second']:.1f} MB/s per process",
+    }
+    for reason, (count, location) in report["skipped"].items():
+        key = "skipped" if "skipped" not in table else f"  {reason}"
+        table[key] = f"{count:,} {reason}" + (f", first: {location}" if location else "")
+    return table | {"tokenizer" if i == 0 else f"  note {i + 1}": note for i, note in enumerate(report["notes"])}
+
+
+def count_distinct(files: Sequence[Path], range_bytes: int = RANGE_BYTES) -> int:
+    """Return the number of different hashes in sorted files of little-endian uint64, one range of values at a time."""
+    files = [file for file in files if file.stat().st_size]
+    ranges = max(1, -(-sum(file.stat().st_size for file in files) // range_bytes))
+    starts, total = [0] * len(files), 0
+    for number in range(1, ranges + 1):
+        last, pieces = np.uint64((number << 64) // ranges - 1), []
+        for i, file in enumerate(files):
+            hashes = np.memmap(file, "<u8", mode="r")
+            end = int(np.searchsorted(hashes, last, side="right"))
+            pieces.append(np.unique(hashes[starts[i] : end]))
+            starts[i] = end
+        total += np.unique(np.concatenate(pieces)).size if pieces else 0
+    return total
+
+
+class ProgressMeter:
+    """Reports the progress of a preparation, about twice a second."""
+
+    def __init__(self, plan: PreparationPlan, progress: Progress | None) -> None:
+        """Report the progress of `plan` through `progress`."""
+        self.plan, self.progress = plan, progress
+        self.total = sum(units[2] for units in plan.units)
+        self.finished_bytes, self.progress_by_shard = 0, dict[int, JobProgress]()
+        self.start = self.last_report = time.monotonic()
+
+    def set_unfinished(self, unfinished: Sequence[int]) -> None:
+        """Take the shards that are not finished."""
+        processed_bytes = sum(self.plan.units[shard][2] for shard in self.progress_by_shard if shard not in unfinished)
+        self.finished_bytes = self.total - sum(self.plan.units[shard][2] for shard in unfinished) - processed_bytes
+
+    def update(self, progress: JobProgress) -> None:
+        """Record the progress of a shard job."""
+        self.progress_by_shard[progress.shard] = progress
+        self.show()
+
+    def show(self) -> None:
+        """Report, if it is time to."""
+        if self._is_due():
+            self.log_message(self._format_line())
+
+    def show_waiting(self, shards: int, holder: str) -> None:
+        """Report, if it is time to, that other processes run the remaining shard jobs."""
+        if self._is_due():
+            subject = format_plural(shards, "shard")
+            self.log_message(f"waiting for {subject} that other processes prepare, such as {holder}")
+
+    def log_message(self, message: str) -> None:
+        """Report a message now."""
+        if self.progress:
+            self.progress(f"preparing {self.plan.name}: {message}")
+
+    def _is_due(self) -> bool:
+        current = time.monotonic()
+        due = current - self.last_report >= 0.5
+        self.last_report = current if due else self.last_report
+        return due
+
+    def _format_line(self) -> str:
+        seconds = max(self.last_report - self.start, 1e-9)
+        jobs = self.progress_by_shard.values()
+        processed_bytes, tokens = sum(job.source for job in jobs), sum(job.tokens for job in jobs)
+        speed = f"{tokens / seconds:,.0f} tokens/s, {processed_bytes / seconds / 1e6:.1f} MB/s"
+        if not self.total:
+            return speed
+        done_bytes = self.finished_bytes + processed_bytes
+        text = f"{min(1.0, done_bytes / self.total):.0%} of {format_bytes(self.total)}, {speed}"
+        if not processed_bytes:
+            return text
+        minutes, remainder = divmod(round(max(0.0, (self.total - done_bytes) / (processed_bytes / seconds))), 60)
+        clock = f"{minutes // 60}:{minutes % 60:02}" if minutes >= 60 else f"{minutes}"
+        return f"{text}, {clock}:{remainder:02} left"
+
 
 WAIT_SECONDS = 0.5
 
@@ -108,9 +234,6 @@ def ensure_plan(dataset: Dataset, setting: str = "dataset") -> Path:
     Args:
         dataset: the settings.
         setting: their name in messages.
-
-    Raises:
-        ConfigError: when the input can't be used or the cache can't be written.
     """
     inputs = examine_dataset(dataset)
     with convert_cache_errors(find_cache_folder(dataset)):
@@ -119,11 +242,7 @@ def ensure_plan(dataset: Dataset, setting: str = "dataset") -> Path:
 
 
 def survey_dataset(dataset: Dataset) -> Survey:
-    """Return what there is to prepare, without writing anything.
-
-    Raises:
-        ConfigError: when the input can't be used.
-    """
+    """Return what there is to prepare, without writing anything."""
     inputs = examine_dataset(dataset)
     existing, folder = read_plan(inputs), inputs.folder
     shards = existing.units if existing else divide_parts(inputs.parts)
@@ -178,7 +297,9 @@ class _Task:
             problem = find_corruption(self.folder, shard, verify=verify)
             if problem:
                 self.meter.log_message(f"{problem}; shard {shard} of {len(self.plan.units)} is rebuilt")
-                self._remove_shard(shard)
+                # its manifest stays, to compare the rebuilt files with
+                for name in (read_shard_manifest(self.folder, shard) or {"files": ()})["files"]:
+                    (self.folder / name).unlink(missing_ok=True)
             elif complete:
                 self.finished.add(shard)
 
@@ -190,7 +311,10 @@ class _Task:
         try:
             self._run_jobs()
             if not (self.folder / "manifest.json").is_file():
-                self._check_unchanged()
+                if self.inputs.has_changed():
+                    shutil.rmtree(self.folder, ignore_errors=True)  # some shards have the old content, others the new
+                    name = self.plan.name
+                    raise ConfigError(f"dataset={name}: its content changed while it was read; rerun the same command.")
                 self._write_manifest()
         except Exception as error:
             with contextlib.suppress(OSError):
@@ -208,16 +332,13 @@ class _Task:
             }
             free = [shard for shard in unfinished if shard not in locked]
             if free:
-                processes = self._choose_process_count(len(free))
+                workers = self.inputs.dataset.workers
+                processes = min(len(free), count_cores() if isinstance(workers, str) else workers)
                 job = job or self._build_job(processes)
                 run_shard_jobs(job, free, processes, self.meter.update, self.meter.show)
             else:
                 self.meter.show_waiting(len(unfinished), leases.describe_holder(lock_file(self.folder, unfinished[0])))
                 time.sleep(WAIT_SECONDS)
-
-    def _choose_process_count(self, shards: int) -> int:
-        workers = self.inputs.dataset.workers
-        return min(shards, count_cores() if isinstance(workers, str) else workers)
 
     def _build_job(self, processes: int) -> ShardJob:
         inputs, is_auto = self.inputs, isinstance(self.inputs.dataset.workers, str)
@@ -231,42 +352,25 @@ class _Task:
             threads=min(8, count_cores()) if is_auto and processes == 1 else 1,
         )
 
-    def _check_unchanged(self) -> None:
-        if self.inputs.has_changed():
-            shutil.rmtree(self.folder, ignore_errors=True)  # some shards have the old content, and others the new one
-            name = self.plan.name
-            raise ConfigError(f"dataset={name}: its content changed while it was read; rerun the same command.")
-
     def _write_manifest(self) -> None:
         """Write the manifest, unless another job has done so."""
         try:
             files = [hashes_file(self.folder, shard) for shard in range(len(self.plan.units))]
-            if sum(file.stat().st_size for file in files) > report.RANGE_BYTES:
+            if sum(file.stat().st_size for file in files) > RANGE_BYTES:
                 self.meter.log_message("counting duplicates")
-            shard_manifests = [
-                shard_manifest
-                for shard in range(len(files))
-                if (shard_manifest := read_finished_manifest(self.folder, shard))
-            ]
-            duplicates = sum(shard_manifest["documents"] for shard_manifest in shard_manifests) - report.count_distinct(
-                files
-            )
+            found = (read_finished_manifest(self.folder, shard) for shard in range(len(files)))
+            shard_manifests = [shard_manifest for shard_manifest in found if shard_manifest]
+            duplicates = sum(m["documents"] for m in shard_manifests) - count_distinct(files)
         except FileNotFoundError:
             if (self.folder / "manifest.json").is_file():
                 return
             raise
         notes: list[str] = getattr(self.inputs.tokenizer, "notes", list)()
-        content = build_manifest(self.plan, shard_manifests, report.build_report(shard_manifests, duplicates, notes))
+        content = build_manifest(self.plan, shard_manifests, build_report(shard_manifests, duplicates, notes))
         if content["max_token"] < 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise ConfigError(f"dataset={self.plan.name}: the source has no tokens; give text that is not empty.")
         write_json(self.folder / "manifest.json", content)
-
-    def _remove_shard(self, shard: int) -> None:
-        """Remove the files of a corrupt shard but keep its manifest, to compare the rebuilt files with."""
-        shard_manifest = read_shard_manifest(self.folder, shard)
-        for name in shard_manifest["files"] if shard_manifest else ():
-            (self.folder / name).unlink(missing_ok=True)
 
 
 def build_manifest(
@@ -275,14 +379,11 @@ def build_manifest(
     """Return the content of `manifest.json`: the plan, the report `report_content`, and the counts of each shard."""
     return {
         **plan.build_content(),
-        "max_token": max(shard_manifest[split]["max_token"] for shard_manifest in shard_manifests for split in SPLITS),
+        "max_token": max(m[split]["max_token"] for m in shard_manifests for split in SPLITS),
         "documents": report_content["documents"],
         "bytes": report_content["bytes"],
         "report": report_content,
-        "units": [
-            {s: [shard_manifest[s]["tokens"], shard_manifest[s]["documents"]] for s in SPLITS}
-            for shard_manifest in shard_manifests
-        ],
+        "units": [{s: [m[s]["tokens"], m[s]["documents"]] for s in SPLITS} for m in shard_manifests],
     }
 
 

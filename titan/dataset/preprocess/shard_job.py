@@ -7,6 +7,7 @@ They are written into a temporary folder and moved to their names, the manifest 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,11 +76,6 @@ class ShardJob:
             tokenizer.threads = self.threads
         return Encoder(tokenizer, self.plan.dtype, self.plan.vocab_size, masked=self.plan.masked)
 
-    def list_parts(self, shard: int) -> Sequence[SourcePart]:
-        """Return the parts of a shard."""
-        first, end, _ = self.plan.units[shard]
-        return self.parts[first:end]
-
 
 def shard_manifest_file(folder: Path, shard: int) -> Path:
     """Return the path of a shard's manifest."""
@@ -140,21 +136,14 @@ def find_corruption(folder: Path, shard: int, *, verify: bool = False) -> str | 
 
 
 def read_finished_manifest(folder: Path, shard: int) -> ShardManifest | None:
-    """The about of a shard that needs no work; None when it does."""
-    if find_corruption(folder, shard):
-        return None
-    shard_manifest = read_shard_manifest(folder, shard)
+    """Return the manifest of a shard that needs no work; None when it does."""
+    shard_manifest = None if find_corruption(folder, shard) else read_shard_manifest(folder, shard)
     if shard_manifest is None or (folder / "manifest.json").is_file():
         return shard_manifest
-    try:
-        hashes_size = hashes_file(folder, shard).stat().st_size
-    except FileNotFoundError:
-        hashes_size = -1
-    return (
-        shard_manifest
-        if hashes_size == 8 * shard_manifest["documents"] or (folder / "manifest.json").is_file()
-        else None
-    )
+    with contextlib.suppress(FileNotFoundError):
+        if hashes_file(folder, shard).stat().st_size == 8 * shard_manifest["documents"]:
+            return shard_manifest
+    return shard_manifest if (folder / "manifest.json").is_file() else None
 
 
 def write_shard(job: ShardJob, encoder: Encoder, shard: int, on_progress: OnProgress) -> None:
@@ -212,7 +201,8 @@ class _ShardWriter:
         }
 
     def _read_documents(self) -> Iterator[Document]:
-        for part in self.job.list_parts(self.shard):
+        first, end, _ = self.job.plan.units[self.shard]
+        for part in self.job.parts[first:end]:
             yield from read_documents(self.job.source, part)
             self.source_bytes, self.text_bytes_before = self.source_bytes + part.bytes, self.bytes
 
@@ -242,7 +232,10 @@ def _publish_shard(job: ShardJob, temporary_folder: Path, shard_manifest: ShardM
     for name in shard_manifest["files"]:
         (temporary_folder / name).replace(folder / name)
     if not (folder / "manifest.json").is_file():
-        _sort_hashes(temporary_folder / "hashes")
+        if (temporary_folder / "hashes").stat().st_size:
+            hashes = np.memmap(temporary_folder / "hashes", "<u8", mode="r+")
+            hashes.sort()
+            hashes.flush()
         hashes_file(folder, shard).parent.mkdir(exist_ok=True)
         (temporary_folder / "hashes").replace(hashes_file(folder, shard))
     sync_path(folder)
@@ -260,10 +253,3 @@ def _check_same_content(job: ShardJob, shard_manifest: ShardManifest, existing: 
             f"dataset={job.plan.name}: shard {shard_manifest['unit']} of {job.folder} differs from its former content "
             f"(another version of the tokenizer's library?); delete that folder to prepare all of it again."
         )
-
-
-def _sort_hashes(file: Path) -> None:
-    if file.stat().st_size:
-        hashes = np.memmap(file, "<u8", mode="r+")
-        hashes.sort()
-        hashes.flush()

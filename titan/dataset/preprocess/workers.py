@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from titan.cluster.rank_error import name_signal
@@ -61,11 +62,7 @@ def run_shard_jobs(
 
 
 def work_on_shards(job: ShardJob, shards: Sequence[int], on_progress: OnProgress) -> None:
-    """Run those shard jobs of `shards` in this process that are neither finished nor locked.
-
-    Raises:
-        ConfigError: when the source can't be read or the folder can't be written.
-    """
+    """Run those shard jobs of `shards` in this process that are neither finished nor locked."""
     encoder: Encoder | None = None
     for shard in shards:
         lock = lock_file(job.folder, shard)
@@ -127,16 +124,24 @@ def _start_workers(job: ShardJob, shards: Sequence[int], processes: int) -> Iter
                 pipe.send((job, shards))
         yield children
     finally:
-        _end_workers(list(children.values()))
+        end_processes(list(children.values()), GRACE_SECONDS)
         with contextlib.suppress(OSError):
             leases.remove_leftovers(job.folder)
 
 
-def _end_workers(children: Sequence[SpawnProcess]) -> None:
+def leave_signals_to(parent_pid: int) -> None:
+    """Ignore SIGINT and SIGHUP in this process, which the parent handles, and end it when the parent ends."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    watch_parent(parent_pid)
+
+
+def end_processes(children: Sequence[BaseProcess], grace: float) -> None:
+    """End processes, and kill those that have not ended after `grace` seconds."""
     alive = [child for child in children if child.pid is not None]
     for child in alive:
         child.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + grace
     for child in alive:
         child.join(max(0.0, deadline - time.monotonic()))
         if child.is_alive():
@@ -176,10 +181,8 @@ def _describe_exit(code: int) -> str:
 
 
 def _run_worker(parent_pid: int, pipe: Connection) -> None:
-    """Run in a worker process: ignore SIGINT and SIGHUP, which the parent handles, and exit when the parent does."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    watch_parent(parent_pid)
+    """Run in a worker process."""
+    leave_signals_to(parent_pid)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         job, shards = pipe.recv()

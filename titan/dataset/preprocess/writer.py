@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from titan.files.untrusted import parse_json
 
 CHUNK_TOKENS = 4 * 1024 * 1024
 """The size of the shuffle buffer in tokens: so many are in memory."""
-READ_BYTES = 8 * 1024 * 1024
 
 
 class HashedFile:
@@ -115,12 +114,9 @@ def derive_seed(*values: Any) -> int:
 
 def compute_checksum(path: Path) -> list[Any]:
     """Return [bytes, hash] of a file, as `HashedFile` does."""
-    digest, size = blake2b(digest_size=32), 0
     with open(path, "rb") as file:
-        while chunk := file.read(READ_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return [size, digest.hexdigest()]
+        digest = file_digest(file, lambda: blake2b(digest_size=32))
+        return [file.tell(), digest.hexdigest()]
 
 
 def write_token_bytes(folder: Path, token_bytes: NDArray[np.uint16]) -> None:

@@ -85,11 +85,7 @@ TEMPLATES = {
 
 
 def choose_template(name: str, tokenizer: Tokenizer) -> str:
-    """Return the name of the template; for "auto" the first one whose special tokens `tokenizer` has.
-
-    Raises:
-        ConfigError: when the tokenizer lacks a special token of the template.
-    """
+    """Return the name of the template; for "auto" the first one whose special tokens `tokenizer` has."""
     if name == "auto":
         return next(
             candidate_name
@@ -180,11 +176,7 @@ def build_chat_source(reader: RowReader, row_format: Conversation, on_error: str
 
 
 def build_file_reader(path: str, columns: tuple[str, ...]) -> RowReader:
-    """Return the reader of the JSON Lines or Parquet files at `path`.
-
-    Raises:
-        ConfigError: when there are no files, or files of both kinds.
-    """
+    """Return the reader of the JSON Lines or Parquet files at `path`."""
     source_files = files.find_files(path, (*_JSONL_SUFFIXES, *_PARQUET_SUFFIXES))
     parquet_files = [file for file in source_files if files.get_suffix(file.path) in _PARQUET_SUFFIXES]
     if parquet_files and len(parquet_files) < len(source_files):

@@ -26,6 +26,7 @@ from titan.config.optional import import_fsspec, import_optional
 from titan.console.numbers import format_bytes, format_plural
 from titan.console.text import format_error, is_url, redact
 from titan.dataset.documents import Skip, SourcePart, content_digest
+from titan.dataset.preprocess.writer import compute_checksum
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
 
@@ -86,11 +87,7 @@ class SourceFile:
         return get_suffix(self.path, full=True).endswith(_COMPRESSED)
 
     def open(self) -> BinaryIO:
-        """Open the file and decompress it; seekable unless compressed.
-
-        Raises:
-            ConfigError: when it can't be opened.
-        """
+        """Open the file and decompress it; seekable unless compressed."""
         raw = self.open_raw()
         if not self.is_compressed:
             return raw
@@ -105,7 +102,8 @@ class SourceFile:
             file = _open_filesystem(self.path)[0].open(self.path, "rb")
             if file.seekable():
                 return cast(BinaryIO, io.BufferedReader(file, _CHUNK))
-            return cast(BinaryIO, io.BufferedReader(_DecompressedStream(self.path, file, _read_chunks(file)), _CHUNK))
+            chunks = iter(lambda: file.read(_CHUNK), b"")
+            return cast(BinaryIO, io.BufferedReader(_DecompressedStream(self.path, file, chunks), _CHUNK))
 
 
 @contextlib.contextmanager
@@ -184,9 +182,6 @@ def find_files(path: str, suffixes: Sequence[str], *, any_other: bool = False) -
 
     In a folder: the files with one of the `suffixes`, compressed or not; if there are none and `any_other`, all files
     that aren't hidden.
-
-    Raises:
-        ConfigError: when there are no such files, or only empty ones.
     """
     matches = _list_files(path, suffixes, any_other)
     if not matches:
@@ -374,11 +369,6 @@ class _CorruptStreamError(Exception):
     pass
 
 
-def _read_chunks(file: Any) -> Iterator[bytes]:
-    while piece := file.read(_CHUNK):
-        yield piece
-
-
 def _decompress_gzip(raw: BinaryIO) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=raw) as file:
         while piece := file.read1(_CHUNK):  # read() would discard content before an error
@@ -422,8 +412,5 @@ def compute_file_digest(path: Path, memo: Path | None) -> bytes:
 
 
 def _hash_file(path: Path) -> bytes:
-    digest = blake2b(digest_size=32)
-    with convert_read_errors(str(path)), open(path, "rb") as file:
-        while chunk := file.read(8 * _CHUNK):
-            digest.update(chunk)
-    return digest.digest()
+    with convert_read_errors(str(path)):
+        return bytes.fromhex(compute_checksum(path)[1])

@@ -121,7 +121,10 @@ class HubReader(RowReader):
         number = first if self._is_saved else 0
         location = f"{self.name} {self.split}" if self._is_saved else part.name
         try:
-            for table in self._read_tables(first, last):
+            data = self._data
+            rows = data.select(range(first, min(last, len(data)))) if self._is_saved else data.shard(last, first)
+            # Arrow tables are much faster than the library's dictionaries
+            for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
                 for row in convert_rows(table):
                     yield f"{location}, row {number}", row
                     number += 1
@@ -131,13 +134,6 @@ class HubReader(RowReader):
             way_out = "fetch it again, or give dataset.on_error=skip to use the content before it."
             cause = format_error(error.__cause__ or error) or type(error).__name__
             yield part.name, BadDocumentError("broken file", f"a file is broken or truncated ({cause}); {way_out}")
-
-    def _read_tables(self, first: int, last: int) -> Iterator[Any]:
-        """Yield the rows of a part as Arrow tables, which are much faster than the library's dictionaries."""
-        is_saved, data = self._is_saved, self._data
-        rows = data.select(range(first, min(last, len(data)))) if is_saved else data.shard(last, first)
-        tables: Iterator[Any] = rows.with_format("arrow").iter(batch_size=_BATCH_ROWS)
-        return tables
 
     @property
     def _is_saved(self) -> bool:
@@ -152,7 +148,11 @@ class HubReader(RowReader):
         """The dataset with only the columns to read; not pickled."""
         datasets = import_optional("datasets", "dataset=hub")
         try:
-            data = self._load_from_disk(datasets) if self._is_saved else self._load_stream(datasets)
+            if self._is_saved:
+                data = self._load_from_disk(datasets)
+            else:
+                name, revision = (self.name, self.commit) if self.folder is None else (str(self.folder), None)
+                data = datasets.load_dataset(name, self.subset, split=self.split, revision=revision, streaming=True)
             column_names = self._list_columns(data)
         except ConfigError:
             raise
@@ -183,10 +183,6 @@ class HubReader(RowReader):
         if self.split not in splits:
             raise ConfigError(self._describe_missing_split(", ".join(splits)))
         return datasets.load_from_disk(str(folder / self.split))  # only this split: empty ones can't be loaded
-
-    def _load_stream(self, datasets: Any) -> Any:
-        name, revision = (self.name, self.commit) if self.folder is None else (str(self.folder), None)
-        return datasets.load_dataset(name, self.subset, split=self.split, revision=revision, streaming=True)
 
     def _describe_missing_split(self, splits: str) -> str:
         return f"dataset.split={self.split}: {self.name} has no such split (its splits: {splits}); choose another."
@@ -258,9 +254,6 @@ def fetch_tokenizer(name: str) -> Path:
     """Fetch the tokenizer.json of `name` (OWNER/NAME or OWNER/NAME@REVISION) and its tokenizer_config.json.
 
     Both are fetched with the user's login into the cache of `huggingface_hub`, which also works without a network.
-
-    Raises:
-        ConfigError: when it can't be fetched.
     """
     hub = import_optional("huggingface_hub", f"dataset.tokenizer={name}")
     repository, _, revision = name.partition("@")

@@ -57,11 +57,7 @@ def build_stdlib_source() -> Source:
 
 
 def build_text_source(path: str, separator: str | None = None, on_error: str = "refuse") -> Source:
-    """Return the source of text files: a file, a folder (*.txt, *.md and *.text below it, or all its files) or a glob.
-
-    Raises:
-        ConfigError: when there are no files, or only empty ones or ones of records.
-    """
+    """Return the source of text files: a file, a folder (*.txt, *.md and *.text in it, or all its files) or a glob."""
     if separator == "":
         raise ConfigError("dataset.separator is empty: give the text between documents, or null if there is none.")
     source_files = find_texts(path, f"dataset={{kind}} dataset.path={path} (dataset.field=KEY names the text's key)")
@@ -76,9 +72,6 @@ def find_texts(path: str, way_out: str) -> tuple[SourceFile, ...]:
     Args:
         path: as in `build_text_source`.
         way_out: what to give to read records; {kind} stands for what the axis dataset calls them.
-
-    Raises:
-        ConfigError: when there are no files, or only empty ones or ones of records.
     """
     found = files.find_files(path, _TEXTS, any_other=True)
     texts = tuple(file for file in found if files.get_suffix(file.path) not in _RECORDS)
@@ -92,11 +85,7 @@ def find_texts(path: str, way_out: str) -> tuple[SourceFile, ...]:
 
 
 def build_field_sources(path: str, field: str) -> list[Source]:
-    """Return the sources of the text files at `path`, and of the field of its JSON Lines and Parquet files.
-
-    Raises:
-        ConfigError: when there are no files, or only empty ones.
-    """
+    """Return the sources of the text files at `path`, and of the field of its JSON Lines and Parquet files."""
     by_kind = defaultdict[str, list[SourceFile]](list)
     for file in files.find_files(path, (*_TEXTS, *_RECORDS), any_other=True):
         by_kind[_RECORDS.get(files.get_suffix(file.path), "text")].append(file)
@@ -109,20 +98,12 @@ def build_field_sources(path: str, field: str) -> list[Source]:
 
 
 def build_jsonl_source(path: str, field: str = "text", on_error: str = "refuse") -> Source:
-    """Return the source of JSON Lines files: a file, a folder (*.jsonl and *.json below it) or a glob.
-
-    Raises:
-        ConfigError: when there are no files, or only empty ones.
-    """
+    """Return the source of JSON Lines files: a file, a folder (*.jsonl and *.json below it) or a glob."""
     return RowSource("jsonl", JsonLinesReader(files.find_files(path, (".jsonl", ".json"))), TextField(field), on_error)
 
 
 def build_parquet_source(path: str, field: str = "text", on_error: str = "refuse") -> Source:
-    """Return the source of Parquet files: a file, a folder (*.parquet below it) or a glob.
-
-    Raises:
-        ConfigError: when there are no files, or only empty ones.
-    """
+    """Return the source of Parquet files: a file, a folder (*.parquet below it) or a glob."""
     return RowSource(
         "parquet", ParquetReader(files.find_files(path, (".parquet", ".pq")), (field,)), TextField(field), on_error
     )
@@ -254,7 +235,9 @@ def split_passages(file: BinaryIO, step: int, carry: bytes = b"", count: int | N
 
 
 def _find_passage_end(block: bytes) -> int:
-    return block.rfind(b"\n") + 1 or _find_character_start(block)
+    """Return the end of the last line; without one the start of the last UTF-8 character, or the end of other bytes."""
+    starts = (len(block) - back for back in range(1, 5) if block[-back] & 0xC0 != 0x80)
+    return block.rfind(b"\n") + 1 or next(starts, len(block))
 
 
 def split_documents(file: BinaryIO, separator: bytes, size: int | None = None, position: int = 0) -> Iterator[bytes]:
@@ -274,12 +257,6 @@ def split_documents(file: BinaryIO, separator: bytes, size: int | None = None, p
         if len(carry) > files.MAX_DOCUMENT_BYTES:
             raise files.build_too_long_error(position - len(carry), "document", "to use the content before it")
     yield carry
-
-
-def _find_character_start(data: bytes) -> int:
-    """Return the start of the last UTF-8 character of `data`; the length of `data` if its end is not UTF-8."""
-    starts = (len(data) - back for back in range(1, 5) if data[-back] & 0xC0 != 0x80)
-    return next(starts, len(data))
 
 
 def _is_foreign(name: str) -> bool:

@@ -61,11 +61,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, with U+FFFD for bytes that are not UTF-8.
-
-        Raises:
-            ConfigError: when there is no such id.
-        """
+        """Return the text of `ids`, with U+FFFD for bytes that are not UTF-8."""
 
     @abstractmethod
     def count_token_bytes(self) -> NDArray[np.uint16]:
@@ -128,11 +124,7 @@ class Tokenizer(ABC):
 
 
 def read_tokenizer_file(path: Path) -> bytes:
-    """Return the content of a tokenizer's file.
-
-    Raises:
-        ConfigError: when it can't be read.
-    """
+    """Return the content of a tokenizer's file."""
     try:
         return untrusted.read_regular_file(path)
     except OSError as error:

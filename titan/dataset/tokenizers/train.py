@@ -7,7 +7,7 @@ result is written as a tiktoken rank file. The built-in titan4k was trained this
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,7 +20,7 @@ from titan.console.text import sanitize_line
 from titan.dataset.documents import Source
 from titan.dataset.sources import local
 from titan.dataset.sources.files import describe_selection
-from titan.dataset.tokenizers.rank_file import PATTERN, cut_spaces, write_ranks
+from titan.dataset.tokenizers.load import PATTERN, cut_spaces, write_ranks
 from titan.errors import ConfigError, RunError
 from titan.files.output_files import check_output_file
 
@@ -53,11 +53,7 @@ COMMAND = Command(
 
 
 def train_vocabulary(texts: Iterable[str], ranks: int) -> list[bytes]:
-    """Train a vocabulary of `ranks` tokens and return them in the order of their ranks; deterministic.
-
-    Raises:
-        ConfigError: when `ranks` is below 256, or the texts have too few pairs to merge.
-    """
+    """Train a vocabulary of `ranks` tokens and return them in the order of their ranks; deterministic."""
     if ranks < 256:
         raise ConfigError(f"ranks={ranks}: the 256 single bytes are always included; give 256 or more.")
     vocabulary = _learn_merges(chain.from_iterable(map(cut_spaces, texts)), ranks)
@@ -95,11 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return COMMAND.run(_train_file, argv)
 
 
-def _read_texts(source: Source) -> Iterator[str]:
-    documents = chain.from_iterable(map(source.documents, source.parts()))
-    return (document for document in documents if isinstance(document, str))
-
-
 def _open_sources(path: str | None, field: str | None) -> Sequence[Source]:
     """Return the sources of the text at a path, or of the standard library's, and print what is read and left out."""
     sources: Sequence[Source]
@@ -121,7 +112,8 @@ def _train_file(command_line: CommandLine[Settings]) -> int:
     out = check_output_file(settings.to, (".tiktoken",))
     sources = list(chain.from_iterable(_open_sources(path, settings.field) for path in settings.paths or (None,)))
     try:
-        tokens = train_vocabulary(chain.from_iterable(map(_read_texts, sources)), settings.ranks)
+        documents = (document for source in sources for part in source.parts() for document in source.documents(part))
+        tokens = train_vocabulary((text for text in documents if isinstance(text, str)), settings.ranks)
         write_ranks(out, tokens)
     except ConfigError as error:
         raise ConfigError(str(error).replace("dataset.field", "field")) from error

@@ -15,8 +15,7 @@ import numpy as np
 
 from titan.console.numbers import format_log_tick, format_tick, format_tokens
 from titan.metrics import svg
-from titan.metrics.plot import POINTS, SMOOTHING_SHARE, Points, thin_curve
-from titan.metrics.svg import Frame, Label
+from titan.metrics.svg import POINTS, SMOOTHING_SHARE, Frame, Label, Points, thin_curve
 from titan.report import rank
 from titan.report.findings import Comparison, RunResult
 from titan.report.render.charts import (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
+from titan.checkpoint.manager import fetch_checkpoint
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.restore import find_corruption
-from titan.checkpoint.transfer import fetch_checkpoint
 from titan.cluster.rank_info import RankInfo
 from titan.debug.switches import set_switches
 from titan.errors import ConfigError, RunError
