@@ -27,6 +27,7 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna.trial import Trial as AskedTrial
 
 from launchers.search.study import Space, format_values, list_corners, open_study
+from launchers.session import RESULTS
 from launchers.trials import Trial
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
