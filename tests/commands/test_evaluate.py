@@ -90,7 +90,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
     )
 
     def replace_weights(trainer: Any) -> None:
-        restore = trainer._restore_state
+        restore = trainer.restore_state
 
         def restored() -> None:
             restore()
@@ -98,7 +98,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
                 parameter.data.copy_(mean[f"model.{name}"])
             trainer.step = trainer.run.training.steps
 
-        trainer._restore_state = restored
+        trainer.restore_state = restored
 
     train_run(reference, replace_weights)
     last = read_records(tmp_path / "x" / "metrics.jsonl")[-1]

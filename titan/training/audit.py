@@ -102,9 +102,9 @@ def list_observed(stage: Any) -> Iterator[tuple[str, nn.Module]]:
 class Audit:
     """The audits of a rank. All ranks call its methods together, in the order of a step."""
 
-    def __init__(self, run: Run, train_step: TrainStep, warn: Callable[[str], None]) -> None:
-        """Take the run, whose settings allow audits, and what is trained; `warn` reports what is not an error."""
-        self.every, self.seed, self.train_step, self.warn = run.debug.audit, run.training.seed, train_step, warn
+    def __init__(self, run: Run, train_step: TrainStep) -> None:
+        """Take the run, whose settings allow audits, and what is trained."""
+        self.every, self.seed, self.train_step = run.debug.audit, run.training.seed, train_step
         self.world, layout = train_step.world, run.layout
         self.stride = layout.context * layout.tensor
         self.span = count_expert_span(layout.expert, self.stride)
@@ -127,15 +127,18 @@ class Audit:
         with OutputPrints(self.train_step.stages[0], microbatch) as self._recorded:
             yield
 
-    def check(self, step: int, rows: Microbatches) -> None:
+    def check(self, step: int, rows: Microbatches) -> str:
         """Let another rank compute the micro-batch that was recorded, and compare.
+
+        Returns:
+            A warning: what differs, and is no error; empty without one.
 
         Raises:
             DifferingRanksError: on all ranks, when a rank computes wrongly.
         """
         recorded, self._recorded = self._recorded, None
         if recorded is None:
-            return
+            return ""
         start_time = time.monotonic()
         own_rows = _select(rows, recorded.microbatch)
         shifts = self._choose_shifts(step)
@@ -145,11 +148,11 @@ class Audit:
         answer = self._exchange(torch.stack([*peer.prints.values()]), shifts[0])
         differs = (own_prints != answer).any().long()
         dist.all_reduce(differs, dist.ReduceOp.MAX)
-        if differs.item():
-            self._decide(step, recorded, own_rows, peer, peer_rows, shifts)
+        warning = self._decide(step, recorded, own_rows, peer, peer_rows, shifts) if differs.item() else ""
         self.last_clean = step
         seconds = time.monotonic() - start_time  # read when the next step has begun
         self.seconds = {last: value for last, value in self.seconds.items() if last == step - 1} | {step: seconds}
+        return warning
 
     def build_record(self, step: int) -> dict[str, float]:
         """Return what the record of a step says of its audit; empty for steps without one."""
@@ -202,7 +205,7 @@ class Audit:
         peer: OutputPrints,
         peer_rows: Tensor,
         shifts: tuple[int, ...],
-    ) -> None:
+    ) -> str:
         """Compute own and received rows again, and let a third rank compute them where there is one; then judge."""
         repeats = tuple(self._compute(own_rows).read() for _ in range(2))
         first, again = self._send_back(peer, shifts[0]), self._send_back(self._compute(peer_rows), shifts[0])
@@ -221,8 +224,7 @@ class Audit:
         )
         judgement = judge(self.world.all_gather_object(witness))
         if judgement.difference is None:
-            self.warn(f"step {step}: {judgement.describe_spread()}")
-            return
+            return f"step {step}: {judgement.describe_spread()}"
         difference = judgement.difference
         since = f"step {self.last_clean}, of the last audit without a difference," if self.last_clean else "the start"
         raise difference.build_error(

@@ -72,6 +72,7 @@ class BadSteps:
             self.count = 0
             return None
         self.count += 1
+        self.latest = torch.zeros_like(self.latest)  # the weights need not wait for the next step
         symptom = self._describe_symptom(result)
         cause = self._find_cause(result)
         self.warn(f"step {result.step}: not finite: {symptom}: {cause}; the weights are unchanged")
@@ -99,7 +100,6 @@ class BadSteps:
     def _find_cause(self, result: StepResult) -> str:
         """Repeat a step, and return where its first value that is not finite came from; details are in `debug/`."""
         self.timeouts.allow_task()
-        self.latest = torch.zeros_like(self.latest)
         rows, scale = self.to_device(result.batch), 1 / self.run.training.count_step_tokens(result.step)
         row_number_of = self._build_row_numbering(result.step)
         report = not_finite.investigate_step(self.run, self.train_step, rows, scale, row_number_of)

@@ -43,7 +43,6 @@ class RunReporter:
         has_started: whether rank 0 has shown the run; a benchmark, which does not, shows no lines.
         step_times: of the latest steps.
         evaluation: the figures of the last evaluation.
-        audit: says how long audits took.
     """
 
     def __init__(
@@ -54,6 +53,7 @@ class RunReporter:
         hooks: Hooks,
         layer_metrics: LayerMetrics,
         rank_times: RankTimes,
+        audit: Audit,
         factors: Callable[[int], Factors],
     ) -> None:
         """Take what the records of a step consist of; nothing is written yet.
@@ -63,10 +63,10 @@ class RunReporter:
             factors: the built schedule.
         """
         self.run, self.attempt, self.train_step, self.world = run, attempt, train_step, train_step.world
-        self.hooks, self.layer_metrics, self.rank_times, self.factors = hooks, layer_metrics, rank_times, factors
+        self.hooks, self.layer_metrics, self.rank_times = hooks, layer_metrics, rank_times
+        self.audit, self.factors = audit, factors
         self.speed = metrics_setup.build_step_speed(run)
         self.spikes = metrics_setup.build_spike_detector(run, attempt, self.world.is_rank0)
-        self.audit: Audit | None = None
         self.recorder: Recorder | None = None
         self.progress: Progress | None = None
         self.has_started = False
@@ -203,7 +203,7 @@ class RunReporter:
             "rows": [batch.first, batch.last],
             "batch_hash": step_metrics.format_batch_hash(metrics),
             **self.layer_metrics.build_record(result.step),
-            **(self.audit.build_record(result.step) if self.audit is not None else {}),
+            **self.audit.build_record(result.step),
         }
 
     def _build_hook_figures(self, result: StepResult) -> dict[str, Any]:

@@ -156,6 +156,17 @@ class GradAccumulation:
         return [self.stage(*rows.select_microbatch(i)) for i in range(len(rows.tokens))]
 
 
+class StepWatch:
+    """Watches a trainer's steps from outside, as replays and proofs do; this one sees nothing."""
+
+    def compute_gradients(self, train_step: TrainStep, rows: Microbatches, scale: float) -> Tensor:
+        """Leave a step's gradients, and return its loss, as `TrainStep.backward` does."""
+        return train_step.backward(rows, scale)
+
+    def see_gradients(self) -> None:
+        """Look at a step's complete gradients, before they are clipped."""
+
+
 @dataclass(frozen=True)
 class TrainStep:
     """The model's part on this rank, the optimizer, and what runs a step on them.

@@ -44,7 +44,7 @@ from titan.training.result_json import RunEnd, find_ended_by
 from titan.training.sample_text import sample_text
 from titan.training.step_metrics import LOSS, PROFILE, SQUARES, VALID, VOID, InFlightStep, StepResult, StepTimer
 from titan.training.timeouts import Timeouts
-from titan.training.train_step import TrainStep
+from titan.training.train_step import StepWatch, TrainStep
 
 
 class StopSource(Protocol):
@@ -78,6 +78,7 @@ class Trainer:
         train_step: TrainStep,
         stop: StopSource,
         reader: CheckpointReader | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         """Take everything that a step needs; nothing is written yet.
 
@@ -85,9 +86,10 @@ class Trainer:
             train_step: the model and the optimizer, as `titan.training.build` makes them.
             stop: asked at every step whether a signal came.
             reader: the attempt's checkpoint, where it has been opened already.
+            watch: looks at the steps, and may make their gradients; None: nothing does.
         """
         self.run, self.attempt, self.world, self.train_step, self.stop = run, attempt, world, train_step, stop
-        self.step, self.rows, self.reader = attempt.step, attempt.rows, reader
+        self.step, self.rows, self.reader, self.watch = attempt.step, attempt.rows, reader, watch or StepWatch()
         init_optimizer_state(train_step.optimizer)
         decay, factors = run.evaluation.ema, run.schedule.build(run.training.steps)
         self.average = None if decay is None else MovingAverage(train_step, decay)
@@ -99,12 +101,12 @@ class Trainer:
         self.rank_times = RankTimes(run.profile, world, train_step, run.compile.scope != "off")
         self.requests, self.timeouts = Requests(), Timeouts(run, attempt, world)
         self.heap = HeapTrimmer(world.device.type == "cpu")
-        self.reporter = RunReporter(run, attempt, train_step, self.hooks, self.layer_metrics, self.rank_times, factors)
+        self.audit = Audit(run, train_step)
+        measures = self.layer_metrics, self.rank_times, self.audit
+        self.reporter = RunReporter(run, attempt, train_step, self.hooks, *measures, factors)
         show, warn = self.reporter.show, self.reporter.warn
-        self.audit = self.reporter.audit = Audit(run, train_step, warn)
-        self.bad_steps = BadSteps(run, train_step, self.mix, self.timeouts, self._to_device, warn)
+        self.bad_steps = BadSteps(run, train_step, self.mix, self.timeouts, self.to_device, warn)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, warn)
-        world.activity.get_running_save = self.saving.find_running_save
         self.evaluator: Evaluator | None = None
         predicted = attempt.prediction.step_parts if attempt.prediction else {}
         tasks: dict[str, tuple[Any, str]] = {"checkpoint": (self, "save"), "evaluation": (self, "validate")}
@@ -121,7 +123,7 @@ class Trainer:
             StopRequestedError: when a signal came while it waited for the evaluation set.
         """
         start_time = time.monotonic()
-        self._restore_state()
+        self.restore_state()
         self.reporter.start_run(self.mix, self.notes)
         with self.reporter.show_progress(self.step, self.run.training.steps):
             self.evaluator = Evaluator(self.run, self.train_step, self.mix, self.reporter.show, self._is_stopped)
@@ -146,7 +148,7 @@ class Trainer:
     def _is_stopped(self) -> bool:
         return self.stop.requested
 
-    def _restore_state(self) -> None:
+    def restore_state(self) -> None:
         """Load a checkpoint's state or initial weights, and finish what a kill left of that checkpoint's save."""
         reader, self.reader = self.reader, None  # frees its metadata
         restoring.restore_state(self.run, self.attempt, self.train_step, self.average, reader)
@@ -184,14 +186,15 @@ class Trainer:
         """
         timer = StepTimer(self.world.device, previous_timer)
         self.rank_times.begin_step(follows=previous_timer is not None)
-        batch = self._read_batch() if batch is None else batch
+        batch = self.read_batch() if batch is None else batch
         self.world.activity.enter_phase(COMPUTING)
         lr, tokens = self.optimizer_schedule.set_rates(self.step), self.run.training.count_step_tokens(self.step)
-        rows = self._to_device(batch)
+        rows = self.to_device(batch)
         self.layer_metrics.measure_forward(self.step, rows)
         with self.audit.record(self.step, rows):
-            loss = self.train_step.backward(rows, 1 / tokens)
-        self.audit.check(self.step, rows)
+            loss = self.watch.compute_gradients(self.train_step, rows, 1 / tokens)
+        if warning := self.audit.check(self.step, rows):
+            self.reporter.warn(warning)
         self.rank_times.end_backward()
         metrics = self.world.all_reduce(self._pack_metrics(loss, batch))
         gradients, norm = self.train_step.list_gradients(), metrics[SQUARES].sqrt()
@@ -204,6 +207,7 @@ class Trainer:
             self.hooks.before_optimizer(self.step)
             norm = self.train_step.compute_norm()
         self.layer_metrics.measure_gradients(self.step)
+        self.watch.see_gradients()
         if self.run.training.clip_norm is not None:
             grad_norm.clip_gradients(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
@@ -218,13 +222,13 @@ class Trainer:
         self.bad_steps.latest, self.rows = bad, batch.rows_read
         return self._copy_metrics_to_host(batch, lr, loss, torch.cat([metrics, norm.double()[None]]), timer)
 
-    def _read_batch(self) -> Batch:
+    def read_batch(self) -> Batch:
         """Begin the next step: wait for its rows."""
         self.world.activity.begin_step(self.step + 1)
         batch, self.step = next(self.loader), self.step + 1
         return batch
 
-    def _to_device(self, batch: Batch) -> Microbatches:
+    def to_device(self, batch: Batch) -> Microbatches:
         """Copy a batch to this rank's device; ranks that share rows get those of the rank that reads them."""
         fields = torch.from_numpy(batch.fields)
         if self.world.device.type == "cuda":
@@ -274,9 +278,18 @@ class Trainer:
         self.rank_times.end_step(self.step)
         return InFlightStep(self.step, batch, lr, loss, metrics, timer)
 
+    def take_step(self, batch: Batch) -> StepResult:
+        """Take the update of a batch by itself, and return what all ranks measured; nothing is reported of it."""
+        result = self._read(self._step(batch=batch))
+        self.bad_steps.latest = torch.zeros_like(self.bad_steps.latest)
+        return result
+
+    def _read(self, step: InFlightStep) -> StepResult:
+        return step.read(self.rank_times.num_slots, self.train_step.num_expert_counts)
+
     def _finalize_step(self, step: InFlightStep) -> bool:
         """Read a step's metrics, act on them, report them; return whether a step that has started must be repeated."""
-        result = step.read(self.rank_times.num_slots, self.train_step.num_expert_counts)
+        result = self._read(step)
         self.rank_times.finish_step(result.step, result.seconds, result.batch.wait_seconds)
         self.requests.add(result.metrics, is_last=self.step >= self.run.training.steps)
         if result.is_void:  # no step came after it

@@ -72,7 +72,9 @@ def work(
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop, watch:
         world = replace(_connect_ranks(run, attempt, rank_info, store), activity=activity)
         try:
-            exit_code = _run_trainer(_build_trainer(run, attempt, world, stop, watch), report_error, watch)
+            trainer = _build_trainer(run, attempt, world, stop, watch)
+            activity.get_running_save = trainer.saving.find_running_save
+            exit_code = _run_trainer(trainer, report_error, watch)
         except StopRequestedError:
             return choose_stop_exit_code(stop.requeue)
         except Exception as error:

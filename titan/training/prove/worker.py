@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -12,14 +9,14 @@ from torch.distributed.tensor import DTensor
 from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
+from titan.parallelism.microbatches import Microbatches
 from titan.training.build import build_train_step
 from titan.training.observe import StepRows
 from titan.training.prove.job import EXPERTS, ROUTING, ProofJob
-from titan.training.replay.observation import Samples
 from titan.training.replay.routing import RouteWatch
 from titan.training.side_jobs.ranks import fetch_verified, join_ranks
+from titan.training.train_step import StepWatch, TrainStep
 from titan.training.trainer import Trainer
-from titan.training.watched_runner import WatchedRunner
 
 
 def work(job: ProofJob, rank_info: RankInfo) -> int:
@@ -37,56 +34,57 @@ def work(job: ProofJob, rank_info: RankInfo) -> int:
         reader = None
         if attempt.checkpoint is not None:
             reader = fetch_verified(run, attempt.checkpoint, attempt.step, world, "step")
-        trainer = _RecordingTrainer(run, attempt, world, build_train_step(run, world), stop, reader)
+        train_step = build_train_step(run, world)
+        recorder = _Recorder(job, train_step)
+        trainer = Trainer(run, attempt, world, train_step, stop, reader, watch=recorder)
+        train_step.optimizer.register_step_pre_hook(recorder.record_step)
         try:
-            return trainer.record(job)
+            if code := trainer.train():
+                return code
+            recorder.write(rank_info.rank)
+            return 0
         finally:
             trainer.close()
 
 
-class _RecordingTrainer(Trainer):
-    """Trains, and keeps whole tensors of each step: its gradients, and the state before its update and at the end."""
+class _Recorder(StepWatch):
+    """Keeps whole tensors of each step: its gradients, and the state before its update; and the first one's experts."""
 
-    def record(self, job: ProofJob) -> int:
-        """Train to the end, and write the tensors; all ranks call it together.
+    def __init__(self, job: ProofJob, train_step: TrainStep) -> None:
+        """Take the train step of a job."""
+        self.job, self.train_step = job, train_step
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+
+    def compute_gradients(self, train_step: TrainStep, rows: Microbatches, scale: float) -> Tensor:
+        """See `StepWatch`: in the first step record the experts of its tokens, and have routers choose given ones."""
+        if self.tensors:
+            return super().compute_gradients(train_step, rows, scale)
+        run = self.job.run
+        count = StepRows(train_step, run.training.find_phase(1).rows, run.microbatch_rows, run.training.seq_len)
+        self.routes = RouteWatch(train_step, count)
+        self.routes.watch(self.job.pinned)
+        with self.routes:
+            return super().compute_gradients(train_step, rows, scale)
+
+    def record_step(self, *_: object) -> None:
+        """Keep gradients and state; called before the optimizer updates the weights."""
+        number = self.job.attempt.step + len(self.tensors) // 2 + 1
+        self.tensors[f"state {number}"] = _gather(train_state_dict(self.train_step))
+        named = self.train_step.named_parameters()
+        self.tensors[f"gradients {number}"] = _gather({name: p.grad for name, p in named if p.grad is not None})
+
+    def write(self, rank: int) -> None:
+        """Write what was recorded, and the state at the end; all ranks call it together.
 
         Raises:
             RunError: when the optimizer was not called in a step.
         """
-        recorded: dict[str, dict[str, Tensor]] = {}
-        original, watches = self.train_step, list[RouteWatch]()
-
-        def begin_watch(_: object) -> RouteWatch:
-            watches.append(self._watch_routes(job.pinned))
-            return watches[-1]
-
-        def record_step(*_: object) -> None:
-            self.train_step = original  # only the first step's experts are watched
-            number = self.attempt.step + len(recorded) // 2 + 1
-            recorded[f"state {number}"] = _gather(train_state_dict(self.train_step))
-            parameters = self.train_step.named_parameters()
-            recorded[f"gradients {number}"] = _gather({name: p.grad for name, p in parameters if p.grad is not None})
-
-        hook = original.optimizer.register_step_pre_hook(record_step)
-        self.train_step = replace(original, runner=WatchedRunner(original.runner, begin_watch))
-        code = self.train()
-        hook.remove()
-        steps = self.run.training.steps - self.attempt.step
-        if code == 0 and len(recorded) < 2 * steps:
-            raise RunError(f"the optimizer updated the weights in {len(recorded) // 2} of {steps} steps.")
-        recorded["end"] = _gather(train_state_dict(self.train_step))
-        for watch in watches:
-            recorded |= {EXPERTS: watch.list_experts(), ROUTING: watch.count_choices()}
-        torch.save(recorded, job.get_file(self.world.rank_info.rank))
-        return code
-
-    def _watch_routes(self, pinned: Mapping[str, Samples]) -> RouteWatch:
-        """Return what records the experts of the first step's tokens, and has routers choose given ones."""
-        training = self.run.training
-        rows = StepRows(self.train_step, training.find_phase(1).rows, self.run.microbatch_rows, training.seq_len)
-        routes = RouteWatch(self.train_step, rows)
-        routes.watch(pinned)
-        return routes
+        steps = self.job.run.training.steps - self.job.attempt.step
+        if len(self.tensors) < 2 * steps:
+            raise RunError(f"the optimizer updated the weights in {len(self.tensors) // 2} of {steps} steps.")
+        recorded = self.tensors | {"end": _gather(train_state_dict(self.train_step))}
+        recorded |= {EXPERTS: self.routes.list_experts(), ROUTING: self.routes.count_choices()}
+        torch.save(recorded, self.job.get_file(rank))
 
 
 def _gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan.precision.low_precision import unwrap_tensor
@@ -23,15 +23,6 @@ CHUNK = 1 << 22
 """Elements that exist in float64 at a time."""
 ODD, SHIFT = 0x1E3779B97F4A7C15, 29
 """Mix an element's index into the factor of its bits."""
-
-
-def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, Fingerprint]:
-    """Return the fingerprints of whole tensors, of which this rank has shards; all ranks of a shard call it together.
-
-    Args:
-        device: of this rank; offloaded tensors are copied to it.
-    """
-    return {name: fingerprint_tensor(gather_tensor(tensor, device)) for name, tensor in tensors}
 
 
 @torch.no_grad()
@@ -91,17 +82,14 @@ def _sum_bits(part: Tensor, first: int) -> Tensor:
     return (bits * (factors | 1)).sum()
 
 
-def describe_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, str]:
-    """Return the parameter group of each parameter: its number and its settings.
-
-    Args:
-        names: of the parameters, by their ids.
-    """
-    groups: dict[str, str] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        text = f"group {number} ({_format_settings(group)})"
-        groups |= {names[id(p)]: text for p in group["params"] if id(p) in names}
-    return groups
+def describe_groups(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """Return the parameter group of each of some parameters: its number and its settings."""
+    texts = {
+        id(p): f"group {number} ({_format_settings(group)})"
+        for number, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    }
+    return {name: texts[id(p)] for name, p in named if id(p) in texts}
 
 
 def _format_settings(group: Mapping[str, Any]) -> str:
