@@ -27,8 +27,8 @@ from titan.run.shrink import Shrunk, describe_changes, shrink_run
 
 if TYPE_CHECKING:
     from titan.cluster.rank_info import RankInfo
+    from titan.numerics.checks import Check
     from titan.run.run import Run
-    from titan.training.prove.compare import Check
     from titan.training.prove.job import ProofJob
 
 RANK_SECONDS = 600.0

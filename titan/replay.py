@@ -23,6 +23,7 @@ from titan.errors import ConfigError
 from titan.files.output_files import check_output_file, write_output_file
 from titan.files.run_directory import RUN, describe_runs_below
 from titan.metrics.reader import METRICS, read_steps
+from titan.numerics.differences import START, compare_routes, compare_tensors
 from titan.training.replay import show
 from titan.training.replay.compare import (
     CompareSettings,
@@ -32,11 +33,9 @@ from titan.training.replay.compare import (
     run_passes,
     run_single,
 )
-from titan.training.replay.differences import compare_routes, compare_tensors
 from titan.training.replay.job import ReplayJob
-from titan.training.replay.observation import START
+from titan.training.replay.observation import ReplayedStep
 from titan.training.replay.request import ReplayPlan, Settings, check_comparison, find_changes, plan_replay
-from titan.training.replay.result import ReplayedStep
 
 if TYPE_CHECKING:
     from titan.report.parity import StepDifference
@@ -306,7 +305,7 @@ def _print_comparison(settings: Settings, sides: Sequence[ReplayPlan], compariso
 
 def _list_weights(comparison: ReplayComparison) -> dict[str, float]:
     """Return how far the weights before the step are apart, by name."""
-    return {d.name: d.relative for d in compare_tensors(comparison.a, comparison.b, START)}
+    return {d.name: d.relative for d in compare_tensors(comparison.a.tensors, comparison.b.tensors, START)}
 
 
 def _advise_earlier(settings: Settings) -> list[str]:

@@ -18,10 +18,10 @@ from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full, select_cases, thorough
 from titan import replay
 from titan.checkpoint import select
+from titan.numerics.differences import compare_fingerprints
+from titan.numerics.fingerprints import fingerprint_tensor
 from titan.run.directory import read_attempts
 from titan.run.run import Run
-from titan.training.replay.differences import compare_fingerprints
-from titan.training.replay.fingerprints import fingerprint_tensor
 from titan.training.replay.request import find_changes
 from titan.training.side_jobs import recompose
 

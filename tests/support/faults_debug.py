@@ -80,14 +80,14 @@ FAULTS = (
     ),
     define_fault(
         "not finite: rows are counted from the micro-batch",
-        "titan/training/not_finite.py",
+        "titan/training/bad_steps.py",
         "row_number_of(origin.microbatch * rows_per_microbatch + row)",
         "row_number_of(row)",
         "training/test_not_finite.py::test_the_origin_of_a_planted_value_is_named[single-forward]",
     ),
     define_fault(
         "not finite: backward passes come first",
-        "titan/training/not_finite.py",
+        "titan/training/bad_steps.py",
         "return backward, origin.microbatch, stage, origin.order, origin.rank",
         "return not backward, origin.microbatch, stage, origin.order, origin.rank",
         "training/test_not_finite.py::test_the_origin_of_a_planted_value_is_named[single-forward]",
@@ -101,7 +101,7 @@ FAULTS = (
     ),
     define_fault(
         "not finite: the operation is the last one",
-        "titan/training/non_finite_op_mode.py",
+        "titan/training/bad_steps.py",
         "skips_check = self._first is not None or not _completes_result(func, name)",
         "skips_check = not _completes_result(func, name)",
         "training/test_not_finite.py::test_the_first_operation_with_a_value_that_is_not_finite",
@@ -199,17 +199,17 @@ FAULTS = (
     ),
     define_fault(
         "fingerprints: places do not count",
-        "titan/parallelism/fingerprints.py",
+        "titan/numerics/fingerprints.py",
         "(chunk.view(-1, COLUMNS) * columns).sum(1)",
         "chunk.view(-1, COLUMNS).sum(1)",
-        "parallelism/test_fingerprints.py::test_exchanged_elements_change_it",
+        "numerics/test_fingerprints.py::test_exchanged_elements_change_it",
     ),
     define_fault(
         "fingerprints: a flip may vanish, since factors are even",
-        "titan/parallelism/fingerprints.py",
+        "titan/numerics/fingerprints.py",
         "columns = (random[0] << low) | (index << one) | one",
         "columns = (random[0] << low) | (index << one)",
-        "parallelism/test_fingerprints.py",
+        "numerics/test_fingerprints.py",
     ),
     define_fault(
         "replicas: dimensions that a tensor's mesh lacks are not compared",
@@ -241,7 +241,7 @@ FAULTS = (
     ),
     define_fault(
         "audits: the odd one out is believed",
-        "titan/training/audit_verdict.py",
+        "titan/training/audit.py",
         "    if w.third is not None and agree(w.third, w.trained):\n        return {auditor}",
         "    if w.third is not None and agree(w.third, w.trained):\n        return {own}",
         "training/test_audit.py::test_who_is_accused",

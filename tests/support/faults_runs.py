@@ -161,7 +161,7 @@ CHECKPOINTS = (
     ),
     define_fault(
         "resume: the metadata are parsed again to restore",
-        "titan/training/restoring.py",
+        "titan/training/checkpointing.py",
         "(train_step, reader or CheckpointReader(",
         "(train_step, CheckpointReader(",
         "checkpoint/test_reading_back.py::TestMetadata::test_each_rank_parses_them_once_to_verify_and_to_restore[single]",
@@ -372,8 +372,8 @@ ESTIMATES = (
     define_fault(
         "report: one step that differs is rounding",
         "titan/report/parity.py",
-        "return float(np.max(_compute_relative_gaps(a, b))) if len(a) else None",
-        "return float(np.median(_compute_relative_gaps(a, b))) if len(a) else None",
+        "return float(np.max(compare_series(a, b))) if len(a) else None",
+        "return float(np.median(compare_series(a, b))) if len(a) else None",
         "report/test_equivalence.py::test_whether_an_variant_learns_the_same",
     ),
     define_fault(

@@ -14,8 +14,7 @@ from tests.support.runs import are_identical, compose_tiny_run, read_learned_val
 from tests.support.tiers import full, thorough
 from titan.errors import ConfigError
 from titan.parallelism.replicas import RankName
-from titan.training.audit import OutputPrints, count_expert_span
-from titan.training.audit_verdict import Computation, Witness, judge
+from titan.training.audit import Computation, OutputPrints, Witness, count_expert_span, judge
 
 MODULES = ("tok_embeddings", "layers.0", "the loss")
 

@@ -19,25 +19,25 @@ from numpy.typing import NDArray
 from titan.checkpoint import manifest
 from titan.console.numbers import format_plural
 from titan.metrics.columns import StepColumns
+from titan.numerics.differences import FP32_BOUND, TINY, compare_series
 from titan.report.estimate import Member
 from titan.report.findings import Numbers
 from titan.run.summary import shorten_path
 
 FIRST = 5
 """Steps that must agree within the bounds."""
-BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-3, 5e-2)}
+BOUNDS = {"fp32": (FP32_BOUND, 1e-4), "bf16": (1e-3, 5e-2)}
 """Largest relative gaps of loss and gradient norm over the first steps, by the dtype of matmuls.
 
 Measured with the debug model over five layouts on CPUs, with a warm-up of two steps: fp32 2e-7 and 7e-6, bf16 3e-5 and
 1e-2. A wrong gradient shows as 1e-1 and more. From the eighth step on norms in bf16 differ by up to a factor of two.
 """
-ROUNDING = {"fp32": 1e-5, "bf16": 1e-4}
+ROUNDING = {"fp32": FP32_BOUND, "bf16": 1e-4}
 """Relative gaps of losses that are rounding in all steps, by the dtype of matmuls: the tolerances of layouts' tests."""
 LEAST_UPDATES = 5
 """Steps after the first one, whose loss is computed before any update, from which on equal losses are a result."""
 LEAST_CHANGE = 100.0
 """How many times the difference that is rounding the losses must have changed by, so that equal ones are a result."""
-TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,7 @@ def _find_unequal_batches(a: StepColumns, b: StepColumns) -> NDArray[np.bool_]:
 
 def compute_relative_gap(a: Numbers, b: Numbers) -> float | None:
     """Return the largest relative difference, infinite where only one side is finite; None without values."""
-    return float(np.max(_compute_relative_gaps(a, b))) if len(a) else None
-
-
-def _compute_relative_gaps(a: Numbers, b: Numbers) -> Numbers:
-    """Return the relative difference of each value, infinite where only one side is finite, 0 where none is."""
-    finite_a, finite_b = np.isfinite(a), np.isfinite(b)
-    both, gaps = finite_a & finite_b, np.where(finite_a != finite_b, math.inf, 0.0)
-    gaps[both] = np.abs(a[both] - b[both]) / np.maximum(np.abs(b[both]), TINY)
-    return gaps
+    return float(np.max(compare_series(a, b))) if len(a) else None
 
 
 def _compute_largest_gap(a: Member, b: Member) -> float | None:
@@ -250,7 +242,7 @@ def find_first_difference(a: StepColumns, b: StepColumns, bounds: tuple[float, f
     """
     a, b = select_common_steps(a, b)
     unequal = _find_unequal_batches(a, b)
-    gaps = {"loss": _compute_relative_gaps(a.loss, b.loss), "gradient norm": _compute_relative_gaps(a.norm, b.norm)}
+    gaps = {"loss": compare_series(a.loss, b.loss), "gradient norm": compare_series(a.norm, b.norm)}
     differs = unequal | (gaps["loss"] > bounds[0]) | (gaps["gradient norm"] > bounds[1])
     if not differs.any():
         return None

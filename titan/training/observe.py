@@ -23,7 +23,7 @@ from titan.model.layers import IGNORED
 from titan.model.masks import chunk_ids
 from titan.parallelism import collectives
 from titan.parallelism.tensor_norms import sum_row_squares
-from titan.training.token_loss import TokenLoss
+from titan.training.replay.observation import TokenLoss
 from titan.training.train_step import TrainStep
 
 MAX_SAMPLED_TOKENS = 4096

@@ -29,7 +29,7 @@ from titan.parallelism.microbatches import Microbatches
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.schedule.optimizer_schedule import OptimizerSchedule
-from titan.training import layer_norms, loader_setup, restoring, step_metrics
+from titan.training import checkpointing, layer_norms, loader_setup, step_metrics
 from titan.training.audit import Audit
 from titan.training.bad_steps import BadSteps
 from titan.training.checkpointing import CheckpointPolicy
@@ -39,10 +39,19 @@ from titan.training.layer_metrics import LayerMetrics
 from titan.training.profiling import RunProfiler
 from titan.training.rank_times import RankTimes
 from titan.training.reporter import RunReporter
-from titan.training.requests import Requests
 from titan.training.result_json import RunEnd, find_ended_by
 from titan.training.sample_text import sample_text
-from titan.training.step_metrics import LOSS, PROFILE, SQUARES, VALID, VOID, InFlightStep, StepResult, StepTimer
+from titan.training.step_metrics import (
+    LOSS,
+    PROFILE,
+    SQUARES,
+    VALID,
+    VOID,
+    InFlightStep,
+    Requests,
+    StepResult,
+    StepTimer,
+)
 from titan.training.timeouts import Timeouts
 from titan.training.train_step import StepWatch, TrainStep
 
@@ -136,7 +145,7 @@ class Trainer:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was applied to the model, and where its weights came from."""
-        return (*self.train_step.notes, *restoring.describe_source(self.attempt))
+        return (*self.train_step.notes, *checkpointing.describe_source(self.attempt))
 
     def close(self) -> None:
         """End what runs beside training: the loader, a save once it is done, the recorder."""
@@ -151,7 +160,7 @@ class Trainer:
     def restore_state(self) -> None:
         """Load a checkpoint's state or initial weights, and finish what a kill left of that checkpoint's save."""
         reader, self.reader = self.reader, None  # frees its metadata
-        restoring.restore_state(self.run, self.attempt, self.train_step, self.average, reader)
+        checkpointing.restore_state(self.run, self.attempt, self.train_step, self.average, reader)
         if self.attempt.checkpoint:
             self.saving.resume_post_save()
 

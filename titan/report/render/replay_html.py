@@ -10,9 +10,9 @@ from markupsafe import Markup
 
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Label
+from titan.numerics.differences import Difference
 from titan.report.render.charts import Chart, ChartSize, build_chart
 from titan.report.render.template import POLICY, content, load_template
-from titan.training.replay.differences import Difference
 from titan.training.replay.questions import Answers
 
 FLOOR = 1e-9

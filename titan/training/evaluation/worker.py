@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import CheckpointReader
@@ -58,7 +59,10 @@ def _measure(trainer: Trainer, job: EvaluationJob, earlier: list[str]) -> dict[s
         with trainer.average.swap_in():
             results["ema"] = evaluator.measure_parameters()
     if earlier:
-        loads = [lambda f=f: restore_train_state(train_step, CheckpointReader(f), coordinator) for f in earlier]
-        average_weights(train_step, [*loads, trainer.restore_state])
+
+        def restore(folder: str) -> object:
+            return restore_train_state(train_step, CheckpointReader(folder), coordinator)
+
+        average_weights(train_step, [*(partial(restore, folder) for folder in earlier), trainer.restore_state])
         results[f"average of {len(earlier) + 1}"] = evaluator.measure_parameters()
     return results

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from titan.cluster.forked_tasks import ForkedTaskError, map_in_forks
 from titan.errors import RunError
 from titan.estimate.traced.events import AFTER, BEFORE, NONE, Event
+from titan.numerics.checks import Check
 from titan.run.run import Run
 from titan.run.shrink import Shrunk, widen_run
-from titan.training.prove.compare import Check
 from titan.training.trace.rank import trace_rank
 from titan.training.trace.ranks import make_eager
 

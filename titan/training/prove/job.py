@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from titan.numerics.differences import Samples
 from titan.run.attempts import Attempt
 from titan.run.run import Run
-from titan.training.replay.observation import Samples
 
 EXPERTS, ROUTING = "experts", "routing"
 """What ranks record of step 1 beside tensors: its tokens' experts, and how many were given and differ, by router."""

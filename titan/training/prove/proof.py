@@ -11,16 +11,27 @@ import torch
 
 from titan.checkpoint import manifest
 from titan.metrics.reader import METRICS, read_steps
+from titan.numerics.checks import (
+    Check,
+    Recorded,
+    Tensors,
+    check_choices,
+    check_largest,
+    check_lines,
+    check_replicas,
+    check_rounding,
+    check_same,
+    check_updates,
+    merge_ranks,
+)
+from titan.numerics.differences import FP32_BOUND, Samples
 from titan.precision.schema import Precision
 from titan.run.attempts import Attempt, begin_attempt
 from titan.run.lock import lock_directory
 from titan.run.prepared_data import prepare_data
 from titan.run.run import Run
 from titan.run.shrink import SAVED_STEP, reduce_to_one_device, use_precision, use_seed
-from titan.training.prove import compare
-from titan.training.prove.compare import Check, Recorded, Tensors
 from titan.training.prove.job import EXPERTS, ROUTING, ProofJob
-from titan.training.replay.observation import Samples
 from titan.training.replay.routing import join_experts
 
 SEEDS = 3
@@ -47,7 +58,7 @@ class Trained:
 
     def merge(self, field: str) -> Tensors:
         """Return the tensors of all ranks."""
-        return compare.merge_ranks(self.ranks, field)[0]
+        return merge_ranks(self.ranks, field)[0]
 
 
 @dataclass(frozen=True)
@@ -106,8 +117,8 @@ class _Prover:
         gradients = [side.merge(f"gradients {step}") for side in (resumed, layout)]
         states = [side.merge(f"state {step}") for side in (resumed, layout)]
         return [
-            compare.check_same("checkpoint, loaded by one device", *states),
-            compare.check_largest(f"gradients of step {step} after it", gradients[0], gradients[1]),
+            check_same("checkpoint, loaded by one device", *states),
+            check_largest(f"gradients of step {step} after it", gradients[0], gradients[1]),
         ]
 
     def check_precision(self, exact: Trained) -> list[Check]:
@@ -129,9 +140,9 @@ class _Prover:
         starts = [select_weights(side.merge(START)) for side in (layout, one)]
         gradients = [side.merge("gradients 1") for side in (layout, one, exact)]
         return [
-            compare.check_same(f"initial weights, {words}", *starts),
-            *([compare.check_choices(f"experts of step 1, {words}", choices)] if choices else []),
-            compare.check_rounding(f"gradients of step 1, {words}", *gradients),
+            check_same(f"initial weights, {words}", *starts),
+            *([check_choices(f"experts of step 1, {words}", choices)] if choices else []),
+            check_rounding(f"gradients of step 1, {words}", *gradients),
         ]
 
     def train(
@@ -159,18 +170,18 @@ def check_exact(layout: Trained, one: Trained) -> list[Check]:
     weights, optimizer = select_weights(start), select_optimizer(start)
     layout_end = layout.merge("end")
     checks = [
-        compare.check_replicas("copies of initial weights", layout.ranks, START),
-        compare.check_same("initial weights", select_weights(layout.merge(START)), weights),
-        compare.check_lines(layout.lines, one.lines, "batch_hash", 0.0),
-        compare.check_largest("gradients of step 1, fp32", layout.merge("gradients 1"), one.merge("gradients 1")),
-        compare.check_lines(layout.lines, one.lines, "loss", compare.EXACT),
-        compare.check_lines(layout.lines, one.lines, "grad_norm", compare.EXACT),
-        compare.check_replicas("copies of the state after step 3", layout.ranks, "end"),
-        compare.check_updates("weights after step 3", select_weights(layout_end), select_weights(end), weights),
+        check_replicas("copies of initial weights", layout.ranks, START),
+        check_same("initial weights", select_weights(layout.merge(START)), weights),
+        check_lines(layout.lines, one.lines, "batch_hash", 0.0),
+        check_largest("gradients of step 1, fp32", layout.merge("gradients 1"), one.merge("gradients 1")),
+        check_lines(layout.lines, one.lines, "loss", FP32_BOUND),
+        check_lines(layout.lines, one.lines, "grad_norm", FP32_BOUND),
+        check_replicas("copies of the state after step 3", layout.ranks, "end"),
+        check_updates("weights after step 3", select_weights(layout_end), select_weights(end), weights),
     ]
     ends = select_optimizer(layout_end), select_optimizer(end)
     if any(ends):  # plain SGD has no state
-        checks.append(compare.check_updates("optimizer after step 3", *ends, optimizer))
+        checks.append(check_updates("optimizer after step 3", *ends, optimizer))
     return checks
 
 

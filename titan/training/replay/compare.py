@@ -7,18 +7,21 @@ compositions that have not run by `plan_first_step`) and what starts ranks, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from titan.numerics.differences import FP32_BOUND, compare_operations, measure_spread
+from titan.precision.schema import Precision
+from titan.run.run import Run
 from titan.training.replay import questions
-from titan.training.replay.differences import compare_activations, compare_operations
-from titan.training.replay.exact import ExactType, make_exact, needs_exact
 from titan.training.replay.job import EXACT, NATIVE, OPERATIONS, ROUNDED, ReplayJob
-from titan.training.replay.observation import count_rank_files, read_rank_replays
-from titan.training.replay.questions import BOUND, Answers, ReplayPair
+from titan.training.replay.observation import ReplayedStep, count_rank_files, merge_ranks, read_rank_replays
+from titan.training.replay.questions import Answers, ReplayPair
 from titan.training.replay.request import ReplayPlan, align_start
-from titan.training.replay.result import ReplayedStep, merge_ranks
-from titan.training.replay.spread import measure_spread
+
+if TYPE_CHECKING:
+    import torch
 
 REPEATS = 2
 """Randomly rounded repetitions: with both sides in two precisions each it is six steps."""
@@ -57,7 +60,7 @@ class CompareSettings:
 
     step: int
     tokens: int = 10
-    bound: float = BOUND
+    bound: float = FP32_BOUND
     repeats: int = REPEATS
     pin: bool = False
     shares_start: bool = True
@@ -110,7 +113,8 @@ def compare_plans(
     same_code = settings.shares_start and _is_same(a, b)
     answers = questions.ask_questions(native, exact_pair, same_code=same_code, bound=settings.bound)
     if exact and needs_spread(native, answers) and settings.repeats > 1:
-        spread = measure_spread(_repeat(a, settings, start))
+        repetitions = _repeat(a, settings, start)
+        spread = measure_spread([step.samples for step in repetitions], [step.record for step in repetitions])
         answers = questions.ask_questions(native, exact_pair, same_code=same_code, bound=settings.bound, spread=spread)
     operations = _compare_operations(a, b, settings, start, start_b, answers) if settings.operations else ()
     return ReplayComparison(native.a, native.b, answers, operations)
@@ -171,7 +175,7 @@ def needs_spread(native: ReplayPair, answers: Answers) -> bool:
     if answers.findings or not answers.comparable:
         return False
     figures = [(float(native.a.record[key]), float(native.b.record[key])) for key in ("loss", "grad_norm")]
-    activations = compare_activations(native.a, native.b)
+    activations = native.compare_activations()
     return any(x != y for x, y in figures) or any(d.relative for d in activations)
 
 
@@ -218,3 +222,41 @@ def _read(plan: ReplayPlan, name: str, settings: CompareSettings) -> ReplayedSte
     parts = read_rank_replays(directory, name, count_rank_files(directory, name) or 1)
     first = training.count_rows_before(settings.step)
     return merge_ranks(parts, None if plan.is_foreign else plan.mix, first, settings.tokens, training.seq_len)
+
+
+ExactType = Literal["fp32", "fp64"]
+"""The type: in fp64 matmuls, attention and FSDP's sums over ranks. Weights, their gradients and updates, norms, rotary
+embedding, routers' scores and loss stay in fp32."""
+
+
+@dataclass(frozen=True)
+class DoublePrecision(Precision):
+    """Matmuls and activations in fp64. No run trains so: its settings are those of fp32."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch type of matmuls and activations."""
+        import torch
+
+        return torch.float64
+
+    def describe(self) -> str:
+        """Return one phrase for the console."""
+        return "fp64"
+
+
+def needs_exact(precision: Precision, exact: ExactType) -> bool:
+    """Whether a run computes in less than the type."""
+    return exact == "fp64" or precision.eight_bit or "bf16" in (precision.compute, precision.weights)
+
+
+def make_exact(run: Run, exact: ExactType) -> Run:
+    """Return the run in the type; a kernel that does not take it is replaced by one that torch chooses."""
+    precision = replace(run.precision, compute="fp32", weights="fp32", matmuls="compute").drop_unused_settings()
+    training, on_gpu = run.training, run.machine.device == "cuda"
+    if exact == "fp64":
+        precision = DoublePrecision(**{field.name: getattr(precision, field.name) for field in fields(Precision)})
+        training = replace(training, attention="math") if on_gpu or training.attention == "flex" else training
+    elif training.attention in ("flash", "cudnn") and on_gpu:
+        training = replace(training, attention="auto")
+    return replace(run, precision=precision, training=training)

@@ -15,14 +15,20 @@ from dataclasses import dataclass, field
 
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
-from titan.training.replay import differences as diff
-from titan.training.replay.differences import Difference
-from titan.training.replay.observation import GRADIENT, START, STATE, UPDATE, Key
-from titan.training.replay.result import ReplayedStep
-from titan.training.replay.spread import Spread
+from titan.numerics import differences as diff
+from titan.numerics.differences import (
+    FP32_BOUND,
+    GRADIENT,
+    START,
+    STATE,
+    UPDATE,
+    Difference,
+    Key,
+    Spread,
+    compare_figures,
+)
+from titan.training.replay.observation import ReplayedStep
 
-BOUND = 1e-5
-"""Relative difference in the deciding type above which it is no rounding."""
 LAYOUT, PRECISION = "layout or model", "precision"
 """What a finding is a fault of."""
 RATE = "rate"
@@ -67,6 +73,14 @@ class ReplayPair:
     name: str
     is_mixed: bool = False
 
+    def compare_activations(self) -> list[Difference]:
+        """Return how far outputs and gradients of modules are apart."""
+        return diff.compare_activations(self.a.samples, self.b.samples, self.a.seq_len)
+
+    def compare_tensors(self, kind: str) -> list[Difference]:
+        """Return how far tensors of a kind are apart."""
+        return diff.compare_tensors(self.a.tensors, self.b.tensors, kind)
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -88,7 +102,7 @@ class Answers:
     tensors: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
     summary: str = ""
     comparable: bool = True
-    bound: float = BOUND
+    bound: float = FP32_BOUND
 
     @property
     def verdict(self) -> str:
@@ -97,7 +111,7 @@ class Answers:
 
 
 def ask_questions(
-    native: ReplayPair, exact: ReplayPair, *, same_code: bool, bound: float = BOUND, spread: Spread | None = None
+    native: ReplayPair, exact: ReplayPair, *, same_code: bool, bound: float = FP32_BOUND, spread: Spread | None = None
 ) -> Answers:
     """Ask all questions.
 
@@ -105,14 +119,14 @@ def ask_questions(
         native: both in the runs' precision.
         exact: both in the deciding type, `native` itself where the runs are.
         same_code: whether both are the same computation in the same order.
-        bound: see `BOUND`.
+        bound: see `FP32_BOUND`.
         spread: of random rounding; None where it was not measured.
     """
     starts, start_sentence, comparable = _compare_starts(native, exact, bound)
     if not comparable:
         return Answers(tuple(starts), (start_sentence,), comparable=False, bound=bound)
-    activations = diff.compare_activations(exact.a, exact.b)
-    tensors = {kind: diff.compare_tensors(exact.a, exact.b, kind) for kind in (GRADIENT, UPDATE)}
+    activations = exact.compare_activations()
+    tensors = {kind: exact.compare_tensors(kind) for kind in (GRADIENT, UPDATE)}
     findings = [*starts]
     if same_code and not starts:
         findings += _find_bitwise(native)
@@ -149,20 +163,20 @@ def _compare_starts(native: ReplayPair, decider: ReplayPair, bound: float) -> tu
 
 def _find_unequal_replicas(side: str, replay: ReplayedStep, step: str) -> Iterator[Finding]:
     """Yield the first tensor of which the ranks of a side have different values before the step."""
-    unequal = [d for kind in (START, STATE) for d in diff.list_unequal_replicas(replay, kind)]
+    unequal = [d for kind in (START, STATE) for d in diff.list_unequal_replicas(replay.tensors, kind)]
     for difference in unequal[:1]:
         text = f"{side}'s ranks have different values of {_name(difference)} before {step}: {_measure(difference)}"
         yield Finding("replicas", difference.name, difference.relative, difference.where, text)
 
 
 def _find_unequal_starts(native: ReplayPair, decider: ReplayPair, step: str, bound: float) -> Iterator[Finding]:
-    weights = _list_beyond(diff.compare_tensors(decider.a, decider.b, START), bound)
+    weights = _list_beyond(decider.compare_tensors(START), bound)
     if weights:
         largest = max(weights, key=lambda d: d.relative)
         text = f"weights have drifted before {step}: {_name(largest)} differs by {_measure(largest)}"
         yield Finding(START, largest.name, largest.relative, largest.where, f"{text}, so activations are not compared")
         return
-    state = _list_beyond(diff.compare_tensors(native.a, native.b, STATE), bound)
+    state = _list_beyond(native.compare_tensors(STATE), bound)
     if state:
         largest = max(state, key=lambda d: d.relative)
         text = f"the optimizer's state differs before {step}: {_name(largest)} by {_measure(largest)}"
@@ -172,7 +186,7 @@ def _find_unequal_starts(native: ReplayPair, decider: ReplayPair, step: str, bou
 def _describe_starts(native: ReplayPair, step: str, findings: Sequence[Finding]) -> str:
     if findings:
         return f"1. what {step} begins with differs: {findings[0].name}"
-    differences = [d for kind in (START, STATE) for d in diff.compare_tensors(native.a, native.b, kind)]
+    differences = [d for kind in (START, STATE) for d in native.compare_tensors(kind)]
     unequal = [d for d in differences if d.relative]
     count = format_plural(len(differences), "tensor")
     if not unequal:
@@ -186,10 +200,10 @@ def _describe_starts(native: ReplayPair, step: str, findings: Sequence[Finding])
 
 def _find_bitwise(native: ReplayPair) -> Iterator[Finding]:
     """Yield the first result that is not bitwise equal, though all that went in is."""
-    if any(d.relative for kind in (START, STATE) for d in diff.compare_tensors(native.a, native.b, kind)):
+    if any(d.relative for kind in (START, STATE) for d in native.compare_tensors(kind)):
         return
-    activations = diff.compare_activations(native.a, native.b)
-    gradients = diff.compare_tensors(native.a, native.b, GRADIENT)
+    activations = native.compare_activations()
+    gradients = native.compare_tensors(GRADIENT)
     for difference in [d for d in (*activations, *gradients) if d.relative][:1]:
         text = (
             f"rows, weights and code are the same, and yet the {describe_key(difference.key)} is not bitwise equal: "
@@ -257,14 +271,6 @@ def _compare_figure(pair: ReplayPair, key: str, bound: float) -> Iterator[Findin
         yield Finding(key, name, relative, "", text)
 
 
-def compare_figures(x: float, y: float) -> float:
-    """Return the relative difference of two figures; infinite where only one is finite."""
-    if x == y or (math.isnan(x) and math.isnan(y)):
-        return 0.0
-    relative = abs(x - y) / max(abs(y), 1e-30)
-    return relative if math.isfinite(relative) else math.inf
-
-
 def _find_updates(pair: ReplayPair, updates: Sequence[Difference], bound: float) -> Iterator[Finding]:
     x, y = float(pair.a.record["lr"]), float(pair.b.record["lr"])
     if compare_figures(x, y) > bound:
@@ -316,7 +322,7 @@ def find_largest(differences: Sequence[Difference]) -> Difference | None:
 
 def _judge_precision(native: ReplayPair, exact: ReplayPair, spread: Spread | None) -> tuple[list[Finding], str]:
     """Return what is larger than random rounding explains, and a sentence."""
-    activations = diff.compare_activations(native.a, native.b)
+    activations = native.compare_activations()
     largest = find_largest(activations)
     figures = _format_figures(native)
     if largest is None and not figures:
@@ -376,7 +382,7 @@ def _summarize(
 ) -> str:
     """Return the last line where nothing was found."""
     everything = [*activations, *(d for kind in tensors.values() for d in kind)]
-    everything += diff.compare_activations(native.a, native.b)
+    everything += native.compare_activations()
     is_equal = not any(d.relative for d in everything) and not _format_figures(native)
     missing = native.a.unobserved or native.b.unobserved
     scope = "all that was compared" if missing else "all activations, gradients and updates"

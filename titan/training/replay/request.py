@@ -20,6 +20,7 @@ from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.evaluation.schema import Evaluation
+from titan.numerics.differences import FP32_BOUND
 from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.command_line import quote_value
@@ -46,7 +47,9 @@ class Settings:
     )
     against: str | None = setting(None, "another run, or overrides for the same step: both are compared", any_text=True)
     tolerance: float = setting(
-        1e-5, "relative difference in the type of `exact` above which an output, gradient or update is wrong", above=0
+        FP32_BOUND,
+        "relative difference in the type of `exact` above which an output, gradient or update is wrong",
+        above=0,
     )
     exact: Literal["fp32", "fp64"] = setting(
         "fp32",

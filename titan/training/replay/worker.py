@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,34 +28,23 @@ from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.debug.module_hooks import force_eager
 from titan.model.init_weights import Normal, init_parameter
+from titan.numerics.differences import GRADIENT, START, STATE, UPDATE, Fingerprint, Key, Samples
+from titan.numerics.fingerprints import fingerprint_tensor, gather_tensor
 from titan.parallelism import data
 from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
+from titan.precision.schema import Precision
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.observe import Observer, RunningTotals, StepRows, TokenSample
-from titan.training.replay.fingerprints import describe_groups, fingerprint_tensor, gather_tensor
 from titan.training.replay.job import OPERATIONS, ROUNDED, ReplayJob
-from titan.training.replay.observation import (
-    GRADIENT,
-    START,
-    STATE,
-    UPDATE,
-    ActivationTotals,
-    Fingerprint,
-    Key,
-    RankReplay,
-    Samples,
-)
-from titan.training.replay.operations import OperationWatch
-from titan.training.replay.rounding import perturb_weights
-from titan.training.replay.routing import RouteWatch, read_routes
+from titan.training.replay.observation import ActivationTotals, RankReplay, TokenLoss
+from titan.training.replay.routing import OperationWatch, RouteWatch, read_routes
 from titan.training.side_jobs.ranks import fetch_verified, join_ranks
 from titan.training.signals import StopSignals, choose_stop_exit_code
 from titan.training.step_metrics import StepResult
-from titan.training.token_loss import TokenLoss
 from titan.training.train_step import StepWatch, TrainStep
 from titan.training.trainer import Trainer
 
@@ -64,6 +54,14 @@ MADE_STD = 0.02
 """Standard deviation of made gradients: their norm is above a usual `clip_norm`, so that clipping is compared too."""
 MADE_RATE = 0.01
 """The largest learning rate of an update from made gradients: an update that rounding of the weights does not hide."""
+
+
+SPACING = {"fp32": 2.0**-23, "bf16": 2.0**-7}
+"""The distance of neighbouring numbers between 1 and 2, by compute type."""
+EIGHT_BIT_SPACING = 2.0**-3
+"""Of float8_e4m3, which all 8-bit matmuls use."""
+UNIFORM_STD = 12**-0.5
+"""Standard deviation of a number that is uniform over one spacing, as an error of random rounding is."""
 
 
 def work(job: ReplayJob, rank_info: RankInfo) -> int:
@@ -359,3 +357,44 @@ def _convert_totals(observer: Observer) -> dict[Key, ActivationTotals]:
 def _read_totals(totals: RunningTotals) -> ActivationTotals:
     values = [float(x) for x in (totals.squares, totals.values, totals.largest)]
     return ActivationTotals(values[0], values[1], values[2], totals.count)
+
+
+@torch.no_grad()
+def perturb_weights(parameters: Iterable[tuple[str, Tensor]], precision: Precision, number: int) -> None:
+    """Add the error of a random rounding to each weight, in place; the same on every layout.
+
+    Args:
+        parameters: this rank's shards, with names.
+        precision: the run's; where weights are stored in the compute type already, the error is twice as large, since
+            less is rounded away again.
+        number: of the repetition.
+    """
+    spacing = EIGHT_BIT_SPACING if precision.eight_bit else SPACING[precision.compute]
+    scale = UNIFORM_STD * spacing * (2 if precision.weights == precision.compute else 1)
+    for name, p in parameters:
+        noise = torch.empty_like(p, dtype=torch.float32)
+        init_parameter(noise, f"rounding {number} of {name}", Normal(scale), 0)
+        weight = local_tensor(p.detach())
+        exponent = weight.float().abs().clamp(min=torch.finfo(torch.float32).tiny).log2().floor().exp2()
+        weight.add_((local_tensor(noise) * exponent).to(weight.dtype))
+
+
+def describe_groups(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """Return the parameter group of each of some parameters: its number and its settings."""
+    texts = {
+        id(p): f"group {number} ({_format_settings(group)})"
+        for number, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    }
+    return {name: texts[id(p)] for name, p in named if id(p) in texts}
+
+
+def _format_settings(group: Mapping[str, Any]) -> str:
+    keys = ("lr", "weight_decay", "momentum", "betas", "eps")
+    values = {key: group[key] for key in keys if key in group}
+    return ", ".join(f"{key} {_format_value(value)}" for key, value in values.items())
+
+
+def _format_value(value: Any) -> str:
+    value = value.item() if isinstance(value, Tensor) else value
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

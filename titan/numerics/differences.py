@@ -1,4 +1,4 @@
-"""How far activations, gradients and other tensors of two replays are apart, and where. Free of torch."""
+"""How far figures, activations, gradients and other tensors of two computations are apart, and where. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,86 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan.console.numbers import format_plural
-from titan.training.replay.observation import Fingerprint, Key, Operation, Samples
-from titan.training.replay.result import ReplayedStep, Replica
 
+FP32_BOUND = 1e-5
+"""Relative difference in fp32 above which two layouts do not differ by rounding alone (law 3)."""
+TINY = 1e-30
+"""Figures below it count as that large."""
+BLOCKS, WIDTH = 16, 16
+"""Blocks of consecutive rows of a tensor, and random projections of each, in its fingerprint."""
 LEAST_SHARE = 0.25
 """Rows whose size is below this share of the typical one count as that large: rounding comes from larger sums."""
 NAMED_TOKENS = 1e-2
 """A token is named where its difference is more than this share of the largest one."""
+Key = tuple[str, str]
+"""A direction, "forward" or "backward", and the name of a module."""
+START, STATE, GRADIENT, UPDATE = "weights", "optimizer state", "gradients", "updates"
+"""The kinds of tensors that have fingerprints."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Of a whole tensor; see `titan.numerics.fingerprints`.
+
+    Attributes:
+        shape: of the tensor.
+        sketch: projections of blocks of consecutive rows, float64 [blocks, WIDTH].
+        squares: the sum of squares.
+        bits: equal where all elements are, modulo 2**64.
+    """
+
+    shape: tuple[int, ...]
+    sketch: NDArray[np.float64]
+    squares: float
+    bits: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Sampled tokens.
+
+    Attributes:
+        tokens: their indices in the step, row * seq_len + position; int64 [tokens].
+        values: projections of their activations, float32 [tokens, width]; of routers the experts, int64 [tokens, K].
+        microbatches: int64 [tokens].
+        ranks: int64 [tokens].
+    """
+
+    tokens: NDArray[np.int64]
+    values: NDArray[Any]
+    microbatches: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation inside of a module.
+
+    Attributes:
+        module: the innermost module that called it.
+        name: as torch names it.
+        shapes: of its results.
+        sums: of each, a weighted sum of the elements, and one of their absolute values.
+    """
+
+    module: str
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    sums: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A tensor as some ranks have it, bitwise the same on all of them."""
+
+    ranks: tuple[int, ...]
+    fingerprint: Fingerprint
 
 
 @dataclass(frozen=True)
@@ -40,12 +108,32 @@ class Difference:
         return self.key[1]
 
 
+Replicas = Mapping[Key, tuple[Replica, ...]]
+"""By kind and name of a tensor, one replica for each value that ranks have."""
+
+
+# --- figures
+
+
+def compare_figures(x: float, y: float) -> float:
+    """Return the difference of two figures relative to `y`; infinite where one is not finite and they differ."""
+    return float(compare_series(np.array([x]), np.array([y]))[0])
+
+
+def compare_series(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the relative difference of each figure, as of `compare_figures`."""
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    gaps, finite = np.where(same, 0.0, math.inf), np.isfinite(a) & np.isfinite(b)
+    gaps[finite] = np.abs(a[finite] - b[finite]) / np.maximum(np.abs(b[finite]), TINY)
+    return gaps
+
+
 # --- activations
 
 
-def compare_activations(a: ReplayedStep, b: ReplayedStep) -> list[Difference]:
+def compare_activations(a: Mapping[Key, Samples], b: Mapping[Key, Samples], seq_len: int) -> list[Difference]:
     """Return how far each module's output, and then its gradient, is from that of `b`, in the order of computation."""
-    return [compare_samples(key, a.samples[key], b.samples[key], a.seq_len) for key in a.samples if key in b.samples]
+    return [compare_samples(key, a[key], b[key], seq_len) for key in a if key in b]
 
 
 def compare_samples(key: Key, a: Samples, b: Samples, seq_len: int) -> Difference:
@@ -78,10 +166,10 @@ def _describe_tokens(samples: Samples, indices: NDArray[np.int64], chosen: NDArr
 # --- tensors
 
 
-def compare_tensors(a: ReplayedStep, b: ReplayedStep, kind: str) -> list[Difference]:
+def compare_tensors(a: Replicas, b: Replicas, kind: str) -> list[Difference]:
     """Return how far each tensor of a kind is from that of `b`, on any rank."""
-    names = dict.fromkeys(name for step in (a, b) for (k, name) in step.tensors if k == kind)
-    return [_compare_replicas((kind, n), a.tensors.get((kind, n)), b.tensors.get((kind, n))) for n in names]
+    keys = dict.fromkeys(key for side in (a, b) for key in side if key[0] == kind)
+    return [_compare_replicas(key, a.get(key), b.get(key)) for key in keys]
 
 
 def _compare_replicas(key: Key, a: Sequence[Replica] | None, b: Sequence[Replica] | None) -> Difference:
@@ -147,13 +235,11 @@ def _find_factor(a: Fingerprint, b: Fingerprint) -> float | None:
 # --- replicas, and experts
 
 
-def list_unequal_replicas(step: ReplayedStep, kind: str) -> list[Difference]:
+def list_unequal_replicas(tensors: Replicas, kind: str) -> list[Difference]:
     """Return the tensors of which ranks have different values, with the ranks that differ from the first."""
     differences = []
-    for key, replicas in step.tensors.items():
-        if key[0] != kind:
-            continue
-        for replica in replicas[1:]:
+    for key, replicas in tensors.items():
+        for replica in replicas[1:] if key[0] == kind else ():
             relative, rows = compare_fingerprints(replica.fingerprint, replicas[0].fingerprint)
             where = f"{rows}, {format_ranks(replica.ranks)} against {format_ranks(replicas[0].ranks)}"
             differences.append(Difference(key, relative, where))
@@ -210,3 +296,63 @@ def _is_same_number(x: float, y: float) -> bool:
 def sort_layers(names: Iterable[str]) -> list[str]:
     """Return names of modules by the numbers of their layers."""
     return sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")])
+
+
+# --- random rounding
+
+LARGEST_RATIO = 3.0
+"""A difference that is more times the spread is not explained by random rounding. Of pairs without a fault it is up to
+1.7: layouts, compiled or not, in bf16 and in 8 bits."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of randomly rounded repetitions.
+
+    Attributes:
+        count: of repetitions.
+        deviations: of activations, relative to their mean's size: the standard deviation of one repetition.
+        figures: mean and standard error of loss and gradient norm.
+    """
+
+    count: int
+    deviations: Mapping[Key, float]
+    figures: Mapping[str, tuple[float, float]]
+
+    def find_excess(self, differences: Sequence[Difference]) -> tuple[Difference, float] | None:
+        """Return the first difference that is larger than rounding explains, and how many times the spread it is."""
+        for difference in differences:
+            deviation = self.deviations.get(difference.key, 0.0)
+            if difference.relative > LARGEST_RATIO * deviation and difference.relative > 0:
+                return difference, difference.relative / deviation if deviation else math.inf
+        return None
+
+    def describe(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+        """Return mean and standard error of the figures, and how far those of two records are from the mean."""
+        parts = []
+        for key, (mean, error) in self.figures.items():
+            distances = f"A {float(a[key]) - mean:+.1g}, B {float(b[key]) - mean:+.1g}"
+            parts.append(f"{key} {mean:.6g} ± {error:.1g} ({distances})")
+        return f"mean of {self.count} randomly rounded repetitions ± its standard error: {', '.join(parts)}"
+
+
+def measure_spread(samples: Sequence[Mapping[Key, Samples]], records: Sequence[Mapping[str, Any]]) -> Spread:
+    """Return the spread of repetitions of a step, from the activations and the record of each."""
+    keys = [key for key in samples[0] if all(key in repetition for repetition in samples)]
+    deviations = {key: _measure_deviation([repetition[key].values for repetition in samples]) for key in keys}
+    figures = {key: _average([float(record[key]) for record in records]) for key in ("loss", "grad_norm")}
+    return Spread(len(records), deviations, figures)
+
+
+def _measure_deviation(values: Sequence[Any]) -> float:
+    stacked = np.stack([v.astype(np.float64) for v in values])
+    mean = stacked.mean(0)
+    size = float(np.linalg.norm(mean))
+    return math.sqrt(float(np.square(stacked - mean).sum()) / (len(values) - 1)) / size if size else 0.0
+
+
+def _average(values: Sequence[float]) -> tuple[float, float]:
+    """Return mean and standard error."""
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
