@@ -48,16 +48,11 @@ def run_generation(command_line: CommandLine[Settings], report: ReasonReceiver =
 
     weights = open_weights(settings.source, "", verify=True)
     job = build_job(settings, layout, texts, weights, machine)
-    if layout.devices == 1:
-        from titan.cluster.rank_info import RankInfo
-        from titan.generation.worker import work
-
-        return work(job, RankInfo())
     from launchers.scratch import make_scratch_folder
-    from launchers.supervisor import run_ranks
+    from launchers.supervisor import run_job
 
     with make_scratch_folder() as folder:
-        return run_ranks(job, layout.devices, folder, module="titan.generation.rank", report=report)
+        return run_job(job, layout.devices, folder, "titan.generation.rank", report)
 
 
 def cli() -> None:

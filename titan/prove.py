@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from titan.cluster.rank_info import RankInfo
     from titan.numerics.checks import Check
     from titan.run.run import Run
-    from titan.training.prove.job import ProofJob
+    from titan.training.proof import ProofJob
 
 RANK_SECONDS = 600.0
 """How long one training of three steps may take."""
@@ -116,8 +116,7 @@ def _run_checks(shrunk: Shrunk, folder: Path) -> tuple[list[Check], tuple[str, .
     """Return the checks of a shrunk run, and what may be ties between experts."""
     import torch
 
-    from titan.training.prove.collectives import check_collectives
-    from titan.training.prove.proof import prove
+    from titan.training.proof import check_collectives, prove
 
     torch.set_num_threads(1)  # threads would not survive the fork of ranks
     if shrunk.run.compile.scope != "off":
@@ -130,7 +129,7 @@ def _run_checks(shrunk: Shrunk, folder: Path) -> tuple[list[Check], tuple[str, .
 
 def _run_ranks(job: ProofJob) -> None:
     """Train a job on forked ranks; see `fork`."""
-    from titan.training.prove.worker import work
+    from titan.training.proof import work
 
     fork(job, partial(work, job))
 

@@ -29,11 +29,11 @@ from titan.training.replay.compare import (
     CompareSettings,
     ReplayComparison,
     ReplayEndedError,
+    ReplayJob,
     compare_plans,
     run_passes,
     run_single,
 )
-from titan.training.replay.job import ReplayJob
 from titan.training.replay.observation import ReplayedStep
 from titan.training.replay.request import ReplayPlan, Settings, check_comparison, find_changes, plan_replay
 
@@ -196,9 +196,9 @@ def _choose_step(settings: Settings) -> Settings | None:
         return settings
     if not _is_run(settings.against):
         raise ConfigError("step=0: give the step to look at, or against=RUN, another run, to find where they differ.")
-    from titan.report import run_pair  # only now: a step that is given needs no metrics
+    from titan.report import parity  # only now: a step that is given needs no metrics
 
-    pair = run_pair.read_pair(settings.run, str(settings.against))
+    pair = parity.read_pair(settings.run, str(settings.against))
     print(pair.describe())
     if pair.difference is None:
         return None
@@ -253,16 +253,10 @@ def _read_recorded_step(name: str, step: int) -> dict[str, Any]:
 
 def _start_ranks(side: ReplayPlan, job: ReplayJob) -> int:
     """Run the ranks of a replay; return their exit code."""
-    ranks, directory = side.run.layout.devices, Path(side.run.directory)
+    from launchers.supervisor import run_job
+
     print(f"titan: {_describe_job(side, job)}", file=sys.stderr)
-    if ranks == 1:
-        from titan.cluster.rank_info import RankInfo
-        from titan.training.replay.worker import work
-
-        return work(job, RankInfo())
-    from launchers.supervisor import run_ranks
-
-    return run_ranks(job, ranks, directory, module="titan.training.replay.rank")
+    return run_job(job, side.run.layout.devices, Path(side.run.directory))
 
 
 def _describe_job(side: ReplayPlan, job: ReplayJob) -> str:
@@ -324,10 +318,10 @@ def _advise_earlier(settings: Settings) -> list[str]:
 
 def _find_difference(settings: Settings) -> StepDifference | None:
     """Return the first step at which the metrics of both runs differ; None where they don't, or can't be compared."""
-    from titan.report import run_pair
+    from titan.report import parity
 
     try:
-        return run_pair.read_pair(settings.run, str(settings.against)).difference
+        return parity.read_pair(settings.run, str(settings.against)).difference
     except ConfigError:
         return None
 

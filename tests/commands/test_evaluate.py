@@ -23,8 +23,8 @@ from titan.metrics.reader import read_records
 from titan.run.run import Run
 from titan.run.trust import remember_typed
 from titan.training.evaluation.request import EXCLUDED_OVERRIDES
+from titan.training.recompose import build_command
 from titan.training.replay.request import EXCLUDED_OVERRIDES as REPLAY_EXCLUDED_OVERRIDES
-from titan.training.side_jobs.recompose import build_command
 
 FORMATS = ("hellaswag", "arc", "lambada")
 

@@ -22,8 +22,8 @@ from titan.numerics.differences import compare_fingerprints
 from titan.numerics.fingerprints import fingerprint_tensor
 from titan.run.directory import read_attempts
 from titan.run.run import Run
+from titan.training import recompose
 from titan.training.replay.request import find_changes
-from titan.training.side_jobs import recompose
 
 SETTINGS = ("optimizer=sgd", "optimizer.lr=0.1", "training.steps=7", "checkpoint.every=3", *MODEL)
 

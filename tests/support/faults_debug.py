@@ -143,7 +143,7 @@ FAULTS = (
     ),
     define_fault(
         "layers: replicas count twice",
-        "titan/training/layer_norms.py",
+        "titan/training/layer_metrics.py",
         "square = sum_row_squares(part).sum() / count_replicas(parameter, world)",
         "square = sum_row_squares(part).sum()",
         "training/test_layer_metrics.py::test_the_numbers_are_those_of_one_device[ddp tied]",

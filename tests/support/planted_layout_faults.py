@@ -24,8 +24,14 @@ from tests.support.layout_faults import FAULTS, LAYOUTS, MODELS, LayoutFault
 from tests.support.ranks import RankFailedError, run_ranks
 from tests.support.runs import TINY
 from titan.cluster.rank_info import RankInfo
-from titan.training.replay.compare import REPEATS, CompareSettings, ExactType, ReplayEndedError, compare_plans
-from titan.training.replay.job import ReplayJob
+from titan.training.replay.compare import (
+    REPEATS,
+    CompareSettings,
+    ExactType,
+    ReplayEndedError,
+    ReplayJob,
+    compare_plans,
+)
 from titan.training.replay.questions import Answers
 from titan.training.replay.request import ReplayPlan, plan_first_step
 

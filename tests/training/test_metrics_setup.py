@@ -17,7 +17,7 @@ from titan.metrics.recorder import Recorder
 from titan.metrics.trackers import Trackers
 from titan.run import identity
 from titan.run.attempts import Attempt
-from titan.training import metrics_setup
+from titan.training import reporter
 
 
 class FakeWandb(types.ModuleType):
@@ -79,7 +79,7 @@ def test_wandb_receives_what_identifies_a_run(
     )  # fmt: skip
     attempt, mix = begin_run(run), build_run_mixture(run)
     assert isinstance(attempt, Attempt)
-    recorder = metrics_setup.build_recorder(run, attempt, print, mix)
+    recorder = reporter.build_recorder(run, attempt, print, mix)
     recorder.log({"step": 1, "loss": 2.0})
     recorder.finish({"finished": True, "last_loss": 2.0})
     config, started = wandb.started["config"], wandb.started
@@ -103,7 +103,7 @@ def test_a_run_of_its_own_has_its_own_group_and_no_sweep(tmp_path: Path, wandb: 
     run = replace(run, overrides=("recipe=pilot", *run.overrides))
     attempt = begin_run(run)
     assert isinstance(attempt, Attempt)
-    metrics_setup.build_recorder(run, attempt, print, build_run_mixture(run)).finish({"finished": True})
+    reporter.build_recorder(run, attempt, print, build_run_mixture(run)).finish({"finished": True})
     assert (wandb.started["group"], wandb.started["tags"]) == ("mine", ["recipe=pilot", "one device"])
     assert (wandb.started["config"]["sweep"], wandb.started["config"]["variant"]) == (None, None)
 
@@ -115,7 +115,7 @@ def test_a_continued_run_stays_in_the_group_of_its_first_attempt(tmp_path: Path)
     for run in (first, longer):
         attempt = begin_run(run)
         assert isinstance(attempt, Attempt)
-        groups.append((metrics_setup.describe_run(run, attempt, None).group_id, attempt.ids.group))
+        groups.append((reporter.describe_run(run, attempt, None).group_id, attempt.ids.group))
     (shown, own), (later_shown, later_own) = groups
     assert shown == own == later_shown != later_own
 

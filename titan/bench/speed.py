@@ -223,7 +223,7 @@ def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[SpeedCase], Bare
     from titan.bench.bare_loop import BareLoop
     from titan.cluster.rank_info import RankInfo
     from titan.parallelism import mesh
-    from titan.training import metrics_setup
+    from titan.training import reporter
     from titan.training.build import build_train_step
     from titan.training.trainer import Trainer
 
@@ -234,7 +234,7 @@ def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[SpeedCase], Bare
             raise ConfigError(f"{folder} contains a finished run; empty it.")
         world = mesh.connect_world(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
         trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
-        with metrics_setup.build_recorder(run, attempt, print) as recorder, trainer.loader:
+        with reporter.build_recorder(run, attempt, print) as recorder, trainer.loader:
             trainer.reporter.recorder = recorder
             yield (
                 trainer,

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from titan.errors import RunError
-from titan.generation.cache import can_cache
-from titan.generation.detokenizer import Detokenizer
-from titan.generation.forward import Forward, prepare_forward
+from titan.generation.cache import Forward, can_cache, prepare_forward
+from titan.generation.terminal import Detokenizer
 from titan.model import sampling
 
 Reason = Literal["stop", "length"]

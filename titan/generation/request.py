@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from titan.console.numbers import format_count
 from titan.dataset.tokenizers.load import load_tokenizer
@@ -30,6 +30,7 @@ class GenerationJob:
     """The input of the ranks.
 
     Attributes:
+        worker: what the ranks do.
         settings: as the user gave them.
         path: of the weights; for a run, its last checkpoint.
         prompts: the tokens of each, at least one.
@@ -41,6 +42,7 @@ class GenerationJob:
         precision: the compute type.
     """
 
+    worker: ClassVar[str] = "titan.generation.worker"
     settings: Settings
     path: str
     prompts: tuple[tuple[int, ...], ...]

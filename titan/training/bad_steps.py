@@ -29,7 +29,6 @@ from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
 from titan.training.observe import compute_token_losses
 from titan.training.step_metrics import StepResult
-from titan.training.timeouts import Timeouts
 from titan.training.train_step import TrainStep
 
 
@@ -62,17 +61,17 @@ class BadSteps:
         run: Run,
         train_step: TrainStep,
         mix: RowMixture,
-        timeouts: Timeouts,
+        allow_task: Callable[[], None],
         to_device: Callable[[Batch], Microbatches],
         warn: Callable[[str], None],
     ) -> None:
         """Take what repeats a step.
 
         Args:
-            timeouts: of the ranks: a repeated step takes longer.
+            allow_task: lets the ranks wait longer for each other, as a repeated step needs.
             warn: writes a warning to the log and the terminal.
         """
-        self.run, self.train_step, self.mix, self.timeouts = run, train_step, mix, timeouts
+        self.run, self.train_step, self.mix, self.allow_task = run, train_step, mix, allow_task
         self.to_device, self.warn = to_device, warn
         self.latest, self.count = torch.zeros((), dtype=torch.bool, device=train_step.device), 0
 
@@ -109,7 +108,7 @@ class BadSteps:
 
     def _find_cause(self, result: StepResult) -> str:
         """Repeat a step, and return where its first value that is not finite came from; details are in `debug/`."""
-        self.timeouts.allow_task()
+        self.allow_task()
         rows, scale = self.to_device(result.batch), 1 / self.run.training.count_step_tokens(result.step)
         row_number_of = self._build_row_numbering(result.step)
         report = investigate_step(self.run, self.train_step, rows, scale, row_number_of)

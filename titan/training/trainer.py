@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -20,7 +20,8 @@ from titan.checkpoint.state import init_optimizer_state
 from titan.cluster.heap import HeapTrimmer
 from titan.compile.graphs import GraphWatch
 from titan.dataset import corpora
-from titan.dataset.loader import Batch
+from titan.dataset.loader import Batch, BatchShape, Loader
+from titan.dataset.mixture import RowMixture
 from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING
 from titan.hooks.calls import Hooks
 from titan.parallelism import grad_norm
@@ -29,7 +30,7 @@ from titan.parallelism.microbatches import Microbatches
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.schedule.optimizer_schedule import OptimizerSchedule
-from titan.training import checkpointing, layer_norms, loader_setup, step_metrics
+from titan.training import checkpointing, layer_metrics, step_metrics
 from titan.training.audit import Audit
 from titan.training.bad_steps import BadSteps
 from titan.training.checkpointing import CheckpointPolicy
@@ -39,8 +40,7 @@ from titan.training.layer_metrics import LayerMetrics
 from titan.training.profiling import RunProfiler
 from titan.training.rank_times import RankTimes
 from titan.training.reporter import RunReporter
-from titan.training.result_json import RunEnd, find_ended_by
-from titan.training.sample_text import sample_text
+from titan.training.result_json import RunEnd, find_ended_by, sample_text
 from titan.training.step_metrics import (
     LOSS,
     PROFILE,
@@ -52,7 +52,6 @@ from titan.training.step_metrics import (
     StepResult,
     StepTimer,
 )
-from titan.training.timeouts import Timeouts
 from titan.training.train_step import StepWatch, TrainStep
 
 
@@ -105,7 +104,7 @@ class Trainer:
         self.optimizer_schedule = OptimizerSchedule(train_step.optimizer, run.optimizer.peak_lr, factors)
         self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
         self.masks_targets = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
-        self.hooks = Hooks(run, world, lambda: layer_norms.iterate_parameters(train_step))
+        self.hooks = Hooks(run, world, lambda: layer_metrics.iterate_parameters(train_step))
         self.layer_metrics = LayerMetrics(run, train_step, run.metrics.layers_every)
         self.rank_times = RankTimes(run.profile, world, train_step, run.compile.scope != "off")
         self.requests, self.timeouts = Requests(), Timeouts(run, attempt, world)
@@ -114,13 +113,13 @@ class Trainer:
         measures = self.layer_metrics, self.rank_times, self.audit
         self.reporter = RunReporter(run, attempt, train_step, self.hooks, *measures, factors)
         show, warn = self.reporter.show, self.reporter.warn
-        self.bad_steps = BadSteps(run, train_step, self.mix, self.timeouts, self.to_device, warn)
+        self.bad_steps = BadSteps(run, train_step, self.mix, self.timeouts.allow_task, self.to_device, warn)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, warn)
         self.evaluator: Evaluator | None = None
         predicted = attempt.prediction.step_parts if attempt.prediction else {}
         tasks: dict[str, tuple[Any, str]] = {"checkpoint": (self, "save"), "evaluation": (self, "validate")}
         self.profiler = RunProfiler(run, world, train_step, predicted, show, tasks)
-        self.loader = loader_setup.build_loader(run, self.mix, world, attempt.step, show, self._is_stopped)
+        self.loader = build_loader(run, self.mix, world, attempt.step, show, self._is_stopped)
 
     def train(self) -> int:
         """Train to the end, or until a signal; then save, evaluate, sample and report.
@@ -404,3 +403,61 @@ def _no_automatic_gc() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def count_hook_seconds(run: Run) -> float:
+    """Return how much longer collectives may take because of hooks; the watcher knows whether one is waited for."""
+    return run.cluster.hook_timeout if run.hooks else 0.0
+
+
+class Timeouts:
+    """Sets the timeout of all groups of this rank; all ranks call its methods together.
+
+    Attributes:
+        seconds: the present timeout.
+    """
+
+    def __init__(self, run: Run, attempt: Attempt, world: World) -> None:
+        """Take the settings, the first step of the attempt, and the ranks."""
+        self.run, self.attempt, self.world, self.seconds = run, attempt, world, run.cluster.timeout
+
+    def allow_step(self, step: int) -> None:
+        """Set the timeout for a step.
+
+        The first step, and the first of each batch size, may compile; and with `dataset.stream` a rank may have to wait
+        for data that is still being prepared.
+        """
+        is_first = step == self.attempt.step + 1 or step == self.run.training.find_phase(step).step
+        if is_first or self.run.dataset.stream:
+            self.allow_task()
+        else:
+            self._set_seconds(self.run.cluster.step_seconds)
+
+    def allow_task(self) -> None:
+        """Set the timeout for what is no step, such as a save or an evaluation."""
+        self._set_seconds(self.run.cluster.timeout)
+
+    def _set_seconds(self, seconds: float) -> None:
+        if seconds != self.seconds:
+            self.world.set_timeout(seconds + count_hook_seconds(self.run), barrier=seconds < self.seconds)
+            self.seconds = self.world.activity.timeout = seconds
+
+
+def build_loader(
+    run: Run, mix: RowMixture, world: World, step: int, show: Callable[[str], None], stopped: Callable[[], bool]
+) -> Loader:
+    """Return what yields the batches of the steps after `step`; see `Loader` for the arguments."""
+    return Loader(
+        mix,
+        run.training,
+        world.data_shard,
+        BatchShape(run.microbatches, run.microbatch_rows, run.training.seq_len),
+        step=step + 1,
+        prefetch=run.dataset.prefetch,
+        mask_documents=run.dataset.mask_documents,
+        has_keys=run.model.uses_keys,
+        is_reader=world.reads_data,
+        patience=run.cluster.timeout,
+        log=show,
+        is_stopped=stopped,
+    )

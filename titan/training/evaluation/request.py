@@ -5,10 +5,11 @@ The run's own command line is composed again, with the user's overrides behind i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.checkpoint.manifest import Manifest
 from titan.config.arguments import operand
@@ -18,6 +19,7 @@ from titan.dataset import corpora
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS
 from titan.evaluation.schema import Evaluation, Task, ValidationSet
+from titan.files.atomic import write_atomic
 from titan.files.run_directory import RUN
 from titan.model.schema import Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
@@ -26,9 +28,9 @@ from titan.model.schema_moe import Qwen3Moe
 from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.lineage import count_rows_read, find_parent
-from titan.training.evaluation.job import EvaluationJob
-from titan.training.side_jobs import recompose
-from titan.training.side_jobs.recompose import Compose
+from titan.run.run import Run
+from titan.training import recompose
+from titan.training.recompose import Compose
 
 if TYPE_CHECKING:
     from titan.weights.interface import Weights
@@ -249,3 +251,36 @@ def describe_job(job: EvaluationJob) -> dict[str, Any]:
     """Return what was measured, for the result."""
     steps = [step for step, _ in job.checkpoints]
     return {"step": job.attempt.step, **({"steps": steps} if steps else {}), "layout": str(job.run.layout)}
+
+
+RESULT = "evaluated.json"
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """The input of the ranks.
+
+    Attributes:
+        worker: what the ranks do.
+        run: the run, with a temporary directory in place of its directory, and with what is to be measured.
+        attempt: the last checkpoint, or the weights.
+        checkpoints: the folders whose average is measured too, with their steps; none: no average.
+        tokenizer: the argument of `load_tokenizer`; None: that of the run's data.
+    """
+
+    worker: ClassVar[str] = "titan.training.evaluation.worker"
+    run: Run
+    attempt: Attempt
+    checkpoints: tuple[tuple[int, str], ...] = ()
+    tokenizer: str | None = None
+
+
+def write_result(job: EvaluationJob, results: Mapping[str, Any]) -> None:
+    """Write what rank 0 has measured."""
+    write_atomic(Path(job.run.directory) / RESULT, json.dumps(results))
+
+
+def read_result(job: EvaluationJob) -> dict[str, Any]:
+    """Return what rank 0 has measured."""
+    results: dict[str, Any] = json.loads((Path(job.run.directory) / RESULT).read_text())
+    return results

@@ -13,9 +13,9 @@ from titan.cluster.rank_info import RankInfo
 from titan.training.build import build_train_step
 from titan.training.evaluation.averages import average_weights
 from titan.training.evaluation.evaluator import Evaluator
-from titan.training.evaluation.job import EvaluationJob, write_result
-from titan.training.side_jobs.ranks import fetch_verified, join_ranks
+from titan.training.evaluation.request import EvaluationJob, write_result
 from titan.training.trainer import Trainer
+from titan.training.worker import fetch_verified, join_ranks
 
 log = logging.getLogger("titan")
 

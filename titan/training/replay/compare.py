@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from titan.numerics.differences import FP32_BOUND, compare_operations, measure_spread
 from titan.precision.schema import Precision
+from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training.replay import questions
-from titan.training.replay.job import EXACT, NATIVE, OPERATIONS, ROUNDED, ReplayJob
 from titan.training.replay.observation import ReplayedStep, count_rank_files, merge_ranks, read_rank_replays
 from titan.training.replay.questions import Answers, ReplayPair
 from titan.training.replay.request import ReplayPlan, align_start
@@ -25,6 +25,45 @@ if TYPE_CHECKING:
 
 REPEATS = 2
 """Randomly rounded repetitions: with both sides in two precisions each it is six steps."""
+
+
+NATIVE, EXACT, ROUNDED, OPERATIONS = "native", "exact", "rounded", "operations"
+"""Passes: in the run's precision, in fp32, with randomly rounded weights (followed by the repetition's number), and
+with the operations of one module."""
+
+
+@dataclass(frozen=True)
+class ReplayJob:
+    """The input of the ranks.
+
+    Attributes:
+        worker: what the ranks do.
+        passes: their names, and the run of each, with a temporary directory; they differ in precision only.
+        attempt: the checkpoint to begin at.
+        step: the step to look at.
+        tokens: how many tokens with the largest losses to collect.
+        save: whether to save the state before that step, for another replay.
+        repeats: how many randomly rounded repetitions of the step to compute, instead of the step.
+        pin: the folder of another replay, whose experts the routers use; None: their own.
+        operations: the module whose operations are recorded; None: of none.
+        layers: whether the first pass has the metrics of all layers, which take another forward pass.
+    """
+
+    worker: ClassVar[str] = "titan.training.replay.worker"
+    passes: tuple[tuple[str, Run], ...]
+    attempt: Attempt
+    step: int
+    tokens: int = 10
+    save: bool = False
+    repeats: int = 0
+    pin: str | None = None
+    operations: str | None = None
+    layers: bool = False
+
+    @property
+    def run(self) -> Run:
+        """The run of the first pass."""
+        return self.passes[0][1]
 
 
 StartRanks = Callable[[ReplayPlan, ReplayJob], int]

@@ -27,8 +27,8 @@ from titan.run.command_line import quote_value
 from titan.run.lineage import count_rows_read, find_parent
 from titan.run.model_limits import require_tokens
 from titan.run.run import Run
-from titan.training.side_jobs import recompose
-from titan.training.side_jobs.recompose import Compose
+from titan.training import recompose
+from titan.training.recompose import Compose
 
 EXCLUDED_OVERRIDES = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics", "evaluation")
 """Overrides of the run that say where it writes, by their beginnings."""

@@ -39,14 +39,14 @@ from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.observe import Observer, RunningTotals, StepRows, TokenSample
-from titan.training.replay.job import OPERATIONS, ROUNDED, ReplayJob
+from titan.training.replay.compare import OPERATIONS, ROUNDED, ReplayJob
 from titan.training.replay.observation import ActivationTotals, RankReplay, TokenLoss
 from titan.training.replay.routing import OperationWatch, RouteWatch, read_routes
-from titan.training.side_jobs.ranks import fetch_verified, join_ranks
 from titan.training.signals import StopSignals, choose_stop_exit_code
 from titan.training.step_metrics import StepResult
 from titan.training.train_step import StepWatch, TrainStep
 from titan.training.trainer import Trainer
+from titan.training.worker import fetch_verified, join_ranks
 
 log = logging.getLogger("titan")
 
