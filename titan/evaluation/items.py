@@ -26,9 +26,7 @@ class TaskItem:
     """A context and its continuations: several to choose from, or the one that a cloze asks for.
 
     Attributes:
-        context: the text that is given.
         choices: the continuations; lengths are counted without the delimiter.
-        label: index of the right one.
         delimiter: the text between the context and a continuation.
     """
 
@@ -92,7 +90,6 @@ def read_items(
 
     Args:
         limit: how many of the first items to read; None: all.
-        setting: the setting that names the file.
 
     Raises:
         ConfigError: when the file can't be read or has no items, or a line has another format.
@@ -155,7 +152,6 @@ def read_texts(path: str, field: str, prefix: str) -> Iterator[str]:
     Args:
         path: a .jsonl file, or a file of UTF-8 text.
         field: the key of the text in an object.
-        prefix: the setting that has `path`, for messages.
 
     Raises:
         ConfigError: when the file can't be read, or an object has no text.

@@ -57,9 +57,6 @@ class Task:
     def build(self, prefix: str = "task") -> tuple[TaskItem, ...]:
         """Return the items.
 
-        Args:
-            prefix: the prefix of the settings in messages.
-
         Raises:
             ConfigError: when the file or an item can't be read.
         """

@@ -27,7 +27,6 @@ class TaskScore:
     Attributes:
         value: over all items.
         low: the lower bound of the interval of `LEVEL` by the bootstrap over items.
-        high: its upper bound.
     """
 
     value: float
@@ -96,7 +95,6 @@ class Request:
     """Tokens of which the last ones are scored.
 
     Attributes:
-        tokens: of the context and the continuation.
         scored: how many of the last ones are the continuation's; at least one token is before them.
     """
 
@@ -112,7 +110,6 @@ def build_requests(
     Args:
         window: tokens that the model reads at most: the beginning of a longer context is left out.
         bos: whether contexts begin with the token that begins a document.
-        prefix: the task's settings, for messages.
 
     Raises:
         ConfigError: when a continuation is empty, or longer than the window.

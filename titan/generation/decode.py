@@ -31,12 +31,9 @@ class SamplingRules:
 
     Attributes:
         temperature: see `titan.model.sampling.sample_tokens`.
-        top_k: see `sample_tokens`.
-        top_p: see `sample_tokens`.
         seed: of the random numbers; see `titan.model.sampling.make_generator`.
         vocab: only ids below it are sampled.
         eos: the token that ends a continuation; None: no token does.
-        max_tokens: the maximum length of a continuation.
     """
 
     temperature: float = 0.0
@@ -105,7 +102,6 @@ class BatchDecoder:
         Args:
             model: a whole `titan.model.decoder.DecoderModel`, or its part on a tensor rank; on `device`.
             chunk: tokens of the prompts that the model computes at a time.
-            broadcast: replaces the tokens by those of the first rank.
         """
         self.model, self.rules, self.device, self.chunk, self.broadcast = model, rules, device, chunk, broadcast
         self.caches = can_cache(model)  # now: its warning stands before all that is printed of a prompt

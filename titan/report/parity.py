@@ -72,7 +72,6 @@ class StepDifference:
     """A step at which two runs differ by more than rounding.
 
     Attributes:
-        step: its number.
         quantity: "batch", "loss" or "gradient norm".
         gap: the relative difference; infinite where only one side is finite, and for batches.
     """
@@ -176,7 +175,6 @@ class Agreement:
     """Finished pairs all of whose losses are equal to rounding.
 
     Attributes:
-        text: the sentence.
         decides: whether training went far enough for equal losses to show that both sides compute the same.
     """
 
@@ -190,7 +188,6 @@ def find_agreement(
     """Return what the equal losses of finished pairs show; None unless those of all pairs are equal to rounding.
 
     Args:
-        parities: of the pairs.
         limit: relative difference of losses that is rounding; None: that of the pair's dtype.
     """
     gaps = []
@@ -208,8 +205,6 @@ def describe_agreement(
 
     Args:
         pairs: of runs whose losses are equal to rounding.
-        largest_gap: their largest relative difference.
-        limit: see `find_agreement`.
     """
     size = f"equal to rounding (relative differences up to {largest_gap:.1e})" if largest_gap else "bitwise equal"
     text = f"all losses are {size}, in {format_plural(len(pairs), 'pair')}"
@@ -241,7 +236,6 @@ def find_first_difference(a: StepColumns, b: StepColumns, bounds: tuple[float, f
 
     Args:
         a: one line per step, in rising order.
-        b: likewise.
         bounds: largest relative differences of loss and gradient norm that are rounding.
     """
     a, b = select_common_steps(a, b)
@@ -320,10 +314,6 @@ class RunPair:
 
 def read_pair(name: str, other: str) -> RunPair:
     """Return the metrics of two runs.
-
-    Args:
-        name: the run's directory.
-        other: the other run's directory.
 
     Raises:
         ConfigError: where one is no run, or they have no step in common.

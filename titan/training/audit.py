@@ -318,11 +318,7 @@ class Judgement:
 
 
 def judge(witnesses: Sequence[Witness]) -> Judgement:
-    """Return which ranks are wrong.
-
-    Args:
-        witnesses: of all ranks, by rank.
-    """
+    """Return which ranks are wrong."""
     spread = None if _is_deterministic(witnesses) else _measure_spread(witnesses)
     first = {w.name.rank: _find_first(w.trained, w.second, spread) for w in witnesses}
     found = [index for index in first.values() if index is not None]

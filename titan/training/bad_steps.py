@@ -37,7 +37,6 @@ class BadStep:
     """A step that left the weights unchanged.
 
     Attributes:
-        step: its number.
         symptom: what was not finite, on which ranks, and the step's rows.
         cause: where the first value that is not finite came from.
     """
@@ -69,7 +68,6 @@ class BadSteps:
 
         Args:
             allow_task: lets the ranks wait longer for each other, as a repeated step needs.
-            warn: writes a warning to the log and the terminal.
         """
         self.run, self.train_step, self.mix, self.allow_task = run, train_step, mix, allow_task
         self.to_device, self.warn = to_device, warn
@@ -88,11 +86,7 @@ class BadSteps:
         return BadStep(result.step, symptom, cause)
 
     def build_error(self, last: BadStep, saved_step: int) -> RunError:
-        """Return the error that ends the run after too many bad steps.
-
-        Args:
-            saved_step: the step of the last checkpoint.
-        """
+        """Return the error that ends the run after too many bad steps."""
         return RunError(
             f"{format_plural(self.count, 'step')} in a row without finite values, the last one step {last.step}: "
             f"{last.symptom}: "
@@ -136,15 +130,12 @@ class NonFiniteOrigin:
     """The first value that is not finite, on one rank.
 
     Attributes:
-        direction: of the pass.
         module: whose operation gave it.
         detail: which part of the module, where it is not the module as a whole.
-        microbatch: its number.
         stage: the stage's number in the model.
         order: how many values of this stage and micro-batch came before.
         rows: indices of rows in the micro-batch; empty where the value belongs to no row.
         operation: the operation's name in torch; None where it is not known.
-        rank: the rank.
     """
 
     direction: Direction
@@ -165,7 +156,6 @@ class RankFindings:
     Attributes:
         origins: at most one of each stage, micro-batch and direction.
         weights: names of this rank's weights that are not finite.
-        gradients: names of the weights whose gradients are not finite.
     """
 
     origins: tuple[NonFiniteOrigin, ...]
@@ -196,8 +186,6 @@ def investigate_step(
     All ranks call it together, and get the same sentence.
 
     Args:
-        train_step: with the weights of the step.
-        rows: of the step on this rank.
         scale: see `TrainStep.backward`.
         row_number_of: the number in the data of a row of this rank, given by its place; None for padding.
     """

@@ -271,11 +271,8 @@ def _apply_precision_and_tensor(
     """Set a model's compute types and loss chunks, and split it over tensor ranks, for training and generation alike.
 
     Args:
-        model: on meta.
         quantized: modules whose matmuls are computed in eight bits.
         chunk: tokens whose logits exist at a time; None: all.
-        sharded: whether FSDP gathers weights.
-        terms: of the loss, next to cross-entropy.
         regather: whether regions gather their input again in backward.
     """
     set_compute_dtype(model, precision, quantized, sharded)

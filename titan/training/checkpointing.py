@@ -60,7 +60,6 @@ class CheckpointPolicy:
 
         Args:
             train_step: whose state is saved; its optimizer must have its state already.
-            warn: writes a warning to the log and the terminal.
         """
         self.run, self.attempt, self.mix, self.warn = run, attempt, mix, warn
         world = train_step.world
@@ -315,11 +314,8 @@ def restore_state(
     """Remove what a killed attempt may have left, and load the state; all ranks call it together.
 
     Args:
-        run: whose directory is cleaned.
         attempt: names the checkpoint or the weights; without any, the train step stays as it is.
-        train_step: whose weights, and with a checkpoint optimizer, are loaded.
         average: begins at these weights, where the checkpoint has none.
-        reader: the attempt's checkpoint, where it has been opened already.
     """
     if train_step.world.is_rank0:
         retention.remove_leftovers(Path(run.directory), run.checkpoint.grace, attempt.run_id)

@@ -157,7 +157,6 @@ def sum_squares(parts: Iterable[tuple[str, Tensor, Tensor]], layers: Sequence[st
 
     Args:
         parts: the name of each parameter, the parameter, and what this rank has of it or of its gradient.
-        layers: see `list_layers`.
     """
     sums = torch.zeros(len(layers), dtype=torch.float64, device=world.device)
     layer_indices = {name: i for i, name in enumerate(layers)}

@@ -39,7 +39,6 @@ class StepRows:
 
     Attributes:
         rank_rows: this rank's rows of the step, counted from the step's first; what it computes beyond them is padding.
-        rows_per_microbatch: rows of a micro-batch.
         seq_len: tokens of a row.
     """
 
@@ -128,9 +127,7 @@ class Observer(ModuleHooks):
         forward: of each module's output, by the module's name.
         backward: of the loss's gradient with respect to it, by the module's name.
         samples: by direction and module.
-        losses: the largest of this rank.
         logits: the largest attention logit of each block, by its name; minus infinity where a rank has none.
-        watched: names of the modules whose outputs are collected.
         inside_compiled: names of those that can't be, because they are inside of code that runs compiled.
     """
 
@@ -151,8 +148,6 @@ class Observer(ModuleHooks):
         """Collect statistics of hidden states.
 
         Args:
-            blocks_only: leave out the parts of blocks.
-            sample: sample tokens, and collect gradients too.
             totals: whether sums over all elements are collected; else they are those of nothing.
         """
         self._with_totals = totals

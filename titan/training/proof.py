@@ -65,8 +65,6 @@ class ProofJob:
 
     Attributes:
         run: the shrunk run, or its one device.
-        attempt: where it begins.
-        folder: where each rank writes its tensors.
         pinned: the experts of all tokens of step 1, by router, which the routers use; of none: their own.
     """
 
@@ -86,13 +84,7 @@ RunRanks = Callable[[ProofJob], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training gave.
-
-    Attributes:
-        run: the run.
-        ranks: what each rank recorded.
-        lines: of metrics.jsonl.
-    """
+    """What a training gave."""
 
     run: Run
     ranks: Sequence[Recorded]
@@ -118,9 +110,6 @@ class Proof:
 
 def prove(run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], object]) -> Proof:
     """Return the checks of a shrunk run.
-
-    Args:
-        folder: a new folder.
 
     Raises:
         RunError: when a rank fails.
@@ -248,10 +237,7 @@ class Collective:
 
     Attributes:
         action: what the step does, as of `Region`.
-        stage: the pipeline stage.
-        microbatch: its number.
         part: the block's index among those of the rank, or "embedding", "head", or "".
-        name: its kind.
         stream: the dimension or stream where it runs.
     """
 

@@ -128,7 +128,6 @@ def list_checkpoints(
     """Return path and manifest of the complete checkpoints of a run and of its copies, by their steps.
 
     Args:
-        name: the run's directory.
         document: the attempt's in run.yaml that says where copies are.
         check: leave out corrupt ones after the last complete one, with a warning.
     """

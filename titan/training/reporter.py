@@ -54,8 +54,6 @@ class RunReporter:
         recorder: writes records; None before the run starts, and on ranks other than 0.
         progress: writes to the terminal, on the same terms.
         has_started: whether rank 0 has shown the run; a benchmark, which does not, shows no lines.
-        step_times: of the latest steps.
-        evaluation: the figures of the last evaluation.
     """
 
     def __init__(
@@ -69,12 +67,7 @@ class RunReporter:
         audit: Audit,
         factors: Callable[[int], Factors],
     ) -> None:
-        """Take what the records of a step consist of; nothing is written yet.
-
-        Args:
-            hooks: called with the results, which they may add to.
-            factors: the built schedule.
-        """
+        """Take what the records of a step consist of; nothing is written yet."""
         self.run, self.attempt, self.train_step, self.world = run, attempt, train_step, train_step.world
         self.hooks, self.layer_metrics, self.rank_times = hooks, layer_metrics, rank_times
         self.audit, self.factors = audit, factors
@@ -294,11 +287,7 @@ def describe_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> RunDescr
 
 
 def build_weight_decay_record(run: Run, factors: Callable[[int], Factors], step: int) -> dict[str, float]:
-    """Return what the record of a step says of the weight decay: that of `optimizer`, where the schedule changes it.
-
-    Args:
-        factors: the built schedule.
-    """
+    """Return what the record of a step says of the weight decay: that of `optimizer`, where the schedule changes it."""
     if not run.schedule.sets_weight_decay or not run.optimizer.weight_decay:
         return {}
     return {"weight_decay": run.optimizer.weight_decay * factors(step).weight_decay}

@@ -32,13 +32,10 @@ class RunEnd:
     """How an attempt ended.
 
     Attributes:
-        finished: whether no step is left.
-        step: the number of updates.
         rows: the number of rows that were read for them.
         start_time: when the attempt began, in seconds of the monotonic clock.
         stalled_seconds: that it waited for saves.
         sample: what the trained model continued; None where it was not asked.
-        ended_by: see `find_ended_by`.
     """
 
     finished: bool
@@ -135,11 +132,8 @@ def sample_continuation(
 
     Args:
         logits: gives the logits [vocab] of the token that follows others.
-        start: token ids, at least one.
         window: the longest input, in tokens.
         vocab: only ids below it are sampled (a model's vocabulary may be larger than the tokenizer's).
-        temperature: see `titan.model.sampling.sample_tokens`.
-        top_k: see `sample_tokens`.
     """
     generators = [sampling.make_generator(seed, start, 0)]
     tokens = list(start)

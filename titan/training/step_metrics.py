@@ -49,11 +49,8 @@ def pack_metrics(
     Args:
         loss: this rank's summed loss; with loss terms a vector, whose other elements are the last of the result.
         squares: this rank's part of the sum of the gradients' squares, a float64 scalar; None: zero.
-        stop: whether a signal asked this rank to stop.
         requeue: whether it asked to be started again after that.
-        save: whether this rank asks for a checkpoint.
         profile: whether the user asked it for a profile.
-        end: whether a hook asked it to end the run.
         slots: what `titan.training.rank_times` adds.
     """
     requests = [float(stop or batch.void), float(requeue), float(save), float(profile), float(end)]
@@ -122,10 +119,8 @@ class InFlightStep:
     Attributes:
         step: its number; 1 is the first.
         batch: what this rank read.
-        lr: the learning rate.
         local_loss: this rank's summed loss, on the device.
         metrics: the summed vector and the gradient norm behind it, on the host once the timer has waited.
-        timer: times the step.
     """
 
     step: int
@@ -136,11 +131,7 @@ class InFlightStep:
     timer: StepTimer
 
     def read(self, num_slots: int, num_counts: int) -> StepResult:
-        """Wait for the device, and return what all ranks have measured.
-
-        Args:
-            num_slots: the number of all ranks' slots.
-        """
+        """Wait for the device, and return what all ranks have measured."""
         self.timer.wait()
         values: NDArray[np.float64] = self.metrics.numpy()
         metrics, slots, counts = split_metrics(values[:-1], num_slots, num_counts)
@@ -156,14 +147,12 @@ class StepResult:
     Attributes:
         step: its number; 1 is the first.
         batch: what this rank read.
-        lr: the learning rate.
         local_loss: this rank's summed loss, on the device.
         metrics: the summed vector, without slots of ranks and counts of experts.
         rank_slots: see `titan.training.rank_times`.
         expert_counts: see `titan.training.expert_load`.
         loss: the mean over the targets that count.
         grad_norm: before clipping.
-        seconds: how long it took.
     """
 
     step: int
@@ -217,7 +206,6 @@ class Requests:
         stop: to take no further step, by a signal or by a hook.
         requeue: to be started again after that.
         ended_by_hook: whether a hook asked to end the run before its last step.
-        save: to save a checkpoint.
     """
 
     stop: bool = False

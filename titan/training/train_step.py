@@ -44,7 +44,6 @@ class ModelStage(nn.Module):
             x: int64 tokens [rows, seq_len], or the previous stage's hidden states.
             targets: int64 [rows, seq_len].
             positions: see `titan.model.decoder.DecoderModel.forward`.
-            document_ids: see `DecoderModel.forward`.
             keys: int64 [rows], for a model that draws random numbers (`titan.model.schema.Decoder.uses_keys`).
 
         Returns:
@@ -125,10 +124,8 @@ class GradAccumulation:
         """Take the stage.
 
         Args:
-            stage: the whole model.
             wrapped: the stage, in DDP where it has replicas.
             unsharded_gradients: whether FSDP accumulates unsharded gradients.
-            advance: called after each micro-batch.
         """
         self.stage, self.wrapped, self.unsharded_gradients, self.advance = stage, wrapped, unsharded_gradients, advance
 
@@ -173,9 +170,6 @@ class TrainStep:
 
     Attributes:
         stages: the stages of this rank, in order; one without a pipeline.
-        runner: runs micro-batches through them.
-        optimizer: over their parameters.
-        world: the ranks.
         scales: updated after the weights, where some are gathered in float8.
         token_positions: gives this rank's positions of a row, int64 on its device, from the row's length; None where
             ranks have whole rows.

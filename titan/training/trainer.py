@@ -74,7 +74,6 @@ class Trainer:
         step: the number of updates that have started.
         rows: the number of rows that they have read.
         requests: what ranks have asked for in steps whose metrics were read.
-        reporter: receives all results.
         evaluator: measures the weights; None before the run starts.
     """
 
@@ -92,8 +91,6 @@ class Trainer:
 
         Args:
             train_step: the model and the optimizer, as `titan.training.build` makes them.
-            stop: asked at every step whether a signal came.
-            reader: the attempt's checkpoint, where it has been opened already.
             watch: looks at the steps, and may make their gradients; None: nothing does.
         """
         self.run, self.attempt, self.world, self.train_step, self.stop = run, attempt, world, train_step, stop
@@ -411,11 +408,7 @@ def count_hook_seconds(run: Run) -> float:
 
 
 class Timeouts:
-    """Sets the timeout of all groups of this rank; all ranks call its methods together.
-
-    Attributes:
-        seconds: the present timeout.
-    """
+    """Sets the timeout of all groups of this rank; all ranks call its methods together."""
 
     def __init__(self, run: Run, attempt: Attempt, world: World) -> None:
         """Take the settings, the first step of the attempt, and the ranks."""

@@ -55,8 +55,6 @@ class Evaluator:
         """Read the sets and the tasks.
 
         Args:
-            show: see `build_eval_sets`.
-            stopped: see `build_eval_sets`.
             tokenizer: the argument of `load_tokenizer`; None: that of the data.
 
         Raises:
@@ -158,7 +156,6 @@ class EvalSet:
     """The evaluation set of one source.
 
     Attributes:
-        rows: this rank's rows of it.
         count: targets that count, of all ranks.
         bytes: bytes of text of these targets; 0 when unknown.
     """
@@ -176,9 +173,7 @@ def build_eval_sets(
     While a source is being prepared this waits until the rows exist, so that they are the same as afterwards.
 
     Args:
-        world: this rank's data-parallel shard.
         show: called with a line now and then while it waits, and where a set is empty.
-        stopped: whether a signal asks to stop waiting.
 
     Raises:
         StopRequestedError: when a signal came while it waited.

@@ -71,8 +71,6 @@ def plan_evaluation(
     """Return the job of the ranks.
 
     Args:
-        overrides: of the run's command line, by the user.
-        scratch: where the ranks write.
         find_damage: returns what is wrong with a checkpoint; the flag: verify checksums.
 
     Raises:
@@ -261,7 +259,6 @@ class EvaluationJob:
     """The input of the ranks.
 
     Attributes:
-        worker: what the ranks do.
         run: the run, with a temporary directory in place of its directory, and with what is to be measured.
         attempt: the last checkpoint, or the weights.
         checkpoints: the folders whose average is measured too, with their steps; none: no average.

@@ -37,10 +37,7 @@ class ReplayJob:
     """The input of the ranks.
 
     Attributes:
-        worker: what the ranks do.
         passes: their names, and the run of each, with a temporary directory; they differ in precision only.
-        attempt: the checkpoint to begin at.
-        step: the step to look at.
         tokens: how many tokens with the largest losses to collect.
         save: whether to save the state before that step, for another replay.
         repeats: how many randomly rounded repetitions of the step to compute, instead of the step.
@@ -71,11 +68,7 @@ StartRanks = Callable[[ReplayPlan, ReplayJob], int]
 
 
 class ReplayEndedError(Exception):
-    """The ranks of a replay failed, and have said why.
-
-    Attributes:
-        code: their exit code.
-    """
+    """The ranks of a replay failed, and have said why."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the ranks ended with exit code {code}")
@@ -112,8 +105,6 @@ class ReplayComparison:
     """Two replays, and why they differ.
 
     Attributes:
-        a: the first replay in its precision.
-        b: the other one.
         answers: of `titan.training.replay.questions`.
         operations: sentences on the operations in the module that a finding names.
     """

@@ -84,8 +84,6 @@ class ReplayPlan:
 
     Attributes:
         run: with a temporary directory, and nothing that a run writes beside checkpoints.
-        attempt: the checkpoint to begin at.
-        mix: the rows.
         recorded: the run's line of the step; empty where it has none.
         notes: on what differs from the run.
         is_foreign: whether another interpreter runs it, whose code may differ.
@@ -111,8 +109,6 @@ def plan_replay(
 
     Args:
         name: the run's directory; nothing is written into it.
-        scratch: where the ranks write.
-        recorded: see `ReplayPlan`.
 
     Raises:
         ConfigError: when the step, the checkpoint or the data are not there, or the run can't work here.
@@ -214,7 +210,6 @@ def find_changes(name: str, other: str) -> list[str]:
 
     Args:
         name: the run's directory.
-        other: the other run's directory.
     """
     document, other_document = (recompose.read_run_attempts(directory)[-1] for directory in (name, other))
     overrides, other_overrides = (
@@ -237,8 +232,6 @@ def _list_values(keys: Sequence[str], document: Mapping[str, Any], other_documen
 
     Args:
         keys: of overrides that only the first run has.
-        document: of the first run in run.yaml.
-        other_document: of the other run.
     """
     choices = other_document.get("choices") or {}
     chosen = [f"{key}={choices[key]}" for key in keys if key in choices]

@@ -159,11 +159,7 @@ LARGEST_COUNT = 10_000
 
 
 class OperationWatch(ModuleHooks):
-    """Records the operations of one module's first forward pass.
-
-    Attributes:
-        operations: in their order.
-    """
+    """Records the operations of one module's first forward pass."""
 
     stays_in_modes = True
 

@@ -364,10 +364,8 @@ def perturb_weights(parameters: Iterable[tuple[str, Tensor]], precision: Precisi
     """Add the error of a random rounding to each weight, in place; the same on every layout.
 
     Args:
-        parameters: this rank's shards, with names.
         precision: the run's; where weights are stored in the compute type already, the error is twice as large, since
             less is rounded away again.
-        number: of the repetition.
     """
     spacing = EIGHT_BIT_SPACING if precision.eight_bit else SPACING[precision.compute]
     scale = UNIFORM_STD * spacing * (2 if precision.weights == precision.compute else 1)
