@@ -25,17 +25,17 @@ from titan.files.run_directory import RUN, describe_runs_below
 from titan.metrics.reader import METRICS, read_steps
 from titan.numerics.differences import START, compare_routes, compare_tensors
 from titan.training.replay import show
-from titan.training.replay.compare import (
-    CompareSettings,
-    ReplayComparison,
+from titan.training.replay.compare import ReplayComparison, compare_plans, run_passes, run_single
+from titan.training.replay.observation import ReplayedStep
+from titan.training.replay.request import (
     ReplayEndedError,
     ReplayJob,
-    compare_plans,
-    run_passes,
-    run_single,
+    ReplayPlan,
+    Settings,
+    check_comparison,
+    find_changes,
+    plan_replay,
 )
-from titan.training.replay.observation import ReplayedStep
-from titan.training.replay.request import ReplayPlan, Settings, check_comparison, find_changes, plan_replay
 
 if TYPE_CHECKING:
     from titan.report.parity import StepDifference
@@ -63,22 +63,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_replay(command_line: CommandLine[Settings]) -> int:
-    settings = command_line.settings
+    settings, overrides = command_line.settings, command_line.overrides
     file = _check_file(settings)
-    for word in command_line.overrides:
+    for word in overrides:
         if os.path.isfile(os.path.join(word, RUN)):
             raise ConfigError(f"{word}: is another run; give against={word} to compare with it.")
-    _check_interpreter(settings)
+    if settings.python is not None:
+        from launchers.interpreter import check_interpreter
+
+        check_interpreter(settings.python)
     chosen_settings = _choose_step(settings)
     if chosen_settings is None:
         return 0
     from launchers.scratch import make_scratch_folder
 
     try:
-        if settings.leave is not None:
-            return _leave_replay(chosen_settings, command_line.overrides, _check_empty(settings.leave))
+        if settings.leave is not None:  # for another interpreter, which reads what the ranks saw
+            folder = Path(settings.leave).expanduser()
+            if not folder.is_dir() or any(folder.iterdir()):
+                raise ConfigError(f"leave={settings.leave}: is no empty folder; create one.")
+            (side,) = _plan_replays(replace(chosen_settings, against=None), overrides, folder)
+            run_passes(side, replace(chosen_settings, tokens=0), exact=True)
+            return 0
         with make_scratch_folder() as folder:
-            content, page = _replay_sides(chosen_settings, command_line.overrides, folder)
+            content, page = _replay_sides(chosen_settings, overrides, folder)
     except ReplayEndedError as ended:  # the ranks have said why
         return ended.code
     if file is not None:
@@ -98,29 +106,6 @@ def _check_file(settings: Settings) -> Path | None:
     return file
 
 
-def _check_interpreter(settings: Settings) -> None:
-    if settings.python is not None:
-        from launchers.interpreter import check_interpreter
-
-        check_interpreter(settings.python)
-
-
-def _check_empty(folder: str) -> Path:
-    """Return an empty folder; raises ConfigError for another one."""
-    path = Path(folder).expanduser()
-    if not path.is_dir() or any(path.iterdir()):
-        raise ConfigError(f"leave={folder}: is no empty folder; create one.")
-    return path
-
-
-def _leave_replay(settings: Settings, overrides: Sequence[str], folder: Path) -> int:
-    """Replay into a folder, for another interpreter that reads what the ranks saw."""
-    (side,) = _plan_replays(replace(settings, against=None), overrides, folder)
-    compared = _choose_comparison(settings)
-    run_passes(side, replace(compared, tokens=0), _start_ranks, exact=True)
-    return 0
-
-
 def _replay_sides(settings: Settings, overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], str]:
     """Replay and print; return what is shown as plain data, and as a page where one is asked for.
 
@@ -130,10 +115,8 @@ def _replay_sides(settings: Settings, overrides: Sequence[str], folder: Path) ->
     sides = _plan_replays(settings, overrides, folder)
     check_comparison(settings, sides)
     if len(sides) == 1:
-        seen = run_single(sides[0], _choose_comparison(settings), _start_ranks)
-        return _print_step(seen, sides[0]), ""
-    start_other = None if settings.python is None else partial(_start_foreign, settings, list(overrides))
-    comparison = compare_plans(sides[0], sides[1], _choose_comparison(settings), _start_ranks, start_other)
+        return _print_step(run_single(sides[0], settings), sides[0]), ""
+    comparison = compare_plans(sides[0], sides[1], settings, shares_start=not _is_run(settings.against))
     content = _print_step(comparison.a, sides[0]) | _print_comparison(settings, sides, comparison)
     wants_page = str(settings.to).endswith(".html")
     return content, _render_page(settings, comparison) if wants_page else ""
@@ -171,19 +154,6 @@ def _render_page(settings: Settings, comparison: ReplayComparison) -> str:
 def _name_other(settings: Settings) -> str:
     """Return what the second replay is, in words."""
     return " ".join(filter(None, (settings.against, f"python={settings.python}" if settings.python else "")))
-
-
-def _choose_comparison(settings: Settings) -> CompareSettings:
-    return CompareSettings(
-        settings.step,
-        settings.tokens,
-        settings.tolerance,
-        settings.repeats,
-        pin=settings.pin == "routing",
-        operations=settings.depth == "operation",
-        shares_start=not _is_run(settings.against),
-        exact=settings.exact,
-    )
 
 
 def _choose_step(settings: Settings) -> Settings | None:
@@ -227,28 +197,22 @@ def _plan_replays(settings: Settings, overrides: Sequence[str], folder: Path) ->
     """Return the replay, and the one that it is compared with."""
     from launchers.command import compose_single
 
-    name = settings.run
-    requests = [(name, list(overrides))]
+    requests = [(settings.run, list(overrides))]
     if settings.against is not None or settings.python is not None:
         words = [*overrides, *shlex.split(settings.against or "")]
         is_run = _is_run(settings.against)
-        requests.append((str(settings.against), list(overrides)) if is_run else (name, words))
+        requests.append((str(settings.against), list(overrides)) if is_run else (settings.run, words))
     plans = []
     for index, (run, words) in enumerate(requests):
         replay_folder = folder / f"replay-{index}"
         replay_folder.mkdir()
-        plans.append(
-            plan_replay(run, settings, words, replay_folder, compose_single, _read_recorded_step(run, settings.step))
-        )
+        records = read_steps(Path(run).expanduser() / METRICS)
+        recorded = next((line for line in records if line["step"] == settings.step and "loss" in line), {})
+        plans.append(plan_replay(run, settings, words, replay_folder, compose_single, _start_ranks, recorded))
     if settings.python is not None:
-        plans[1] = replace(plans[1], is_foreign=True)
+        start = partial(_start_foreign, settings, list(overrides))
+        plans[1] = replace(plans[1], is_foreign=True, start=start)
     return plans
-
-
-def _read_recorded_step(name: str, step: int) -> dict[str, Any]:
-    """Return the run's line of a step; empty where it has none."""
-    records = read_steps(Path(name).expanduser() / METRICS)
-    return next((record for record in records if record["step"] == step and "loss" in record), {})
 
 
 def _start_ranks(side: ReplayPlan, job: ReplayJob) -> int:
@@ -293,13 +257,9 @@ def _print_comparison(settings: Settings, sides: Sequence[ReplayPlan], compariso
     if not answers.comparable and answers.findings[0].kind == START and _is_run(settings.against):
         for line in _advise_earlier(settings):
             print(line)
-    content = {"against": show.as_json(b, sides[1].recorded), "weights": _list_weights(comparison)}
+    weights = {d.name: d.relative for d in compare_tensors(a.tensors, b.tensors, START)}
+    content = {"against": show.as_json(b, sides[1].recorded), "weights": weights}
     return content | show.answers_as_json(answers)
-
-
-def _list_weights(comparison: ReplayComparison) -> dict[str, float]:
-    """Return how far the weights before the step are apart, by name."""
-    return {d.name: d.relative for d in compare_tensors(comparison.a.tensors, comparison.b.tensors, START)}
 
 
 def _advise_earlier(settings: Settings) -> list[str]:

@@ -7,10 +7,10 @@ runs on one device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, folder_of, inspect
 from titan.config.arguments import operand
@@ -34,6 +34,11 @@ EXCLUDED_OVERRIDES = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "m
 """Overrides of the run that say where it writes, by their beginnings."""
 
 
+ExactType = Literal["fp32", "fp64"]
+"""The type: in fp64 matmuls, attention and FSDP's sums over ranks. Weights, their gradients and updates, norms, rotary
+embedding, routers' scores and loss stay in fp32."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The step of a replay, and what is shown of it."""
@@ -51,7 +56,7 @@ class Settings:
         "relative difference in the type of `exact` above which an output, gradient or update is wrong",
         above=0,
     )
-    exact: Literal["fp32", "fp64"] = setting(
+    exact: ExactType = setting(
         "fp32",
         "type in which both are computed to decide; fp64: for sums so long that fp32 rounds beyond the tolerance",
     )
@@ -78,12 +83,61 @@ class Settings:
     )
 
 
+NATIVE, EXACT, ROUNDED, OPERATIONS = "native", "exact", "rounded", "operations"
+"""Passes: in the run's precision, in fp32, with randomly rounded weights (followed by the repetition's number), and
+with the operations of one module."""
+
+
+@dataclass(frozen=True)
+class ReplayJob:
+    """The input of the ranks.
+
+    Attributes:
+        passes: their names, and the run of each, with a temporary directory; they differ in precision only.
+        tokens: how many tokens with the largest losses to collect.
+        save: whether to save the state before that step, for another replay.
+        repeats: how many randomly rounded repetitions of the step to compute, instead of the step.
+        pin: the folder of another replay, whose experts the routers use; None: their own.
+        operations: the module whose operations are recorded; None: of none.
+        layers: whether the first pass has the metrics of all layers, which take another forward pass.
+    """
+
+    worker: ClassVar[str] = "titan.training.replay.worker"
+    passes: tuple[tuple[str, Run], ...]
+    attempt: Attempt
+    step: int
+    tokens: int = 10
+    save: bool = False
+    repeats: int = 0
+    pin: str | None = None
+    operations: str | None = None
+    layers: bool = False
+
+    @property
+    def run(self) -> Run:
+        """The run of the first pass."""
+        return self.passes[0][1]
+
+
+class ReplayEndedError(Exception):
+    """The ranks of a replay failed, and have said why."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the ranks ended with exit code {code}")
+        self.code = code
+
+
+StartRanks = Callable[["ReplayPlan", ReplayJob], int]
+"""Starts the ranks of a replay, waits for them, and returns the exit code; 0 when all have left what they saw."""
+
+
 @dataclass(frozen=True)
 class ReplayPlan:
     """A replay that can start.
 
     Attributes:
         run: with a temporary directory, and nothing that a run writes beside checkpoints.
+        start: starts its ranks.
         recorded: the run's line of the step; empty where it has none.
         notes: on what differs from the run.
         is_foreign: whether another interpreter runs it, whose code may differ.
@@ -92,9 +146,19 @@ class ReplayPlan:
     run: Run
     attempt: Attempt
     mix: RowMixture
+    start: StartRanks
     recorded: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     is_foreign: bool = False
+
+    def run_ranks(self, job: ReplayJob) -> None:
+        """Run the ranks of one of its jobs.
+
+        Raises:
+            ReplayEndedError: when they failed; their error has been printed.
+        """
+        if code := self.start(self, job):
+            raise ReplayEndedError(code)
 
 
 def plan_replay(
@@ -103,6 +167,7 @@ def plan_replay(
     overrides: Sequence[str],
     scratch: Path,
     compose: Compose,
+    start: StartRanks,
     recorded: Mapping[str, Any],
 ) -> ReplayPlan:
     """Return the replay of a run's step.
@@ -142,10 +207,10 @@ def plan_replay(
     weights = None if path else lineage_parent.weights
     ids = identity.compute_ids(run, science)
     attempt = Attempt(1, "replay", ids, folders, path, step, rows, "resume", lineage_parent.id, weights)
-    return ReplayPlan(run, attempt, mix, recorded, tuple(notes))
+    return ReplayPlan(run, attempt, mix, start, recorded, tuple(notes))
 
 
-def plan_first_step(run: Run) -> ReplayPlan:
+def plan_first_step(run: Run, start: StartRanks) -> ReplayPlan:
     """Return the replay of the first step of a composition that has not run, in the run's directory.
 
     Raises:
@@ -154,7 +219,8 @@ def plan_first_step(run: Run) -> ReplayPlan:
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     science = identity.collect_science(run, corpora.compute_data_digest(mix), None)
-    return ReplayPlan(run, Attempt(1, "replay", identity.compute_ids(run, science), folders, None, 0, 0, "start"), mix)
+    attempt = Attempt(1, "replay", identity.compute_ids(run, science), folders, None, 0, 0, "start")
+    return ReplayPlan(run, attempt, mix, start)
 
 
 def align_start(plan: ReplayPlan, first: ReplayPlan, step: int) -> ReplayPlan:

@@ -39,8 +39,8 @@ from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.observe import Observer, RunningTotals, StepRows, TokenSample
-from titan.training.replay.compare import OPERATIONS, ROUNDED, ReplayJob
 from titan.training.replay.observation import ActivationTotals, RankReplay, TokenLoss
+from titan.training.replay.request import OPERATIONS, ROUNDED, ReplayJob
 from titan.training.replay.routing import OperationWatch, RouteWatch, read_routes
 from titan.training.signals import StopSignals, choose_stop_exit_code
 from titan.training.step_metrics import StepResult
