@@ -109,8 +109,8 @@ FAULTS = (
     define_fault(
         "evaluation: spaces before a continuation are the context's",
         "titan/evaluation/scores.py",
-        "return stripped, context[len(stripped) :] + continuation",
-        "return context, continuation",
+        "contexts.append(item.context.rstrip())",
+        "contexts.append(item.context)",
         "evaluation/test_items.py",
     ),
     define_fault(

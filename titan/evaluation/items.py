@@ -121,8 +121,15 @@ def read_records(path: str, setting: str) -> Iterator[tuple[int, Mapping[str, An
         untrusted.open_regular_file(Path(path).expanduser()) as file,
     ):
         for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), 1):
-            if line.strip():
-                yield number, _parse_object(line, f"{setting}={path}: line {number}")
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                raise ConfigError(f"{setting}={path}: line {number} is not a JSON object; correct it.")
+            yield number, record
 
 
 @contextmanager
@@ -134,16 +141,6 @@ def name_unreadable(path: str, setting: str, wanted: str) -> Iterator[None]:
         is_undecodable = isinstance(error, UnicodeDecodeError)
         reason = "it is not UTF-8" if is_undecodable else getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{setting}={path}: can't be read ({reason}); give {wanted}.") from error
-
-
-def _parse_object(line: str, location: str) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{location} is not a JSON object; correct it.")
-    return record
 
 
 def read_texts(path: str, field: str, prefix: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,25 +45,19 @@ def compute_scores(items: Sequence[TaskItem], likelihoods: Numbers) -> dict[str,
     Args:
         likelihoods: the log-likelihood of each choice in nats, and whether greedy decoding gives it; [choices, 2].
     """
-    ends = np.cumsum([len(item.choices) for item in items])
-    parts = np.split(likelihoods, ends[:-1])
-    pairs = list(zip(items, parts, strict=True))
-    cloze = [(part[0, 0], part[0, 1]) for item, part in pairs if len(item.choices) == 1]
-    scores: dict[str, TaskScore] = {}
-    if len(cloze) == len(items):
-        values = np.array(cloze)
+    if all(len(item.choices) == 1 for item in items):
         return {
-            "acc": _estimate_score(values[:, 1], _identity),
-            "perplexity": _estimate_score(values[:, 0], lambda mean: _clamp_exp(-mean)),
+            "acc": _estimate_score(likelihoods[:, 1], lambda mean: mean),
+            "perplexity": _estimate_score(likelihoods[:, 0], lambda mean: math.exp(-mean) if -mean < 700 else math.inf),
         }
+    parts = np.split(likelihoods[:, 0], np.cumsum([len(item.choices) for item in items])[:-1])
+    scores: dict[str, TaskScore] = {}
     for name, size in _SIZES.items():
-        is_correct = [float(_choose_likeliest(item, part[:, 0], size) == item.label) for item, part in pairs]
-        scores[name] = _estimate_score(np.array(is_correct), _identity)
+        sizes = [np.array([float(size(choice)) for choice in item.choices]) for item in items]
+        chosen = [int(np.argmax(part / divisor)) for part, divisor in zip(parts, sizes, strict=True)]
+        right = [float(index == item.label) for index, item in zip(chosen, items, strict=True)]
+        scores[name] = _estimate_score(np.array(right), lambda mean: mean)
     return scores
-
-
-def _choose_likeliest(item: TaskItem, likelihoods: Numbers, size: Callable[[str], int]) -> int:
-    return int(np.argmax(likelihoods / np.array([float(size(choice)) for choice in item.choices])))
 
 
 _SIZES: dict[str, Callable[[str], int]] = {
@@ -80,14 +74,6 @@ def _estimate_score(values: Numbers, transform: Callable[[float], float]) -> Tas
     tail = (1 - LEVEL) / 2
     bounds = sorted(transform(float(np.quantile(means, q))) for q in (tail, 1 - tail))
     return TaskScore(transform(float(values.mean())), bounds[0], bounds[1])
-
-
-def _identity(mean: float) -> float:
-    return mean
-
-
-def _clamp_exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
 
 
 @dataclass(frozen=True)
@@ -114,23 +100,17 @@ def build_requests(
     Raises:
         ConfigError: when a continuation is empty, or longer than the window.
     """
-    pairs = [_move_spaces(item.context, item.delimiter + choice) for item in items for choice in item.choices]
-    full_ids = iter(tokenizer.encode_batch([context + continuation for context, continuation in pairs]))
-    context_ids = iter(tokenizer.encode_batch([context for context, _ in pairs]))
+    contexts, texts, numbers = list[str](), list[str](), list[int]()
+    for number, item in enumerate(items, 1):
+        for choice in item.choices:
+            contexts.append(item.context.rstrip())
+            texts.append(item.context + item.delimiter + choice)
+            numbers.append(number)
+    encoded = zip(tokenizer.encode_batch(texts), tokenizer.encode_batch(contexts), numbers, strict=True)
     return [
-        _build_request(next(full_ids), next(context_ids), tokenizer, window, bos, f"{prefix}: item {number}")
-        for number in _number_choices(items)
+        _build_request(full_ids, context_ids, tokenizer, window, bos, f"{prefix}: item {number}")
+        for full_ids, context_ids, number in encoded
     ]
-
-
-def _number_choices(items: Iterable[TaskItem]) -> Iterable[int]:
-    return (number for number, item in enumerate(items, 1) for _ in item.choices)
-
-
-def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
-    """Move the spaces at the end of a context to the continuation."""
-    stripped = context.rstrip()
-    return stripped, context[len(stripped) :] + continuation
 
 
 def _build_request(

@@ -120,18 +120,14 @@ class BatchDecoder:
             logits = self._prefill_prompts(rows, forward)
             while live:
                 tokens = self._sample_tokens(logits, [generator for _, generator in live])
-                active = self._append_tokens(tokens.tolist(), [row for row, _ in live])
+                for (row, _), token in zip(live, tokens.tolist(), strict=True):
+                    row.append_token(token, self.rules)
+                active = [i for i, (row, _) in enumerate(live) if row.reason is None]
                 if 0 < len(active) < len(live):
                     forward.select_rows(active)
                 tokens, live = tokens[active], [live[i] for i in active]
                 if live:
-                    logits = self._compute_logits(forward.step(tokens, [row.position for row, _ in live]))
-
-    def _append_tokens(self, tokens: Sequence[int], rows: Sequence[Continuation]) -> list[int]:
-        """Append its token to each row, and return the indices of the rows that continue."""
-        for row, token in zip(rows, tokens, strict=True):
-            row.append_token(token, self.rules)
-        return [i for i, row in enumerate(rows) if row.reason is None]
+                    logits = self.model.head(forward.step(tokens, [row.position for row, _ in live]))[:, 0]
 
     def _prefill_prompts(self, rows: Sequence[Continuation], forward: Forward) -> Tensor:
         """Compute the prompts, equal ones once, and return the logits [B, V] after each."""
@@ -144,17 +140,15 @@ class BatchDecoder:
         index = [prompts.index(tuple(row.prompt)) for row in rows]
         if index != list(range(len(prompts))):
             forward.select_rows(index)
-        return self._compute_logits(hidden)[index]
-
-    def _compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.head(hidden)[:, 0]
-        return logits
+        return logits[index]
 
     def _sample_tokens(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """Return the next token of each row, int64 [B]."""
-        rules = self.rules
         if not bool(logits.isfinite().all()):
             raise RunError("the model's logits are not finite: its weights are corrupt, or too large for dtype.")
-        uniform = sampling.draw_uniform(generators)
-        options = {"temperature": rules.temperature, "top_k": rules.top_k, "top_p": rules.top_p, "vocab": rules.vocab}
-        return self.broadcast(sampling.sample_tokens(logits, uniform, **options))  # type: ignore[arg-type]
+        rules, uniform = self.rules, sampling.draw_uniform(generators)
+        tokens = sampling.sample_tokens(
+            logits, uniform, temperature=rules.temperature, top_k=rules.top_k, top_p=rules.top_p, vocab=rules.vocab
+        )
+        return self.broadcast(tokens)

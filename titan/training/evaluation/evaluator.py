@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -32,14 +32,6 @@ from titan.training.observe import iterate_logit_chunks
 from titan.training.train_step import TrainStep
 
 
-@dataclass(frozen=True)
-class TaskRequests:
-    """A task and what is asked of the model for it, one request for each choice."""
-
-    items: Sequence[TaskItem]
-    requests: Sequence[Request]
-
-
 class Evaluator:
     """Measures the weights of a train step; all ranks call it together, and all get the same."""
 
@@ -63,7 +55,7 @@ class Evaluator:
             RunError: see `build_eval_sets`.
         """
         self.run, self.train_step, self.world = run, train_step, train_step.world
-        text_tokenizer = _load_given_tokenizer(tokenizer, run) if tokenizer else _load_data_tokenizer(run, mix)
+        text_tokenizer = _load_tokenizer(tokenizer, run, mix)
         self.sets = build_eval_sets(run, self.world, mix, show, stopped)
         self.files = build_file_sets(run, self.world, text_tokenizer)
         self.tasks = _build_tasks(run, text_tokenizer)
@@ -93,37 +85,30 @@ class Evaluator:
 
     def measure_tasks(self) -> dict[str, dict[str, TaskScore]]:
         """Return the figures of each task."""
-        run = self.run
-        tokens, compiled = run.microbatch_rows * run.training.seq_len, run.compile.scope != "off"
+        run, window = self.run, self.run.training.seq_len
+        tokens, compiled = run.microbatch_rows * window, run.compile.scope != "off"
         return {
             name: compute_scores(
-                task.items,
-                compute_loglikelihoods(self.train_step, task.requests, run.training.seq_len, tokens, compiled=compiled),
+                items, compute_loglikelihoods(self.train_step, requests, window, tokens, compiled=compiled)
             )
-            for name, task in self.tasks.items()
+            for name, (items, requests) in self.tasks.items()
         }
 
 
-def _load_given_tokenizer(name: str, run: Run) -> Tokenizer:
-    """Return a tokenizer that is not that of the data.
+def _load_tokenizer(name: str | None, run: Run, mix: RowMixture) -> Tokenizer | None:
+    """Return the tokenizer of this name or that of the data, where something needs it.
 
     Raises:
-        ConfigError: when it has more ids than the model.
+        ConfigError: when the data have none, or the given one has more ids than the model.
     """
-    tokenizer = load_tokenizer(name)
-    if tokenizer.vocab_size > run.model.vocab:
-        raise ConfigError(
-            f"tokenizer={name}: has {tokenizer.vocab_size} ids, and the model {run.model.vocab}; give the model's own."
-        )
-    return tokenizer
-
-
-def _load_data_tokenizer(run: Run, mix: RowMixture) -> Tokenizer | None:
-    """Return the data's tokenizer, where something needs it.
-
-    Raises:
-        ConfigError: when they have none.
-    """
+    if name:
+        tokenizer = load_tokenizer(name)
+        if tokenizer.vocab_size > run.model.vocab:
+            raise ConfigError(
+                f"tokenizer={name}: has {tokenizer.vocab_size} ids, and the model {run.model.vocab}; give the model's "
+                "own."
+            )
+        return tokenizer
     if not (run.evaluation.sets or run.evaluation.tasks):
         return None
     corpus = mix.sources[0].corpus
@@ -135,15 +120,13 @@ def _load_data_tokenizer(run: Run, mix: RowMixture) -> Tokenizer | None:
     return load_tokenizer(corpus.tokenizer_path)
 
 
-def _build_tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, TaskRequests]:
-    tasks: dict[str, TaskRequests] = {}
-    if tokenizer is None:
-        return tasks
-    for name, task in (run.evaluation.tasks or {}).items():
+def _build_tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, tuple[Sequence[TaskItem], Sequence[Request]]]:
+    """Return the items of each task, and what is asked of the model for them: one request for each choice."""
+    tasks = {}
+    for name, task in (run.evaluation.tasks or {}).items() if tokenizer is not None else ():
         setting_name = f"evaluation.tasks.{name}"
         items = task.build(setting_name)
-        requests = build_requests(items, tokenizer, run.training.seq_len, bos=task.bos, prefix=setting_name)
-        tasks[name] = TaskRequests(items, requests)
+        tasks[name] = items, build_requests(items, tokenizer, run.training.seq_len, bos=task.bos, prefix=setting_name)
     return tasks
 
 
@@ -238,12 +221,16 @@ def evaluate_sets(train_step: TrainStep, world: World, sets: Mapping[str, EvalSe
         name: world.all_reduce(train_step.evaluate(eval_set.rows).double()).reshape(-1).tolist()
         for name, eval_set in sets.items()
     }
-    losses = {name: values[0] for name, values in sums.items()}
-    metrics = _compute_metrics("", sum(losses.values()), list(sets.values()))
-    for name, eval_set in sets.items() if len(sets) > 1 else ():
-        metrics |= _compute_metrics(f"/{name}", losses[name], [eval_set])
-    count = sum(eval_set.count for eval_set in sets.values())
     totals = [sum(values) for values in zip(*sums.values(), strict=True)]
+    parts = {"": (totals[0], list(sets.values()))}
+    if len(sets) > 1:
+        parts |= {f"/{name}": (sums[name][0], [eval_set]) for name, eval_set in sets.items()}
+    metrics: dict[str, float] = {}
+    for suffix, (loss, members) in parts.items():
+        metrics[f"validation_loss{suffix}"] = loss / sum(eval_set.count for eval_set in members)
+        if text_bytes := sum(eval_set.bytes for eval_set in members):
+            metrics[f"bits_per_byte{suffix}"] = loss / math.log(2) / text_bytes
+    count = sum(eval_set.count for eval_set in sets.values())
     return metrics | {f"evaluation/{name}/loss": total / count for name, total in zip(names, totals[1:], strict=True)}
 
 
@@ -259,13 +246,6 @@ def evaluate_files(train_step: TrainStep, world: World, sets: Mapping[str, EvalS
     return metrics
 
 
-def _compute_metrics(suffix: str, loss: float, sets: list[EvalSet]) -> dict[str, float]:
-    metrics = {f"validation_loss{suffix}": loss / sum(eval_set.count for eval_set in sets)}
-    if text_bytes := sum(eval_set.bytes for eval_set in sets):
-        metrics[f"bits_per_byte{suffix}"] = loss / math.log(2) / text_bytes
-    return metrics
-
-
 class StopRequestedError(Exception):
     """A signal came before training had begun."""
 
@@ -275,7 +255,11 @@ def _wait_for_rows(
 ) -> None:
     """Wait until the evaluation rows of a source are prepared."""
     polls, start = 0, time.monotonic()
-    while _is_missing(source, count):
+    while (
+        source.corpus.has_validation
+        and not source.corpus.complete
+        and source.corpus.validation.count_rows(source.seq_len) < count
+    ):
         if stopped():
             raise StopRequestedError
         done_jobs, all_jobs = source.corpus.shard_jobs
@@ -288,11 +272,6 @@ def _wait_for_rows(
         time.sleep(_POLL_SECONDS)
         source.corpus.check_alive()
         source.corpus = source.corpus.reopen()
-
-
-def _is_missing(source: Source, count: int) -> bool:
-    corpus = source.corpus
-    return corpus.has_validation and not corpus.complete and corpus.validation.count_rows(source.seq_len) < count
 
 
 def _select_local_rows(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -430,17 +409,12 @@ def read_validation_set(settings: ValidationSet, tokenizer: Tokenizer, prefix: s
         ConfigError: when the file can't be read, or has fewer than two tokens.
     """
     ids, starts = list[int](), list[int]()
-    for document in _encode_texts(read_texts(settings.path, settings.field, prefix), tokenizer):
-        starts.append(len(ids))
-        ids += document
-        if len(ids) > settings.tokens:
-            break
+    texts = read_texts(settings.path, settings.field, prefix)
+    while len(ids) <= settings.tokens and (batch := list(islice(texts, ENCODE_BATCH))):
+        for document in tokenizer.encode_batch(batch):
+            starts.append(len(ids))
+            ids += tokenizer.add_bos_eos(document)
     if len(ids) < 2:
         raise ConfigError(f"{prefix}.path={settings.path}: has fewer than two tokens; give a longer file.")
+    starts = [start for start in starts if start <= settings.tokens]
     return TextSplit(np.array(ids[: settings.tokens + 1], dtype=np.int32), np.array(starts, dtype=np.int64))
-
-
-def _encode_texts(texts: Iterable[str], tokenizer: Tokenizer) -> Iterable[list[int]]:
-    texts = iter(texts)
-    while batch := list(islice(texts, ENCODE_BATCH)):
-        yield from map(tokenizer.add_bos_eos, tokenizer.encode_batch(batch))
