@@ -96,11 +96,7 @@ def _prove_run(target: Run, file: Path | None) -> int:
 
 
 def _save_certificate(content: dict[str, Any], key: str) -> Path:
-    """Write the certificate, and print its file.
-
-    Raises:
-        ConfigError: when it can't be written.
-    """
+    """Write the certificate, and print its file; raises ConfigError when it can't be written."""
     try:
         saved = certificate.write(content, key)
     except OSError as error:

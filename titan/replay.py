@@ -107,11 +107,7 @@ def _check_file(settings: Settings) -> Path | None:
 
 
 def _replay_sides(settings: Settings, overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], str]:
-    """Replay and print; return what is shown as plain data, and as a page where one is asked for.
-
-    Raises:
-        ReplayEndedError: when ranks failed; their error has been printed.
-    """
+    """Replay and print; return what is shown as plain data, and as a page where one is asked for."""
     sides = _plan_replays(settings, overrides, folder)
     check_comparison(settings, sides)
     if len(sides) == 1:
@@ -157,11 +153,7 @@ def _name_other(settings: Settings) -> str:
 
 
 def _choose_step(settings: Settings) -> Settings | None:
-    """Return the settings with the step to look at; None where both runs agree, which is printed.
-
-    Raises:
-        ConfigError: where no step is given and there is no other run.
-    """
+    """Return the settings with the step to look at; None where both runs agree, which is printed."""
     if settings.step:
         return settings
     if not _is_run(settings.against):
@@ -177,11 +169,7 @@ def _choose_step(settings: Settings) -> Settings | None:
 
 
 def _is_run(against: str | None) -> bool:
-    """Whether `against` names a run; else it holds overrides.
-
-    Raises:
-        ConfigError: when it is neither.
-    """
+    """Whether `against` names a run; else it holds overrides; raises ConfigError when it is neither."""
     if against is None:
         return False
     if (Path(against).expanduser() / RUN).is_file():

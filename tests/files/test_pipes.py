@@ -19,7 +19,7 @@ from titan.weights import model_config
 READERS: dict[str, Callable[[Path], Any]] = {
     "dataset": lambda pipe: files.find_files(str(pipe), (".txt",)),
     "tokenizer": read_tokenizer_file,
-    "evaluation-text": lambda pipe: items._read_whole_text(str(pipe), "evaluation.sets.a.path"),
+    "evaluation-text": lambda pipe: next(items.read_texts(str(pipe), "text", "evaluation.sets.a")),
     "evaluation-records": lambda pipe: list(items.read_records(str(pipe), "evaluation.tasks.a.path")),
     "prompts": lambda pipe: read_prompts(str(pipe)),
     "config.json": lambda pipe: model_config.load_json(pipe, "checkpoint.weights=x"),

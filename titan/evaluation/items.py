@@ -154,7 +154,8 @@ def read_texts(path: str, field: str, prefix: str) -> Iterator[str]:
         ConfigError: when the file can't be read, or an object has no text.
     """
     if Path(path).suffix != ".jsonl":
-        yield _read_whole_text(path, f"{prefix}.path")
+        with name_unreadable(path, f"{prefix}.path", "a file of text"):
+            yield untrusted.read_regular_file(Path(path).expanduser()).decode()
         return
     for number, record in read_records(path, f"{prefix}.path"):
         text = record.get(field)
@@ -164,11 +165,6 @@ def read_texts(path: str, field: str, prefix: str) -> Iterator[str]:
                 f"{prefix}.field={field}: line {number} of {path} has no text of this name; it has {keys}."
             )
         yield text
-
-
-def _read_whole_text(path: str, setting: str) -> str:
-    with name_unreadable(path, setting, "a file of text"):
-        return untrusted.read_regular_file(Path(path).expanduser()).decode()
 
 
 def compute_digest(path: str, field: str, tokens: int, prefix: str) -> str:

@@ -171,21 +171,13 @@ def compare_tensors(a: Replicas, b: Replicas, kind: str) -> list[Difference]:
 def _compare_replicas(key: Key, a: Sequence[Replica] | None, b: Sequence[Replica] | None) -> Difference:
     if not a or not b:
         return Difference(key, math.inf, f"only {'B' if not a else 'A'} has it")
-    pairs = [(x, y) for x in a for y in b]
-    parts = [compare_fingerprints(x.fingerprint, y.fingerprint) for x, y in pairs]
-    worst = max(range(len(parts)), key=lambda i: parts[i][0])
-    relative, rows = parts[worst]
-    return Difference(key, relative, _describe_ranks(a, b, pairs[worst], rows) if relative else "")
-
-
-def _describe_ranks(a: Sequence[Replica], b: Sequence[Replica], pair: tuple[Replica, Replica], rows: str) -> str:
-    """Return rows and, where ranks have different replicas, the ranks with the worse one."""
-    ranks = [
-        f"{side} {format_ranks(replica.ranks)}"
-        for side, replicas, replica in (("A's", a, pair[0]), ("B's", b, pair[1]))
-        if len(replicas) > 1
-    ]
-    return ", ".join([rows, *(f"on {text} only" for text in ranks)])
+    pairs = [(x, y, *compare_fingerprints(x.fingerprint, y.fingerprint)) for x in a for y in b]
+    x, y, relative, rows = max(pairs, key=lambda pair: pair[2])
+    if not relative:
+        return Difference(key, relative)
+    sides = (("A's", a, x), ("B's", b, y))  # where ranks have different replicas, name those with the worse one
+    ranks = [f"on {side} {format_ranks(r.ranks)} only" for side, replicas, r in sides if len(replicas) > 1]
+    return Difference(key, relative, ", ".join([rows, *ranks]))
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -231,7 +223,7 @@ def _find_factor(a: Fingerprint, b: Fingerprint) -> float | None:
 # --- replicas, and experts
 
 
-def list_unequal_replicas(tensors: Replicas, kind: str) -> list[Difference]:
+def list_unequal(tensors: Replicas, kind: str) -> list[Difference]:
     """Return the tensors of which ranks have different values, with the ranks that differ from the first."""
     differences = []
     for key, replicas in tensors.items():
@@ -276,17 +268,13 @@ def compare_operations(module: str, a: Sequence[Operation], b: Sequence[Operatio
 
 def _differ(a: Operation, b: Operation, bound: float) -> bool:
     """Whether results differ, relative to the sums of absolute values; what is not finite equals only its like."""
-    sums = zip(a.sums[::2], b.sums[::2], a.sums[1::2], b.sums[1::2], strict=True)
-    return any(
-        not (_is_same_number(x, y) and _is_same_number(size, other))
-        if not math.isfinite(size + other)
-        else not abs(x - y) <= bound * max(size, other)
-        for x, y, size, other in sums
-    )
-
-
-def _is_same_number(x: float, y: float) -> bool:
-    return x == y or (math.isnan(x) and math.isnan(y))
+    for x, y, size, other in zip(a.sums[::2], b.sums[::2], a.sums[1::2], b.sums[1::2], strict=True):
+        if not math.isfinite(size + other):
+            if compare_figures(x, y) or compare_figures(size, other):
+                return True
+        elif not abs(x - y) <= bound * max(size, other):
+            return True
+    return False
 
 
 def sort_layers(names: Iterable[str]) -> list[str]:
@@ -333,21 +321,16 @@ class Spread:
 
 def measure_spread(samples: Sequence[Mapping[Key, Samples]], records: Sequence[Mapping[str, Any]]) -> Spread:
     """Return the spread of repetitions of a step, from the activations and the record of each."""
-    keys = [key for key in samples[0] if all(key in repetition for repetition in samples)]
-    deviations = {key: _measure_deviation([repetition[key].values for repetition in samples]) for key in keys}
-    figures = {key: _average([float(record[key]) for record in records]) for key in ("loss", "grad_norm")}
-    return Spread(len(records), deviations, figures)
-
-
-def _measure_deviation(values: Sequence[Any]) -> float:
-    stacked = np.stack([v.astype(np.float64) for v in values])
-    mean = stacked.mean(0)
-    size = float(np.linalg.norm(mean))
-    return math.sqrt(float(np.square(stacked - mean).sum()) / (len(values) - 1)) / size if size else 0.0
-
-
-def _average(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard error."""
-    mean = math.fsum(values) / len(values)
-    variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
+    deviations, count = {}, len(records)
+    for key in samples[0]:
+        if all(key in repetition for repetition in samples):
+            stacked = np.stack([repetition[key].values.astype(np.float64) for repetition in samples])
+            mean = stacked.mean(0)
+            size = float(np.linalg.norm(mean))
+            spread = math.sqrt(float(np.square(stacked - mean).sum()) / (count - 1))
+            deviations[key] = spread / size if size else 0.0
+    figures = {}
+    for name in ("loss", "grad_norm"):
+        values = [float(record[name]) for record in records]
+        figures[name] = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(count)
+    return Spread(count, deviations, figures)

@@ -22,7 +22,7 @@ from titan.errors import ConfigError
 from titan.files.run_directory import check_run_directory
 from titan.metrics.columns import StepColumns
 from titan.numerics.differences import FP32_BOUND, TINY, compare_series
-from titan.report.collect import RawRun, collect_runs
+from titan.report.collect import collect_runs
 from titan.report.estimate import Member
 from titan.report.findings import Numbers
 from titan.report.history import History
@@ -110,6 +110,9 @@ def compare_steps(a: Member, b: Member) -> Parity:
     unequal = np.flatnonzero(_find_unequal_batches(steps_a, steps_b))
     same_start = len(steps_a) and steps_a.step[0] == a.history.steps.step[0] == b.history.steps.step[0]
     first_steps = slice(0, FIRST if same_start else 0)
+    same_losses = np.array_equal(a.history.steps.step, b.history.steps.step) and np.array_equal(
+        a.history.steps.loss, b.history.steps.loss, equal_nan=True
+    )
     return Parity(
         common=int(((steps_a.hash != 0) & (steps_b.hash != 0)).sum()),
         unequal=len(unequal),
@@ -117,7 +120,7 @@ def compare_steps(a: Member, b: Member) -> Parity:
         loss_gap=compute_relative_gap(steps_a.loss[first_steps], steps_b.loss[first_steps]),
         norm_gap=compute_relative_gap(steps_a.norm[first_steps], steps_b.norm[first_steps]),
         largest_gap=_compute_largest_gap(a, b),
-        identical=_is_identical(a, b),
+        identical=same_losses and (a.run.validation == b.run.validation or not has_same_evaluation_set((a, b))),
     )
 
 
@@ -145,12 +148,6 @@ def _compute_largest_gap(a: Member, b: Member) -> float | None:
     final = [[math.nan if m.run.validation is None else m.run.validation] for m in (a, b)]
     values_a, values_b = (np.concatenate([m.history.steps.loss, v]) for m, v in zip((a, b), final, strict=True))
     return compute_relative_gap(values_a, values_b)
-
-
-def _is_identical(a: Member, b: Member) -> bool:
-    same = np.array_equal(a.history.steps.step, b.history.steps.step)
-    same = same and np.array_equal(a.history.steps.loss, b.history.steps.loss, equal_nan=True)
-    return same and (a.run.validation == b.run.validation or not has_same_evaluation_set((a, b)))
 
 
 def has_same_evaluation_set(pair: tuple[Member, Member]) -> bool:
@@ -256,11 +253,9 @@ def begins_at_initial_weights(directories: Sequence[Path], step: int) -> bool:
 
     A replay of the first step begins there anyway.
     """
-    return step > 1 and any(not any(_read_step(f) < step for f in manifest.list_complete(d)) for d in directories)
-
-
-def _read_step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    return step > 1 and any(
+        not any(int(f.name.removeprefix("step-")) < step for f in manifest.list_complete(d)) for d in directories
+    )
 
 
 def build_replay_command(directory: Path, baseline: Path, step: int) -> str:
@@ -304,12 +299,9 @@ class RunPair:
                 f"{last:,}: there is no step to look at; give step=N for one of them"
             )
         grown = f"; after {FIRST} steps that may be rounding that has grown" if self.difference.step > FIRST else ""
-        limit = "" if self.difference.quantity == "batch" else f" (rounding: {self._read_bound():.0e})"
+        bound = self.bounds[0] if self.difference.quantity == "loss" else self.bounds[1]
+        limit = "" if self.difference.quantity == "batch" else f" (rounding: {bound:.0e})"
         return f"the runs differ first at {self.difference.describe()}{limit}{grown}"
-
-    def _read_bound(self) -> float:
-        is_loss = self.difference is not None and self.difference.quantity == "loss"
-        return self.bounds[0] if is_loss else self.bounds[1]
 
 
 def read_pair(name: str, other: str) -> RunPair:
@@ -319,7 +311,12 @@ def read_pair(name: str, other: str) -> RunPair:
         ConfigError: where one is no run, or they have no step in common.
     """
     directories = [check_run_directory(directory).resolve() for directory in (name, other)]
-    raws = [_find_run(directory) for directory in directories]
+    raws = []
+    for directory in directories:
+        collected = collect_runs([directory])
+        if not collected.runs:
+            raise ConfigError(f"{directory}: {collected.failed[0].reason.rstrip('.')}; give another run.")
+        raws.append(collected.runs[0])
     histories = [History(raw).steps for raw in raws]
     bounds = choose_bounds(*(raw.config for raw in raws))
     a, b = select_common_steps(*histories)
@@ -329,10 +326,3 @@ def read_pair(name: str, other: str) -> RunPair:
     initial = difference is not None and begins_at_initial_weights(directories, difference.step)
     gaps = compute_relative_gap(a.loss, b.loss) or 0.0, compute_relative_gap(a.norm, b.norm) or 0.0
     return RunPair((int(a.step[0]), int(a.step[-1]), len(a)), gaps, bounds, difference, not initial)
-
-
-def _find_run(directory: Path) -> RawRun:
-    collected = collect_runs([directory])
-    if not collected.runs:
-        raise ConfigError(f"{directory}: {collected.failed[0].reason.rstrip('.')}; give another run.")
-    return collected.runs[0]

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
 from types import TracebackType
 from typing import Any
 
@@ -58,9 +57,15 @@ class OutputPrints:
         self._undo: list[Callable[[], object]] = []
 
     def __enter__(self) -> OutputPrints:
-        self._undo.append(self.stage.register_forward_pre_hook(self._count, prepend=True).remove)
+        def count(stage: nn.Module, args: Any) -> None:
+            self.call += 1
+
+        self._undo.append(self.stage.register_forward_pre_hook(count, prepend=True).remove)
         for name, module in list_observed(self.stage):
-            self._undo.append(self._observe(name, module))
+            record: Callable[..., None] = lambda module, args, out, name=name: self._record(name, out)  # noqa: E731
+            is_compiled = module._compiled_call_impl is not None
+            hook: Any = CompiledHook(module, after=record) if is_compiled else module.register_forward_hook(record)
+            self._undo.append(hook.remove)
         return self
 
     def __exit__(
@@ -73,16 +78,6 @@ class OutputPrints:
         """Return the fingerprints and the root mean squares, on the host."""
         prints = torch.stack([*self.prints.values()]).tolist()
         return Computation(tuple(self.prints), tuple(prints), tuple(torch.stack([*self.sizes.values()]).tolist()))
-
-    def _count(self, stage: nn.Module, args: Any) -> None:
-        self.call += 1
-
-    def _observe(self, name: str, module: Any) -> Callable[[], object]:
-        """Observe a module; returns what ends it."""
-        record: Callable[..., None] = lambda module, args, out: self._record(name, out)  # noqa: E731
-        if module._compiled_call_impl is not None:
-            return CompiledHook(module, after=record).remove
-        return module.register_forward_hook(record).remove  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _record(self, name: str, out: Any) -> None:
@@ -143,7 +138,9 @@ class Audit:
         if recorded is None:
             return ""
         start_time = time.monotonic()
-        own_rows = _select(rows, recorded.microbatch)
+        own_rows = Microbatches._make(
+            None if part is None else part[recorded.microbatch][None] for part in rows
+        ).to_fields()
         shifts = self._choose_shifts(step)
         peer_rows = self._exchange(own_rows, -shifts[0])
         peer = self._compute(peer_rows)
@@ -227,7 +224,7 @@ class Audit:
         )
         judgement = judge(self.world.all_gather_object(witness))
         if judgement.difference is None:
-            return f"step {step}: {judgement.describe_spread()}"
+            return f"step {step}: {judgement.describe()}"
         difference = judgement.difference
         since = f"step {self.last_clean}, of the last audit without a difference," if self.last_clean else "the start"
         raise difference.build_error(
@@ -240,11 +237,6 @@ class Audit:
         computed = torch.stack([*prints.prints.values()]), torch.stack([*prints.sizes.values()])
         values, sizes = (self._exchange(part, shift).tolist() for part in computed)
         return Computation(tuple(prints.prints), tuple(values), tuple(sizes))
-
-
-def _select(rows: Microbatches, microbatch: int) -> Tensor:
-    """Return the fields of one micro-batch, int64 [fields, 1, rows, T]."""
-    return Microbatches._make(None if part is None else part[microbatch : microbatch + 1] for part in rows).to_fields()
 
 
 def count_expert_span(expert: int, stride: int) -> int:
@@ -305,21 +297,18 @@ class Judgement:
     decided: bool = True
 
     def describe(self) -> str:
-        """Return who is wrong, in one sentence without a full stop."""
+        """Return who is wrong, or how far repetitions differ, in one sentence without a full stop."""
         if self.difference is None:
-            return self.describe_spread()
-        if not self.decided:
-            return self.difference.describe()
-        return f"{self.difference.describe()}, for the same tokens and weights"
-
-    def describe_spread(self) -> str:
-        """Return how far repetitions differ, in one sentence without a full stop."""
-        return f"kernels are not deterministic: audits compare within the spread of repetitions, {self.spread:.1e}"
+            return f"kernels are not deterministic: audits compare within the spread of repetitions, {self.spread:.1e}"
+        return self.difference.describe() + (", for the same tokens and weights" if self.decided else "")
 
 
 def judge(witnesses: Sequence[Witness]) -> Judgement:
     """Return which ranks are wrong."""
-    spread = None if _is_deterministic(witnesses) else _measure_spread(witnesses)
+    repeated = sum(w.repeats[0].prints == w.repeats[1].prints for w in witnesses)
+    # a rank that does not repeat its results while most do is wrong; the largest spread of all ranks would let one that
+    # computes wrongly now and then widen its bound; of two ranks the median still does
+    spread = None if 2 * repeated >= len(witnesses) else statistics.median_high(map(_measure_spread, witnesses))
     first = {w.name.rank: _find_first(w.trained, w.second, spread) for w in witnesses}
     found = [index for index in first.values() if index is not None]
     if not found:
@@ -328,30 +317,16 @@ def judge(witnesses: Sequence[Witness]) -> Judgement:
     concerned = [w for w in witnesses if first[w.name.rank] == origin]
     accused = {rank for w in concerned for rank in _accuse(w, spread)}
     involved = {rank for w in concerned for rank in (w.name.rank, w.auditor)}
-    decided = involved != accused
     names = {w.name.rank: w.name for w in witnesses}
     odd = tuple(names[rank] for rank in sorted(accused))
     others = tuple(names[rank] for rank in sorted(involved - accused))
-    return Judgement(
-        ReplicaDifference(f"the result of {witnesses[0].trained.names[origin]}", 1, odd, others), spread, decided
-    )
+    difference = ReplicaDifference(f"the result of {witnesses[0].trained.names[origin]}", 1, odd, others)
+    return Judgement(difference, spread, decided=involved != accused)
 
 
-def _is_deterministic(witnesses: Sequence[Witness]) -> bool:
-    """Return whether most ranks repeat their results bit by bit; one that does not is wrong."""
-    repeated = sum(w.repeats[0].prints == w.repeats[1].prints for w in witnesses)
-    return 2 * repeated >= len(witnesses)
-
-
-def _measure_spread(witnesses: Sequence[Witness]) -> float:
-    """Return the largest relative difference of a module's root mean square between repetitions of the median rank.
-
-    The largest of all ranks would let one that computes wrongly now and then widen its bound; of two it still does.
-    """
-    return statistics.median_high(
-        max(_compare_sizes(x, y) for a, b in combinations(w.repeats, 2) for x, y in zip(a.sizes, b.sizes, strict=True))
-        for w in witnesses
-    )
+def _measure_spread(w: Witness) -> float:
+    """Return the largest relative difference of a module's root mean square between a rank's repetitions."""
+    return max(_compare_sizes(x, y) for x, y in zip(w.repeats[0].sizes, w.repeats[1].sizes, strict=True))
 
 
 def _compare_sizes(x: float, y: float) -> float:

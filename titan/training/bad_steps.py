@@ -32,20 +32,6 @@ from titan.training.step_metrics import StepResult
 from titan.training.train_step import TrainStep
 
 
-@dataclass(frozen=True)
-class BadStep:
-    """A step that left the weights unchanged.
-
-    Attributes:
-        symptom: what was not finite, on which ranks, and the step's rows.
-        cause: where the first value that is not finite came from.
-    """
-
-    step: int
-    symptom: str
-    cause: str
-
-
 class BadSteps:
     """Examines steps for values that are not finite; all ranks call it together.
 
@@ -73,42 +59,40 @@ class BadSteps:
         self.to_device, self.warn = to_device, warn
         self.latest, self.count = torch.zeros((), dtype=torch.bool, device=train_step.device), 0
 
-    def examine(self, result: StepResult) -> BadStep | None:
-        """Return the cause of a bad step, and warn of it; None for a finite step."""
+    def examine(self, result: StepResult) -> tuple[str, str] | None:
+        """Return the symptom and the cause of a bad step; None for a finite step.
+
+        The symptom is what was not finite, on which ranks, and the step's rows; the cause is where the first value that
+        is not finite came from. A warning has both, and a file in `debug/` the details.
+        """
         if isfinite(result.loss + result.grad_norm):
             self.count = 0
             return None
         self.count += 1
         self.latest = torch.zeros_like(self.latest)  # the weights need not wait for the next step
-        symptom = self._describe_symptom(result)
-        cause = self._find_cause(result)
-        self.warn(f"step {result.step}: not finite: {symptom}: {cause}; the weights are unchanged")
-        return BadStep(result.step, symptom, cause)
-
-    def build_error(self, last: BadStep, saved_step: int) -> RunError:
-        """Return the error that ends the run after too many bad steps."""
-        return RunError(
-            f"{format_plural(self.count, 'step')} in a row without finite values, the last one step {last.step}: "
-            f"{last.symptom}: "
-            f"{last.cause}; lower optimizer.lr={format_value(self.run.optimizer.lr)}, or raise "
-            f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step {saved_step}."
-        )
-
-    def _describe_symptom(self, result: StepResult) -> str:
         losses = self.train_step.world.all_gather_object(float(result.local_loss.flatten()[0]))
         ranks = [rank for rank, loss in enumerate(losses) if not isfinite(loss)]
         origin = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradients (the loss is finite)"
-        return f"{origin}, rows {result.batch.first} to {result.batch.last}"
-
-    def _find_cause(self, result: StepResult) -> str:
-        """Repeat a step, and return where its first value that is not finite came from; details are in `debug/`."""
+        symptom = f"{origin}, rows {result.batch.first} to {result.batch.last}"
         self.allow_task()
         rows, scale = self.to_device(result.batch), 1 / self.run.training.count_step_tokens(result.step)
         row_number_of = self._build_row_numbering(result.step)
-        report = investigate_step(self.run, self.train_step, rows, scale, row_number_of)
+        cause, findings = investigate_step(self.run, self.train_step, rows, scale, row_number_of)
         if self.train_step.world.is_rank0:
-            report.write(Path(self.run.directory), result.step)
-        return report.sentence
+            file = Path(self.run.directory) / "debug" / f"not-finite-step-{result.step}.json"
+            file.parent.mkdir(exist_ok=True)
+            parts = [{"rank": rank, **asdict(part)} for rank, part in enumerate(findings)]
+            write_atomic(file, json.dumps({"step": result.step, "sentence": cause, "ranks": parts}, indent=1))
+        self.warn(f"step {result.step}: not finite: {symptom}: {cause}; the weights are unchanged")
+        return symptom, cause
+
+    def build_error(self, step: int, symptom: str, cause: str, saved_step: int) -> RunError:
+        """Return the error that ends the run after too many bad steps, of which this is the last one."""
+        return RunError(
+            f"{format_plural(self.count, 'step')} in a row without finite values, the last one step {step}: {symptom}: "
+            f"{cause}; lower optimizer.lr={format_value(self.run.optimizer.lr)}, or raise "
+            f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step {saved_step}."
+        )
 
     def _build_row_numbering(self, step: int) -> Callable[[int], int | None]:
         """Return the function that gives the number in the data of this rank's rows of a step, None for padding."""
@@ -163,25 +147,10 @@ class RankFindings:
     gradients: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class NonFiniteReport:
-    """Where a step's first non-finite value comes from, over all ranks."""
-
-    sentence: str
-    rank_findings: tuple[RankFindings, ...]
-
-    def write(self, directory: Path, step: int) -> None:
-        """Write the details into `debug/`."""
-        file = directory / "debug" / f"not-finite-step-{step}.json"
-        file.parent.mkdir(exist_ok=True)
-        ranks = [{"rank": rank, **asdict(findings)} for rank, findings in enumerate(self.rank_findings)]
-        write_atomic(file, json.dumps({"step": step, "sentence": self.sentence, "ranks": ranks}, indent=1))
-
-
 def investigate_step(
     run: Run, train_step: TrainStep, rows: Microbatches, scale: float, row_number_of: Callable[[int], int | None]
-) -> NonFiniteReport:
-    """Repeat a step without an update, and return where its first non-finite value comes from.
+) -> tuple[str, Sequence[RankFindings]]:
+    """Repeat a step without an update; return where its first non-finite value comes from, and what each rank found.
 
     All ranks call it together, and get the same sentence.
 
@@ -191,32 +160,21 @@ def investigate_step(
     """
     weights = _list_not_finite((name, p.detach()) for name, p in train_step.named_parameters())
     tracer, compiled = NonFiniteTracer(train_step, run), run.compile.scope != "off"
-    operations = nullcontext() if _uses_flex(run) else tracer.op_mode
+    # torch compiles FlexAttention only where nothing else sees its operations
+    uses_flex = run.training.attention == "flex" or (run.dataset.mask_documents and run.machine.device == "cuda")
+    operations = nullcontext() if uses_flex else tracer.op_mode
     with tracer, force_eager(compiled), operations, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the tracer's views, which nothing writes to
         train_step.backward(rows, scale)
     gradients = _list_not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
     train_step.optimizer.zero_grad(set_to_none=True)
-    rows_per_microbatch = rows.tokens.shape[1]
-    origins = tuple(
-        _number_rows(origin, train_step.world.rank_info.rank, rows_per_microbatch, row_number_of)
-        for origin in tracer.origins
-    )
-    rank_findings = tuple(train_step.world.all_gather_object(RankFindings(origins, weights, gradients)))
-    return NonFiniteReport(_describe_origin(rank_findings, compiled), rank_findings)
-
-
-def _uses_flex(run: Run) -> bool:
-    """Whether attention is FlexAttention, which torch compiles only where nothing else sees its operations."""
-    return run.training.attention == "flex" or (run.dataset.mask_documents and run.machine.device == "cuda")
-
-
-def _number_rows(
-    origin: NonFiniteOrigin, rank: int, rows_per_microbatch: int, row_number_of: Callable[[int], int | None]
-) -> NonFiniteOrigin:
-    """Return an origin with the rows' numbers in the data instead of their places in the micro-batch."""
-    numbers = [row_number_of(origin.microbatch * rows_per_microbatch + row) for row in origin.rows]
-    return replace(origin, rank=rank, rows=tuple(n for n in numbers if n is not None))
+    rank, rows_per_microbatch = train_step.world.rank_info.rank, rows.tokens.shape[1]
+    origins = []
+    for origin in tracer.origins_by_pass.values():  # with the rows' numbers in the data
+        numbers = [row_number_of(origin.microbatch * rows_per_microbatch + row) for row in origin.rows]
+        origins.append(replace(origin, rank=rank, rows=tuple(n for n in numbers if n is not None)))
+    findings = train_step.world.all_gather_object(RankFindings(tuple(origins), weights, gradients))
+    return _describe_origin(findings, compiled), findings
 
 
 def _list_not_finite(tensors: Any) -> tuple[str, ...]:
@@ -238,11 +196,6 @@ class NonFiniteTracer(ModuleHooks):
             for name, module in iterate_submodules(stage.model):
                 self.add_before(index, module, self._build_pre_hook(name))
                 self.add_after(index, module, self._build_post_hook(name), first=True)
-
-    @property
-    def origins(self) -> list[NonFiniteOrigin]:
-        """What was noted."""
-        return list(self.origins_by_pass.values())
 
     def _build_pre_hook(self, name: str) -> Callable[..., Any]:
         parent = _find_parent(name)
@@ -316,12 +269,13 @@ def _describe_origin(rank_findings: Sequence[RankFindings], compiled: bool) -> s
         same_origins = [o for o in origins if _build_sort_key(o)[:-1] == _build_sort_key(first)[:-1]]
         rows = sorted({row for o in same_origins if o.rank == first.rank for row in o.rows})
         ranks = sorted({o.rank for o in same_origins})
+        in_rows = f", row{'s' if len(rows) > 1 else ''} {_format_list(rows)}" if rows else ""
         text = (
             f"the first non-finite value is in the {PASS_NAMES[first.direction]} of {first.module}"
             f"{f' ({first.detail})' if first.detail else ''}"
             f"{f', operation {first.operation}' if first.operation else ''}, "
             f"micro-batch {first.microbatch}, "
-            f"rank{'s' if len(ranks) > 1 else ''} {_format_list(ranks)}{_format_rows(rows)}"
+            f"rank{'s' if len(ranks) > 1 else ''} {_format_list(ranks)}{in_rows}"
         )
         return f"{text}; not finite before the step: {weights}" if weights else text
     if weights:
@@ -338,10 +292,6 @@ def _build_sort_key(origin: NonFiniteOrigin) -> tuple[Any, ...]:
     backward = origin.direction == "backward"
     stage = -origin.stage if backward else origin.stage
     return backward, origin.microbatch, stage, origin.order, origin.rank
-
-
-def _format_rows(rows: Sequence[int]) -> str:
-    return f", row{'s' if len(rows) > 1 else ''} {_format_list(rows)}" if rows else ""
 
 
 def _format_list(numbers: Sequence[int]) -> str:

@@ -155,13 +155,17 @@ def _has_split_rows(run: Run) -> bool:
 
 def _build_stages(run: Run, world: World, note: Note) -> dict[int, ModelStage]:
     """Return this rank's stages by their number, on meta."""
-    stage_plan, stages = run.staging, {}
+    stage_plan, stages = run.staging, dict[int, ModelStage]()
     for number in stage_plan.list_stages(world.get_coordinate("pipeline")):
         with torch.device("meta"):
             model: Any = run.model.build()
         if stage_plan.count > 1:
             model.keep(range(*stage_plan.layers[number]), first=number == 0, last=number == stage_plan.count - 1)
-        stages[number] = _wrap_stage(model, run, world)
+        if StageWithLosses.count_block_sums(model):
+            parts = run.layout.tensor if _has_split_rows(run) else 1
+            stages[number] = StageWithLosses(model, world.get_coordinate("tensor"), parts)
+        else:
+            stages[number] = ModelStage(model)
     note(f"built on meta: {sum(p.numel() for s in stages.values() for p in s.parameters()):,} parameters")
     if stage_plan.count > 1:
         numbers = f"{'stages' if len(stages) > 1 else 'stage'} {', '.join(map(str, stages))} of {stage_plan.count}"
@@ -177,13 +181,6 @@ def _build_row_exchange(model: Any, run: Run, world: World) -> balance.RowExchan
         return balance.LocalRows()
     layout = run.layout
     return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
-
-
-def _wrap_stage(model: Any, run: Run, world: World) -> ModelStage:
-    """Return a model, or the part of it that a pipeline stage has, as a stage."""
-    if not StageWithLosses.count_block_sums(model):
-        return ModelStage(model)
-    return StageWithLosses(model, world.get_coordinate("tensor"), run.layout.tensor if _has_split_rows(run) else 1)
 
 
 def _transform_stage(
@@ -305,11 +302,7 @@ def build_for_generation(schema: Decoder, precision: Precision, world: World) ->
 
 
 def _choose_attention_kernel(run: Run, world: World) -> str:
-    """Return the name of the attention kernel that torch chooses, as in `training.attention`.
-
-    Raises:
-        ConfigError: when the chosen kernel can't run with these heads, types and masks.
-    """
+    """Return the name of the attention kernel that torch chooses, as in `training.attention`."""
     choice, documents, device = run.training.attention, run.dataset.mask_documents, world.device
     model, dtype, ranks, masked = run.model, run.precision.dtype, run.layout.tensor, _describe_masks(run)
     shape = (model.heads // ranks, model.kv_heads // ranks, model.head_size)

@@ -65,8 +65,18 @@ class CheckpointPolicy:
         world = train_step.world
         coordinator = Coordinator.from_world(world)
         self.is_rank0, self.is_off = world.is_rank0, run.checkpoint.mode == "off"
-        self.manager = None if self.is_off else _build_manager(run, train_step, coordinator)
-        self.tokenizer = _find_tokenizer(mix)
+        self.manager: CheckpointManager | None = None
+        if not self.is_off:
+            compare: CompareReplicas | None = None
+            if run.checkpoint.fingerprints:
+                if described := describe_compared(train_state_dict(train_step), train_step, world):
+                    log.info(described)
+                compare = partial(compare_replicas, train_step, world)
+            hooks, copy = _build_post_save_hooks(run, coordinator), tokenizer_files.copy_and_list
+            directory = Path(run.directory)
+            self.manager = CheckpointManager(directory, run.checkpoint, train_step, coordinator, copy, hooks, compare)
+        corpus = mix.sources[0].corpus  # now, since the data may be out of reach for a moment later
+        self.tokenizer = None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
         if run.checkpoint.export:
             label = f"checkpoint.export={run.checkpoint.export}"
             tokenizer_files.check_packages(self.tokenizer, run.checkpoint.export, label)
@@ -94,11 +104,8 @@ class CheckpointPolicy:
             return False
         current_time = time.monotonic()
         is_due = 0 < self.run.checkpoint.minutes * 60 <= current_time - self.saved_at
-        return (
-            is_due or (self.retry_at is not None and current_time >= self.retry_at) or self._is_requested(current_time)
-        )
-
-    def _is_requested(self, current_time: float) -> bool:
+        if is_due or (self.retry_at is not None and current_time >= self.retry_at):
+            return True
         if current_time - self.polled_at < POLL_SECONDS:
             return False
         self.polled_at = current_time
@@ -117,11 +124,7 @@ class CheckpointPolicy:
             self._stop_run(step, difference)
 
     def _stop_run(self, step: int, difference: ReplicaDifference) -> None:
-        """End the run, once the state with the difference is written.
-
-        Raises:
-            DifferingRanksError: always.
-        """
+        """End the run, once the state with the difference is written; raises DifferingRanksError always."""
         outcomes = [] if self.manager is None else self.manager.finish()
         self._record_outcomes([outcome for outcome in outcomes if outcome.step != step])
         marked = Path("checkpoints") / f"step-{step}" / manifest.DIFFERS
@@ -239,26 +242,6 @@ class CheckpointPolicy:
         )
 
 
-def _build_manager(run: Run, train_step: TrainStep, coordinator: Coordinator) -> CheckpointManager:
-    directory, hooks = Path(run.directory), _build_post_save_hooks(run, coordinator)
-    copy = tokenizer_files.copy_and_list
-    compare = _build_comparison(train_step) if run.checkpoint.fingerprints else None
-    return CheckpointManager(directory, run.checkpoint, train_step, coordinator, copy, hooks, compare)
-
-
-def _build_comparison(train_step: TrainStep) -> CompareReplicas:
-    """Return what compares replicas before a save; raises RunError for a tensor that it would not know."""
-    if described := describe_compared(train_state_dict(train_step), train_step, train_step.world):
-        log.info(described)
-    return partial(compare_replicas, train_step, train_step.world)
-
-
-def _find_tokenizer(mix: RowMixture) -> str | None:
-    """Return the tokenizer's file or name; looked up once, since the data may be out of reach for a moment later."""
-    corpus = mix.sources[0].corpus
-    return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
-
-
 def _build_post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSaveHook, ...]:
     """Return what runs after each save: the copy elsewhere and the export."""
     settings, hooks = run.checkpoint, list[PostSaveHook]()
@@ -275,7 +258,11 @@ def _build_export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: C
     def export_checkpoint(folder: Path, manifest: Manifest) -> None:
         with prefix_errors(f"the export to {folder / format}"):
             weights, out = coordinator.run_all(lambda: open_weights(folder)), folder / format
-            options: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _count_meta_ranks(weights.model)}
+            model: Any = weights.model
+            meta_ranks = 1  # tensor parallel ranks that Meta's files are split for: each file has to fit into memory
+            while 2 * model.parameters() / meta_ranks > META_BYTES and model.kv_heads % (2 * meta_ranks) == 0:
+                meta_ranks *= 2
+            options: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": meta_ranks}
             coordinator.on_rank0(lambda: out.mkdir(exist_ok=True))
             coordinator.run_all(
                 lambda: export.export_files(weights, out, part=(coordinator.rank, coordinator.world_size), **options)
@@ -283,14 +270,6 @@ def _build_export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: C
             coordinator.on_rank0(lambda: export.finish_export(weights, out, **options))
 
     return export_checkpoint
-
-
-def _count_meta_ranks(model: Any) -> int:
-    """Return the number of tensor parallel ranks that Meta's files are split for: each file has to fit into memory."""
-    ranks = 1
-    while 2 * model.parameters() / ranks > META_BYTES and model.kv_heads % (2 * ranks) == 0:
-        ranks *= 2
-    return ranks
 
 
 def _build_record(outcome: SaveOutcome) -> dict[str, Any]:

@@ -78,17 +78,14 @@ class LayerMetrics:
         self._table[GRADIENT] = sum_squares(gradients, self.layers, self.train_step.world)
         self._table[WEIGHT] = sum_squares(weights, self.layers, self.train_step.world)
 
+    @torch.no_grad()
     def measure_updates(self, step: int) -> None:
         """Measure how far the weights moved in a step that is due, and start to sum the table over the ranks."""
-        if self.is_due(step):
-            self._measure_updates(step)
-
-    @torch.no_grad()
-    def _measure_updates(self, step: int) -> None:
-        named_parameters = iterate_parameters(self.train_step)
+        if not self.is_due(step):
+            return
         updates = [
             (name, p, old_weight.sub_(local_tensor(p)))
-            for (name, p), old_weight in zip(named_parameters, self._old_weights, strict=True)
+            for (name, p), old_weight in zip(iterate_parameters(self.train_step), self._old_weights, strict=True)
         ]
         self._table[UPDATE] = sum_squares(updates, self.layers, self.train_step.world)
         self._old_weights = []

@@ -57,6 +57,12 @@ class StepRows:
         """Return a row's number in the step."""
         return self.rank_rows.start + microbatch * self.rows_per_microbatch + row
 
+    def number_tokens(self, microbatch: int, real: Tensor) -> Tensor:
+        """Return the indices in the step of a micro-batch's tokens [rows, tokens, ...]; int64, flat, on the CPU."""
+        first = self.get_row_number(microbatch, 0)
+        rows = torch.arange(first, first + len(real))[:, None]
+        return (rows * self.seq_len + self.select_positions(real.shape[1])).flatten()
+
     def select_positions(self, tokens: int) -> Tensor:
         """Return the positions of a hidden state's tokens, int64 on the CPU: all that this rank has, or its part."""
         all_positions, rank = self._positions, self.world.get_coordinate("tensor")
@@ -204,11 +210,7 @@ class Observer(ModuleHooks):
             self._sample_tokens(self.samples.setdefault((direction, name), TokenSample()), microbatch, real)
 
     def _sample_tokens(self, sample: TokenSample, microbatch: int, real: Tensor) -> None:
-        rows = self.rows
-        first = rows.get_row_number(microbatch, 0)
-        tokens = (
-            torch.arange(first, first + len(real))[:, None] * rows.seq_len + rows.select_positions(real.shape[1])
-        ).flatten()
+        rows, tokens = self.rows, self.rows.number_tokens(microbatch, real)
         stride = math.ceil(rows.total_rows * rows.seq_len / MAX_SAMPLED_TOKENS)
         sampled = (tokens % stride == 0).nonzero().flatten()
         values = real.flatten(0, 1)[sampled.to(real.device)].float()

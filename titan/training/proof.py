@@ -17,7 +17,7 @@ from titan.checkpoint.state import train_state_dict
 from titan.cluster.forked_tasks import ForkedTaskError, map_in_forks
 from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
-from titan.estimate.traced.events import AFTER, BEFORE, NONE, Event
+from titan.estimate.traced.events import AFTER, BEFORE, NONE
 from titan.metrics.reader import METRICS, read_steps
 from titan.numerics.checks import (
     Check,
@@ -269,8 +269,13 @@ def check_collectives(shrunk: Shrunk) -> Check:
 
 def list_collectives(run: Run, rank: int) -> list[Collective]:
     """Return the collectives of a traced step of one rank, in the order in which the host issues them."""
-    events = trace_rank(make_eager(run), rank, "cpu").events
-    found = [_describe_event(event) for event in events if event.kind == "collective"]
+    found = []
+    for event in trace_rank(make_eager(run), rank, "cpu").events:
+        if event.kind == "collective":
+            region = event.region
+            block = region.block if region.block != NONE else event.owner
+            part = {BEFORE: "embedding", AFTER: "head", NONE: ""}.get(block, f"block {block}")
+            found.append(Collective(region.action, region.stage, region.microbatch, part, event.name, event.stream))
     if not run.layout.only_replicated:
         return found
     # how many buckets DDP fills, and when, depends on sizes
@@ -283,13 +288,6 @@ def describe_difference(a: Sequence[Collective], b: Sequence[Collective]) -> str
         if one != other:
             return f"number {index + 1}: {one}, and {other} in the target"
     return "" if len(a) == len(b) else f"{len(a)} collectives, and {len(b)} in the target"
-
-
-def _describe_event(event: Event) -> Collective:
-    region = event.region
-    block = region.block if region.block != NONE else event.owner
-    part = {BEFORE: "embedding", AFTER: "head", NONE: ""}.get(block, f"block {block}")
-    return Collective(region.action, region.stage, region.microbatch, part, event.name, event.stream)
 
 
 def work(job: ProofJob, rank_info: RankInfo) -> int:

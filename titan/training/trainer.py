@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from titan.training.profiling import RunProfiler
 from titan.training.rank_times import RankTimes
 from titan.training.reporter import RunReporter
 from titan.training.result_json import RunEnd, find_ended_by, sample_text
+from titan.training.signals import StopSignals
 from titan.training.step_metrics import (
     LOSS,
     PROFILE,
@@ -53,18 +54,6 @@ from titan.training.step_metrics import (
     StepTimer,
 )
 from titan.training.train_step import StepWatch, TrainStep
-
-
-class StopSource(Protocol):
-    """Tells the trainer that a signal came.
-
-    Attributes:
-        requested: whether to stop at the end of the step.
-        requeue: whether to end with the exit code that asks to be started again.
-    """
-
-    requested: bool
-    requeue: bool
 
 
 class Trainer:
@@ -83,7 +72,7 @@ class Trainer:
         attempt: Attempt,
         world: World,
         train_step: TrainStep,
-        stop: StopSource,
+        stop: StopSignals,
         reader: CheckpointReader | None = None,
         watch: StepWatch | None = None,
     ) -> None:
@@ -307,20 +296,17 @@ class Trainer:
         return bool(cause)
 
     def _check_finite(self, result: StepResult) -> str:
-        """Report a step whose loss or gradients are not finite; return where that began, empty for a finite step.
-
-        Raises:
-            RunError: on `training.bad_steps` such steps in a row.
-        """
+        """Report a step whose loss or gradients are not finite; return where that began, empty for a finite step."""
         bad_step = self.bad_steps.examine(result)
         if bad_step is None:
             return ""
+        symptom, cause = bad_step
         if self.bad_steps.count >= self.run.training.bad_steps:
             self.reporter.report_saves(self.step, self.saving.wait_for_saves())
-            raise self.bad_steps.build_error(bad_step, self.saving.saved_step)
-        figures = {"loss": result.loss, "grad_norm": result.grad_norm, "not_finite": bad_step.cause}
+            raise self.bad_steps.build_error(result.step, symptom, cause, self.saving.saved_step)
+        figures = {"loss": result.loss, "grad_norm": result.grad_norm, "not_finite": cause}
         self.reporter.report_moment("on_not_finite", result.step, figures)
-        return bad_step.cause
+        return cause
 
     # --- between steps
 
@@ -330,7 +316,11 @@ class Trainer:
         Returns:
             The step; None where it had to be finalized for one of these tasks.
         """
-        validates, saves = self._is_evaluation_due(), self._is_save_due() and self.step < last
+        settings, every = self.run.checkpoint, self.run.evaluation.every
+        is_regular = self.step in settings.at or (settings.every > 0 and self.step % settings.every == 0)
+        saves = settings.mode != "off" and (self.requests.save or is_regular) and self.step < last
+        is_due = every > 0 and self.step % every == 0 and self.step < self.run.training.steps
+        validates = is_due and bool(self.evaluator)
         if not (validates or saves):
             if self.step % self.run.training.gc_every == 0:
                 gc.collect(1)
@@ -342,15 +332,6 @@ class Trainer:
         if saves:
             self.save()
         return None
-
-    def _is_evaluation_due(self) -> bool:
-        every = self.run.evaluation.every
-        return bool(self.evaluator) and every > 0 and self.step % every == 0 and self.step < self.run.training.steps
-
-    def _is_save_due(self) -> bool:
-        settings = self.run.checkpoint
-        is_regular = self.step in settings.at or (settings.every > 0 and self.step % settings.every == 0)
-        return settings.mode != "off" and (self.requests.save or is_regular)
 
     def validate(self) -> None:
         """Measure what the evaluation axis asks for; all ranks call it together."""

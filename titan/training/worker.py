@@ -37,7 +37,6 @@ from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.evaluation.evaluator import StopRequestedError
 from titan.training.signals import StopSignals, choose_stop_exit_code
-from titan.training.train_step import TrainStep
 from titan.training.trainer import Trainer, count_hook_seconds
 
 log = logging.getLogger("titan")
@@ -94,7 +93,7 @@ def _connect_ranks(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) 
     """Join the process group and build this rank's groups."""
     if run.machine.device == "cuda":
         record_nccl_timeouts(Path(run.directory))
-    exchanges = _needs_exchange(run, attempt)
+    exchanges = run.checkpoint.mode != "off" or bool(attempt.checkpoint or attempt.weights)  # about checkpoints
     timeout = run.cluster.timeout + count_hook_seconds(run)
     return mesh.connect_world(rank_info, run.layout, run.machine.device, timeout, store, exchanges)
 
@@ -108,7 +107,8 @@ def _build_trainer(run: Run, attempt: Attempt, world: World, stop: StopSignals, 
     )
     watch.groups = list_groups(world)
     train_step = build_train_step(run, world, log.info)
-    watch.groups, watch.get_module_names = list_groups(world), partial(_list_module_names, train_step)
+    named_modules = [pair for stage in train_step.stages for pair in stage.named_modules() if pair[0]]
+    watch.groups, watch.get_module_names = list_groups(world), lambda: {id(m): name for name, m in named_modules}
     return Trainer(run, attempt, world, train_step, stop, reader)
 
 
@@ -137,7 +137,12 @@ def to_user_error(run: Run, error: Exception, watch: Watch | None = None) -> Exc
     )  # gloo; NCCL ends the process
     if timeout_match:
         hang_error = watch.find_hang_error() if watch is not None else None
-        return hang_error or RunError(_explain_timeout(run, int(timeout_match[1]) / 1000 - count_hook_seconds(run)))
+        seconds = int(timeout_match[1]) / 1000 - count_hook_seconds(run)
+        name = _find_timeout_setting(run, seconds)
+        return hang_error or RunError(
+            f"waited {seconds:g} s for the other ranks: one of them hangs, or is slower than {name} allows; "
+            f"see the last lines of each rank's log in {run.directory}/log, or raise {name}."
+        )
     if (sentence := describe_compiler_error(error)) is not None:
         log.error("torch.compile failed", exc_info=error)
         return RunError(sentence)
@@ -154,14 +159,6 @@ def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
-
-
-def _explain_timeout(run: Run, seconds: float) -> str:
-    name = _find_timeout_setting(run, seconds)
-    return (
-        f"waited {seconds:g} s for the other ranks: one of them hangs, or is slower than {name} allows; "
-        f"see the last lines of each rank's log in {run.directory}/log, or raise {name}."
-    )
 
 
 def _find_timeout_setting(run: Run, seconds: float) -> str:
@@ -186,16 +183,6 @@ def list_groups(world: World) -> dict[str, RankGroup]:
     return groups
 
 
-def _list_module_names(train_step: TrainStep) -> dict[int, str]:
-    """Return the names of the modules on this rank by their `id`."""
-    return {id(module): name for stage in train_step.stages for name, module in stage.named_modules() if name}
-
-
-def _needs_exchange(run: Run, attempt: Attempt) -> bool:
-    """Whether the ranks exchange messages about checkpoints."""
-    return run.checkpoint.mode != "off" or bool(attempt.checkpoint or attempt.weights)
-
-
 def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> tuple[Attempt, CheckpointReader | None]:
     """Return the attempt with an intact checkpoint: the one that it names, or the last complete one before it.
 
@@ -212,7 +199,13 @@ def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> tuple[Attem
         corruption = corruption or find_corruption(reader, coordinator, run.checkpoint.verify)
         if corruption is None:
             return replace(attempt, checkpoint=str(folder)), reader
-        previous = coordinator.broadcast(_previous_attempt(run, attempt, corruption) if coordinator.rank == 0 else None)
+        previous: Attempt | str | None = None
+        if coordinator.rank == 0:
+            try:
+                previous = use_previous_checkpoint(run, attempt, corruption)
+            except (ConfigError, OSError) as error:
+                previous = str(error)
+        previous = coordinator.broadcast(previous)
         if not isinstance(previous, Attempt):
             raise ConfigError(str(previous))
         attempt = previous
@@ -228,11 +221,7 @@ def _check_init_weights(run: Run, attempt: Attempt, coordinator: Coordinator) ->
 
 
 def _fetch_checkpoint(run: Run, attempt: Attempt, coordinator: Coordinator) -> tuple[Path, str | None]:
-    """Return the folder of the attempt's checkpoint, downloaded where it is remote, and a corruption found in it.
-
-    Raises:
-        RunError: when the download fails for a reason that may pass.
-    """
+    """Return the folder of the attempt's checkpoint, downloaded where it is remote, and a corruption found in it."""
     url = str(attempt.checkpoint)
     parent = url.rpartition("/")[0]
     is_copy = run.checkpoint.path is not None and parent == open_remote(run.checkpoint.path, run.directory).url
@@ -246,28 +235,17 @@ def _fetch_checkpoint(run: Run, attempt: Attempt, coordinator: Coordinator) -> t
         raise RunError(f"{url} could not be fetched ({error}); fix this and rerun the same command.") from error
 
 
-def _previous_attempt(run: Run, attempt: Attempt, corruption: str) -> Attempt | str:
-    """Return the attempt from the last complete checkpoint before, or why there is none."""
-    try:
-        return use_previous_checkpoint(run, attempt, corruption)
-    except (ConfigError, OSError) as error:
-        return str(error)
-
-
 def set_log_file(file: Path | None) -> None:
     """Send this process's log to a file; None: nowhere."""
     logging.raiseExceptions = False  # a full disk must not fill the terminal with tracebacks
-    handler = _open_file_handler(file) if file else logging.NullHandler()
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file) if file else logging.NullHandler()
     handler.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
     for previous in log.handlers:
         previous.close()
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
-
-
-def _open_file_handler(file: Path) -> logging.Handler:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return logging.FileHandler(file)
 
 
 class _SafeFormatter(logging.Formatter):
@@ -324,15 +302,11 @@ def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -
     """
     coordinator = Coordinator.from_world(world)
     if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
-        path = _fetch_copy(path, step, Path(run.directory), coordinator)
+        try:
+            path = str(fetch_checkpoint(Remote(path.rpartition("/")[0]), step, Path(run.directory), coordinator))
+        except CoordinationError as error:
+            raise RunError(f"{path} could not be fetched ({error}); fix this and rerun the same command.") from error
     reader = CheckpointReader(path)
     if difference := find_corruption(reader, coordinator, run.checkpoint.verify):
         raise ConfigError(f"{setting}={step}: {path} is damaged: {difference}; give an earlier one's step.")
     return reader
-
-
-def _fetch_copy(url: str, step: int, directory: Path, coordinator: Coordinator) -> str:
-    try:
-        return str(fetch_checkpoint(Remote(url.rpartition("/")[0]), step, directory, coordinator))
-    except CoordinationError as error:
-        raise RunError(f"{url} could not be fetched ({error}); fix this and rerun the same command.") from error

@@ -96,11 +96,7 @@ class Evaluator:
 
 
 def _load_tokenizer(name: str | None, run: Run, mix: RowMixture) -> Tokenizer | None:
-    """Return the tokenizer of this name or that of the data, where something needs it.
-
-    Raises:
-        ConfigError: when the data have none, or the given one has more ids than the model.
-    """
+    """Return the tokenizer of this name or that of the data, where something needs it."""
     if name:
         tokenizer = load_tokenizer(name)
         if tokenizer.vocab_size > run.model.vocab:
@@ -122,11 +118,13 @@ def _load_tokenizer(name: str | None, run: Run, mix: RowMixture) -> Tokenizer | 
 
 def _build_tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, tuple[Sequence[TaskItem], Sequence[Request]]]:
     """Return the items of each task, and what is asked of the model for them: one request for each choice."""
-    tasks = {}
-    for name, task in (run.evaluation.tasks or {}).items() if tokenizer is not None else ():
-        setting_name = f"evaluation.tasks.{name}"
-        items = task.build(setting_name)
-        tasks[name] = items, build_requests(items, tokenizer, run.training.seq_len, bos=task.bos, prefix=setting_name)
+    tasks: dict[str, tuple[Sequence[TaskItem], Sequence[Request]]] = {}
+    if tokenizer is None:
+        return tasks
+    for name, task in (run.evaluation.tasks or {}).items():
+        prefix = f"evaluation.tasks.{name}"
+        items = task.build(prefix)
+        tasks[name] = items, build_requests(items, tokenizer, run.training.seq_len, bos=task.bos, prefix=prefix)
     return tasks
 
 

@@ -138,11 +138,7 @@ def _plan_weights(
 
 
 def _build_command(weights: Weights) -> list[str]:
-    """Return the command line of a run with the model of some weights.
-
-    Raises:
-        ConfigError: for a model that no choice of the model axis has.
-    """
+    """Return the command line of a run with the model of some weights."""
     choices = {
         Llama: "debug",
         Qwen3: "qwen3_debug",
@@ -210,11 +206,7 @@ def _parse_task(text: str, run_evaluation: Evaluation) -> tuple[str, Task]:
 
 
 def _check_file(path: str, typed: str) -> str:
-    """Return the path of a file.
-
-    Raises:
-        ConfigError: when there is none.
-    """
+    """Return the path of a file; raises ConfigError when there is none."""
     if not Path(path).expanduser().is_file():
         raise ConfigError(f"{typed}: there is no file {path}; correct the path.")
     return path
@@ -223,11 +215,7 @@ def _check_file(path: str, typed: str) -> str:
 def _select_checkpoints(
     settings: Settings, checkpoints: Mapping[int, tuple[str, Manifest]]
 ) -> list[tuple[int, tuple[str, Manifest]]]:
-    """Return the checkpoints to measure, the last of them as it is; of those of the run by their steps.
-
-    Raises:
-        ConfigError: when there is no such checkpoint, or too few for an average.
-    """
+    """Return the checkpoints to measure, the last of them as it is; of those of the run by their steps."""
     steps = sorted(step for step in checkpoints if settings.step is None or step <= settings.step)
     if not steps or settings.step not in (None, steps[-1]):
         advice = (

@@ -14,7 +14,7 @@ from titan.numerics.differences import compare_operations, measure_spread
 from titan.precision.schema import Precision
 from titan.run.run import Run
 from titan.training.replay import questions
-from titan.training.replay.observation import ReplayedStep, count_rank_files, merge_ranks, read_rank_replays
+from titan.training.replay.observation import ReplayedStep, merge_ranks, read_rank_replays
 from titan.training.replay.questions import Answers, ReplayPair
 from titan.training.replay.request import (
     EXACT,
@@ -76,7 +76,9 @@ def compare_plans(a: ReplayPlan, b: ReplayPlan, settings: Settings, *, shares_st
     same_code, bound = shares_start and _is_same(a, b), settings.tolerance
     answers = questions.ask_questions(native, decider, same_code=same_code, bound=bound)
     if exact and settings.repeats > 1 and _needs_spread(native, answers):
-        repetitions = _repeat(a, settings)
+        begun = align_start(a, a, settings.step)
+        begun.run_ranks(ReplayJob(((NATIVE, a.run),), begun.attempt, settings.step, repeats=settings.repeats))
+        repetitions = [_read(a, f"{ROUNDED}{number}", settings) for number in range(settings.repeats)]
         spread = measure_spread([step.samples for step in repetitions], [step.record for step in repetitions])
         answers = questions.ask_questions(native, decider, same_code=same_code, bound=bound, spread=spread)
     starts = (align_start(a, a, settings.step), align_start(b, a if shares_start else b, settings.step))
@@ -133,16 +135,9 @@ def run_single(plan: ReplayPlan, settings: Settings) -> ReplayedStep:
     return _read(plan, NATIVE, settings)
 
 
-def _repeat(plan: ReplayPlan, settings: Settings) -> list[ReplayedStep]:
-    """Return randomly rounded repetitions of a plan's step."""
-    begun = align_start(plan, plan, settings.step)
-    begun.run_ranks(ReplayJob(((NATIVE, plan.run),), begun.attempt, settings.step, repeats=settings.repeats))
-    return [_read(plan, f"{ROUNDED}{number}", settings) for number in range(settings.repeats)]
-
-
 def _read(plan: ReplayPlan, name: str, settings: Settings) -> ReplayedStep:
     directory, training = Path(plan.run.directory), plan.run.training
-    parts = read_rank_replays(directory, name, count_rank_files(directory, name) or 1)
+    parts = read_rank_replays(directory, name)
     first = training.count_rows_before(settings.step)
     return merge_ranks(parts, None if plan.is_foreign else plan.mix, first, settings.tokens, training.seq_len)
 

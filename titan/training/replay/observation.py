@@ -112,21 +112,16 @@ def _get_rank_file(directory: Path, name: str, rank: int) -> Path:
     return directory / f"replayed-{name}-{rank}.npz"
 
 
-def read_rank_replays(directory: Path, name: str, ranks: int) -> list[RankReplay]:
+def read_rank_replays(directory: Path, name: str) -> list[RankReplay]:
     """Return what all ranks of a replay saw in a pass.
 
     Raises:
-        RunError: where a file is missing, or is not what `RankReplay.write` writes.
+        RunError: where there is no file, or one is not what `RankReplay.write` writes.
     """
-    return [read_rank_replay(_get_rank_file(directory, name, rank)) for rank in range(ranks)]
-
-
-def count_rank_files(directory: Path, name: str) -> int:
-    """Return how many ranks have left what they saw in a pass."""
-    ranks = 0
+    ranks = 1
     while _get_rank_file(directory, name, ranks).is_file():
         ranks += 1
-    return ranks
+    return [read_rank_replay(_get_rank_file(directory, name, rank)) for rank in range(ranks)]
 
 
 def read_rank_replay(file: Path) -> RankReplay:
@@ -136,7 +131,10 @@ def read_rank_replay(file: Path) -> RankReplay:
         RunError: where the file is missing or is not what `RankReplay.write` writes.
     """
     try:
-        _check_sizes(file)
+        with zipfile.ZipFile(file) as archive:
+            largest = max((entry.file_size for entry in archive.infolist()), default=0)
+        if largest > LARGEST:
+            raise ValueError(f"an array has {largest:,} bytes")
         with np.load(file, allow_pickle=False) as arrays:
             return _parse_replay(arrays)
     except UNREADABLE as error:
@@ -144,51 +142,34 @@ def read_rank_replay(file: Path) -> RankReplay:
         raise RunError(f"{file}: is not what a rank of this version leaves ({reason}); replay again.") from error
 
 
-def _check_sizes(file: Path) -> None:
-    """Raise ValueError where an array of the archive is larger than any that a rank writes."""
-    with zipfile.ZipFile(file) as archive:
-        largest = max((entry.file_size for entry in archive.infolist()), default=0)
-    if largest > LARGEST:
-        raise ValueError(f"an array has {largest:,} bytes")
-
-
 def _parse_replay(arrays: Any) -> RankReplay:
+    """Return the content of a file; raises where a key that is shown is missing or of another type."""
     content = untrusted.parse_object(arrays["json"].tobytes().decode())
     if content["version"] != VERSION:
         raise ValueError(f"version {content['version']!r}, not {VERSION}")
-    fingerprints = {
-        (str(kind), str(name)): _parse_fingerprint(shape, arrays[f"sketch{number}"], squares, bits)
-        for number, (kind, name, shape, squares, bits) in enumerate(content["fingerprints"])
-    }
+    record = content["record"]
+    float(record["loss"]), float(record["grad_norm"]), float(record["lr"]), int(record["step"])
+    first, last = record["rows"]
     keys = [(str(direction), str(name)) for direction, name in content["samples"]]
     return RankReplay(
-        record=_check_record(content["record"]),
+        record={**record, "rows": [int(first), int(last)], "batch_hash": str(record["batch_hash"])},
         totals={(str(d), str(n)): ActivationTotals(**totals) for d, n, totals in content["totals"]},
         samples={key: _parse_samples(arrays, f"samples{number}", "f") for number, key in enumerate(keys)},
         losses=tuple(TokenLoss(**loss) for loss in content["losses"]),
         notes=tuple(map(str, content["notes"])),
-        fingerprints=fingerprints,
-        groups=_check_texts(content["groups"]),
+        fingerprints={
+            (str(kind), str(name)): _parse_fingerprint(shape, arrays[f"sketch{number}"], squares, bits)
+            for number, (kind, name, shape, squares, bits) in enumerate(content["fingerprints"])
+        },
+        groups={str(key): str(value) for key, value in content["groups"].items()},
         routes={str(n): _parse_samples(arrays, f"routes{number}", "i") for number, n in enumerate(content["routes"])},
-        unobserved=_check_texts(content["unobserved"]),
+        unobserved={str(key): str(value) for key, value in content["unobserved"].items()},
         figures={str(key): float(value) for key, value in content["figures"].items()},
-        operations=tuple(_parse_operation(*operation) for operation in content["operations"]),
+        operations=tuple(
+            Operation(str(module), str(name), tuple(tuple(map(int, s)) for s in shapes), tuple(map(float, sums)))
+            for module, name, shapes, sums in content["operations"]
+        ),
     )
-
-
-def _check_record(record: Any) -> dict[str, Any]:
-    """Return a record; raises where a key that is shown is missing or no number."""
-    float(record["loss"]), float(record["grad_norm"]), float(record["lr"]), int(record["step"])
-    first, last = record["rows"]
-    return {**record, "rows": [int(first), int(last)], "batch_hash": str(record["batch_hash"])}
-
-
-def _check_texts(texts: Any) -> dict[str, str]:
-    return {str(key): str(value) for key, value in texts.items()}
-
-
-def _parse_operation(module: Any, name: Any, shapes: Any, sums: Any) -> Operation:
-    return Operation(str(module), str(name), tuple(tuple(map(int, s)) for s in shapes), tuple(map(float, sums)))
 
 
 def _parse_fingerprint(shape: Any, sketch: Any, squares: Any, bits: Any) -> Fingerprint:
@@ -217,6 +198,13 @@ class Statistics:
     rms: float
     mean: float
     largest: float
+
+    @classmethod
+    def from_totals(cls, totals: Sequence[ActivationTotals]) -> Statistics:
+        """Return the statistics over all ranks."""
+        count = max(1, sum(t.count for t in totals))
+        squares, values = math.fsum(t.squares for t in totals), math.fsum(t.values for t in totals)
+        return cls(math.sqrt(squares / count), values / count, max((t.largest for t in totals), default=0.0))
 
 
 @dataclass(frozen=True)
@@ -273,26 +261,23 @@ def merge_ranks(
     """
     order = sort_keys({key for part in parts for key in part.totals}, [list(part.totals) for part in parts])
     totals = {key: [part.totals[key] for part in parts if key in part.totals] for key in order}
-    samples = {key: _join_samples(part.samples[key] for part in parts if key in part.samples) for key in order}
-    losses = sorted((loss for part in parts for loss in part.losses), key=_build_loss_key)[:tokens]
+    losses = [loss for part in parts for loss in part.losses]
+    losses.sort(key=lambda token: (-math.inf if math.isnan(token.loss) else -token.loss, token.row, token.position))
+    figures = dict.fromkeys(key for part in parts for key in part.figures)
     return ReplayedStep(
         record=parts[0].record,
-        statistics={key: _compute_statistics(rank_totals) for key, rank_totals in totals.items()},
-        samples=samples,
-        tokens=tuple(_build_token(loss, mix, first) for loss in losses) if mix is not None else (),
+        statistics={key: Statistics.from_totals(rank_totals) for key, rank_totals in totals.items()},
+        samples={key: _join_samples(part.samples[key] for part in parts if key in part.samples) for key in order},
+        tokens=tuple(_build_token(loss, mix, first) for loss in losses[:tokens]) if mix is not None else (),
         notes=parts[0].notes,
         tensors=_join_tensors(parts),
         groups={name: group for part in parts for name, group in part.groups.items()},
         routes=join_routes(parts),
         unobserved={name: reason for part in parts for name, reason in part.unobserved.items()},
-        figures=_sum_figures(parts),
+        figures={key: math.fsum(part.figures.get(key, 0.0) for part in parts) for key in figures},
         seq_len=seq_len,
         operations=next((part.operations for part in parts if part.operations), ()),
     )
-
-
-def _build_loss_key(token: TokenLoss) -> tuple[float, int, int]:
-    return -math.inf if math.isnan(token.loss) else -token.loss, token.row, token.position
 
 
 def sort_keys(keys: Iterable[Key], rank_keys: Sequence[Sequence[Key]]) -> list[Key]:
@@ -303,22 +288,14 @@ def sort_keys(keys: Iterable[Key], rank_keys: Sequence[Sequence[Key]]) -> list[K
     """
     positions = {name: i for part in rank_keys for i, (direction, name) in enumerate(part) if direction == "forward"}
 
-    def build_sort_key(name: str) -> tuple[int, int, int]:
-        parts = name.split(".")
+    def build_sort_key(key: Key) -> tuple[int, int, int]:
+        parts = key[1].split(".")
         in_block = parts[0] == "layers"
-        return (1 if in_block else 2 if name == "norm" else 0, int(parts[1]) if in_block else 0, positions.get(name, 0))
+        group = 1 if in_block else 2 if key[1] == "norm" else 0
+        return group, int(parts[1]) if in_block else 0, positions.get(key[1], 0)
 
-    forward = sorted((key for key in keys if key[0] == "forward"), key=lambda key: build_sort_key(key[1]))
-    backward = sorted(
-        (key for key in keys if key[0] == "backward"), key=lambda key: build_sort_key(key[1]), reverse=True
-    )
-    return forward + backward
-
-
-def _compute_statistics(totals: Sequence[ActivationTotals]) -> Statistics:
-    count = max(1, sum(t.count for t in totals))
-    squares, values = math.fsum(t.squares for t in totals), math.fsum(t.values for t in totals)
-    return Statistics(math.sqrt(squares / count), values / count, max((t.largest for t in totals), default=0.0))
+    by_pass = {d: [key for key in keys if key[0] == d] for d in ("forward", "backward")}
+    return [*sorted(by_pass["forward"], key=build_sort_key), *sorted(by_pass["backward"], key=build_sort_key)[::-1]]
 
 
 def _join_samples(parts: Iterable[Samples]) -> Samples:
@@ -347,11 +324,6 @@ def _join_tensors(parts: Sequence[RankReplay]) -> dict[Key, tuple[Replica, ...]]
         key: tuple(Replica(tuple(numbers), fingerprint) for numbers, fingerprint in replicas.values())
         for key, replicas in ranks.items()
     }
-
-
-def _sum_figures(parts: Sequence[RankReplay]) -> dict[str, float]:
-    keys = dict.fromkeys(key for part in parts for key in part.figures)
-    return {key: math.fsum(part.figures.get(key, 0.0) for part in parts) for key in keys}
 
 
 def _build_token(token_loss: TokenLoss, mix: RowMixture, first: int) -> Token:

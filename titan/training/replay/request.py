@@ -244,17 +244,12 @@ def check_comparison(settings: Settings, plans: Sequence[ReplayPlan]) -> None:
     for plan in plans if settings.pin else ():
         if reason := _explain_unpinned(plan.run):
             raise ConfigError(f"pin=routing: {reason}")
-    if settings.pin:
-        _check_same_rows(plans, settings.step)
-
-
-def _check_same_rows(plans: Sequence[ReplayPlan], step: int) -> None:
-    """Raise ConfigError where replays read other numbers of tokens: experts are pinned token by token."""
-    first, second = ((plan.run.training.find_phase(step).rows, plan.run.training.seq_len) for plan in plans)
-    if first != second:
+    sizes = [(plan.run.training.find_phase(settings.step).rows, plan.run.training.seq_len) for plan in plans]
+    if settings.pin and sizes[0] != sizes[1]:  # experts are pinned token by token
+        (rows, tokens), (other_rows, other_tokens) = sizes
         raise ConfigError(
-            f"pin=routing: one replay reads {first[0]} rows of {first[1]} tokens, and the other {second[0]} of "
-            f"{second[1]}; give both the same training.seq_len and training.global_batch."
+            f"pin=routing: one replay reads {rows} rows of {tokens} tokens, and the other {other_rows} of "
+            f"{other_tokens}; give both the same training.seq_len and training.global_batch."
         )
 
 
@@ -303,7 +298,9 @@ def _list_values(keys: Sequence[str], document: Mapping[str, Any], other_documen
     chosen = [f"{key}={choices[key]}" for key in keys if key in choices]
     values = {key: _find_value(other_document["config"], key) for key in keys if key not in choices}
     differing = [key for key, v in values.items() if v not in (MISSING, _find_value(document["config"], key))]
-    return chosen + [f"{key}={_format_override(values[key])}" for key in differing]
+    return chosen + [
+        f"{key}={quote_value(v) if isinstance(v := values[key], str) else format_value(v)}" for key in differing
+    ]
 
 
 def _find_value(config: Mapping[str, Any], key: str) -> Any:
@@ -314,23 +311,17 @@ def _find_value(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _format_override(value: Any) -> str:
-    return quote_value(value) if isinstance(value, str) else format_value(value)
-
-
 def _select_checkpoint(
     name: str, settings: Settings, checkpoints: Mapping[int, tuple[str, Manifest]]
 ) -> tuple[str, Manifest]:
-    """Return the checkpoint to begin at, of those of the run by their steps.
-
-    Raises:
-        ConfigError: when there is none before the step.
-    """
+    """Return the checkpoint to begin at, of those of the run by their steps."""
     earlier_steps = [step for step in checkpoints if step < settings.step]
     if settings.start is not None and settings.start not in earlier_steps:
+        listed = ", ".join(map(str, sorted(earlier_steps)))
+        steps = f"one of {listed}, or 0" if listed else "0, the initial weights"
         raise ConfigError(
             f"start={settings.start}: the run has no complete checkpoint of this step before step {settings.step}; "
-            f"give {_format_steps(earlier_steps)}."
+            f"give {steps}."
         )
     if not earlier_steps:
         raise ConfigError(
@@ -342,11 +333,7 @@ def _select_checkpoint(
 
 
 def _read_begin(folder: str, step: int) -> tuple[str, Manifest]:
-    """Return path and manifest of a checkpoint that the user names.
-
-    Raises:
-        ConfigError: when it is none before the step.
-    """
+    """Return path and manifest of a checkpoint that the user names."""
     try:
         found = inspect(Path(folder).expanduser())
     except CorruptCheckpointError as error:
@@ -355,7 +342,3 @@ def _read_begin(folder: str, step: int) -> tuple[str, Manifest]:
         what = "no complete checkpoint" if found is None else f"the checkpoint of step {found.step}"
         raise ConfigError(f"begin={folder}: is {what}; give the folder of a checkpoint before step {step}.")
     return str(Path(folder).expanduser().absolute()), found
-
-
-def _format_steps(steps: Sequence[int]) -> str:
-    return f"one of {', '.join(map(str, sorted(steps)))}, or 0" if steps else "0, the initial weights"

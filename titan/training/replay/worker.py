@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ from titan.precision.schema import Precision
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training.build import build_train_step
-from titan.training.observe import Observer, RunningTotals, StepRows, TokenSample
+from titan.training.observe import Observer, StepRows
 from titan.training.replay.observation import ActivationTotals, RankReplay, TokenLoss
 from titan.training.replay.request import OPERATIONS, ROUNDED, ReplayJob
 from titan.training.replay.routing import OperationWatch, RouteWatch, read_routes
@@ -74,8 +73,11 @@ def work(job: ReplayJob, rank_info: RankInfo) -> int:
         ConfigError: when the checkpoint is corrupt.
         RunError: when the replay can't continue.
     """
+    attempt, reader = job.attempt, None
     with join_ranks(job.run, rank_info) as (world, stop):
-        reader, attempt = _open_start(job, world)
+        if attempt.checkpoint is not None:
+            reader = fetch_verified(job.run, attempt.checkpoint, attempt.step, world, "start")
+            attempt = replace(attempt, checkpoint=str(reader.folder))
         for name, run in job.passes:
             replayer = Replayer(run, attempt, world, stop, reader)
             code = replayer.replay(job, name)
@@ -84,33 +86,15 @@ def work(job: ReplayJob, rank_info: RankInfo) -> int:
             replayer.trainer.close()
             if code:
                 return code
-            attempt, reader = _find_next_start(attempt, run, job.step), None
+            saved, reader = manifest.folder_of(Path(run.directory), job.step - 1), None
+            if saved.is_dir():  # the next pass begins with the state before the step
+                rows = run.training.count_rows_before(job.step)
+                attempt = replace(attempt, checkpoint=str(saved), weights=None, step=job.step - 1, rows=rows)
             del replayer  # before the next pass builds another model
-            _free_memory(run.compile.scope != "off")
+            if run.compile.scope != "off":
+                torch._dynamo.reset()
+            gc.collect()
     return 0
-
-
-def _open_start(job: ReplayJob, world: World) -> tuple[CheckpointReader | None, Attempt]:
-    path = job.attempt.checkpoint
-    if path is None:
-        return None, job.attempt
-    reader = fetch_verified(job.run, path, job.attempt.step, world, "start")
-    return reader, replace(job.attempt, checkpoint=str(reader.folder))
-
-
-def _find_next_start(attempt: Attempt, run: Run, step: int) -> Attempt:
-    """Return the attempt that begins with the state before the step, where a pass has saved it."""
-    saved = manifest.folder_of(Path(run.directory), step - 1)
-    if not saved.is_dir():
-        return attempt
-    rows = run.training.count_rows_before(step)
-    return replace(attempt, checkpoint=str(saved), weights=None, step=step - 1, rows=rows)
-
-
-def _free_memory(compiled: bool) -> None:
-    if compiled:
-        torch._dynamo.reset()
-    gc.collect()
 
 
 class Replayer(StepWatch):
@@ -135,27 +119,24 @@ class Replayer(StepWatch):
             if trainer.requests.stop:
                 return choose_stop_exit_code(trainer.requests.requeue)
             if job.save and name == job.passes[0][0]:
-                self._save_start()
+                if trainer.step:
+                    trainer.saving.finish_saving(trainer.step, trainer.rows)
+                else:
+                    trainer.saving.save_initial(trainer.rows)
             trainer.timeouts.allow_task()
-            for pass_name, seen in self._look(job, name, trainer.read_batch()):
-                seen.write(Path(self.run.directory), pass_name, self.world.rank_info.rank)
+            batch = trainer.read_batch()
+            if job.operations is not None:
+                self._write(OPERATIONS, self._record_operations(batch, job.operations))
+            elif job.repeats:
+                for number in range(job.repeats):
+                    self._write(f"{ROUNDED}{number}", self._repeat_rounded(job, batch, number))
+            else:
+                self._write(name, self._replay_step(job, name, batch))
         trainer.reporter.progress = None
         return 0
 
-    def _save_start(self) -> None:
-        """Save the state before the step, unless the replay began with a checkpoint of it."""
-        if self.trainer.step:
-            self.trainer.saving.finish_saving(self.trainer.step, self.trainer.rows)
-        else:
-            self.trainer.saving.save_initial(self.trainer.rows)
-
-    def _look(self, job: ReplayJob, name: str, batch: Batch) -> Iterator[tuple[str, RankReplay]]:
-        if job.operations is not None:
-            yield OPERATIONS, self._record_operations(batch, job.operations)
-        elif not job.repeats:
-            yield name, self._replay_step(job, name, batch)
-        for number in range(job.repeats if job.operations is None else 0):
-            yield f"{ROUNDED}{number}", self._repeat_rounded(job, batch, number)
+    def _write(self, name: str, seen: RankReplay) -> None:
+        seen.write(Path(self.run.directory), name, self.world.rank_info.rank)
 
     # --- what the trainer's step shows
 
@@ -197,6 +178,7 @@ class Replayer(StepWatch):
         )
         seconds = time.perf_counter() - start
         record, observer, routes = self.trainer.reporter.build_record(result), watch.observer, watch.routes
+        missing = [name for name in observer.watched if name not in observer.forward]
         _restore_copy(kept)
         updates = self._fingerprint_update(batch, result.local_loss) if is_last else {}
         return RankReplay(
@@ -208,7 +190,8 @@ class Replayer(StepWatch):
             fingerprints=fingerprints | self._gradients | updates,
             groups=describe_groups(self.train_step.optimizer, self.train_step.named_parameters()),
             routes=routes.collect(self.world.rank_info.rank),
-            unobserved=_list_unobserved(observer),
+            unobserved=dict.fromkeys(observer.inside_compiled, "inside of compiled code")
+            | dict.fromkeys(missing, "not called as a module in this layout"),
             figures={"step": seconds} | routes.sum_choices(),
         )
 
@@ -308,8 +291,13 @@ class Replayer(StepWatch):
         return RankReplay(record, _convert_totals(observer), self._convert_samples(observer))
 
     def _convert_samples(self, observer: Observer) -> dict[Key, Samples]:
-        rank = self.world.rank_info.rank
-        return {key: _join_sample(sample, rank) for key, sample in observer.samples.items()}
+        samples = {}
+        for key, sample in observer.samples.items():
+            tokens, values, numbers = (
+                torch.cat(x).numpy() for x in (sample.tokens, sample.values, sample.microbatches)
+            )
+            samples[key] = Samples(tokens, values, numbers, numbers * 0 + self.world.rank_info.rank)
+        return samples
 
 
 class _PassesWatch:
@@ -337,26 +325,12 @@ def _restore_copy(kept: list[tuple[Tensor, Tensor]]) -> None:
         shard.copy_(copy)
 
 
-def _join_sample(sample: TokenSample, rank: int) -> Samples:
-    tokens, values, numbers = (torch.cat(x).numpy() for x in (sample.tokens, sample.values, sample.microbatches))
-    return Samples(tokens, values, numbers, numbers * 0 + rank)
-
-
-def _list_unobserved(observer: Observer) -> dict[str, str]:
-    """Return the modules whose outputs were not seen, with the reason."""
-    missing = [name for name in observer.watched if name not in observer.forward]
-    compiled = dict.fromkeys(observer.inside_compiled, "inside of compiled code")
-    return compiled | dict.fromkeys(missing, "not called as a module in this layout")
-
-
 def _convert_totals(observer: Observer) -> dict[Key, ActivationTotals]:
-    forward = {("forward", name): _read_totals(totals) for name, totals in observer.forward.items()}
-    return forward | {("backward", name): _read_totals(totals) for name, totals in observer.backward.items()}
-
-
-def _read_totals(totals: RunningTotals) -> ActivationTotals:
-    values = [float(x) for x in (totals.squares, totals.values, totals.largest)]
-    return ActivationTotals(values[0], values[1], values[2], totals.count)
+    return {
+        (direction, name): ActivationTotals(float(t.squares), float(t.values), float(t.largest), t.count)
+        for direction, totals in (("forward", observer.forward), ("backward", observer.backward))
+        for name, t in totals.items()
+    }
 
 
 @torch.no_grad()
@@ -379,20 +353,12 @@ def perturb_weights(parameters: Iterable[tuple[str, Tensor]], precision: Precisi
 
 def describe_groups(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
     """Return the parameter group of each of some parameters: its number and its settings."""
-    texts = {
-        id(p): f"group {number} ({_format_settings(group)})"
-        for number, group in enumerate(optimizer.param_groups)
-        for p in group["params"]
-    }
+    texts: dict[int, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        values = {key: group[key] for key in ("lr", "weight_decay", "momentum", "betas", "eps") if key in group}
+        values = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
+        words = (
+            f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+        )
+        texts |= dict.fromkeys(map(id, group["params"]), f"group {number} ({', '.join(words)})")
     return {name: texts[id(p)] for name, p in named if id(p) in texts}
-
-
-def _format_settings(group: Mapping[str, Any]) -> str:
-    keys = ("lr", "weight_decay", "momentum", "betas", "eps")
-    values = {key: group[key] for key in keys if key in group}
-    return ", ".join(f"{key} {_format_value(value)}" for key, value in values.items())
-
-
-def _format_value(value: Any) -> str:
-    value = value.item() if isinstance(value, Tensor) else value
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
