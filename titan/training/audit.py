@@ -22,14 +22,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan.debug.module_hooks import CompiledHook
+from titan.debug.module_hooks import ModuleHooks, StageCall
 from titan.numerics.differences import compare_figures
 from titan.numerics.fingerprints import fingerprint
 from titan.parallelism import data
@@ -42,37 +42,17 @@ from titan.training.train_step import TrainStep
 OUTPUT = "the loss"
 
 
-class OutputPrints:
-    """Takes fingerprints of what the modules of a stage return for one micro-batch, while its context is open.
-
-    Compiled modules ignore hooks that are added later, and would be compiled again with them: so their calls are
-    wrapped instead.
-    """
+class OutputPrints(ModuleHooks):
+    """Takes fingerprints of what the modules of a stage return for one micro-batch, while its context is open."""
 
     def __init__(self, stage: Any, microbatch: int) -> None:
         """Take the stage, and the number of the micro-batch among its calls."""
-        self.stage, self.microbatch, self.call = stage, microbatch, -1
+        super().__init__([stage], around_compiled=True)
+        self.microbatch = microbatch
         self.prints: dict[str, Tensor] = {}
         self.sizes: dict[str, Tensor] = {}
-        self._undo: list[Callable[[], object]] = []
-
-    def __enter__(self) -> OutputPrints:
-        def count(stage: nn.Module, args: Any) -> None:
-            self.call += 1
-
-        self._undo.append(self.stage.register_forward_pre_hook(count, prepend=True).remove)
-        for name, module in list_observed(self.stage):
-            record: Callable[..., None] = lambda module, args, out, name=name: self._record(name, out)  # noqa: E731
-            is_compiled = module._compiled_call_impl is not None
-            hook: Any = CompiledHook(module, after=record) if is_compiled else module.register_forward_hook(record)
-            self._undo.append(hook.remove)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for undo in self._undo:
-            undo()
+        for name, module in list_observed(stage):
+            self.add_after(0, module, partial(self._record, name))
 
     def read(self) -> Computation:
         """Return the fingerprints and the root mean squares, on the host."""
@@ -80,9 +60,9 @@ class OutputPrints:
         return Computation(tuple(self.prints), tuple(prints), tuple(torch.stack([*self.sizes.values()]).tolist()))
 
     @torch.no_grad()
-    def _record(self, name: str, out: Any) -> None:
-        if self.call == self.microbatch and name not in self.prints:
-            value = local_tensor(out[0] if isinstance(out, tuple) else out)
+    def _record(self, name: str, call: StageCall, module: nn.Module, args: Any, out: Tensor) -> None:
+        if call.microbatch == self.microbatch:
+            value = local_tensor(out)
             self.prints[name] = fingerprint(value)
             norm = torch.linalg.vector_norm(value, dtype=torch.float32)  # without a copy in that type
             self.sizes[name] = norm.double() / math.sqrt(max(1, value.numel()))

@@ -201,10 +201,15 @@ def build_file_sets(run: Run, world: World, tokenizer: Tokenizer | None) -> dict
 
 
 def _build_eval_set(run: Run, world: World, fields: NDArray[np.int32], token_bytes: NDArray[np.uint16]) -> EvalSet:
-    """Return the set of whole rows, which all ranks have read."""
+    """Return the set of whole rows, which all ranks have read; of these the rank keeps its own, in micro-batches."""
     targets = fields[TARGETS][fields[TARGETS] != IGNORED]
-    local_fields = torch.from_numpy(_select_local_rows(run, world, fields)).to(world.device).long()
-    rows = Microbatches.from_fields(local_fields)
+    total, shard, size = fields.shape[1], world.data_shard, run.microbatch_rows
+    rank_rows = shard.slice_rows(total)
+    shape = (math.ceil(shard.count_slots(total) / size), size, run.training.seq_len)
+    reader = BatchBuilder(run.training.seq_len, run.dataset.mask_documents, run.model.uses_keys)
+    local = reader.fill_padding(reader.allocate(shape))  # [fields, microbatches, rows, seq_len]
+    local.reshape(len(local), -1, shape[-1])[:, : len(rank_rows)] = fields[:, rank_rows.start : rank_rows.stop]
+    rows = Microbatches.from_fields(torch.from_numpy(local).to(world.device).long())
     text_bytes = int(token_bytes[targets].sum()) if run.model.predicts_tokens else 0
     return EvalSet(rows, targets.size, text_bytes)
 
@@ -270,17 +275,6 @@ def _wait_for_rows(
         time.sleep(_POLL_SECONDS)
         source.corpus.check_alive()
         source.corpus = source.corpus.reopen()
-
-
-def _select_local_rows(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return this rank's rows, in micro-batches: [fields, microbatches, rows, seq_len]."""
-    total, shard, size = fields.shape[1], world.data_shard, run.microbatch_rows
-    rank_rows = shard.slice_rows(total)
-    shape = (math.ceil(shard.count_slots(total) / size), size, run.training.seq_len)
-    reader = BatchBuilder(run.training.seq_len, run.dataset.mask_documents, run.model.uses_keys)
-    out = reader.fill_padding(reader.allocate(shape))
-    out.reshape(len(out), -1, shape[-1])[:, : len(rank_rows)] = fields[:, rank_rows.start : rank_rows.stop]
-    return out
 
 
 MIN_ROW_TOKENS = 32
