@@ -10,7 +10,7 @@ from titan.dataset.tokenizers.json_file import JsonTokenizer
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import RankTokenizer
 from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
-from titan.generation.terminal import Detokenizer
+from titan.generation.decode import Detokenizer
 
 BYTES = RankTokenizer({bytes([i]): i for i in range(256)}, [END_OF_TEXT])
 """A token a byte."""

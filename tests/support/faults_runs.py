@@ -493,14 +493,14 @@ LAUNCHERS = (
     ),
     define_fault(
         "generation: a text begins to be shown that may be a stop text",
-        "titan/generation/terminal.py",
+        "titan/generation/decode.py",
         "return text[:-size], text[-size:]",
         'return text, ""',
         "generation/test_detokenizer.py::test_a_text_ends_before_the_first_stop_text",
     ),
     define_fault(
         "generation: half a character is shown",
-        "titan/generation/terminal.py",
+        "titan/generation/decode.py",
         "or (text.endswith(_UNFINISHED) and not last)",
         "",
         "generation/test_detokenizer.py::test_a_character_comes_when_it_is_complete",

@@ -13,15 +13,9 @@ from titan.cluster.rank_info import RankInfo
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import RunError
-from titan.generation.decode import BatchDecoder, Continuation, SamplingRules
+from titan.generation.decode import BatchDecoder, Continuation, Detokenizer, SamplingRules
 from titan.generation.request import GenerationJob
-from titan.generation.terminal import (
-    Detokenizer,
-    GenerationOutput,
-    JsonLinesOutput,
-    TerminalOutput,
-    Throughput,
-)
+from titan.generation.terminal import GenerationOutput, JsonLinesOutput, TerminalOutput, Throughput
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.precision.schema import Precision
