@@ -496,14 +496,14 @@ LAUNCHERS = (
         "titan/generation/decode.py",
         "return text[:-size], text[-size:]",
         'return text, ""',
-        "generation/test_detokenizer.py::test_a_text_ends_before_the_first_stop_text",
+        "generation/test_decode.py::test_a_text_ends_before_the_first_stop_text",
     ),
     define_fault(
         "generation: half a character is shown",
         "titan/generation/decode.py",
         "or (text.endswith(_UNFINISHED) and not last)",
         "",
-        "generation/test_detokenizer.py::test_a_character_comes_when_it_is_complete",
+        "generation/test_decode.py::test_a_character_comes_when_it_is_complete",
     ),
     define_fault(
         "weights: a file of an index outside of its folder is read",

@@ -60,6 +60,10 @@ class Settings:
     to: str | None = setting(None, "a JSON file to write, with everything that is shown")
 
 
+OpenWeights = Callable[[str, str], "Weights"]
+"""Opens weights by their path and the setting that names it."""
+
+
 def plan_evaluation(
     settings: Settings,
     overrides: Sequence[str],
@@ -76,21 +80,8 @@ def plan_evaluation(
     Raises:
         ConfigError: when there is no such checkpoint or file, or the run can't work here.
     """
-    if (Path(settings.source).expanduser() / RUN).is_file():
-        return _plan_run(settings, overrides, scratch, compose, find_damage)
-    return _plan_weights(settings, overrides, scratch, compose, weights(settings.source, ""))
-
-
-OpenWeights = Callable[[str, str], "Weights"]
-
-
-def _plan_run(
-    settings: Settings,
-    overrides: Sequence[str],
-    scratch: Path,
-    compose: Compose,
-    find_damage: Callable[[Path, bool], str | None],
-) -> EvaluationJob:
+    if not (Path(settings.source).expanduser() / RUN).is_file():
+        return _plan_weights(settings, overrides, scratch, compose, weights(settings.source, ""))
     if settings.tokenizer is not None:
         raise ConfigError(f"tokenizer={settings.tokenizer}: the data of a run have one; leave it out.")
     name, documents = settings.source, recompose.read_run_attempts(settings.source)
@@ -108,10 +99,8 @@ def _plan_run(
     checkpoints = recompose.list_checkpoints(name, document, str(documents[0]["run_id"]), check)
     selected = _select_checkpoints(settings, checkpoints)
     step, (path, manifest) = selected[-1]
-    ids = identity.compute_ids(run, science)
-    attempt = Attempt(
-        1, "evaluate", ids, folders, path, step, count_rows_read(run, mix, manifest), "resume", lineage_parent.id, None
-    )
+    ids, rows = identity.compute_ids(run, science), count_rows_read(run, mix, manifest)
+    attempt = Attempt(1, "evaluate", ids, folders, path, step, rows, "resume", lineage_parent.id, None)
     return EvaluationJob(run, attempt, tuple((step, path) for step, (path, _) in selected) if len(selected) > 1 else ())
 
 
