@@ -26,7 +26,9 @@ class TaskItem:
     """A context and its continuations: several to choose from, or the one that a cloze asks for.
 
     Attributes:
+        context: the text that is given.
         choices: the continuations; lengths are counted without the delimiter.
+        label: index of the right one.
         delimiter: the text between the context and a continuation.
     """
 

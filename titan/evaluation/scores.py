@@ -27,6 +27,7 @@ class TaskScore:
     Attributes:
         value: over all items.
         low: the lower bound of the interval of `LEVEL` by the bootstrap over items.
+        high: its upper bound.
     """
 
     value: float
@@ -81,6 +82,7 @@ class Request:
     """Tokens of which the last ones are scored.
 
     Attributes:
+        tokens: of the context and the continuation.
         scored: how many of the last ones are the continuation's; at least one token is before them.
     """
 

@@ -96,9 +96,12 @@ class SamplingRules:
 
     Attributes:
         temperature: see `titan.model.sampling.sample_tokens`.
+        top_k: see `sample_tokens`.
+        top_p: see `sample_tokens`.
         seed: of the random numbers; see `titan.model.sampling.make_generator`.
         vocab: only ids below it are sampled.
         eos: the token that ends a continuation; None: no token does.
+        max_tokens: the maximum length of a continuation.
     """
 
     temperature: float = 0.0

@@ -29,9 +29,16 @@ class GenerationJob:
     """The input of the ranks.
 
     Attributes:
+        worker: what the ranks do.
+        settings: as the user gave them.
         path: of the weights; for a run, its last checkpoint.
         prompts: the tokens of each, at least one.
         tokenizer: the argument of `load_tokenizer`; None without a tokenizer.
+        vocab: only ids below it are sampled.
+        eos: the token that ends a continuation; None: no token does.
+        layout: the ranks.
+        device: their device type.
+        precision: the compute type.
     """
 
     worker: ClassVar[str] = "titan.generation.worker"

@@ -31,6 +31,7 @@ class Check:
     """The result of one check.
 
     Attributes:
+        name: what was compared.
         worst: the largest difference; 0 where it is bitwise.
         bound: the largest that passes.
         where: the tensor with the largest difference, or the step.

@@ -34,7 +34,9 @@ class Fingerprint:
     """Of a whole tensor; see `titan.numerics.fingerprints`.
 
     Attributes:
+        shape: of the tensor.
         sketch: projections of blocks of consecutive rows, float64 [blocks, WIDTH].
+        squares: the sum of squares.
         bits: equal where all elements are, modulo 2**64.
     """
 
@@ -67,6 +69,8 @@ class Operation:
 
     Attributes:
         module: the innermost module that called it.
+        name: as torch names it.
+        shapes: of its results.
         sums: of each, a weighted sum of the elements, and one of their absolute values.
     """
 
@@ -294,6 +298,7 @@ class Spread:
     """Of randomly rounded repetitions.
 
     Attributes:
+        count: of repetitions.
         deviations: of activations, relative to their mean's size: the standard deviation of one repetition.
         figures: mean and standard error of loss and gradient norm.
     """

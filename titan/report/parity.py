@@ -72,6 +72,7 @@ class StepDifference:
     """A step at which two runs differ by more than rounding.
 
     Attributes:
+        step: its number.
         quantity: "batch", "loss" or "gradient norm".
         gap: the relative difference; infinite where only one side is finite, and for batches.
     """
@@ -172,6 +173,7 @@ class Agreement:
     """Finished pairs all of whose losses are equal to rounding.
 
     Attributes:
+        text: the sentence.
         decides: whether training went far enough for equal losses to show that both sides compute the same.
     """
 

@@ -44,8 +44,11 @@ class Certificate:
     """A certificate that was read.
 
     Attributes:
+        key: which runs it is for.
+        hash: of its content.
         passed: whether all checks held.
         made: when, as ISO 8601.
+        content: all of it.
     """
 
     key: str

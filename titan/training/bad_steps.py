@@ -114,12 +114,15 @@ class NonFiniteOrigin:
     """The first value that is not finite, on one rank.
 
     Attributes:
+        direction: of the pass.
         module: whose operation gave it.
         detail: which part of the module, where it is not the module as a whole.
+        microbatch: its number.
         stage: the stage's number in the model.
         order: how many values of this stage and micro-batch came before.
         rows: indices of rows in the micro-batch; empty where the value belongs to no row.
         operation: the operation's name in torch; None where it is not known.
+        rank: the rank.
     """
 
     direction: Direction
@@ -140,6 +143,7 @@ class RankFindings:
     Attributes:
         origins: at most one of each stage, micro-batch and direction.
         weights: names of this rank's weights that are not finite.
+        gradients: names of the weights whose gradients are not finite.
     """
 
     origins: tuple[NonFiniteOrigin, ...]

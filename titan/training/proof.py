@@ -65,6 +65,8 @@ class ProofJob:
 
     Attributes:
         run: the shrunk run, or its one device.
+        attempt: where it begins.
+        folder: where each rank writes its tensors.
         pinned: the experts of all tokens of step 1, by router, which the routers use; of none: their own.
     """
 
@@ -237,7 +239,10 @@ class Collective:
 
     Attributes:
         action: what the step does, as of `Region`.
+        stage: the pipeline stage.
+        microbatch: its number.
         part: the block's index among those of the rank, or "embedding", "head", or "".
+        name: its kind.
         stream: the dimension or stream where it runs.
     """
 

@@ -32,10 +32,13 @@ class RunEnd:
     """How an attempt ended.
 
     Attributes:
+        finished: whether no step is left.
+        step: the number of updates.
         rows: the number of rows that were read for them.
         start_time: when the attempt began, in seconds of the monotonic clock.
         stalled_seconds: that it waited for saves.
         sample: what the trained model continued; None where it was not asked.
+        ended_by: see `find_ended_by`.
     """
 
     finished: bool

@@ -119,8 +119,10 @@ class InFlightStep:
     Attributes:
         step: its number; 1 is the first.
         batch: what this rank read.
+        lr: the learning rate.
         local_loss: this rank's summed loss, on the device.
         metrics: the summed vector and the gradient norm behind it, on the host once the timer has waited.
+        timer: times the step.
     """
 
     step: int
@@ -147,12 +149,14 @@ class StepResult:
     Attributes:
         step: its number; 1 is the first.
         batch: what this rank read.
+        lr: the learning rate.
         local_loss: this rank's summed loss, on the device.
         metrics: the summed vector, without slots of ranks and counts of experts.
         rank_slots: see `titan.training.rank_times`.
         expert_counts: see `titan.training.expert_load`.
         loss: the mean over the targets that count.
         grad_norm: before clipping.
+        seconds: how long it took.
     """
 
     step: int
@@ -206,6 +210,7 @@ class Requests:
         stop: to take no further step, by a signal or by a hook.
         requeue: to be started again after that.
         ended_by_hook: whether a hook asked to end the run before its last step.
+        save: to save a checkpoint.
     """
 
     stop: bool = False

@@ -165,6 +165,9 @@ class TrainStep:
 
     Attributes:
         stages: the stages of this rank, in order; one without a pipeline.
+        runner: runs micro-batches through them.
+        optimizer: over their parameters.
+        world: the ranks.
         scales: updated after the weights, where some are gathered in float8.
         token_positions: gives this rank's positions of a row, int64 on its device, from the row's length; None where
             ranks have whole rows.

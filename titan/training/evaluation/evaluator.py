@@ -137,6 +137,7 @@ class EvalSet:
     """The evaluation set of one source.
 
     Attributes:
+        rows: this rank's rows of it.
         count: targets that count, of all ranks.
         bytes: bytes of text of these targets; 0 when unknown.
     """

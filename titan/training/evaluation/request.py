@@ -236,6 +236,7 @@ class EvaluationJob:
     """The input of the ranks.
 
     Attributes:
+        worker: what the ranks do.
         run: the run, with a temporary directory in place of its directory, and with what is to be measured.
         attempt: the last checkpoint, or the weights.
         checkpoints: the folders whose average is measured too, with their steps; none: no average.

@@ -37,6 +37,8 @@ class ReplayComparison:
     """Two replays, and why they differ.
 
     Attributes:
+        a: the first replay in its precision.
+        b: the other one.
         answers: of `titan.training.replay.questions`.
         operations: sentences on the operations in the module that a finding names.
     """

@@ -54,11 +54,13 @@ class RankReplay:
         record: the step's line of metrics.jsonl.
         totals: of hidden states and of their gradients, in the order of the forward pass.
         samples: likewise.
+        losses: the largest ones.
         notes: what was applied to the model.
         fingerprints: of its tensors, by kind and name.
         groups: the parameter group of each parameter.
         routes: the experts of each token, by the router's name.
         unobserved: modules whose outputs could not be seen, and why.
+        figures: further numbers, such as seconds.
         operations: of the module that was asked for, in its first micro-batch.
     """
 
@@ -226,6 +228,7 @@ class ReplayedStep:
         record: the step's line, with metrics of the layers.
         statistics: in the order of the forward pass, then of the backward pass.
         samples: likewise.
+        tokens: the largest losses.
         notes: what was applied to the model.
         tensors: by kind and name, one replica for each value that ranks have.
         groups: the parameter group of each parameter.

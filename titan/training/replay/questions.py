@@ -44,7 +44,10 @@ class Finding:
     Attributes:
         kind: "rows", START, STATE, "replicas", "bitwise", "forward", "loss", GRADIENT, "backward", "grad_norm", UPDATE,
             RATE or "rounding".
+        name: the module or parameter.
         relative: size of the difference; infinite where only one side has a finite value.
+        where: ranks, micro-batch and rows.
+        text: the sentence.
     """
 
     kind: str
@@ -59,6 +62,8 @@ class ReplayPair:
     """Two replays of a step in one precision.
 
     Attributes:
+        a: one.
+        b: the other.
         name: how answers name the precision, such as "fp32".
         is_mixed: whether both have different precisions, so that their difference is not that of rounding alone.
     """
@@ -83,10 +88,12 @@ class Answers:
 
     Attributes:
         findings: the first of each question; the first is the cause to look at.
+        sentences: one for each question.
         activations: differences of outputs and gradients, of the pair that decides.
         tensors: differences of weights, gradients and updates, by kind.
         summary: what is left to say where nothing was found.
         comparable: whether both began the step alike; else nothing behind the start was compared.
+        bound: relative difference that counts as rounding.
     """
 
     findings: tuple[Finding, ...]

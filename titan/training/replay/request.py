@@ -93,7 +93,10 @@ class ReplayJob:
     """The input of the ranks.
 
     Attributes:
+        worker: what the ranks do.
         passes: their names, and the run of each, with a temporary directory; they differ in precision only.
+        attempt: the checkpoint to begin at.
+        step: the step to look at.
         tokens: how many tokens with the largest losses to collect.
         save: whether to save the state before that step, for another replay.
         repeats: how many randomly rounded repetitions of the step to compute, instead of the step.
@@ -137,6 +140,8 @@ class ReplayPlan:
 
     Attributes:
         run: with a temporary directory, and nothing that a run writes beside checkpoints.
+        attempt: the checkpoint to begin at.
+        mix: the rows.
         start: starts its ranks.
         recorded: the run's line of the step; empty where it has none.
         notes: on what differs from the run.
