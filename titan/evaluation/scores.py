@@ -22,13 +22,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A figure of a task.
-
-    Attributes:
-        value: over all items.
-        low: the lower bound of the interval of `LEVEL` by the bootstrap over items.
-        high: its upper bound.
-    """
+    """A figure of a task over all items, with the interval of `LEVEL` by the bootstrap over items."""
 
     value: float
     low: float
@@ -79,12 +73,7 @@ def _estimate_score(values: Numbers, transform: Callable[[float], float]) -> Tas
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of which the last ones are scored.
-
-    Attributes:
-        tokens: of the context and the continuation.
-        scored: how many of the last ones are the continuation's; at least one token is before them.
-    """
+    """Tokens of a context and a continuation, which has the last `scored` of them; at least one is before them."""
 
     tokens: tuple[int, ...]
     scored: int

@@ -28,14 +28,9 @@ PRECISION_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
+    """The result of one check: the largest difference, 0 where it is bitwise, and the largest that passes.
 
-    Attributes:
-        name: what was compared.
-        worst: the largest difference; 0 where it is bitwise.
-        bound: the largest that passes.
-        where: the tensor with the largest difference, or the step.
-        count: how many values or tensors were compared.
+    `where` is the tensor with the largest difference, or the step; `count` is how many values or tensors were compared.
     """
 
     name: str

@@ -31,13 +31,8 @@ START, STATE, GRADIENT, UPDATE = "weights", "optimizer state", "gradients", "upd
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of a whole tensor; see `titan.numerics.fingerprints`.
-
-    Attributes:
-        shape: of the tensor.
-        sketch: projections of blocks of consecutive rows, float64 [blocks, WIDTH].
-        squares: the sum of squares.
-        bits: equal where all elements are, modulo 2**64.
+    """Of a whole tensor, see `titan.numerics.fingerprints`: its shape, projections of blocks of consecutive rows,
+    float64 [blocks, WIDTH], its sum of squares, and bits that are equal where all elements are, modulo 2**64.
     """
 
     shape: tuple[int, ...]
@@ -65,13 +60,8 @@ class Samples:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation inside of a module.
-
-    Attributes:
-        module: the innermost module that called it.
-        name: as torch names it.
-        shapes: of its results.
-        sums: of each, a weighted sum of the elements, and one of their absolute values.
+    """An operation inside of a module, the innermost one that called it: its name in torch, and of each of its results
+    the shape, a weighted sum of the elements, and one of their absolute values.
     """
 
     module: str
@@ -90,12 +80,10 @@ class Replica:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far something is from that of the other replay.
+    """How far a module's activations or a tensor are from those of the other side, and where; see `Key`.
 
-    Attributes:
-        key: a direction and a module, or a kind of tensor and its name.
-        relative: the norm of the difference, relative to the size; infinite where only one side is finite or exists.
-        where: ranks, micro-batch and rows; empty where both are equal.
+    The norm of the difference, relative to the size; infinite where only one side is finite or exists. `where` names
+    ranks, micro-batch and rows; it is empty where both are equal.
     """
 
     key: Key

@@ -69,12 +69,9 @@ class Parity:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """A step at which two runs differ by more than rounding.
+    """A step at which the batch, the loss or the gradient norm of two runs differs by more than rounding.
 
-    Attributes:
-        step: its number.
-        quantity: "batch", "loss" or "gradient norm".
-        gap: the relative difference; infinite where only one side is finite, and for batches.
+    The gap is the relative difference; infinite where only one side is finite, and for batches.
     """
 
     step: int
@@ -170,11 +167,8 @@ def choose_bounds(*configs: Mapping[str, Any]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Finished pairs all of whose losses are equal to rounding.
-
-    Attributes:
-        text: the sentence.
-        decides: whether training went far enough for equal losses to show that both sides compute the same.
+    """Finished pairs all of whose losses are equal to rounding: a sentence, and whether training went far enough to
+    decide by it that both sides compute the same.
     """
 
     text: str

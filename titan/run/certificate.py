@@ -41,15 +41,7 @@ IGNORED = {
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate that was read.
-
-    Attributes:
-        key: which runs it is for.
-        hash: of its content.
-        passed: whether all checks held.
-        made: when, as ISO 8601.
-        content: all of it.
-    """
+    """A certificate that was read: which runs it is for, whether all checks held, and when it was made (ISO 8601)."""
 
     key: str
     hash: str

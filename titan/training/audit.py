@@ -264,12 +264,9 @@ class Witness:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the witnesses say.
+    """What the witnesses say: who is wrong, and the first module; None where all is within the spread of repetitions.
 
-    Attributes:
-        difference: who is wrong, and the first module; None where all is within the spread.
-        spread: of repetitions, relative; None where kernels are deterministic.
-        decided: whether it is known which of the ranks is wrong.
+    `spread` is relative, None where kernels are deterministic; `decided`: it is known which of the ranks is wrong.
     """
 
     difference: ReplicaDifference | None

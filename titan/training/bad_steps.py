@@ -138,12 +138,8 @@ class NonFiniteOrigin:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What one rank found.
-
-    Attributes:
-        origins: at most one of each stage, micro-batch and direction.
-        weights: names of this rank's weights that are not finite.
-        gradients: names of the weights whose gradients are not finite.
+    """What one rank found: at most one origin of each stage, micro-batch and direction, and the names of weights that
+    are not finite, and of those whose gradients are not.
     """
 
     origins: tuple[NonFiniteOrigin, ...]

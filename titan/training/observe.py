@@ -101,12 +101,9 @@ class RunningTotals:
 
 @dataclass
 class TokenSample:
-    """Projections of sampled tokens.
+    """Projections of sampled tokens, float32 [tokens, WIDTH].
 
-    Attributes:
-        tokens: their indices in the step, row * seq_len + position; int64.
-        values: float32 [tokens, WIDTH].
-        microbatches: the micro-batch of each on this rank; int64.
+    Of each also the index in the step, row * seq_len + position, and the micro-batch on this rank; int64.
     """
 
     tokens: list[Tensor] = field(default_factory=list)

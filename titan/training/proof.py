@@ -99,12 +99,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of a proof.
-
-    Attributes:
-        checks: those of the last seed.
-        ties: what failed with earlier seeds, where another choice of experts may explain it.
-    """
+    """The checks of the last seed, and what failed with earlier ones where another choice of experts may explain it."""
 
     checks: list[Check]
     ties: tuple[str, ...]

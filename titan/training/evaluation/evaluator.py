@@ -134,13 +134,7 @@ _POLLS_PER_MESSAGE = 40
 
 @dataclass(frozen=True)
 class EvalSet:
-    """The evaluation set of one source.
-
-    Attributes:
-        rows: this rank's rows of it.
-        count: targets that count, of all ranks.
-        bytes: bytes of text of these targets; 0 when unknown.
-    """
+    """This rank's rows of an evaluation set, all ranks' targets that count, and their bytes of text (0: unknown)."""
 
     rows: Microbatches
     count: int
@@ -367,11 +361,9 @@ ENCODE_BATCH = 64
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Tokens in memory, with the interface of `titan.dataset.shards.Split`; behind them nothing counts.
+    """Tokens in memory, int32, and where documents begin; the interface of `titan.dataset.shards.Split`.
 
-    Attributes:
-        ids: int32 [tokens].
-        starts: where documents begin; int64.
+    Behind the tokens nothing counts.
     """
 
     ids: NDArray[np.int32]

@@ -34,14 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayComparison:
-    """Two replays, and why they differ.
-
-    Attributes:
-        a: the first replay in its precision.
-        b: the other one.
-        answers: of `titan.training.replay.questions`.
-        operations: sentences on the operations in the module that a finding names.
-    """
+    """Two replays, why they differ, and sentences on the operations of the module that a finding names."""
 
     a: ReplayedStep
     b: ReplayedStep

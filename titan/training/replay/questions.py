@@ -59,13 +59,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class ReplayPair:
-    """Two replays of a step in one precision.
+    """Two replays of a step in one precision, by the name that answers give it, such as "fp32".
 
-    Attributes:
-        a: one.
-        b: the other.
-        name: how answers name the precision, such as "fp32".
-        is_mixed: whether both have different precisions, so that their difference is not that of rounding alone.
+    `is_mixed`: both have different precisions, so that their difference is not that of rounding alone.
     """
 
     a: ReplayedStep
