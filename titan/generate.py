@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 from titan.cluster import devices
 from titan.cluster.environment import prepare_environment
@@ -51,7 +53,7 @@ def run_generation(command_line: CommandLine[Settings], report: ReasonReceiver =
     from launchers.scratch import make_scratch_folder
     from launchers.supervisor import run_job
 
-    with make_scratch_folder() as folder:
+    with make_scratch_folder() if layout.devices > 1 else nullcontext(Path()) as folder:
         return run_job(job, layout.devices, folder, "titan.generation.rank", report)
 
 

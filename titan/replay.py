@@ -7,11 +7,12 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
@@ -36,9 +37,6 @@ from titan.training.replay.request import (
     find_changes,
     plan_replay,
 )
-
-if TYPE_CHECKING:
-    from titan.report.parity import StepDifference
 
 COMMAND = Command(
     "titan.replay",
@@ -252,26 +250,19 @@ def _print_comparison(settings: Settings, sides: Sequence[ReplayPlan], compariso
 
 def _advise_earlier(settings: Settings) -> list[str]:
     """Return what to look at where weights have drifted: an earlier step, or this one from the weights of one run."""
+    from titan.report import parity
+
     lines = []
-    difference = _find_difference(settings)
-    if difference is not None and difference.step < settings.step:
-        lines.append(f"the runs differ since {difference.describe()}: give step={difference.step}")
+    with suppress(ConfigError):  # they can't be compared
+        difference = parity.read_pair(settings.run, str(settings.against)).difference
+        if difference is not None and difference.step < settings.step:
+            lines.append(f"the runs differ since {difference.describe()}: give step={difference.step}")
     if changes := find_changes(settings.run, str(settings.against)):
         start = [] if settings.start is None else [f"start={settings.start}"]
         words = [settings.run, f"step={settings.step}", *start, f"against={shlex.join(changes)}"]
         command = sanitize_line(f"python -m titan.replay {shlex.join(words)}")
         lines.append(f"the same step from the weights of {settings.run}: {command}")
     return lines
-
-
-def _find_difference(settings: Settings) -> StepDifference | None:
-    """Return the first step at which the metrics of both runs differ; None where they don't, or can't be compared."""
-    from titan.report import parity
-
-    try:
-        return parity.read_pair(settings.run, str(settings.against)).difference
-    except ConfigError:
-        return None
 
 
 def cli() -> None:

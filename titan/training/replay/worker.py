@@ -150,7 +150,7 @@ class Replayer(StepWatch):
 
     def see_gradients(self) -> None:
         """See `StepWatch`: take their fingerprints in the step that is looked at."""
-        if self._gradients == {}:
+        if self._gradients is not None and self._made_loss is None:
             named = self.train_step.named_parameters()
             self._gradients = self._fingerprint(GRADIENT, ((n, p.grad) for n, p in named if p.grad is not None))
 
@@ -179,7 +179,7 @@ class Replayer(StepWatch):
         seconds = time.perf_counter() - start
         record, observer, routes = self.trainer.reporter.build_record(result), watch.observer, watch.routes
         missing = [name for name in observer.watched if name not in observer.forward]
-        _restore_copy(kept)
+        self._restore(kept)
         updates = self._fingerprint_update(batch, result.local_loss) if is_last else {}
         return RankReplay(
             record=record,
@@ -239,6 +239,13 @@ class Replayer(StepWatch):
         unique = {(x.data_ptr(), x.dtype): x for x in shards if x.numel()}
         return [(shard, shard.detach().to("cpu", copy=True)) for shard in unique.values()]
 
+    @torch.no_grad()
+    def _restore(self, kept: list[tuple[Tensor, Tensor]]) -> None:
+        for shard, copy in kept:
+            shard.copy_(copy)
+        if self.train_step.scales is not None:
+            self.train_step.scales.update()
+
     # --- the update
 
     def _fingerprint_update(self, batch: Batch, loss: Tensor) -> dict[Key, Fingerprint]:
@@ -286,7 +293,7 @@ class Replayer(StepWatch):
         perturb_weights(self._list_parameters(), self.run.precision, number)
         watch = _PassesWatch(self.train_step, rows, self.run.compile.scope != "off")
         result = self._take_step(batch, watch.open(0, {}, totals=False))
-        _restore_copy(kept)
+        self._restore(kept)
         record, observer = self.trainer.reporter.build_record(result), watch.observer
         return RankReplay(record, _convert_totals(observer), self._convert_samples(observer))
 
@@ -317,12 +324,6 @@ class _PassesWatch:
         self.routes.watch(pinned)
         with self.observer, self.routes:
             yield
-
-
-@torch.no_grad()
-def _restore_copy(kept: list[tuple[Tensor, Tensor]]) -> None:
-    for shard, copy in kept:
-        shard.copy_(copy)
 
 
 def _convert_totals(observer: Observer) -> dict[Key, ActivationTotals]:
