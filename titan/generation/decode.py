@@ -92,16 +92,10 @@ def _split_partial_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class SamplingRules:
-    """How tokens are sampled, and when a continuation ends.
+    """How tokens are sampled, see `titan.model.sampling`, and when a continuation ends: at the token `eos`, or at a
+    length.
 
-    Attributes:
-        temperature: see `titan.model.sampling.sample_tokens`.
-        top_k: see `sample_tokens`.
-        top_p: see `sample_tokens`.
-        seed: of the random numbers; see `titan.model.sampling.make_generator`.
-        vocab: only ids below it are sampled.
-        eos: the token that ends a continuation; None: no token does.
-        max_tokens: the maximum length of a continuation.
+    Only ids below `vocab` are sampled.
     """
 
     temperature: float = 0.0

@@ -283,12 +283,8 @@ LARGEST_RATIO = 3.0
 
 @dataclass(frozen=True)
 class Spread:
-    """Of randomly rounded repetitions.
-
-    Attributes:
-        count: of repetitions.
-        deviations: of activations, relative to their mean's size: the standard deviation of one repetition.
-        figures: mean and standard error of loss and gradient norm.
+    """Of `count` randomly rounded repetitions: of activations, relative to their mean's size, the standard deviation of
+    one repetition; of loss and gradient norm mean and standard error.
     """
 
     count: int

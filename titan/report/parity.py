@@ -268,14 +268,10 @@ def build_replay_command(directory: Path, baseline: Path, step: int) -> str:
 
 @dataclass(frozen=True)
 class RunPair:
-    """The metrics of two runs, side by side.
+    """The metrics of two runs, side by side: the first and the last step that both have, and how many.
 
-    Attributes:
-        steps: the first and the last step that both have, and how many.
-        gaps: the largest relative differences of loss and gradient norm over these.
-        bounds: those that are rounding.
-        difference: the first step at which they differ by more; None where there is none.
-        has_checkpoints: whether both have a checkpoint before that step.
+    `gaps` and `bounds` are the largest relative differences of loss and gradient norm over these, and those that are
+    rounding; at `difference` they differ first by more. `has_checkpoints`: both have one before that step.
     """
 
     steps: tuple[int, int, int]

@@ -37,9 +37,7 @@ LOGIT_CHUNK = 1024
 class StepRows:
     """Which rows and tokens of a step this rank has.
 
-    Attributes:
-        rank_rows: this rank's rows of the step, counted from the step's first; what it computes beyond them is padding.
-        seq_len: tokens of a row.
+    `rank_rows` are this rank's, counted from the step's first; what it computes beyond them is padding.
     """
 
     def __init__(self, train_step: TrainStep, rows: int, rows_per_microbatch: int, seq_len: int) -> None:

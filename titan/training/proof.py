@@ -61,13 +61,9 @@ EXPERTS, ROUTING = "experts", "routing"
 
 @dataclass(frozen=True)
 class ProofJob:
-    """One training of three steps.
+    """One training of three steps, of the shrunk run or its one device; each rank writes its tensors into the folder.
 
-    Attributes:
-        run: the shrunk run, or its one device.
-        attempt: where it begins.
-        folder: where each rank writes its tensors.
-        pinned: the experts of all tokens of step 1, by router, which the routers use; of none: their own.
+    `pinned` are the experts of all tokens of step 1, by router, which the routers use; of none: their own.
     """
 
     run: Run
@@ -230,15 +226,9 @@ TRACE_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a step, without its size.
-
-    Attributes:
-        action: what the step does, as of `Region`.
-        stage: the pipeline stage.
-        microbatch: its number.
-        part: the block's index among those of the rank, or "embedding", "head", or "".
-        name: its kind.
-        stream: the dimension or stream where it runs.
+    """A collective of a step, without its size: what the step does (as of `Region`), the pipeline stage and
+    micro-batch, the part (the block's index among those of the rank, 'embedding', 'head', or ''), its kind, and where
+    it runs.
     """
 
     action: str

@@ -29,16 +29,8 @@ from titan.training.train_step import TrainStep
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How an attempt ended.
-
-    Attributes:
-        finished: whether no step is left.
-        step: the number of updates.
-        rows: the number of rows that were read for them.
-        start_time: when the attempt began, in seconds of the monotonic clock.
-        stalled_seconds: that it waited for saves.
-        sample: what the trained model continued; None where it was not asked.
-        ended_by: see `find_ended_by`.
+    """How an attempt ended: whether no step is left, the updates and the rows that were read for them, when it began
+    (in seconds of the monotonic clock), how long it waited for saves, a sampled text, and `find_ended_by`.
     """
 
     finished: bool

@@ -204,13 +204,9 @@ class StepTimes:
 
 @dataclass
 class Requests:
-    """The requests of all ranks, until the trainer has met them.
-
-    Attributes:
-        stop: to take no further step, by a signal or by a hook.
-        requeue: to be started again after that.
-        ended_by_hook: whether a hook asked to end the run before its last step.
-        save: to save a checkpoint.
+    """The requests of all ranks, until the trainer has met them: to take no further step, by a signal or by a hook, to
+    be started again after that, and to save a checkpoint. `ended_by_hook`: a hook asked to end the run before its last
+    step.
     """
 
     stop: bool = False

@@ -233,14 +233,10 @@ RESULT = "evaluated.json"
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """The input of the ranks.
+    """The input of the ranks, whose run has a temporary directory, and what is to be measured.
 
-    Attributes:
-        worker: what the ranks do.
-        run: the run, with a temporary directory in place of its directory, and with what is to be measured.
-        attempt: the last checkpoint, or the weights.
-        checkpoints: the folders whose average is measured too, with their steps; none: no average.
-        tokenizer: the argument of `load_tokenizer`; None: that of the run's data.
+    Of `checkpoints`, by their steps, the average is measured too; `tokenizer` is the argument of `load_tokenizer`, None
+    for that of the run's data.
     """
 
     worker: ClassVar[str] = "titan.training.evaluation.worker"
