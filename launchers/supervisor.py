@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -143,6 +144,19 @@ def run_ranks(
             return _wait_for_ranks(ranks, folder, directory, messages, report)
         finally:
             ranks.end_processes(0)
+
+
+def run_job(
+    job: Any, size: int, directory: Path, module: str = "titan.training.rank", report: ReasonReceiver = ignore_reason
+) -> int:
+    """Run a command's job on ranks as `run_ranks` does, a single one in this process; return the exit code.
+
+    Args:
+        job: names in `worker` the module whose `work` takes it and the rank's info.
+    """
+    if size == 1:
+        return int(import_module(job.worker).work(job, RankInfo()))
+    return run_ranks(job, size, directory, module, report)
 
 
 def _start_ranks(ranks: Supervisor, folder: Path, payload: Any, size: int, directory: Path, module: str) -> None:

@@ -19,7 +19,7 @@ from titan.files.run_directory import check_run_directory
 from titan.run import compose
 from titan.run.command_line import RESUME
 from titan.run.schema import Recipe
-from titan.training.side_jobs import recompose
+from titan.training import recompose
 
 if TYPE_CHECKING:
     from titan.dataset.mixture import RowMixture

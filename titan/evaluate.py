@@ -14,8 +14,7 @@ from titan.console import output
 from titan.errors import ReasonReceiver, ignore_reason
 from titan.files.output_files import check_output_file, write_output_file
 from titan.run import evaluated
-from titan.training.evaluation.job import EvaluationJob, read_result
-from titan.training.evaluation.request import Settings, describe_job, plan_evaluation
+from titan.training.evaluation.request import EvaluationJob, Settings, describe_job, plan_evaluation, read_result
 from titan.weights.origin import check_source
 
 COMMAND = Command(
@@ -67,17 +66,11 @@ def run_evaluation(command_line: CommandLine[Settings], report: ReasonReceiver =
 
 def _run_job(job: EvaluationJob, report: ReasonReceiver) -> int:
     """Run the ranks, and return their exit code."""
-    ranks = job.run.layout.devices
+    from launchers.supervisor import run_job
+
     source = "the weights" if job.attempt.checkpoint is None else f"the checkpoint of step {job.attempt.step}"
     print(f"titan: {source}, {job.run.layout}", file=sys.stderr)
-    if ranks == 1:
-        from titan.cluster.rank_info import RankInfo
-        from titan.training.evaluation.worker import work
-
-        return work(job, RankInfo())
-    from launchers.supervisor import run_ranks
-
-    return run_ranks(job, ranks, Path(job.run.directory), module="titan.training.evaluation.rank", report=report)
+    return run_job(job, job.run.layout.devices, Path(job.run.directory), report=report)
 
 
 def _print_table(figures: Mapping[str, Mapping[str, float]]) -> None:

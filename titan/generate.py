@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 from titan.cluster import devices
 from titan.cluster.environment import prepare_environment
@@ -48,15 +50,10 @@ def run_generation(command_line: CommandLine[Settings], report: ReasonReceiver =
 
     weights = open_weights(settings.source, "", verify=True)
     job = build_job(settings, layout, texts, weights, machine)
-    if layout.devices == 1:
-        from titan.cluster.rank_info import RankInfo
-        from titan.generation.worker import work
+    from launchers.supervisor import make_scratch_folder, run_job
 
-        return work(job, RankInfo())
-    from launchers.supervisor import make_scratch_folder, run_ranks
-
-    with make_scratch_folder() as folder:
-        return run_ranks(job, layout.devices, folder, module="titan.generation.rank", report=report)
+    with make_scratch_folder() if layout.devices > 1 else nullcontext(Path()) as folder:
+        return run_job(job, layout.devices, folder, "titan.generation.rank", report)
 
 
 def cli() -> None:

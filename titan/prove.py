@@ -27,9 +27,9 @@ from titan.run.shrink import Shrunk, describe_changes, shrink_run
 
 if TYPE_CHECKING:
     from titan.cluster.rank_info import RankInfo
+    from titan.numerics.checks import Check
     from titan.run.run import Run
-    from titan.training.prove.compare import Check
-    from titan.training.prove.job import ProofJob
+    from titan.training.proof import ProofJob
 
 RANK_SECONDS = 600.0
 """How long one training of three steps may take."""
@@ -96,11 +96,7 @@ def _prove_run(target: Run, file: Path | None) -> int:
 
 
 def _save_certificate(content: dict[str, Any], key: str) -> Path:
-    """Write the certificate, and print its file.
-
-    Raises:
-        ConfigError: when it can't be written.
-    """
+    """Write the certificate, and print its file; raises ConfigError when it can't be written."""
     try:
         saved = certificate.write(content, key)
     except OSError as error:
@@ -116,8 +112,7 @@ def _run_checks(shrunk: Shrunk, folder: Path) -> tuple[list[Check], tuple[str, .
     """Return the checks of a shrunk run, and what may be ties between experts."""
     import torch
 
-    from titan.training.prove.collectives import check_collectives
-    from titan.training.prove.proof import prove
+    from titan.training.proof import check_collectives, prove
 
     torch.set_num_threads(1)  # threads would not survive the fork of ranks
     if shrunk.run.compile.scope != "off":
@@ -130,7 +125,7 @@ def _run_checks(shrunk: Shrunk, folder: Path) -> tuple[list[Check], tuple[str, .
 
 def _run_ranks(job: ProofJob) -> None:
     """Train a job on forked ranks; see `fork`."""
-    from titan.training.prove.worker import work
+    from titan.training.proof import work
 
     fork(job, partial(work, job))
 

@@ -7,11 +7,12 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
@@ -23,23 +24,19 @@ from titan.errors import ConfigError
 from titan.files.output_files import check_output_file, write_output_file
 from titan.files.run_directory import RUN, describe_runs_below
 from titan.metrics.reader import METRICS, read_steps
+from titan.numerics.differences import START, compare_routes, compare_tensors
 from titan.training.replay import show
-from titan.training.replay.compare import (
-    CompareSettings,
-    ReplayComparison,
+from titan.training.replay.compare import ReplayComparison, compare_plans, run_passes, run_single
+from titan.training.replay.observation import ReplayedStep
+from titan.training.replay.request import (
     ReplayEndedError,
-    compare_plans,
-    run_passes,
-    run_single,
+    ReplayJob,
+    ReplayPlan,
+    Settings,
+    check_comparison,
+    find_changes,
+    plan_replay,
 )
-from titan.training.replay.differences import compare_routes, compare_tensors
-from titan.training.replay.job import ReplayJob
-from titan.training.replay.observation import START
-from titan.training.replay.request import ReplayPlan, Settings, check_comparison, find_changes, plan_replay
-from titan.training.replay.result import ReplayedStep
-
-if TYPE_CHECKING:
-    from titan.report.parity import StepDifference
 
 COMMAND = Command(
     "titan.replay",
@@ -64,22 +61,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_replay(command_line: CommandLine[Settings]) -> int:
-    settings = command_line.settings
+    settings, overrides = command_line.settings, command_line.overrides
     file = _check_file(settings)
-    for word in command_line.overrides:
+    for word in overrides:
         if os.path.isfile(os.path.join(word, RUN)):
             raise ConfigError(f"{word}: is another run; give against={word} to compare with it.")
-    _check_interpreter(settings)
+    if settings.python is not None:
+        from launchers.supervisor import check_interpreter
+
+        check_interpreter(settings.python)
     chosen_settings = _choose_step(settings)
     if chosen_settings is None:
         return 0
     from launchers.supervisor import make_scratch_folder
 
     try:
-        if settings.leave is not None:
-            return _leave_replay(chosen_settings, command_line.overrides, _check_empty(settings.leave))
+        if settings.leave is not None:  # for another interpreter, which reads what the ranks saw
+            folder = Path(settings.leave).expanduser()
+            if not folder.is_dir() or any(folder.iterdir()):
+                raise ConfigError(f"leave={settings.leave}: is no empty folder; create one.")
+            (side,) = _plan_replays(replace(chosen_settings, against=None), overrides, folder)
+            run_passes(side, replace(chosen_settings, tokens=0), exact=True)
+            return 0
         with make_scratch_folder() as folder:
-            content, page = _replay_sides(chosen_settings, command_line.overrides, folder)
+            content, page = _replay_sides(chosen_settings, overrides, folder)
     except ReplayEndedError as ended:  # the ranks have said why
         return ended.code
     if file is not None:
@@ -99,42 +104,13 @@ def _check_file(settings: Settings) -> Path | None:
     return file
 
 
-def _check_interpreter(settings: Settings) -> None:
-    if settings.python is not None:
-        from launchers.supervisor import check_interpreter
-
-        check_interpreter(settings.python)
-
-
-def _check_empty(folder: str) -> Path:
-    """Return an empty folder; raises ConfigError for another one."""
-    path = Path(folder).expanduser()
-    if not path.is_dir() or any(path.iterdir()):
-        raise ConfigError(f"leave={folder}: is no empty folder; create one.")
-    return path
-
-
-def _leave_replay(settings: Settings, overrides: Sequence[str], folder: Path) -> int:
-    """Replay into a folder, for another interpreter that reads what the ranks saw."""
-    (side,) = _plan_replays(replace(settings, against=None), overrides, folder)
-    compared = _choose_comparison(settings)
-    run_passes(side, replace(compared, tokens=0), _start_ranks, exact=True)
-    return 0
-
-
 def _replay_sides(settings: Settings, overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], str]:
-    """Replay and print; return what is shown as plain data, and as a page where one is asked for.
-
-    Raises:
-        ReplayEndedError: when ranks failed; their error has been printed.
-    """
+    """Replay and print; return what is shown as plain data, and as a page where one is asked for."""
     sides = _plan_replays(settings, overrides, folder)
     check_comparison(settings, sides)
     if len(sides) == 1:
-        seen = run_single(sides[0], _choose_comparison(settings), _start_ranks)
-        return _print_step(seen, sides[0]), ""
-    start_other = None if settings.python is None else partial(_start_foreign, settings, list(overrides))
-    comparison = compare_plans(sides[0], sides[1], _choose_comparison(settings), _start_ranks, start_other)
+        return _print_step(run_single(sides[0], settings), sides[0]), ""
+    comparison = compare_plans(sides[0], sides[1], settings, shares_start=not _is_run(settings.against))
     content = _print_step(comparison.a, sides[0]) | _print_comparison(settings, sides, comparison)
     wants_page = str(settings.to).endswith(".html")
     return content, _render_page(settings, comparison) if wants_page else ""
@@ -174,32 +150,15 @@ def _name_other(settings: Settings) -> str:
     return " ".join(filter(None, (settings.against, f"python={settings.python}" if settings.python else "")))
 
 
-def _choose_comparison(settings: Settings) -> CompareSettings:
-    return CompareSettings(
-        settings.step,
-        settings.tokens,
-        settings.tolerance,
-        settings.repeats,
-        pin=settings.pin == "routing",
-        operations=settings.depth == "operation",
-        shares_start=not _is_run(settings.against),
-        exact=settings.exact,
-    )
-
-
 def _choose_step(settings: Settings) -> Settings | None:
-    """Return the settings with the step to look at; None where both runs agree, which is printed.
-
-    Raises:
-        ConfigError: where no step is given and there is no other run.
-    """
+    """Return the settings with the step to look at; None where both runs agree, which is printed."""
     if settings.step:
         return settings
     if not _is_run(settings.against):
         raise ConfigError("step=0: give the step to look at, or against=RUN, another run, to find where they differ.")
-    from titan.report import run_pair  # only now: a step that is given needs no metrics
+    from titan.report import parity  # only now: a step that is given needs no metrics
 
-    pair = run_pair.read_pair(settings.run, str(settings.against))
+    pair = parity.read_pair(settings.run, str(settings.against))
     print(pair.describe())
     if pair.difference is None:
         return None
@@ -208,11 +167,7 @@ def _choose_step(settings: Settings) -> Settings | None:
 
 
 def _is_run(against: str | None) -> bool:
-    """Whether `against` names a run; else it holds overrides.
-
-    Raises:
-        ConfigError: when it is neither.
-    """
+    """Whether `against` names a run; else it holds overrides; raises ConfigError when it is neither."""
     if against is None:
         return False
     if (Path(against).expanduser() / RUN).is_file():
@@ -228,42 +183,30 @@ def _plan_replays(settings: Settings, overrides: Sequence[str], folder: Path) ->
     """Return the replay, and the one that it is compared with."""
     from launchers.command import compose_single
 
-    name = settings.run
-    requests = [(name, list(overrides))]
+    requests = [(settings.run, list(overrides))]
     if settings.against is not None or settings.python is not None:
         words = [*overrides, *shlex.split(settings.against or "")]
         is_run = _is_run(settings.against)
-        requests.append((str(settings.against), list(overrides)) if is_run else (name, words))
+        requests.append((str(settings.against), list(overrides)) if is_run else (settings.run, words))
     plans = []
     for index, (run, words) in enumerate(requests):
         replay_folder = folder / f"replay-{index}"
         replay_folder.mkdir()
-        plans.append(
-            plan_replay(run, settings, words, replay_folder, compose_single, _read_recorded_step(run, settings.step))
-        )
+        records = read_steps(Path(run).expanduser() / METRICS)
+        recorded = next((line for line in records if line["step"] == settings.step and "loss" in line), {})
+        plans.append(plan_replay(run, settings, words, replay_folder, compose_single, _start_ranks, recorded))
     if settings.python is not None:
-        plans[1] = replace(plans[1], is_foreign=True)
+        start = partial(_start_foreign, settings, list(overrides))
+        plans[1] = replace(plans[1], is_foreign=True, start=start)
     return plans
-
-
-def _read_recorded_step(name: str, step: int) -> dict[str, Any]:
-    """Return the run's line of a step; empty where it has none."""
-    records = read_steps(Path(name).expanduser() / METRICS)
-    return next((record for record in records if record["step"] == step and "loss" in record), {})
 
 
 def _start_ranks(side: ReplayPlan, job: ReplayJob) -> int:
     """Run the ranks of a replay; return their exit code."""
-    ranks, directory = side.run.layout.devices, Path(side.run.directory)
+    from launchers.supervisor import run_job
+
     print(f"titan: {_describe_job(side, job)}", file=sys.stderr)
-    if ranks == 1:
-        from titan.cluster.rank_info import RankInfo
-        from titan.training.replay.worker import work
-
-        return work(job, RankInfo())
-    from launchers.supervisor import run_ranks
-
-    return run_ranks(job, ranks, directory, module="titan.training.replay.rank")
+    return run_job(job, side.run.layout.devices, Path(side.run.directory))
 
 
 def _describe_job(side: ReplayPlan, job: ReplayJob) -> str:
@@ -300,37 +243,26 @@ def _print_comparison(settings: Settings, sides: Sequence[ReplayPlan], compariso
     if not answers.comparable and answers.findings[0].kind == START and _is_run(settings.against):
         for line in _advise_earlier(settings):
             print(line)
-    content = {"against": show.as_json(b, sides[1].recorded), "weights": _list_weights(comparison)}
+    weights = {d.name: d.relative for d in compare_tensors(a.tensors, b.tensors, START)}
+    content = {"against": show.as_json(b, sides[1].recorded), "weights": weights}
     return content | show.answers_as_json(answers)
-
-
-def _list_weights(comparison: ReplayComparison) -> dict[str, float]:
-    """Return how far the weights before the step are apart, by name."""
-    return {d.name: d.relative for d in compare_tensors(comparison.a, comparison.b, START)}
 
 
 def _advise_earlier(settings: Settings) -> list[str]:
     """Return what to look at where weights have drifted: an earlier step, or this one from the weights of one run."""
+    from titan.report import parity
+
     lines = []
-    difference = _find_difference(settings)
-    if difference is not None and difference.step < settings.step:
-        lines.append(f"the runs differ since {difference.describe()}: give step={difference.step}")
+    with suppress(ConfigError):  # they can't be compared
+        difference = parity.read_pair(settings.run, str(settings.against)).difference
+        if difference is not None and difference.step < settings.step:
+            lines.append(f"the runs differ since {difference.describe()}: give step={difference.step}")
     if changes := find_changes(settings.run, str(settings.against)):
         start = [] if settings.start is None else [f"start={settings.start}"]
         words = [settings.run, f"step={settings.step}", *start, f"against={shlex.join(changes)}"]
         command = sanitize_line(f"python -m titan.replay {shlex.join(words)}")
         lines.append(f"the same step from the weights of {settings.run}: {command}")
     return lines
-
-
-def _find_difference(settings: Settings) -> StepDifference | None:
-    """Return the first step at which the metrics of both runs differ; None where they don't, or can't be compared."""
-    from titan.report import run_pair
-
-    try:
-        return run_pair.read_pair(settings.run, str(settings.against)).difference
-    except ConfigError:
-        return None
 
 
 def cli() -> None:

@@ -29,7 +29,7 @@ from tests.support.tiers import select_cases
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.run.directory import read_attempts
-from titan.training.side_jobs import recompose
+from titan.training import recompose
 from titan.weights.formats import find_damage, open_weights
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="damages files in Linux's ways")

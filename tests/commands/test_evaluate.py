@@ -23,8 +23,8 @@ from titan.metrics.reader import read_records
 from titan.run.run import Run
 from titan.run.trust import remember_typed
 from titan.training.evaluation.request import EXCLUDED_OVERRIDES
+from titan.training.recompose import build_command
 from titan.training.replay.request import EXCLUDED_OVERRIDES as REPLAY_EXCLUDED_OVERRIDES
-from titan.training.side_jobs.recompose import build_command
 
 FORMATS = ("hellaswag", "arc", "lambada")
 
@@ -90,7 +90,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
     )
 
     def replace_weights(trainer: Any) -> None:
-        restore = trainer._restore_state
+        restore = trainer.restore_state
 
         def restored() -> None:
             restore()
@@ -98,7 +98,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
                 parameter.data.copy_(mean[f"model.{name}"])
             trainer.step = trainer.run.training.steps
 
-        trainer._restore_state = restored
+        trainer.restore_state = restored
 
     train_run(reference, replace_weights)
     last = read_records(tmp_path / "x" / "metrics.jsonl")[-1]

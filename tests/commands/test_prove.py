@@ -21,12 +21,11 @@ from titan.cluster.devices import detect_machine
 from titan.errors import ConfigError
 from titan.model import experts, layers
 from titan.model.schema import Llama
+from titan.numerics.checks import Check
 from titan.run import certificate
 from titan.run.shrink import shrink_run
-from titan.training.prove import proof
-from titan.training.prove.compare import Check
-from titan.training.prove.job import ProofJob
-from titan.training.prove.worker import work
+from titan.training import proof
+from titan.training.proof import ProofJob, work
 from titan.training.replay.routing import join_experts
 
 PLAIN = ("dataset=synthetic", "compile=off", "checkpoint=off", "precision=fp32", "cluster=cpu")

@@ -28,7 +28,7 @@ from titan.model.activations import RankBatch
 from titan.model.layers import IGNORED
 from titan.model.schema import Llama
 from titan.parallelism import data, tensor
-from titan.training.sample_text import sample_continuation
+from titan.training.result_json import sample_continuation
 from titan.training.train_step import ModelStage
 
 SHAPE = Llama(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64)

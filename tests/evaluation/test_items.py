@@ -14,10 +14,9 @@ from titan.config.settings import build
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS, TaskItem
-from titan.evaluation.requests import build_requests
 from titan.evaluation.schema import Evaluation
-from titan.evaluation.scores import compute_scores
-from titan.evaluation.sets import TextSplit, read_validation_set
+from titan.evaluation.scores import build_requests, compute_scores
+from titan.training.evaluation.evaluator import TextSplit, read_validation_set
 
 HUB = {"question": "Why?", "choices": {"text": ["so", "no"], "label": ["1", "2"]}, "answerKey": "2"}
 PUBLISHED = {

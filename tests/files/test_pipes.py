@@ -12,14 +12,14 @@ import pytest
 from titan.dataset.sources import files
 from titan.dataset.tokenizers.tokenizer import read_tokenizer_file
 from titan.errors import ConfigError
-from titan.evaluation import items, texts
+from titan.evaluation import items
 from titan.generation.schema import read_prompts
 from titan.weights import model_config
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "dataset": lambda pipe: files.find_files(str(pipe), (".txt",)),
     "tokenizer": read_tokenizer_file,
-    "evaluation-text": lambda pipe: texts._read_whole_text(str(pipe), "evaluation.sets.a.path"),
+    "evaluation-text": lambda pipe: next(items.read_texts(str(pipe), "text", "evaluation.sets.a")),
     "evaluation-records": lambda pipe: list(items.read_records(str(pipe), "evaluation.tasks.a.path")),
     "prompts": lambda pipe: read_prompts(str(pipe)),
     "config.json": lambda pipe: model_config.load_json(pipe, "checkpoint.weights=x"),

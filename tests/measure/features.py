@@ -123,7 +123,7 @@ def _time_turn(trainer: Trainer, steps: int) -> float:
 def _start_recording(trainer: Trainer, trial: Trial) -> Iterator[Trainer]:
     """Let a trainer record, and be watched, as in a run."""
     from titan.debug.watch import Watch
-    from titan.training import metrics_setup
+    from titan.training import reporter
 
     run, attempt = trial
     with ExitStack() as stack:
@@ -132,7 +132,7 @@ def _start_recording(trainer: Trainer, trial: Trial) -> Iterator[Trainer]:
             Watch(Path(run.directory), trainer.world.rank_info, 1, trainer.world.activity, run.debug.hang_seconds)
         )
         if trainer.world.is_rank0:
-            trainer.reporter.recorder = stack.enter_context(metrics_setup.build_recorder(run, attempt, print))
+            trainer.reporter.recorder = stack.enter_context(reporter.build_recorder(run, attempt, print))
         yield trainer
 
 

@@ -20,7 +20,7 @@ from titan.model import init_weights
 from titan.parallelism import mesh
 from titan.run.run import Run
 from titan.training import build
-from titan.training.sample_text import sample_continuation
+from titan.training.result_json import sample_continuation
 
 PROMPT = 16
 """Tokens of each prompt."""

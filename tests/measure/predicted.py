@@ -231,11 +231,11 @@ def _train_rank(
     """Train as one of the ranks and return the memory of the fullest one."""
     from titan.bench import trials
     from titan.metrics.recorder import peak_resident_gib
-    from titan.training import metrics_setup
+    from titan.training import reporter
 
     world = trials.connect_rank(run, rank, ranks, init_method)
     trainer = trials.build_trainer((run, attempt), world)
-    with trainer.loader, metrics_setup.build_recorder(run, attempt, print) as recorder:
+    with trainer.loader, reporter.build_recorder(run, attempt, print) as recorder:
         trainer.reporter.recorder = recorder if rank == 0 else None
         trainer.run_steps(steps)
         gib = peak_resident_gib()

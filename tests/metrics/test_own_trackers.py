@@ -20,7 +20,7 @@ from titan.metrics.tracker_run import RunDescription
 from titan.metrics.trackers import open_trackers
 from titan.run.attempts import Attempt
 from titan.run.identity import list_uses
-from titan.training import metrics_setup
+from titan.training import reporter
 
 MODULE = "tests.support.own_trackers"
 
@@ -38,7 +38,7 @@ def test_a_tracker_gets_every_record_and_resumes_by_the_runs_id(tmp_path: Path) 
     warnings: list[str] = []
     for number, steps in ((1, (1, 2)), (2, (2, 3))):
         resumed = dataclasses.replace(attempt, number=number)
-        recorder = metrics_setup.build_recorder(run, resumed, warnings.append, mix)
+        recorder = reporter.build_recorder(run, resumed, warnings.append, mix)
         for step in steps:
             recorder.log({"step": step, "loss": 1.0 / step})
         recorder.finish({"finished": number == 2})

@@ -21,7 +21,7 @@ from titan.dataset.shards import open_corpus
 from titan.metrics.recorder import peak_memory_gib, replace_non_finite
 from titan.model.init_weights import materialise_model
 from titan.run.run import Run
-from titan.training.metrics_setup import build_step_speed
+from titan.training.reporter import build_step_speed
 
 STEP = {
     "step": int, "tokens": int, "loss": float, "grad_norm": float, "lr": float, "step_seconds": float,

@@ -72,7 +72,7 @@ WAITS = (
         "norm = self.train_step.compute_norm()\n        norm.item()\n",
     ),
     _define_device_fault(
-        "single", "_to_device.*pageable", "a batch in pageable memory",
+        "single", "to_device.*pageable", "a batch in pageable memory",
         TRAINER, "fields = fields.pin_memory().to(", "fields = fields.to(",
     ),
     _define_device_fault(

@@ -10,7 +10,7 @@ import pytest
 from tests.support.made_runs import Story, StoryAttempt, make_run, read_lines, write_lines
 from tests.support.made_weights import write_checkpoint
 from titan.errors import ConfigError
-from titan.report.run_pair import RunPair, read_pair
+from titan.report.parity import RunPair, read_pair
 
 S = Story()
 

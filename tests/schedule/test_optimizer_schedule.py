@@ -14,7 +14,7 @@ from tests.checkpoint.test_manager import stop_at
 from tests.support.runs import are_identical, compose_tiny_run, read_checkpoint, read_step_records, train_run
 from titan.schedule.optimizer_schedule import OptimizerSchedule
 from titan.schedule.schema import Constant, Linear, Schedule
-from titan.training import metrics_setup
+from titan.training import reporter
 from titan.training.trainer import Trainer
 
 
@@ -56,7 +56,7 @@ def test_weight_decay_is_recorded_where_the_schedule_changes_it(
     schedule: Schedule, weight_decay: float, recorded: dict[str, float]
 ) -> None:
     run: Any = Namespace(schedule=schedule, optimizer=Namespace(weight_decay=weight_decay), training=Namespace(steps=5))
-    assert metrics_setup.build_weight_decay_record(run, schedule.build(5), 2) == pytest.approx(recorded)
+    assert reporter.build_weight_decay_record(run, schedule.build(5), 2) == pytest.approx(recorded)
 
 
 def watch(trainer: Trainer) -> list[tuple[float, ...]]:

@@ -199,7 +199,7 @@ FAULTS = (
     define_fault(
         "counting: only the first tensor rank counts",
         "titan/training/build.py",
-        "num_block_sums=_count_block_sums(stages) if _has_split_rows(run) else 0",
+        "num_block_sums=StageWithLosses.count_block_sums(model) if _has_split_rows(run) else 0",
         "num_block_sums=0",
         f"{GRADIENTS}[qwen3_moe-ep_in_tp-full-1]",
     ),

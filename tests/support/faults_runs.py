@@ -161,7 +161,7 @@ CHECKPOINTS = (
     ),
     define_fault(
         "resume: the metadata are parsed again to restore",
-        "titan/training/restoring.py",
+        "titan/training/checkpointing.py",
         "(train_step, reader or CheckpointReader(",
         "(train_step, CheckpointReader(",
         "checkpoint/test_reading_back.py::TestMetadata::test_each_rank_parses_them_once_to_verify_and_to_restore[single]",
@@ -372,8 +372,8 @@ ESTIMATES = (
     define_fault(
         "report: one step that differs is rounding",
         "titan/report/parity.py",
-        "return float(np.max(_compute_relative_gaps(a, b))) if len(a) else None",
-        "return float(np.median(_compute_relative_gaps(a, b))) if len(a) else None",
+        "return float(np.max(compare_series(a, b))) if len(a) else None",
+        "return float(np.median(compare_series(a, b))) if len(a) else None",
         "report/test_equivalence.py::test_whether_an_variant_learns_the_same",
     ),
     define_fault(
@@ -493,17 +493,17 @@ LAUNCHERS = (
     ),
     define_fault(
         "generation: a text begins to be shown that may be a stop text",
-        "titan/generation/detokenizer.py",
+        "titan/generation/decode.py",
         "return text[:-size], text[-size:]",
         'return text, ""',
-        "generation/test_detokenizer.py::test_a_text_ends_before_the_first_stop_text",
+        "generation/test_decode.py::test_a_text_ends_before_the_first_stop_text",
     ),
     define_fault(
         "generation: half a character is shown",
-        "titan/generation/detokenizer.py",
+        "titan/generation/decode.py",
         "or (text.endswith(_UNFINISHED) and not last)",
         "",
-        "generation/test_detokenizer.py::test_a_character_comes_when_it_is_complete",
+        "generation/test_decode.py::test_a_character_comes_when_it_is_complete",
     ),
     define_fault(
         "weights: a file of an index outside of its folder is read",

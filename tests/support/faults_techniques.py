@@ -108,14 +108,14 @@ FAULTS = (
     ),
     define_fault(
         "evaluation: spaces before a continuation are the context's",
-        "titan/evaluation/requests.py",
-        "return stripped, context[len(stripped) :] + continuation",
-        "return context, continuation",
+        "titan/evaluation/scores.py",
+        "contexts.append(item.context.rstrip())",
+        "contexts.append(item.context)",
         "evaluation/test_items.py",
     ),
     define_fault(
         "evaluation: targets of padding are scored",
-        "titan/training/evaluation/likelihoods.py",
+        "titan/training/evaluation/evaluator.py",
         "sums[:, 0] += losses.double().where(valid, 0).sum(1)",
         "sums[:, 0] += losses.double().sum(1)",
         "commands/test_evaluate.py::test_exported_weights_score_as_the_reference",

@@ -142,8 +142,8 @@ TRAINING = (
     define_fault(
         "loss scaling: the mean of ranks, not of tokens",
         "titan/training/trainer.py",
-        "self.train_step.backward(rows, 1 / tokens)",
-        "self.train_step.backward(rows, self.world.rank_info.world_size / tokens)",
+        "compute_gradients(self.train_step, rows, 1 / tokens)",
+        "compute_gradients(self.train_step, rows, self.world.rank_info.world_size / tokens)",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[ddp2]",
     ),
     define_fault(

@@ -84,7 +84,7 @@ def _plant_in_step(act: Callable[[], object]) -> Callable[[int], None]:
     def plant(step: int) -> None:
         from titan.training.trainer import Trainer
 
-        _call_before(Trainer, "_to_device", lambda trainer, batch: act() if trainer.step == step else None)
+        _call_before(Trainer, "to_device", lambda trainer, batch: act() if trainer.step == step else None)
 
     return plant
 

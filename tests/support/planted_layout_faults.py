@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -24,11 +24,9 @@ from tests.support.layout_faults import FAULTS, LAYOUTS, MODELS, LayoutFault
 from tests.support.ranks import RankFailedError, run_ranks
 from tests.support.runs import TINY
 from titan.cluster.rank_info import RankInfo
-from titan.training.replay.compare import REPEATS, CompareSettings, ReplayEndedError, compare_plans
-from titan.training.replay.exact import ExactType
-from titan.training.replay.job import ReplayJob
+from titan.training.replay.compare import compare_plans
 from titan.training.replay.questions import Answers
-from titan.training.replay.request import ReplayPlan, plan_first_step
+from titan.training.replay.request import ExactType, ReplayEndedError, ReplayJob, ReplayPlan, Settings, plan_first_step
 
 STEP = 3
 """The step that is compared: it begins with moments that are not zero."""
@@ -75,7 +73,9 @@ class Bench:
 
     def plan(self, name: str, overrides: Sequence[str]) -> ReplayPlan:
         """Plan the step of a composition in a folder of that name."""
-        return plan_first_step(compose_test_run([*TINY, *BASE, *overrides, f"hydra.run.dir={self.folder / name}"]))
+        return plan_first_step(
+            compose_test_run([*TINY, *BASE, *overrides, f"hydra.run.dir={self.folder / name}"]), start_ranks
+        )
 
     def find_reference(self, overrides: Sequence[str]) -> ReplayPlan:
         """Return the plan on one device, which is run once."""
@@ -91,18 +91,19 @@ class Bench:
         name: str,
         fault: LayoutFault | None = None,
         pin: bool = False,
-        repeats: int = REPEATS,
+        repeats: int = 2,
         exact: ExactType = "fp32",
     ) -> Answers:
         """Compare a layout, with or without a fault, with one device."""
         first, second = self.find_reference(overrides), self.plan(name, (*overrides, *layout))
-        settings = CompareSettings(STEP, pin=pin, repeats=repeats, exact=exact)
+        settings = Settings(run="", step=STEP, pin="routing" if pin else None, repeats=repeats, exact=exact)
 
         def start(plan: ReplayPlan, job: ReplayJob) -> int:
             is_done = not job.repeats and any(Path(plan.run.directory).glob(f"replayed-{job.passes[-1][0]}-*"))
             return 0 if is_done else start_ranks(plan, job)
 
-        return compare_plans(first, second, settings, start, lambda plan, job: start_ranks(plan, job, fault)).answers
+        second = replace(second, start=lambda plan, job: start_ranks(plan, job, fault))
+        return compare_plans(replace(first, start=start), second, settings).answers
 
 
 def start_ranks(plan: ReplayPlan, job: ReplayJob, fault: LayoutFault | None = None) -> int:

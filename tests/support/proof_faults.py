@@ -21,8 +21,8 @@ from titan.cluster.devices import detect_machine
 from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError, RunError
 from titan.run.shrink import shrink_run
-from titan.training.prove.job import ProofJob
-from titan.training.prove.proof import prove as prove_run
+from titan.training.proof import ProofJob
+from titan.training.proof import prove as prove_run
 
 BASE = ("model.layers=4", "model.heads=4", "model.kv_heads=2", "training.clip_norm=0.5", "evaluation.every=0")
 NEEDED = 0.9
@@ -48,7 +48,7 @@ def run_ranks(job: ProofJob, fault: LayoutFault) -> None:
     """Train a job on forked ranks, which have the fault where they are the layout's."""
 
     def work(rank_info: RankInfo) -> int:
-        from titan.training.prove.worker import work as train
+        from titan.training.proof import work as train
 
         with fault.plant() if job.run.name in FAULTY else nullcontext():
             return train(job, rank_info)

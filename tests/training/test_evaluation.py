@@ -29,7 +29,7 @@ from titan.errors import ConfigError
 from titan.metrics.reader import read_records
 from titan.parallelism.mesh import World
 from titan.run.run import Run
-from titan.training.evaluation.sets import build_eval_sets
+from titan.training.evaluation.evaluator import build_eval_sets
 from titan.training.trainer import Trainer
 
 BASE = (

@@ -11,13 +11,22 @@ import pytest
 import torch
 
 from titan.errors import RunError
-from titan.training.replay.differences import compare_fingerprints, compare_operations
-from titan.training.replay.fingerprints import fingerprint_tensor
-from titan.training.replay.observation import GRADIENT, START, STATE, UPDATE, Operation, Samples
+from titan.numerics.differences import (
+    GRADIENT,
+    START,
+    STATE,
+    UPDATE,
+    Operation,
+    Replica,
+    Samples,
+    compare_fingerprints,
+    compare_operations,
+    measure_spread,
+)
+from titan.numerics.fingerprints import fingerprint_tensor
+from titan.training.replay.observation import ReplayedStep
 from titan.training.replay.questions import ReplayPair, ask_questions, find_consumer
-from titan.training.replay.result import ReplayedStep, Replica
 from titan.training.replay.routing import _find_tokens
-from titan.training.replay.spread import measure_spread
 
 MODULES = ("tok_embeddings", "layers.0.attention_norm", "layers.0.attention", "layers.0", "norm")
 PARAMETERS = (
@@ -125,7 +134,7 @@ def test_other_learning_rates_are_no_fault() -> None:
 def test_precision_is_measured_by_random_rounding() -> None:
     exact = ReplayPair(make_step(), make_step(), "fp32")
     rounded = [make_step({("forward", "norm"): 1e-3 * sign}, loss=4.0 + 1e-3 * sign) for sign in (-2, -1, 1, 2)]
-    spread = measure_spread(rounded)
+    spread = measure_spread([step.samples for step in rounded], [step.record for step in rounded])
     assert spread.figures["loss"] == (pytest.approx(4.0), pytest.approx(1e-3 * math.sqrt(10 / 3) / 2))
     assert spread.deviations["forward", "norm"] == pytest.approx(1e-3 * math.sqrt(10 / 3), rel=1e-3)
     for size, kinds in ((5e-3, []), (1e-2, ["rounding"])):

@@ -177,7 +177,7 @@ def measure_fingerprints(size: int, rounds: int) -> float:
     """Return the seconds in which one rank takes fingerprints of `size` bytes: the median of `rounds`."""
     import torch
 
-    from titan.parallelism.fingerprints import fingerprint
+    from titan.numerics.fingerprints import fingerprint
 
     part = torch.randn(min(size, PART_BYTES) // 4)
     fingerprint(part)

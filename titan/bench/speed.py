@@ -226,12 +226,12 @@ def measure_side(side: Side, overrides: Sequence[str], rounds: int, steps: int, 
 def open_trainer(run: Run) -> Iterator[Trainer]:
     """Yield titan's trainer for one device, which records as usual."""
     from titan.bench import trials
-    from titan.training import metrics_setup
+    from titan.training import reporter
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run, attempt = trial = trials.prepare_trial(replace(run, directory=folder))
         trainer = trials.build_trainer(trial, trials.connect_rank(run, 0, 1, ""))
-        with metrics_setup.build_recorder(run, attempt, print) as recorder, trainer.loader:
+        with reporter.build_recorder(run, attempt, print) as recorder, trainer.loader:
             trainer.reporter.recorder = recorder
             yield trainer
 

@@ -5,6 +5,7 @@ Prompts are those of lm-evaluation-harness, so that results can be compared with
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
@@ -91,7 +92,6 @@ def read_items(
 
     Args:
         limit: how many of the first items to read; None: all.
-        setting: the setting that names the file.
 
     Raises:
         ConfigError: when the file can't be read or has no items, or a line has another format.
@@ -123,8 +123,15 @@ def read_records(path: str, setting: str) -> Iterator[tuple[int, Mapping[str, An
         untrusted.open_regular_file(Path(path).expanduser()) as file,
     ):
         for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), 1):
-            if line.strip():
-                yield number, _parse_object(line, f"{setting}={path}: line {number}")
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                raise ConfigError(f"{setting}={path}: line {number} is not a JSON object; correct it.")
+            yield number, record
 
 
 @contextmanager
@@ -138,11 +145,40 @@ def name_unreadable(path: str, setting: str, wanted: str) -> Iterator[None]:
         raise ConfigError(f"{setting}={path}: can't be read ({reason}); give {wanted}.") from error
 
 
-def _parse_object(line: str, location: str) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{location} is not a JSON object; correct it.")
-    return record
+def read_texts(path: str, field: str, prefix: str) -> Iterator[str]:
+    """Yield the documents of a file: the texts of its JSON objects, or its whole text.
+
+    Args:
+        path: a .jsonl file, or a file of UTF-8 text.
+        field: the key of the text in an object.
+
+    Raises:
+        ConfigError: when the file can't be read, or an object has no text.
+    """
+    if Path(path).suffix != ".jsonl":
+        with name_unreadable(path, f"{prefix}.path", "a file of text"):
+            yield untrusted.read_regular_file(Path(path).expanduser()).decode()
+        return
+    for number, record in read_records(path, f"{prefix}.path"):
+        text = record.get(field)
+        if not isinstance(text, str):
+            keys = ", ".join(map(str, record))
+            raise ConfigError(
+                f"{prefix}.field={field}: line {number} of {path} has no text of this name; it has {keys}."
+            )
+        yield text
+
+
+def compute_digest(path: str, field: str, tokens: int, prefix: str) -> str:
+    """Return 12 hex digits of a hash of a file's content and of how `read_validation_set` reads its first `tokens`.
+
+    Raises:
+        ConfigError: when the file can't be read.
+    """
+    key = field if Path(path).suffix == ".jsonl" else None
+    with (
+        name_unreadable(path, f"{prefix}.path", "a file of text"),
+        untrusted.open_regular_file(Path(path).expanduser()) as file,
+    ):
+        content = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    return hashlib.sha256(f"{content} {key} {tokens}".encode()).hexdigest()[:12]

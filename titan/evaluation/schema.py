@@ -12,8 +12,7 @@ from titan.config.kinds import get_kind
 from titan.config.settings import MISSING, setting
 from titan.config.text_kinds import Input, Label
 from titan.errors import ConfigError
-from titan.evaluation.items import FORMATS, TaskItem, read_items
-from titan.evaluation.texts import compute_digest, read_texts
+from titan.evaluation.items import FORMATS, TaskItem, compute_digest, read_items, read_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +56,6 @@ class Task:
 
     def build(self, prefix: str = "task") -> tuple[TaskItem, ...]:
         """Return the items.
-
-        Args:
-            prefix: the prefix of the settings in messages.
 
         Raises:
             ConfigError: when the file or an item can't be read.

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from titan.dataset.tokenizers.tokenizer import Tokenizer
+from titan.errors import ConfigError
 from titan.evaluation.items import TaskItem
 
 RESAMPLES = 1000
@@ -20,13 +22,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A figure of a task.
-
-    Attributes:
-        value: over all items.
-        low: the lower bound of the interval of `LEVEL` by the bootstrap over items.
-        high: its upper bound.
-    """
+    """A figure of a task over all items, with the interval of `LEVEL` by the bootstrap over items."""
 
     value: float
     low: float
@@ -44,25 +40,19 @@ def compute_scores(items: Sequence[TaskItem], likelihoods: Numbers) -> dict[str,
     Args:
         likelihoods: the log-likelihood of each choice in nats, and whether greedy decoding gives it; [choices, 2].
     """
-    ends = np.cumsum([len(item.choices) for item in items])
-    parts = np.split(likelihoods, ends[:-1])
-    pairs = list(zip(items, parts, strict=True))
-    cloze = [(part[0, 0], part[0, 1]) for item, part in pairs if len(item.choices) == 1]
-    scores: dict[str, TaskScore] = {}
-    if len(cloze) == len(items):
-        values = np.array(cloze)
+    if all(len(item.choices) == 1 for item in items):
         return {
-            "acc": _estimate_score(values[:, 1], _identity),
-            "perplexity": _estimate_score(values[:, 0], lambda mean: _clamp_exp(-mean)),
+            "acc": _estimate_score(likelihoods[:, 1], lambda mean: mean),
+            "perplexity": _estimate_score(likelihoods[:, 0], lambda mean: math.exp(-mean) if -mean < 700 else math.inf),
         }
+    parts = np.split(likelihoods[:, 0], np.cumsum([len(item.choices) for item in items])[:-1])
+    scores: dict[str, TaskScore] = {}
     for name, size in _SIZES.items():
-        is_correct = [float(_choose_likeliest(item, part[:, 0], size) == item.label) for item, part in pairs]
-        scores[name] = _estimate_score(np.array(is_correct), _identity)
+        sizes = [np.array([float(size(choice)) for choice in item.choices]) for item in items]
+        chosen = [int(np.argmax(part / divisor)) for part, divisor in zip(parts, sizes, strict=True)]
+        right = [float(index == item.label) for index, item in zip(chosen, items, strict=True)]
+        scores[name] = _estimate_score(np.array(right), lambda mean: mean)
     return scores
-
-
-def _choose_likeliest(item: TaskItem, likelihoods: Numbers, size: Callable[[str], int]) -> int:
-    return int(np.argmax(likelihoods / np.array([float(size(choice)) for choice in item.choices])))
 
 
 _SIZES: dict[str, Callable[[str], int]] = {
@@ -81,9 +71,53 @@ def _estimate_score(values: Numbers, transform: Callable[[float], float]) -> Tas
     return TaskScore(transform(float(values.mean())), bounds[0], bounds[1])
 
 
-def _identity(mean: float) -> float:
-    return mean
+@dataclass(frozen=True)
+class Request:
+    """Tokens of a context and a continuation, which has the last `scored` of them; at least one is before them."""
+
+    tokens: tuple[int, ...]
+    scored: int
 
 
-def _clamp_exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+def build_requests(
+    items: Sequence[TaskItem], tokenizer: Tokenizer, window: int, *, bos: bool = False, prefix: str = "task"
+) -> list[Request]:
+    """Return one request for each choice of each item, in order.
+
+    Args:
+        window: tokens that the model reads at most: the beginning of a longer context is left out.
+        bos: whether contexts begin with the token that begins a document.
+
+    Raises:
+        ConfigError: when a continuation is empty, or longer than the window.
+    """
+    contexts, texts, numbers = list[str](), list[str](), list[int]()
+    for number, item in enumerate(items, 1):
+        for choice in item.choices:
+            contexts.append(item.context.rstrip())
+            texts.append(item.context + item.delimiter + choice)
+            numbers.append(number)
+    encoded = zip(tokenizer.encode_batch(texts), tokenizer.encode_batch(contexts), numbers, strict=True)
+    return [
+        _build_request(full_ids, context_ids, tokenizer, window, bos, f"{prefix}: item {number}")
+        for full_ids, context_ids, number in encoded
+    ]
+
+
+def _build_request(
+    full_ids: list[int], context_ids: list[int], tokenizer: Tokenizer, window: int, bos: bool, location: str
+) -> Request:
+    scored = len(full_ids) - len(context_ids)
+    if not 0 < scored <= window:
+        problem = (
+            "adds no token to its context" if scored <= 0 else f"has {scored} tokens, and the model reads {window}"
+        )
+        raise ConfigError(f"{location}: a continuation {problem}; correct the item, or raise training.seq_len.")
+    prefix = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
+    if bos or not context_ids:
+        if prefix is None:
+            raise ConfigError(
+                f"{location}: has no context, and no token of {tokenizer.name} begins a document; give one."
+            )
+        full_ids = [prefix, *full_ids]
+    return Request(tuple(full_ids[-(window + 1) :]), scored)

@@ -148,19 +148,14 @@ class CachedAttention(TitanCore):
         keys, values = self.cached_keys.add_tokens(k, v)
         if (mask := select_mask(mask)) is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-        return _attend_grouped(q, keys, values, mask, self.scale)
-
-
-def _attend_grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Compute attention with the query heads of a key head as further queries of it.
-
-    So keys need not be repeated for each query head, which is most of the work for a single new token.
-    """
-    rows, heads, count, width = q.shape
-    group = heads // k.shape[1]
-    queries = q.reshape(rows, k.shape[1], group * count, width)
-    mask = mask.repeat(1, 1, group, 1) if count > 1 else mask
-    return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
+        # the query heads of a key head are further queries of it, so that keys need not be repeated for each of them,
+        # which is most of the work for a single new token
+        rows, heads, count, width = q.shape
+        group = heads // keys.shape[1]
+        queries = q.reshape(rows, keys.shape[1], group * count, width)
+        mask = mask.repeat(1, 1, group, 1) if count > 1 else mask
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scale)
+        return out.reshape(q.shape)
 
 
 def can_cache(model: Any) -> bool:
@@ -196,3 +191,75 @@ def use_cache(model: Any, length: int, device: torch.device) -> Iterator[KVCache
             setattr(module, name, child)
         for core, compute in own:
             core.compute = compute
+
+
+class CachedForward:
+    """Forward passes of new tokens only, of a batch of rows."""
+
+    def __init__(self, model: Any, cache: KVCache, chunk: int) -> None:
+        """Take a model that uses the cache; prompts are computed in chunks of `chunk` tokens."""
+        self.model, self.cache, self.chunk = model, cache, chunk
+        self.select_rows = cache.select_rows
+
+    def prefill(self, tokens: Tensor, last: Tensor) -> Tensor:
+        """Return the hidden states [B, 1, D] at each row's index `last`, int64 [B], of tokens [B, T]."""
+        out: Tensor | None = None
+        for start in range(0, tokens.shape[1], self.chunk):
+            chunk = tokens[:, start : start + self.chunk]
+            hidden = self.model(chunk, self.cache.extend(start, chunk.shape[1]))
+            chunk_hidden = _select_positions(hidden, (last - start).clamp(0, chunk.shape[1] - 1))
+            out = chunk_hidden if out is None else torch.where((last >= start)[:, None, None], chunk_hidden, out)
+        if out is None:
+            raise ValueError("prompts without tokens")
+        return out
+
+    def step(self, tokens: Tensor, positions: list[int]) -> Tensor:
+        """Return the hidden states [B, 1, D] of one more token [B] of each row, at its position."""
+        hidden: Tensor = self.model(tokens[:, None], self.cache.step(positions))
+        return hidden
+
+
+class WholeForward:
+    """Forward passes of whole rows; tokens after a row's last one have no influence, since attention is causal."""
+
+    def __init__(self, model: Any, length: int) -> None:
+        """Take a model, and the most tokens that a row may have."""
+        self.model, self.length = model, length
+        self.tokens = torch.zeros(0, 0, dtype=torch.int64)
+
+    def prefill(self, tokens: Tensor, last: Tensor) -> Tensor:
+        """See `CachedForward.prefill`."""
+        if not tokens.shape[1]:
+            raise ValueError("prompts without tokens")
+        self.tokens = tokens.new_zeros(len(tokens), self.length)
+        self.tokens[:, : tokens.shape[1]] = tokens
+        return _select_positions(self.model(tokens), last)
+
+    def step(self, tokens: Tensor, positions: list[int]) -> Tensor:
+        """See `CachedForward.step`."""
+        index = torch.tensor(positions, device=tokens.device)
+        self.tokens[torch.arange(len(tokens), device=tokens.device), index] = tokens
+        return _select_positions(self.model(self.tokens[:, : max(positions) + 1]), index)
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep these rows, in this order; a row may be repeated."""
+        self.tokens = self.tokens[rows]
+
+
+def _select_positions(hidden: Tensor, index: Tensor) -> Tensor:
+    """Return hidden states [B, 1, D] of [B, T, D], at each row's index [B]."""
+    return hidden[torch.arange(len(index), device=index.device), index][:, None]
+
+
+Forward = CachedForward | WholeForward
+"""The forward passes of a batch of rows."""
+
+
+@contextmanager
+def prepare_forward(model: Any, length: int, device: torch.device, chunk: int | None) -> Iterator[Forward]:
+    """Return a context with the forward passes of rows of up to `length` tokens; no `chunk`: without a cache."""
+    if chunk is None:
+        yield WholeForward(model, length)
+        return
+    with use_cache(model, length, device) as cache:
+        yield CachedForward(model, cache, chunk)

@@ -16,28 +16,86 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import RunError
-from titan.generation.cache import can_cache
-from titan.generation.detokenizer import Detokenizer
-from titan.generation.forward import Forward, prepare_forward
+from titan.generation.cache import Forward, can_cache, prepare_forward
 from titan.model import sampling
 
 Reason = Literal["stop", "length"]
 """Why a continuation ended: at a stop token or text, or at the maximum length."""
 
 
-@dataclass(frozen=True)
-class SamplingRules:
-    """How tokens are sampled, and when a continuation ends.
+_UNFINISHED = "\ufffd"
+_CONTEXT = 6
+"""Tokens of the prompt that are decoded with what follows: some tokenizers decode a text's first word differently."""
+
+
+class Detokenizer:
+    """The text of one continuation, which grows token by token.
+
+    A character may consist of several tokens: it is returned once it is complete. What may be the beginning of a stop
+    text is buffered until it is one, or not.
 
     Attributes:
-        temperature: see `titan.model.sampling.sample_tokens`.
-        top_k: see `sample_tokens`.
-        top_p: see `sample_tokens`.
-        seed: of the random numbers; see `titan.model.sampling.make_generator`.
-        vocab: only ids below it are sampled.
-        eos: the token that ends a continuation; None: no token does.
-        max_tokens: the maximum length of a continuation.
+        text: the text so far, without the buffer.
+        stopped: whether a stop text was generated; the text ends before it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stop = tokenizer, [text for text in stop if text]
+        self.tokens = list(prompt[-_CONTEXT:])
+        self.window_start, self.window_end = 0, len(self.tokens)
+        self.buffer, self.text, self.stopped = "", "", False
+
+    def add_token(self, token: int) -> str:
+        """Add a token, and return the text that can be shown now."""
+        self.tokens.append(token)
+        return self._filter_stops(self._decode(last=False))
+
+    def finish(self) -> str:
+        """End the text, and return what was buffered."""
+        if self.stopped:
+            return ""
+        rest = self._filter_stops(self._decode(last=True))
+        self.text, rest, self.buffer = self.text + self.buffer, rest + self.buffer, ""
+        return rest
+
+    def _decode(self, last: bool) -> str:
+        """Return the text of the tokens that were not decoded yet; "" while their last character is incomplete."""
+        decoded_text = self.tokenizer.decode(self.tokens[self.window_start : self.window_end])
+        text = self.tokenizer.decode(self.tokens[self.window_start :])
+        if len(text) <= len(decoded_text) or (text.endswith(_UNFINISHED) and not last):
+            return ""
+        self.window_start, self.window_end = self.window_end, len(self.tokens)
+        return text[len(decoded_text) :]
+
+    def _filter_stops(self, new_text: str) -> str:
+        """Return what can be shown of the buffer and the new text."""
+        text = self.buffer + new_text
+        ends = [index for index in (text.find(stop) for stop in self.stop) if index >= 0]
+        if ends and not self.stopped:
+            self.stopped, released, self.buffer = True, text[: min(ends)], ""
+        else:
+            released, self.buffer = _split_partial_stop(text, self.stop)
+        self.text += released
+        return released
+
+
+def _split_partial_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Split `text` before its longest end that is the beginning of a stop text."""
+    longest = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
+    for size in range(longest, 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return text[:-size], text[-size:]
+    return text, ""
+
+
+@dataclass(frozen=True)
+class SamplingRules:
+    """How tokens are sampled, see `titan.model.sampling`, and when a continuation ends: at the token `eos`, or at a
+    length.
+
+    Only ids below `vocab` are sampled.
     """
 
     temperature: float = 0.0
@@ -106,7 +164,6 @@ class BatchDecoder:
         Args:
             model: a whole `titan.model.decoder.DecoderModel`, or its part on a tensor rank; on `device`.
             chunk: tokens of the prompts that the model computes at a time.
-            broadcast: replaces the tokens by those of the first rank.
         """
         self.model, self.rules, self.device, self.chunk, self.broadcast = model, rules, device, chunk, broadcast
         self.caches = can_cache(model)  # now: its warning stands before all that is printed of a prompt
@@ -125,18 +182,14 @@ class BatchDecoder:
             logits = self._prefill_prompts(rows, forward)
             while live:
                 tokens = self._sample_tokens(logits, [generator for _, generator in live])
-                active = self._append_tokens(tokens.tolist(), [row for row, _ in live])
+                for (row, _), token in zip(live, tokens.tolist(), strict=True):
+                    row.append_token(token, self.rules)
+                active = [i for i, (row, _) in enumerate(live) if row.reason is None]
                 if 0 < len(active) < len(live):
                     forward.select_rows(active)
                 tokens, live = tokens[active], [live[i] for i in active]
                 if live:
-                    logits = self._compute_logits(forward.step(tokens, [row.position for row, _ in live]))
-
-    def _append_tokens(self, tokens: Sequence[int], rows: Sequence[Continuation]) -> list[int]:
-        """Append its token to each row, and return the indices of the rows that continue."""
-        for row, token in zip(rows, tokens, strict=True):
-            row.append_token(token, self.rules)
-        return [i for i, row in enumerate(rows) if row.reason is None]
+                    logits = self.model.head(forward.step(tokens, [row.position for row, _ in live]))[:, 0]
 
     def _prefill_prompts(self, rows: Sequence[Continuation], forward: Forward) -> Tensor:
         """Compute the prompts, equal ones once, and return the logits [B, V] after each."""
@@ -149,17 +202,15 @@ class BatchDecoder:
         index = [prompts.index(tuple(row.prompt)) for row in rows]
         if index != list(range(len(prompts))):
             forward.select_rows(index)
-        return self._compute_logits(hidden)[index]
-
-    def _compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.head(hidden)[:, 0]
-        return logits
+        return logits[index]
 
     def _sample_tokens(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """Return the next token of each row, int64 [B]."""
-        rules = self.rules
         if not bool(logits.isfinite().all()):
             raise RunError("the model's logits are not finite: its weights are corrupt, or too large for dtype.")
-        uniform = sampling.draw_uniform(generators)
-        options = {"temperature": rules.temperature, "top_k": rules.top_k, "top_p": rules.top_p, "vocab": rules.vocab}
-        return self.broadcast(sampling.sample_tokens(logits, uniform, **options))  # type: ignore[arg-type]
+        rules, uniform = self.rules, sampling.draw_uniform(generators)
+        tokens = sampling.sample_tokens(
+            logits, uniform, temperature=rules.temperature, top_k=rules.top_k, top_p=rules.top_p, vocab=rules.vocab
+        )
+        return self.broadcast(tokens)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from titan.console.numbers import format_count
 from titan.dataset.tokenizers.load import load_tokenizer
@@ -30,6 +29,7 @@ class GenerationJob:
     """The input of the ranks.
 
     Attributes:
+        worker: what the ranks do.
         settings: as the user gave them.
         path: of the weights; for a run, its last checkpoint.
         prompts: the tokens of each, at least one.
@@ -41,6 +41,7 @@ class GenerationJob:
         precision: the compute type.
     """
 
+    worker: ClassVar[str] = "titan.generation.worker"
     settings: Settings
     path: str
     prompts: tuple[tuple[int, ...], ...]
@@ -67,12 +68,24 @@ def build_job(
     tokenizer = None if weights.tokenizer is None else load_tokenizer(weights.tokenizer)
     prompts = _encode_prompts(settings, texts, tokenizer)
     model = weights.model
-    _check_ids(prompts, model.vocab, settings)
+    longest, largest = max(map(len, prompts)), max(map(max, prompts))
+    if largest >= model.vocab:
+        name, last = "tokens" if settings.tokens is not None else "prompt", model.vocab - 1
+        raise ConfigError(f"{name}: id {largest} is outside of the model's vocabulary, 0 to {last}; give others.")
     _check_layout(model, layout, machine)
     compute = settings.dtype if settings.dtype != "auto" else "bf16" if machine.bf16_fast else "fp32"
     precision = Precision(compute=compute)
-    _check_memory(settings, max(map(len, prompts)), model, layout, machine, precision)
-    _warn_of_length(max(map(len, prompts)) + settings.max_tokens, weights)
+    _check_memory(settings, longest, model, layout, machine, precision)
+    trained_length, length = (
+        getattr(weights, "config", {}).get("max_position_embeddings"),
+        longest + settings.max_tokens,
+    )
+    if trained_length is not None and length > trained_length:
+        print(
+            f"titan: warning: a prompt with max_tokens has up to {length:,} tokens, but the model was trained on up "
+            f"to {trained_length:,}; later tokens may be of low quality.",
+            file=sys.stderr,
+        )
     eos = None if tokenizer is None or settings.ignore_eos else tokenizer.eos
     vocab = model.vocab if tokenizer is None else min(tokenizer.vocab_size, model.vocab)
     return GenerationJob(
@@ -98,13 +111,6 @@ def _encode_prompts(
             raise ConfigError("prompt=: is empty, and no token begins a document; give some text.")
         encoded.append(tuple(ids))
     return tuple(encoded)
-
-
-def _check_ids(prompts: Sequence[Sequence[int]], vocab: int, settings: Settings) -> None:
-    largest = max(map(max, prompts))
-    if largest >= vocab:
-        name = "tokens" if settings.tokens is not None else "prompt"
-        raise ConfigError(f"{name}: id {largest} is outside of the model's vocabulary, 0 to {vocab - 1}; give others.")
 
 
 def _check_layout(model: Any, layout: Layout, machine: Machine) -> None:
@@ -150,14 +156,4 @@ def _check_memory(
             f"{settings.source}: {format_count(model.parameters())} parameters in {precision.compute} take "
             f"{weights:.1f} GiB and the keys and values of a batch {cache:.1f} GiB, but {ranks} "
             f"rank{'s have' if ranks > 1 else ' has'} {available:.1f} GiB; give {' or '.join(options)}."
-        )
-
-
-def _warn_of_length(longest: int, weights: Weights) -> None:
-    trained_length = getattr(weights, "config", {}).get("max_position_embeddings")
-    if trained_length is not None and longest > trained_length:
-        print(
-            f"titan: warning: a prompt with max_tokens has up to {longest:,} tokens, but the model was trained on up "
-            f"to {trained_length:,}; later tokens may be of low quality.",
-            file=sys.stderr,
         )

@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from titan.console.numbers import format_plural
 from titan.dataset.tokenizers.tokenizer import Tokenizer
@@ -19,14 +18,19 @@ if TYPE_CHECKING:
     from titan.generation.decode import Continuation
 
 
-class GenerationOutput(Protocol):
-    """Shows continuations; a context manager."""
+def decode_prompt(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the text of a prompt, without the token that begins a document."""
+    return tokenizer.decode(prompt[1:] if prompt[0] == tokenizer.bos else prompt)
 
-    def __enter__(self) -> GenerationOutput: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+class GenerationOutput:
+    """Shows continuations; a context manager. This one, for ranks other than 0, shows nothing."""
+
+    def __enter__(self) -> GenerationOutput:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def begin_prompt(self, prompt: Sequence[int]) -> None:
         """Start a continuation of this prompt."""
@@ -38,31 +42,7 @@ class GenerationOutput(Protocol):
         """End a continuation."""
 
 
-def decode_prompt(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Return the text of a prompt, without the token that begins a document."""
-    return tokenizer.decode(prompt[1:] if prompt[0] == tokenizer.bos else prompt)
-
-
-class NoOutput:
-    """For ranks that show nothing."""
-
-    def __enter__(self) -> NoOutput:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def begin_prompt(self, prompt: Sequence[int]) -> None:
-        """See `GenerationOutput`."""
-
-    def show_token(self, token: int, text: str) -> None:
-        """See `GenerationOutput`."""
-
-    def finish_row(self, row: Continuation) -> None:
-        """See `GenerationOutput`."""
-
-
-class TerminalOutput(NoOutput):
+class TerminalOutput(GenerationOutput):
     """Prints each prompt with its continuation; as token ids where there is no tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, count: int) -> None:
@@ -94,7 +74,7 @@ class TerminalOutput(NoOutput):
         return " ".join(map(str, prompt)) if self.tokenizer is None else decode_prompt(prompt, self.tokenizer)
 
 
-class JsonLinesOutput(NoOutput):
+class JsonLinesOutput(GenerationOutput):
     """Writes one line per continuation: {prompt, text, tokens, finish_reason}; texts are null without a tokenizer."""
 
     def __init__(self, file: Path, tokenizer: Tokenizer | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from titan.cluster.rank_info import RankInfo
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import RunError
-from titan.generation.decode import BatchDecoder, Continuation, SamplingRules
-from titan.generation.detokenizer import Detokenizer
+from titan.generation.decode import BatchDecoder, Continuation, Detokenizer, SamplingRules
 from titan.generation.request import GenerationJob
-from titan.generation.terminal import GenerationOutput, JsonLinesOutput, NoOutput, TerminalOutput, Throughput
+from titan.generation.terminal import GenerationOutput, JsonLinesOutput, TerminalOutput, Throughput
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.precision.schema import Precision
@@ -42,7 +40,12 @@ def work(job: GenerationJob, rank_info: RankInfo) -> int:
     tokenizer = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
     try:
         model = load_model(open_weights(job.path, ""), job.precision, world)
-        with _create_output(job, tokenizer, world) as output:
+        output = GenerationOutput()
+        if world.is_rank0 and job.settings.to is not None:
+            output = JsonLinesOutput(Path(job.settings.to).expanduser(), tokenizer)
+        elif world.is_rank0:
+            output = TerminalOutput(tokenizer, len(job.prompts) * job.settings.samples)
+        with output:
             throughput = continue_prompts(job, model, tokenizer, world, output)
     except torch.OutOfMemoryError as error:
         message = str(error).split(". ")[0]
@@ -66,7 +69,7 @@ def continue_prompts(
     job: GenerationJob, model: Any, tokenizer: Tokenizer | None, world: World, output: GenerationOutput
 ) -> Throughput:
     """Continue every prompt, a batch at a time, and return the throughput; all ranks call it together."""
-    settings, throughput = job.settings, Throughput()
+    settings, throughput, stops = job.settings, Throughput(), job.settings.list_stops()
     rules = SamplingRules(
         settings.temperature, settings.top_k, settings.top_p, settings.seed, job.vocab, job.eos, settings.max_tokens
     )
@@ -76,26 +79,14 @@ def continue_prompts(
         throughput.count_token()
         output.show_token(token, text)
 
-    rows = _create_rows(job, tokenizer, on_token)
+    rows = (
+        Continuation(prompt, sample, None if tokenizer is None else Detokenizer(tokenizer, prompt, stops), on_token)
+        for prompt in job.prompts
+        for sample in range(settings.samples)
+    )
     while batch := list(islice(rows, settings.batch)):
         output.begin_prompt(batch[0].prompt)
         decoder.run(batch)
         for row in batch:
             output.finish_row(row)
     return throughput
-
-
-def _create_rows(job: GenerationJob, tokenizer: Tokenizer | None, on_token: Any) -> Iterator[Continuation]:
-    """Yield the continuations of all prompts, in order."""
-    for prompt in job.prompts:
-        for sample in range(job.settings.samples):
-            detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, job.settings.list_stops())
-            yield Continuation(prompt, sample, detokenizer, on_token)
-
-
-def _create_output(job: GenerationJob, tokenizer: Tokenizer | None, world: World) -> GenerationOutput:
-    if not world.is_rank0:
-        return NoOutput()
-    if job.settings.to is not None:
-        return JsonLinesOutput(Path(job.settings.to).expanduser(), tokenizer)
-    return TerminalOutput(tokenizer, len(job.prompts) * job.settings.samples)

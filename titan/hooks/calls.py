@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from titan.config.settings import suggest_nearest
 from titan.console.text import format_error
 from titan.errors import ConfigError, RunError, find_own_code_error
 from titan.hooks.context import Context, Parameters
-from titan.hooks.schema import METRIC_PREFIX, MOMENTS, Hook
+from titan.hooks.schema import METRIC_PREFIX, MOMENTS
 from titan.parallelism.mesh import World
 from titan.run import identity
 from titan.run.run import Run
@@ -44,7 +44,8 @@ class Hooks:
         self.latest_metrics: dict[str, float] = {}
         for name, hook in (run.hooks or {}).items():
             context = self._contexts[name] = Context(name, run, world, parameters)
-            hook_object = _build_hook(name, hook, self._packages)
+            with _name_errors(name, self._packages, "build"):
+                hook_object = hook.build()
             for moment in _list_moments(name, hook_object):
                 self._calls[moment].append((context, getattr(hook_object, moment)))
 
@@ -83,7 +84,7 @@ class Hooks:
             context._waits_for_device, context._logged = waits_for_device, {}
             is_in_step = moment == "before_optimizer"  # whose time counts as the step's
             with (
-                _HookErrors(context._name, self._packages, moment, step),
+                _name_errors(context._name, self._packages, moment, step),
                 nullcontext() if is_in_step else self._run_hook(),
             ):
                 method(context)
@@ -97,39 +98,26 @@ class Hooks:
         return values
 
 
-class _HookErrors:
-    """Turn an error of a hook into a RunError that names the hook and the moment. A context manager."""
-
-    def __init__(self, name: str, packages: Sequence[str], moment: str, step: int | None = None) -> None:
-        self.name, self.packages, self.moment, self.step = name, packages, moment, step
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or (self.step is None and isinstance(error, ConfigError)):
-            return
-        log.error("hooks.%s failed in %s", self.name, self.moment, exc_info=error)
-        step_text = "" if self.step is None else f" at step {self.step}"
-        location = find_own_code_error(error, self.packages)
+@contextmanager
+def _name_errors(name: str, packages: Sequence[str], moment: str, step: int | None = None) -> Iterator[None]:
+    """Turn an error of a hook into a RunError that names the hook and the moment."""
+    try:
+        yield
+    except Exception as error:
+        if step is None and isinstance(error, ConfigError):
+            raise
+        log.error("hooks.%s failed in %s", name, moment, exc_info=error)
+        step_text = "" if step is None else f" at step {step}"
+        location = find_own_code_error(error, packages)
         cause = location or f"{type(error).__name__}: {format_error(error)}".rstrip(": ")
         raise RunError(
-            f"hooks.{self.name}: failed in {self.moment}{step_text} ({cause}); correct the hook, or leave it out. "
+            f"hooks.{name}: failed in {moment}{step_text} ({cause}); correct the hook, or leave it out. "
             "The log of the rank has the traceback."
         ) from error
 
 
-def _build_hook(name: str, hook: Hook, packages: Sequence[str]) -> Any:
-    with _HookErrors(name, packages, "build"):
-        return hook.build()
-
-
 def _list_moments(name: str, hook_object: Any) -> list[str]:
-    """Return the moments that a hook has methods for.
-
-    Raises:
-        ConfigError: when it has none, or one whose name is no moment's.
-    """
+    """Return the moments that a hook has methods for."""
     moments = [moment for moment in MOMENTS if callable(getattr(hook_object, moment, None))]
     unknown_methods = [
         method

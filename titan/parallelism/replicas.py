@@ -4,7 +4,7 @@ A DTensor has replicas along the dimensions of its mesh where its placement is R
 the layout that its mesh does not cover; a plain tensor along all of them. Stages of a pipeline have different tensors,
 but for those that are given as shared.
 
-1. every rank: the fingerprint of each tensor (`titan.parallelism.fingerprints`), and of those with replicas along a
+1. every rank: the fingerprint of each tensor (`titan.numerics.fingerprints`), and of those with replicas along a
    dimension one sum F;
 2. the ranks of each dimension: the maximum of [F, ~F], 16 bytes: both are of one F if and only if all have the same;
 3. all ranks: whether any differ, one number.
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan.errors import DifferingRanksError, RunError
-from titan.parallelism.fingerprints import fingerprint
+from titan.numerics.fingerprints import fingerprint
 from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.mesh import World
 

@@ -18,26 +18,29 @@ from numpy.typing import NDArray
 
 from titan.checkpoint import manifest
 from titan.console.numbers import format_plural
-from titan.files.run_directory import shorten_path
+from titan.errors import ConfigError
+from titan.files.run_directory import check_run_directory, shorten_path
 from titan.metrics.columns import StepColumns
+from titan.numerics.differences import FP32_BOUND, TINY, compare_series
+from titan.report.collect import collect_runs
 from titan.report.estimate import Member
 from titan.report.findings import Numbers
+from titan.report.history import History
 
 FIRST = 5
 """Steps that must agree within the bounds."""
-BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-3, 5e-2)}
+BOUNDS = {"fp32": (FP32_BOUND, 1e-4), "bf16": (1e-3, 5e-2)}
 """Largest relative gaps of loss and gradient norm over the first steps, by the dtype of matmuls.
 
 Measured with the debug model over five layouts on CPUs, with a warm-up of two steps: fp32 2e-7 and 7e-6, bf16 3e-5 and
 1e-2. A wrong gradient shows as 1e-1 and more. From the eighth step on norms in bf16 differ by up to a factor of two.
 """
-ROUNDING = {"fp32": 1e-5, "bf16": 1e-4}
+ROUNDING = {"fp32": FP32_BOUND, "bf16": 1e-4}
 """Relative gaps of losses that are rounding in all steps, by the dtype of matmuls: the tolerances of layouts' tests."""
 LEAST_UPDATES = 5
 """Steps after the first one, whose loss is computed before any update, from which on equal losses are a result."""
 LEAST_CHANGE = 100.0
 """How many times the difference that is rounding the losses must have changed by, so that equal ones are a result."""
-TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,9 @@ class Parity:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """A step at which two runs differ by more than rounding.
+    """A step at which the batch, the loss or the gradient norm of two runs differs by more than rounding.
 
-    Attributes:
-        step: its number.
-        quantity: "batch", "loss" or "gradient norm".
-        gap: the relative difference; infinite where only one side is finite, and for batches.
+    The gap is the relative difference; infinite where only one side is finite, and for batches.
     """
 
     step: int
@@ -107,6 +107,9 @@ def compare_steps(a: Member, b: Member) -> Parity:
     unequal = np.flatnonzero(_find_unequal_batches(steps_a, steps_b))
     same_start = len(steps_a) and steps_a.step[0] == a.history.steps.step[0] == b.history.steps.step[0]
     first_steps = slice(0, FIRST if same_start else 0)
+    same_losses = np.array_equal(a.history.steps.step, b.history.steps.step) and np.array_equal(
+        a.history.steps.loss, b.history.steps.loss, equal_nan=True
+    )
     return Parity(
         common=int(((steps_a.hash != 0) & (steps_b.hash != 0)).sum()),
         unequal=len(unequal),
@@ -114,7 +117,7 @@ def compare_steps(a: Member, b: Member) -> Parity:
         loss_gap=compute_relative_gap(steps_a.loss[first_steps], steps_b.loss[first_steps]),
         norm_gap=compute_relative_gap(steps_a.grad_norm[first_steps], steps_b.grad_norm[first_steps]),
         largest_gap=_compute_largest_gap(a, b),
-        identical=_is_identical(a, b),
+        identical=same_losses and (a.run.validation == b.run.validation or not has_same_evaluation_set((a, b))),
     )
 
 
@@ -131,15 +134,7 @@ def _find_unequal_batches(a: StepColumns, b: StepColumns) -> NDArray[np.bool_]:
 
 def compute_relative_gap(a: Numbers, b: Numbers) -> float | None:
     """Return the largest relative difference, infinite where only one side is finite; None without values."""
-    return float(np.max(_compute_relative_gaps(a, b))) if len(a) else None
-
-
-def _compute_relative_gaps(a: Numbers, b: Numbers) -> Numbers:
-    """Return the relative difference of each value, infinite where only one side is finite, 0 where none is."""
-    finite_a, finite_b = np.isfinite(a), np.isfinite(b)
-    both, gaps = finite_a & finite_b, np.where(finite_a != finite_b, math.inf, 0.0)
-    gaps[both] = np.abs(a[both] - b[both]) / np.maximum(np.abs(b[both]), TINY)
-    return gaps
+    return float(np.max(compare_series(a, b))) if len(a) else None
 
 
 def _compute_largest_gap(a: Member, b: Member) -> float | None:
@@ -150,12 +145,6 @@ def _compute_largest_gap(a: Member, b: Member) -> float | None:
     final = [[math.nan if m.run.validation is None else m.run.validation] for m in (a, b)]
     values_a, values_b = (np.concatenate([m.history.steps.loss, v]) for m, v in zip((a, b), final, strict=True))
     return compute_relative_gap(values_a, values_b)
-
-
-def _is_identical(a: Member, b: Member) -> bool:
-    same = np.array_equal(a.history.steps.step, b.history.steps.step)
-    same = same and np.array_equal(a.history.steps.loss, b.history.steps.loss, equal_nan=True)
-    return same and (a.run.validation == b.run.validation or not has_same_evaluation_set((a, b)))
 
 
 def has_same_evaluation_set(pair: tuple[Member, Member]) -> bool:
@@ -177,11 +166,8 @@ def choose_bounds(*configs: Mapping[str, Any]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Finished pairs all of whose losses are equal to rounding.
-
-    Attributes:
-        text: the sentence.
-        decides: whether training went far enough for equal losses to show that both sides compute the same.
+    """Finished pairs all of whose losses are equal to rounding: a sentence, and whether training went far enough to
+    decide by it that both sides compute the same.
     """
 
     text: str
@@ -194,7 +180,6 @@ def find_agreement(
     """Return what the equal losses of finished pairs show; None unless those of all pairs are equal to rounding.
 
     Args:
-        parities: of the pairs.
         limit: relative difference of losses that is rounding; None: that of the pair's dtype.
     """
     gaps = []
@@ -212,8 +197,6 @@ def describe_agreement(
 
     Args:
         pairs: of runs whose losses are equal to rounding.
-        largest_gap: their largest relative difference.
-        limit: see `find_agreement`.
     """
     size = f"equal to rounding (relative differences up to {largest_gap:.1e})" if largest_gap else "bitwise equal"
     text = f"all losses are {size}, in {format_plural(len(pairs), 'pair')}"
@@ -245,15 +228,11 @@ def find_first_difference(a: StepColumns, b: StepColumns, bounds: tuple[float, f
 
     Args:
         a: one line per step, in rising order.
-        b: likewise.
         bounds: largest relative differences of loss and gradient norm that are rounding.
     """
     a, b = select_common_steps(a, b)
     unequal = _find_unequal_batches(a, b)
-    gaps = {
-        "loss": _compute_relative_gaps(a.loss, b.loss),
-        "gradient norm": _compute_relative_gaps(a.grad_norm, b.grad_norm),
-    }
+    gaps = {"loss": compare_series(a.loss, b.loss), "gradient norm": compare_series(a.grad_norm, b.grad_norm)}
     differs = unequal | (gaps["loss"] > bounds[0]) | (gaps["gradient norm"] > bounds[1])
     if not differs.any():
         return None
@@ -269,11 +248,9 @@ def begins_at_initial_weights(directories: Sequence[Path], step: int) -> bool:
 
     A replay of the first step begins there anyway.
     """
-    return step > 1 and any(not any(_read_step(f) < step for f in manifest.list_complete(d)) for d in directories)
-
-
-def _read_step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    return step > 1 and any(
+        not any(int(f.name.removeprefix("step-")) < step for f in manifest.list_complete(d)) for d in directories
+    )
 
 
 def build_replay_command(directory: Path, baseline: Path, step: int) -> str:
@@ -286,3 +263,57 @@ def build_replay_command(directory: Path, baseline: Path, step: int) -> str:
     words = ["python", "-m", "titan.replay", paths[0], f"against={paths[1]}", f"step={step}"]
     start = ["start=0"] if begins_at_initial_weights((directory, baseline), step) else []
     return shlex.join([*words, *start])
+
+
+@dataclass(frozen=True)
+class RunPair:
+    """The metrics of two runs, side by side: the first and the last step that both have, and how many.
+
+    `gaps` and `bounds` are the largest relative differences of loss and gradient norm over these, and those that are
+    rounding; at `difference` they differ first by more. `has_checkpoints`: both have one before that step.
+    """
+
+    steps: tuple[int, int, int]
+    gaps: tuple[float, float]
+    bounds: tuple[float, float]
+    difference: StepDifference | None
+    has_checkpoints: bool
+
+    def describe(self) -> str:
+        """Return in a sentence where the runs differ first."""
+        first, last, count = self.steps
+        if self.difference is None:
+            loss, norm = self.gaps
+            agreement = f"loss by up to {loss:.1e}, gradient norm by up to {norm:.1e}" if loss or norm else "bitwise"
+            return (
+                f"the runs agree to rounding ({agreement}) in all {format_plural(count, 'common step')}, {first:,} to "
+                f"{last:,}: there is no step to look at; give step=N for one of them"
+            )
+        grown = f"; after {FIRST} steps that may be rounding that has grown" if self.difference.step > FIRST else ""
+        bound = self.bounds[0] if self.difference.quantity == "loss" else self.bounds[1]
+        limit = "" if self.difference.quantity == "batch" else f" (rounding: {bound:.0e})"
+        return f"the runs differ first at {self.difference.describe()}{limit}{grown}"
+
+
+def read_pair(name: str, other: str) -> RunPair:
+    """Return the metrics of two runs.
+
+    Raises:
+        ConfigError: where one is no run, or they have no step in common.
+    """
+    directories = [check_run_directory(directory).resolve() for directory in (name, other)]
+    raws = []
+    for directory in directories:
+        collected = collect_runs([directory])
+        if not collected.runs:
+            raise ConfigError(f"{directory}: {collected.failed[0].reason.rstrip('.')}; give another run.")
+        raws.append(collected.runs[0])
+    histories = [History(raw).steps for raw in raws]
+    bounds = choose_bounds(*(raw.config for raw in raws))
+    a, b = select_common_steps(*histories)
+    if not len(a):
+        raise ConfigError(f"against={other}: has no step in common with {name} in metrics.jsonl; give step=N.")
+    difference = find_first_difference(a, b, bounds)
+    initial = difference is not None and begins_at_initial_weights(directories, difference.step)
+    gaps = compute_relative_gap(a.loss, b.loss) or 0.0, compute_relative_gap(a.grad_norm, b.grad_norm) or 0.0
+    return RunPair((int(a.step[0]), int(a.step[-1]), len(a)), gaps, bounds, difference, not initial)

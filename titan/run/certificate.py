@@ -41,15 +41,7 @@ IGNORED = {
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate that was read.
-
-    Attributes:
-        key: which runs it is for.
-        hash: of its content.
-        passed: whether all checks held.
-        made: when, as ISO 8601.
-        content: all of it.
-    """
+    """A certificate that was read: which runs it is for, whether all checks held, and when it was made (ISO 8601)."""
 
     key: str
     hash: str
@@ -125,7 +117,6 @@ def write(content: Mapping[str, Any], key: str) -> Path:
 
     Args:
         content: "passed", "made" and all else that is shown.
-        key: which runs it is for.
     """
     redacted: dict[str, Any] = redact_nested({**content, "key": key})
     file = find_folder() / f"{key}.json"

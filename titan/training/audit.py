@@ -10,81 +10,59 @@
 Ranks that divide a model compute together: all of them work on the same other rows. Ranks that share experts keep their
 places among each other, because rows of the same experts are one product.
 
-Only if some differ, `titan.training.audit_verdict` decides which rank is wrong, from further computations.
+Only if some differ, `titan.training.audit` decides which rank is wrong, from further computations.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan.debug.module_hooks import CompiledHook
+from titan.debug.module_hooks import ModuleHooks, StageCall
+from titan.numerics.differences import compare_figures
+from titan.numerics.fingerprints import fingerprint
 from titan.parallelism import data
-from titan.parallelism.fingerprints import fingerprint
 from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
-from titan.parallelism.replicas import get_rank_name
+from titan.parallelism.replicas import RankName, ReplicaDifference, get_rank_name
 from titan.run.run import Run
-from titan.training.audit_verdict import Computation, Witness, judge
 from titan.training.train_step import TrainStep
 
 OUTPUT = "the loss"
 
 
-class OutputPrints:
-    """Takes fingerprints of what the modules of a stage return for one micro-batch, while its context is open.
-
-    Compiled modules ignore hooks that are added later, and would be compiled again with them: so their calls are
-    wrapped instead.
-    """
+class OutputPrints(ModuleHooks):
+    """Takes fingerprints of what the modules of a stage return for one micro-batch, while its context is open."""
 
     def __init__(self, stage: Any, microbatch: int) -> None:
         """Take the stage, and the number of the micro-batch among its calls."""
-        self.stage, self.microbatch, self.call = stage, microbatch, -1
+        super().__init__([stage], around_compiled=True)
+        self.microbatch = microbatch
         self.prints: dict[str, Tensor] = {}
         self.sizes: dict[str, Tensor] = {}
-        self._undo: list[Callable[[], object]] = []
-
-    def __enter__(self) -> OutputPrints:
-        self._undo.append(self.stage.register_forward_pre_hook(self._count, prepend=True).remove)
-        for name, module in list_observed(self.stage):
-            self._undo.append(self._observe(name, module))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for undo in self._undo:
-            undo()
+        for name, module in list_observed(stage):
+            self.add_after(0, module, partial(self._record, name))
 
     def read(self) -> Computation:
         """Return the fingerprints and the root mean squares, on the host."""
         prints = torch.stack([*self.prints.values()]).tolist()
         return Computation(tuple(self.prints), tuple(prints), tuple(torch.stack([*self.sizes.values()]).tolist()))
 
-    def _count(self, stage: nn.Module, args: Any) -> None:
-        self.call += 1
-
-    def _observe(self, name: str, module: Any) -> Callable[[], object]:
-        """Observe a module; returns what ends it."""
-        record: Callable[..., None] = lambda module, args, out: self._record(name, out)  # noqa: E731
-        if module._compiled_call_impl is not None:
-            return CompiledHook(module, after=record).remove
-        return module.register_forward_hook(record).remove  # type: ignore[no-any-return]
-
     @torch.no_grad()
-    def _record(self, name: str, out: Any) -> None:
-        if self.call == self.microbatch and name not in self.prints:
-            value = local_tensor(out[0] if isinstance(out, tuple) else out)
+    def _record(self, name: str, call: StageCall, module: nn.Module, args: Any, out: Tensor) -> None:
+        if call.microbatch == self.microbatch:
+            value = local_tensor(out)
             self.prints[name] = fingerprint(value)
             norm = torch.linalg.vector_norm(value, dtype=torch.float32)  # without a copy in that type
             self.sizes[name] = norm.double() / math.sqrt(max(1, value.numel()))
@@ -102,9 +80,9 @@ def list_observed(stage: Any) -> Iterator[tuple[str, nn.Module]]:
 class Audit:
     """The audits of a rank. All ranks call its methods together, in the order of a step."""
 
-    def __init__(self, run: Run, train_step: TrainStep, warn: Callable[[str], None]) -> None:
-        """Take the run, whose settings allow audits, and what is trained; `warn` reports what is not an error."""
-        self.every, self.seed, self.train_step, self.warn = run.debug.audit, run.training.seed, train_step, warn
+    def __init__(self, run: Run, train_step: TrainStep) -> None:
+        """Take the run, whose settings allow audits, and what is trained."""
+        self.every, self.seed, self.train_step = run.debug.audit, run.training.seed, train_step
         self.world, layout = train_step.world, run.layout
         self.stride = layout.context * layout.tensor
         self.span = count_expert_span(layout.expert, self.stride)
@@ -127,17 +105,22 @@ class Audit:
         with OutputPrints(self.train_step.stages[0], microbatch) as self._recorded:
             yield
 
-    def check(self, step: int, rows: Microbatches) -> None:
+    def check(self, step: int, rows: Microbatches) -> str:
         """Let another rank compute the micro-batch that was recorded, and compare.
+
+        Returns:
+            A warning: what differs, and is no error; empty without one.
 
         Raises:
             DifferingRanksError: on all ranks, when a rank computes wrongly.
         """
         recorded, self._recorded = self._recorded, None
         if recorded is None:
-            return
+            return ""
         start_time = time.monotonic()
-        own_rows = _select(rows, recorded.microbatch)
+        own_rows = Microbatches._make(
+            None if part is None else part[recorded.microbatch][None] for part in rows
+        ).to_fields()
         shifts = self._choose_shifts(step)
         peer_rows = self._exchange(own_rows, -shifts[0])
         peer = self._compute(peer_rows)
@@ -145,11 +128,11 @@ class Audit:
         answer = self._exchange(torch.stack([*peer.prints.values()]), shifts[0])
         differs = (own_prints != answer).any().long()
         dist.all_reduce(differs, dist.ReduceOp.MAX)
-        if differs.item():
-            self._decide(step, recorded, own_rows, peer, peer_rows, shifts)
+        warning = self._decide(step, recorded, own_rows, peer, peer_rows, shifts) if differs.item() else ""
         self.last_clean = step
         seconds = time.monotonic() - start_time  # read when the next step has begun
         self.seconds = {last: value for last, value in self.seconds.items() if last == step - 1} | {step: seconds}
+        return warning
 
     def build_record(self, step: int) -> dict[str, float]:
         """Return what the record of a step says of its audit; empty for steps without one."""
@@ -202,7 +185,7 @@ class Audit:
         peer: OutputPrints,
         peer_rows: Tensor,
         shifts: tuple[int, ...],
-    ) -> None:
+    ) -> str:
         """Compute own and received rows again, and let a third rank compute them where there is one; then judge."""
         repeats = tuple(self._compute(own_rows).read() for _ in range(2))
         first, again = self._send_back(peer, shifts[0]), self._send_back(self._compute(peer_rows), shifts[0])
@@ -221,8 +204,7 @@ class Audit:
         )
         judgement = judge(self.world.all_gather_object(witness))
         if judgement.difference is None:
-            self.warn(f"step {step}: {judgement.describe_spread()}")
-            return
+            return f"step {step}: {judgement.describe()}"
         difference = judgement.difference
         since = f"step {self.last_clean}, of the last audit without a difference," if self.last_clean else "the start"
         raise difference.build_error(
@@ -237,11 +219,121 @@ class Audit:
         return Computation(tuple(prints.prints), tuple(values), tuple(sizes))
 
 
-def _select(rows: Microbatches, microbatch: int) -> Tensor:
-    """Return the fields of one micro-batch, int64 [fields, 1, rows, T]."""
-    return Microbatches._make(None if part is None else part[microbatch : microbatch + 1] for part in rows).to_fields()
-
-
 def count_expert_span(expert: int, stride: int) -> int:
     """Return the data-parallel ranks that share experts, of which each has `stride` consecutive ranks."""
     return max(1, expert // stride)
+
+
+SPREAD_FACTOR = 4.0
+"""How many times the spread of repetitions two ranks may differ, where kernels are not deterministic."""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """What the modules returned for a micro-batch: names in the order of the model, fingerprints, root mean squares."""
+
+    names: tuple[str, ...]
+    prints: tuple[int, ...]
+    sizes: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witness:
+    """What was computed of one rank's micro-batch.
+
+    Attributes:
+        name: the rank's.
+        trained: by it, in the step.
+        repeats: by it, afterwards.
+        auditor: the rank that computed it a second time.
+        second: by the auditor.
+        again: by the auditor, once more.
+        third_rank: the rank that computed it a third time; None without one.
+        third: by that rank.
+    """
+
+    name: RankName
+    trained: Computation
+    repeats: tuple[Computation, ...]
+    auditor: int
+    second: Computation
+    again: Computation
+    third_rank: int | None = None
+    third: Computation | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the witnesses say: who is wrong, and the first module; None where all is within the spread of repetitions.
+
+    `spread` is relative, None where kernels are deterministic; `decided`: it is known which of the ranks is wrong.
+    """
+
+    difference: ReplicaDifference | None
+    spread: float | None = None
+    decided: bool = True
+
+    def describe(self) -> str:
+        """Return who is wrong, or how far repetitions differ, in one sentence without a full stop."""
+        if self.difference is None:
+            return f"kernels are not deterministic: audits compare within the spread of repetitions, {self.spread:.1e}"
+        return self.difference.describe() + (", for the same tokens and weights" if self.decided else "")
+
+
+def judge(witnesses: Sequence[Witness]) -> Judgement:
+    """Return which ranks are wrong."""
+    repeated = sum(w.repeats[0].prints == w.repeats[1].prints for w in witnesses)
+    # a rank that does not repeat its results while most do is wrong; the largest spread of all ranks would let one that
+    # computes wrongly now and then widen its bound; of two ranks the median still does
+    spread = None if 2 * repeated >= len(witnesses) else statistics.median_high(map(_measure_spread, witnesses))
+    first = {w.name.rank: _find_first(w.trained, w.second, spread) for w in witnesses}
+    found = [index for index in first.values() if index is not None]
+    if not found:
+        return Judgement(None, spread)
+    origin = min(found)
+    concerned = [w for w in witnesses if first[w.name.rank] == origin]
+    accused = {rank for w in concerned for rank in _accuse(w, spread)}
+    involved = {rank for w in concerned for rank in (w.name.rank, w.auditor)}
+    names = {w.name.rank: w.name for w in witnesses}
+    odd = tuple(names[rank] for rank in sorted(accused))
+    others = tuple(names[rank] for rank in sorted(involved - accused))
+    difference = ReplicaDifference(f"the result of {witnesses[0].trained.names[origin]}", 1, odd, others)
+    return Judgement(difference, spread, decided=involved != accused)
+
+
+def _measure_spread(w: Witness) -> float:
+    """Return the largest relative difference of a module's root mean square between a rank's repetitions."""
+    return max(_compare_sizes(x, y) for x, y in zip(w.repeats[0].sizes, w.repeats[1].sizes, strict=True))
+
+
+def _compare_sizes(x: float, y: float) -> float:
+    """Return the difference of two numbers relative to the larger one."""
+    return compare_figures(*sorted((x, y), key=abs))
+
+
+def _find_first(a: Computation, b: Computation, spread: float | None) -> int | None:
+    """Return the index of the first module in which two computations differ; None if in none."""
+    differs: Callable[[int], bool] = (
+        (lambda i: a.prints[i] != b.prints[i])
+        if spread is None
+        else (lambda i: _compare_sizes(a.sizes[i], b.sizes[i]) > SPREAD_FACTOR * spread)
+    )
+    return next((index for index in range(len(a.names)) if differs(index)), None)
+
+
+def _accuse(w: Witness, spread: float | None) -> set[int]:
+    """Return which of the ranks are wrong that computed a micro-batch with different results."""
+
+    def agree(a: Computation, b: Computation) -> bool:
+        return _find_first(a, b, spread) is None
+
+    own, auditor = w.name.rank, w.auditor
+    if w.third is not None and agree(w.third, w.trained):
+        return {auditor}
+    if w.third is not None and agree(w.third, w.second):
+        return {own}
+    if w.third is None and agree(w.repeats[0], w.second):
+        return {own}
+    if w.third is None and agree(w.again, w.trained):
+        return {auditor}
+    return {own, auditor}

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_plural
 from titan.dataset.loader import Batch
 from titan.dataset.mixture import RowMixture
+from titan.debug.module_hooks import ModuleHooks, StageCall, force_eager, iterate_submodules
 from titan.errors import RunError
+from titan.files.atomic import write_atomic
+from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
-from titan.training import not_finite
+from titan.training.observe import compute_token_losses
 from titan.training.step_metrics import StepResult
-from titan.training.timeouts import Timeouts
 from titan.training.train_step import TrainStep
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """A step that left the weights unchanged.
-
-    Attributes:
-        step: its number.
-        symptom: what was not finite, on which ranks, and the step's rows.
-        cause: where the first value that is not finite came from.
-    """
-
-    step: int
-    symptom: str
-    cause: str
 
 
 class BadSteps:
@@ -52,60 +46,53 @@ class BadSteps:
         run: Run,
         train_step: TrainStep,
         mix: RowMixture,
-        timeouts: Timeouts,
+        allow_task: Callable[[], None],
         to_device: Callable[[Batch], Microbatches],
         warn: Callable[[str], None],
     ) -> None:
         """Take what repeats a step.
 
         Args:
-            timeouts: of the ranks: a repeated step takes longer.
-            warn: writes a warning to the log and the terminal.
+            allow_task: lets the ranks wait longer for each other, as a repeated step needs.
         """
-        self.run, self.train_step, self.mix, self.timeouts = run, train_step, mix, timeouts
+        self.run, self.train_step, self.mix, self.allow_task = run, train_step, mix, allow_task
         self.to_device, self.warn = to_device, warn
         self.latest, self.count = torch.zeros((), dtype=torch.bool, device=train_step.device), 0
 
-    def examine(self, result: StepResult) -> BadStep | None:
-        """Return the cause of a bad step, and warn of it; None for a finite step."""
+    def examine(self, result: StepResult) -> tuple[str, str] | None:
+        """Return the symptom and the cause of a bad step; None for a finite step.
+
+        The symptom is what was not finite, on which ranks, and the step's rows; the cause is where the first value that
+        is not finite came from. A warning has both, and a file in `debug/` the details.
+        """
         if isfinite(result.loss + result.grad_norm):
             self.count = 0
             return None
         self.count += 1
-        symptom = self._describe_symptom(result)
-        cause = self._find_cause(result)
-        self.warn(f"step {result.step}: not finite: {symptom}: {cause}; the weights are unchanged")
-        return BadStep(result.step, symptom, cause)
-
-    def build_error(self, last: BadStep, saved_step: int) -> RunError:
-        """Return the error that ends the run after too many bad steps.
-
-        Args:
-            saved_step: the step of the last checkpoint.
-        """
-        return RunError(
-            f"{format_plural(self.count, 'step')} in a row without finite values, the last one step {last.step}: "
-            f"{last.symptom}: "
-            f"{last.cause}; lower optimizer.lr={format_value(self.run.optimizer.lr)}, or raise "
-            f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step {saved_step}."
-        )
-
-    def _describe_symptom(self, result: StepResult) -> str:
+        self.latest = torch.zeros_like(self.latest)  # the weights need not wait for the next step
         losses = self.train_step.world.all_gather_object(float(result.local_loss.flatten()[0]))
         ranks = [rank for rank, loss in enumerate(losses) if not isfinite(loss)]
         origin = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradients (the loss is finite)"
-        return f"{origin}, rows {result.batch.first} to {result.batch.last}"
-
-    def _find_cause(self, result: StepResult) -> str:
-        """Repeat a step, and return where its first value that is not finite came from; details are in `debug/`."""
-        self.timeouts.allow_task()
-        self.latest = torch.zeros_like(self.latest)
+        symptom = f"{origin}, rows {result.batch.first} to {result.batch.last}"
+        self.allow_task()
         rows, scale = self.to_device(result.batch), 1 / self.run.training.count_step_tokens(result.step)
         row_number_of = self._build_row_numbering(result.step)
-        report = not_finite.investigate_step(self.run, self.train_step, rows, scale, row_number_of)
+        cause, findings = investigate_step(self.run, self.train_step, rows, scale, row_number_of)
         if self.train_step.world.is_rank0:
-            report.write(Path(self.run.directory), result.step)
-        return report.sentence
+            file = Path(self.run.directory) / "debug" / f"not-finite-step-{result.step}.json"
+            file.parent.mkdir(exist_ok=True)
+            parts = [{"rank": rank, **asdict(part)} for rank, part in enumerate(findings)]
+            write_atomic(file, json.dumps({"step": result.step, "sentence": cause, "ranks": parts}, indent=1))
+        self.warn(f"step {result.step}: not finite: {symptom}: {cause}; the weights are unchanged")
+        return symptom, cause
+
+    def build_error(self, step: int, symptom: str, cause: str, saved_step: int) -> RunError:
+        """Return the error that ends the run after too many bad steps, of which this is the last one."""
+        return RunError(
+            f"{format_plural(self.count, 'step')} in a row without finite values, the last one step {step}: {symptom}: "
+            f"{cause}; lower optimizer.lr={format_value(self.run.optimizer.lr)}, or raise "
+            f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step {saved_step}."
+        )
 
     def _build_row_numbering(self, step: int) -> Callable[[int], int | None]:
         """Return the function that gives the number in the data of this rank's rows of a step, None for padding."""
@@ -114,3 +101,263 @@ class BadSteps:
         indices = np.arange(rank_rows.start, rank_rows.stop) + training.count_rows_before(step)
         numbers = self.mix.compute_row_numbers(indices).tolist()
         return lambda index: numbers[index] if index < len(numbers) else None
+
+
+Direction = Literal["forward", "backward"]
+PASS_NAMES = {"forward": "forward pass", "backward": "backward pass"}
+MAX_NAMED = 4
+"""Rows and tensors that a sentence names."""
+
+
+@dataclass(frozen=True)
+class NonFiniteOrigin:
+    """The first value that is not finite, on one rank.
+
+    Attributes:
+        direction: of the pass.
+        module: whose operation gave it.
+        detail: which part of the module, where it is not the module as a whole.
+        microbatch: its number.
+        stage: the stage's number in the model.
+        order: how many values of this stage and micro-batch came before.
+        rows: indices of rows in the micro-batch; empty where the value belongs to no row.
+        operation: the operation's name in torch; None where it is not known.
+        rank: the rank.
+    """
+
+    direction: Direction
+    module: str
+    detail: str
+    microbatch: int
+    stage: int
+    order: int
+    rows: tuple[int, ...]
+    operation: str | None = None
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class RankFindings:
+    """What one rank found: at most one origin of each stage, micro-batch and direction, and the names of weights that
+    are not finite, and of those whose gradients are not.
+    """
+
+    origins: tuple[NonFiniteOrigin, ...]
+    weights: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+
+def investigate_step(
+    run: Run, train_step: TrainStep, rows: Microbatches, scale: float, row_number_of: Callable[[int], int | None]
+) -> tuple[str, Sequence[RankFindings]]:
+    """Repeat a step without an update; return where its first non-finite value comes from, and what each rank found.
+
+    All ranks call it together, and get the same sentence.
+
+    Args:
+        scale: see `TrainStep.backward`.
+        row_number_of: the number in the data of a row of this rank, given by its place; None for padding.
+    """
+    weights = _list_not_finite((name, p.detach()) for name, p in train_step.named_parameters())
+    tracer, compiled = NonFiniteTracer(train_step, run), run.compile.scope != "off"
+    # torch compiles FlexAttention only where nothing else sees its operations
+    uses_flex = run.training.attention == "flex" or (run.dataset.mask_documents and run.machine.device == "cuda")
+    operations = nullcontext() if uses_flex else tracer.op_mode
+    with tracer, force_eager(compiled), operations, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the tracer's views, which nothing writes to
+        train_step.backward(rows, scale)
+    gradients = _list_not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
+    train_step.optimizer.zero_grad(set_to_none=True)
+    rank, rows_per_microbatch = train_step.world.rank_info.rank, rows.tokens.shape[1]
+    origins = []
+    for origin in tracer.origins_by_pass.values():  # with the rows' numbers in the data
+        numbers = [row_number_of(origin.microbatch * rows_per_microbatch + row) for row in origin.rows]
+        origins.append(replace(origin, rank=rank, rows=tuple(n for n in numbers if n is not None)))
+    findings = train_step.world.all_gather_object(RankFindings(tuple(origins), weights, gradients))
+    return _describe_origin(findings, compiled), findings
+
+
+def _list_not_finite(tensors: Any) -> tuple[str, ...]:
+    return tuple(name for name, x in tensors if not torch.isfinite(local_tensor(x)).all().item())
+
+
+class NonFiniteTracer(ModuleHooks):
+    """Notes the first non-finite value of each stage, micro-batch and direction."""
+
+    def __init__(self, train_step: TrainStep, run: Run) -> None:
+        super().__init__(train_step.stages)
+        pipeline = train_step.world.get_coordinate("pipeline")
+        self.stage_numbers = list(run.staging.list_stages(pipeline))
+        self.origins_by_pass: dict[tuple[Direction, int, int], NonFiniteOrigin] = {}
+        self.value_counts: dict[tuple[Direction, int, int], int] = {}
+        self.bad_tokens: list[Tensor] = []
+        self.op_mode = NonFiniteOpMode()
+        for index, stage in enumerate(train_step.stages):
+            for name, module in iterate_submodules(stage.model):
+                self.add_before(index, module, self._build_pre_hook(name))
+                self.add_after(index, module, self._build_post_hook(name), first=True)
+
+    def _build_pre_hook(self, name: str) -> Callable[..., Any]:
+        parent = _find_parent(name)
+
+        def check_inputs(call: StageCall, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if name == "head" and len(args) > 1 and args[1] is not None:
+                self.bad_tokens = [~torch.isfinite(compute_token_losses(module, args[0].detach(), args[1]))]
+            out = list(args)
+            for index, x in enumerate(args):
+                if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
+                    self._note_value(call, "forward", parent, f"before {_shorten_name(name)}", x)
+                    out[index] = self._watch_gradient(x, call, name, "")
+            return tuple(out)
+
+        return check_inputs
+
+    def _build_post_hook(self, name: str) -> Callable[..., Any]:
+        parent = _find_parent(name)
+
+        def check_output(call: StageCall, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+            rows = self.bad_tokens[0] if name == "head" and out.dim() < 2 and self.bad_tokens else None
+            self._note_value(call, "forward", name, "", out, rows)
+            return self._watch_gradient(out, call, parent, f"after {_shorten_name(name)}")
+
+        return check_output
+
+    def _watch_gradient(self, x: Tensor, call: StageCall, module: str, detail: str) -> Tensor:
+        """Return the same tensor, whose gradient from this use alone is noted."""
+        if not x.requires_grad:
+            return x
+        view, microbatch = x.view_as(x), call.microbatch
+        gradient_call = StageCall(call.stage, microbatch)
+        hook: Any = view.register_hook
+        hook(lambda gradient: self._note_value(gradient_call, "backward", module, detail, gradient.detach()))
+        return view
+
+    @torch.no_grad()
+    def _note_value(
+        self, call: StageCall, direction: Direction, module: str, detail: str, x: Tensor, is_bad: Tensor | None = None
+    ) -> None:
+        """Note a value that is the first of its pass that is not finite."""
+        key = (direction, call.stage, call.microbatch)
+        order = self.value_counts[key] = self.value_counts.get(key, -1) + 1
+        operation = self.op_mode.take_first()
+        if key in self.origins_by_pass or torch.isfinite(x).all().item():
+            return
+        is_bad = ~torch.isfinite(x.detach()) if is_bad is None else is_bad
+        rows = tuple(is_bad.flatten(1).any(1).nonzero().flatten().tolist()) if is_bad.dim() > 1 else ()
+        self.origins_by_pass[key] = NonFiniteOrigin(
+            direction, module, detail, call.microbatch, self.stage_numbers[call.stage], order, rows, operation
+        )
+
+
+def _find_parent(name: str) -> str:
+    """Return the module that contains another: a block for its parts, the model for blocks and what is beside them."""
+    parent = name.rpartition(".")[0]
+    return "the model" if parent in ("", "layers") else parent
+
+
+def _shorten_name(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
+
+
+def _describe_origin(rank_findings: Sequence[RankFindings], compiled: bool) -> str:
+    """Return one sentence on the origin."""
+    weights = _format_names((name, rank) for rank, part in enumerate(rank_findings) for name in part.weights)
+    origins = sorted((o for part in rank_findings for o in part.origins), key=_build_sort_key)
+    if origins:
+        first = origins[0]
+        same_origins = [o for o in origins if _build_sort_key(o)[:-1] == _build_sort_key(first)[:-1]]
+        rows = sorted({row for o in same_origins if o.rank == first.rank for row in o.rows})
+        ranks = sorted({o.rank for o in same_origins})
+        in_rows = f", row{'s' if len(rows) > 1 else ''} {_format_list(rows)}" if rows else ""
+        text = (
+            f"the first non-finite value is in the {PASS_NAMES[first.direction]} of {first.module}"
+            f"{f' ({first.detail})' if first.detail else ''}"
+            f"{f', operation {first.operation}' if first.operation else ''}, "
+            f"micro-batch {first.microbatch}, "
+            f"rank{'s' if len(ranks) > 1 else ''} {_format_list(ranks)}{in_rows}"
+        )
+        return f"{text}; not finite before the step: {weights}" if weights else text
+    if weights:
+        return f"not finite before the step: {weights}"
+    gradients = _format_names((name, rank) for rank, part in enumerate(rank_findings) for name in part.gradients)
+    if gradients:
+        return f"activations and their gradients are finite; non-finite gradients: {gradients}"
+    condition = ", without compilation" if compiled else ""
+    return f"the step was finite when it was repeated{condition}"
+
+
+def _build_sort_key(origin: NonFiniteOrigin) -> tuple[Any, ...]:
+    """Return a key that sorts origins by the order of computation."""
+    backward = origin.direction == "backward"
+    stage = -origin.stage if backward else origin.stage
+    return backward, origin.microbatch, stage, origin.order, origin.rank
+
+
+def _format_list(numbers: Sequence[int]) -> str:
+    remainder = f" and {len(numbers) - MAX_NAMED} more" if len(numbers) > MAX_NAMED else ""
+    return ", ".join(map(str, numbers[:MAX_NAMED])) + remainder
+
+
+def _format_names(names_and_ranks: Any) -> str:
+    """Return the names of tensors with the ranks that have them; empty where there are none."""
+    ranks: dict[str, list[int]] = {}
+    for name, rank in names_and_ranks:
+        ranks.setdefault(name, []).append(rank)
+    remainder = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    formatted = [
+        f"{name} (rank{'s' if len(r) > 1 else ''} {_format_list(r)})" for name, r in list(ranks.items())[:MAX_NAMED]
+    ]
+    return ", ".join(formatted) + remainder if ranks else ""
+
+
+UNWRITTEN = ("empty", "new_empty", "resize", "set_", "as_strided")
+"""Beginnings of names of operations whose result has no value yet."""
+
+
+class NonFiniteOpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the first operation with finite arguments and a result that is NaN or infinite.
+
+    Minus infinity is no such result: attention masks have it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._first: str | None = None
+
+    def take_first(self) -> str | None:
+        """Return the name of the first such operation since the last call, such as "mul"; None when there is none."""
+        first, self._first = self._first, None
+        return first
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(getattr(func, "_opname", None) or func.__name__)
+        skips_check = self._first is not None or not _completes_result(func, name)
+        inputs = [] if skips_check else list(_iterate_tensors((args, kwargs)))
+        inputs_finite = name.endswith("_") and all(map(_is_finite, inputs))  # asked before it changes one of them
+        out = func(*args, **(kwargs or {}))
+        if (
+            inputs
+            and not all(map(_is_finite, _iterate_tensors(out)))
+            and (inputs_finite or all(map(_is_finite, inputs)))
+        ):
+            self._first = name
+        return out
+
+
+def _completes_result(func: Any, name: str) -> bool:
+    """Whether the result is complete when an operation returns; that of a collective may not be."""
+    return "c10d" not in str(getattr(func, "namespace", "")) and not name.startswith(UNWRITTEN)
+
+
+def _iterate_tensors(values: Any) -> Iterator[Tensor]:
+    return (x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point())
+
+
+@torch.no_grad()
+def _is_finite(x: Tensor) -> bool:
+    """Whether a tensor has no NaN and no infinity but minus infinity; assumed of types with separate storage."""
+    x = local_tensor(x)
+    return type(x) not in (Tensor, torch.nn.Parameter) or bool((x < torch.inf).all())

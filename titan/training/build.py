@@ -6,7 +6,8 @@ stages, precision, tensor, context, activation checkpointing, compile, FSDP, ini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -56,19 +57,21 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
         notes.append(line)
         log(line)
 
-    stages = _build_stages(run, world, add_note)
+    stages, choices = _build_stages(run, world, add_note), _decide(run, world)
+    model = next(iter(stages.values())).model  # what the blocks return is the same on all stages
     initializers = [stage.model.initial() for stage in stages.values()]
     groups = {name: strategy.build(world) for name, strategy in _collect_groups(run).items()}
-    row_exchange = _build_row_exchange(stages, run, world)
+    row_exchange = _build_row_exchange(model, run, world)
     labels: list[GraphLabel] = []
     for stage in stages.values():
-        labels += _transform_stage(stage, run, world, groups)
+        labels += _transform_stage(stage, run, world, choices, groups)
         balance.set_row_exchange(stage.model, row_exchange)
     parallelism = run.parallelism
     data.configure_exchange(
         [*stages.values()], parallelism.reduce_buffers, parallelism.separate_reduce, parallelism.symmetric_memory
     )
-    _log_layout(run, world, add_note, groups, [block for stage in stages.values() for block in stage.model.blocks()])
+    for line in _describe_layout(run, world, choices, groups, [b for s in stages.values() for b in s.model.blocks()]):
+        add_note(line)
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, init in zip(stages.values(), initializers, strict=True):
         with world.memory():
@@ -77,20 +80,61 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
     if description := run.optimizer.describe():
         add_note(f"optimizer: {description}")
     add_note(f"initial weights from seed {run.training.seed} on {device}")
+    parameters = (named for stage in stages.values() for named in stage.iterate_global_parameters())
     return TrainStep(
         stages=tuple(stages.values()),
-        runner=_build_runner(stages, run, world),
-        optimizer=_build_optimizer(run, stages),
+        runner=_build_runner(stages, run, world, choices),
+        optimizer=build_optimizer(run.optimizer, run.model, parameters),
         world=world,
-        scales=_build_scales(stages, run, world),
+        scales=_build_scales(stages, run, choices),
         token_positions=_build_token_positions(run, world),
         tied_weights=_build_tied_weights(stages, run, world),
-        seq_len_multiple=run.parallelism.compute_row_multiple(run.layout),
+        seq_len_multiple=choices.row_multiple,
         notes=tuple(notes),
-        terms=(*run.training.terms, *_list_model_terms(stages)),
-        num_block_sums=_count_block_sums(stages) if _has_split_rows(run) else 0,
+        terms=(*run.training.terms, *model.losses),
+        num_block_sums=StageWithLosses.count_block_sums(model) if _has_split_rows(run) else 0,
         expert_load=build_expert_load(tuple(stages.values()), run.model),
         graph_labels=tuple(labels),
+    )
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What several techniques need to know of a run on this rank, decided once.
+
+    Attributes:
+        fsdp: the mesh that FSDP shards weights over; None where they are whole.
+        reshard: see `Parallelism.resolve_reshard`.
+        prefetch: see `Parallelism.resolve_prefetch`.
+        accumulates_whole: see `Parallelism.accumulates_whole`.
+        row_multiple: see `Parallelism.compute_row_multiple`.
+        gathered: the matmuls whose weights are gathered in float8: their scales are those of one mesh.
+        regather: whether regions gather their input again in backward.
+        kernel: the attention kernel that torch chooses, as in `training.attention`.
+    """
+
+    fsdp: Any
+    reshard: bool | int
+    prefetch: int
+    accumulates_whole: bool
+    row_multiple: int
+    gathered: tuple[str, ...]
+    regather: bool
+    kernel: str
+
+
+def _decide(run: Run, world: World) -> _Choices:
+    parallelism, layout = run.parallelism, run.layout
+    gathered = run.precision.select_gathered(run.model.linear_layers(), run.weight_sharding)
+    return _Choices(
+        fsdp=None if layout.only_replicated else world.get_submesh("replicate", "shard"),
+        reshard=parallelism.resolve_reshard(layout),
+        prefetch=parallelism.resolve_prefetch(layout),
+        accumulates_whole=parallelism.accumulates_whole(layout),
+        row_multiple=parallelism.compute_row_multiple(layout),
+        gathered=tuple(name for name in gathered if not is_in_group(name, parallelism.groups or {})),
+        regather=regathers_input(run, layout),
+        kernel=_choose_attention_kernel(run, world),
     )
 
 
@@ -104,22 +148,6 @@ def _collect_groups(run: Run) -> dict[str, Strategy]:
     return groups
 
 
-def _build_optimizer(run: Run, stages: dict[int, ModelStage]) -> torch.optim.Optimizer:
-    """Return the optimizer of all parameters, with the factors that the model asks for."""
-    parameters = (named for stage in stages.values() for named in stage.iterate_global_parameters())
-    return build_optimizer(run.optimizer, run.model, parameters)
-
-
-def _list_model_terms(stages: dict[int, ModelStage]) -> tuple[str, ...]:
-    """Return the names of the loss terms that the model's blocks return, the same on all stages."""
-    return tuple(next(iter(stages.values())).model.losses)
-
-
-def _count_block_sums(stages: dict[int, ModelStage]) -> int:
-    """Return the number of figures that the model's blocks have of a step, the same on all stages."""
-    return StageWithLosses.count_block_sums(next(iter(stages.values())).model)
-
-
 def _has_split_rows(run: Run) -> bool:
     """Return whether tensor ranks have parts of a row between matmuls."""
     return run.parallelism.sequence_parallel and run.layout.tensor > 1
@@ -127,13 +155,17 @@ def _has_split_rows(run: Run) -> bool:
 
 def _build_stages(run: Run, world: World, note: Note) -> dict[int, ModelStage]:
     """Return this rank's stages by their number, on meta."""
-    stage_plan, stages = run.staging, {}
+    stage_plan, stages = run.staging, dict[int, ModelStage]()
     for number in stage_plan.list_stages(world.get_coordinate("pipeline")):
         with torch.device("meta"):
             model: Any = run.model.build()
         if stage_plan.count > 1:
             model.keep(range(*stage_plan.layers[number]), first=number == 0, last=number == stage_plan.count - 1)
-        stages[number] = _wrap_stage(model, run, world)
+        if StageWithLosses.count_block_sums(model):
+            parts = run.layout.tensor if _has_split_rows(run) else 1
+            stages[number] = StageWithLosses(model, world.get_coordinate("tensor"), parts)
+        else:
+            stages[number] = ModelStage(model)
     note(f"built on meta: {sum(p.numel() for s in stages.values() for p in s.parameters()):,} parameters")
     if stage_plan.count > 1:
         numbers = f"{'stages' if len(stages) > 1 else 'stage'} {', '.join(map(str, stages))} of {stage_plan.count}"
@@ -141,28 +173,23 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, ModelStage]:
     return stages
 
 
-def _build_row_exchange(stages: dict[int, ModelStage], run: Run, world: World) -> balance.RowExchange:
+def _build_row_exchange(model: Any, run: Run, world: World) -> balance.RowExchange:
     """Return the exchange that lets routers see complete rows; a collective: all ranks call it."""
     names = ("context", "tensor") if _has_split_rows(run) else ("context",)
-    needed = next(iter(stages.values())).model.counted and balance.needs_whole_rows(run.model)
+    needed = model.counted and balance.needs_whole_rows(run.model)
     if not needed or (group := world.get_group_along(*names)) is None:
         return balance.RowExchange()
     layout = run.layout
     return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
 
 
-def _wrap_stage(model: Any, run: Run, world: World) -> ModelStage:
-    """Return a model, or the part of it that a pipeline stage has, as a stage."""
-    if not StageWithLosses.count_block_sums(model):
-        return ModelStage(model)
-    return StageWithLosses(model, world.get_coordinate("tensor"), run.layout.tensor if _has_split_rows(run) else 1)
-
-
-def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[str, Sharding]) -> list[GraphLabel]:
+def _transform_stage(
+    stage: ModelStage, run: Run, world: World, choices: _Choices, groups: Mapping[str, Sharding]
+) -> list[GraphLabel]:
     """Apply the techniques to one stage, in the one order that works; return what is compiled."""
     model, parallelism = stage.model, run.parallelism
     quantized = run.precision.select_layers(run.model.matmuls(), run.layout.tensor).quantized
-    mesh, chunk = _find_fsdp_mesh(world), run.training.loss_chunk
+    mesh, chunk = choices.fsdp, run.training.loss_chunk
     terms = tuple(loss_terms.Term(name, t.coefficient, t.build()) for name, t in run.training.terms.items())
     _apply_precision_and_tensor(
         model,
@@ -173,17 +200,16 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
         chunk=chunk,
         sharded=mesh is not None,
         terms=terms,
-        regather=regathers_input(run, run.layout),
+        regather=choices.regather,
     )
     attention.set_kernels(model, run.training.attention, world.device, use_flex=run.training.attention == "flex")
     if world.context is not None:
-        kernel = _choose_attention_kernel(run, world)
-        context.replace_attention(model, parallelism.context_method, world.context, parallelism.balance, kernel)
+        context.replace_attention(model, parallelism.context_method, world.context, parallelism.balance, choices.kernel)
     hands_on = world.context is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
     if parallelism.halves and run.layout.expert > 1:
         compute_in_halves(model.blocks())
         model.in_halves = True
-    parts = _list_block_parts(model, mesh, groups, parallelism.resolve_reshard(run.layout))
+    parts = _list_block_parts(model, mesh, groups, choices.reshard)
     first, is_compiled = int(next(iter(model.layers))), run.compile.scope != "off"
     own_sharding = parallelism.model_sharding
     checkpoint_blocks(model.blocks(), run.memory, first, parts, is_compiled)
@@ -197,15 +223,15 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
         parts=parts,
         inductor=own_sharding.compiler_settings() if own_sharding is not None else {},
     )
-    if mesh is not None and (gathered := _select_float8_gathered(run)):
-        low_precision.use_float8_gather(model, gathered)
+    if mesh is not None and choices.gathered:
+        low_precision.use_float8_gather(model, choices.gathered)
     if mesh is not None or groups:
         data.shard_stage(
             stage,
             mesh,
             run.precision.dtype,
-            reshard=parallelism.resolve_reshard(run.layout),
-            prefetch=parallelism.resolve_prefetch(run.layout),
+            reshard=choices.reshard,
+            prefetch=choices.prefetch,
             offload=run.memory.offload,
             groups=groups,
             accumulate_dtype=run.precision.accumulate_dtype,
@@ -220,16 +246,10 @@ def _list_block_parts(model: Any, mesh: Any, groups: Mapping[str, Sharding], res
     return [list_parts(block, expert.exchanges_tokens, lambda module: id(module) in hooked) for block in model.blocks()]
 
 
-def _select_float8_gathered(run: Run) -> tuple[str, ...]:
-    """Return the matmuls whose weights are gathered in float8: their scales are those of one mesh."""
-    gathered = run.precision.select_gathered(run.model.linear_layers(), run.weight_sharding)
-    return tuple(name for name in gathered if not is_in_group(name, run.parallelism.groups or {}))
-
-
-def _build_scales(stages: dict[int, ModelStage], run: Run, world: World) -> low_precision.Float8Scales | None:
+def _build_scales(stages: dict[int, ModelStage], run: Run, choices: _Choices) -> low_precision.Float8Scales | None:
     """Return what updates the scales of weights that are gathered in float8; offloaded weights are scaled at use."""
-    mesh = _find_fsdp_mesh(world)
-    if mesh is None or run.memory.offload or not _select_float8_gathered(run):
+    mesh = choices.fsdp
+    if mesh is None or run.memory.offload or not choices.gathered:
         return None
     return low_precision.Float8Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
 
@@ -248,11 +268,8 @@ def _apply_precision_and_tensor(
     """Set a model's compute types and loss chunks, and split it over tensor ranks, for training and generation alike.
 
     Args:
-        model: on meta.
         quantized: modules whose matmuls are computed in eight bits.
         chunk: tokens whose logits exist at a time; None: all.
-        sharded: whether FSDP gathers weights.
-        terms: of the loss, next to cross-entropy.
         regather: whether regions gather their input again in backward.
     """
     set_compute_dtype(model, precision, quantized, sharded)
@@ -285,31 +302,23 @@ def build_for_generation(schema: Decoder, precision: Precision, world: World) ->
 
 
 def _choose_attention_kernel(run: Run, world: World) -> str:
-    """Return the name of the attention kernel that torch chooses, as in `training.attention`.
-
-    Raises:
-        ConfigError: when the chosen kernel can't run with these heads, types and masks.
-    """
+    """Return the name of the attention kernel that torch chooses, as in `training.attention`."""
     choice, documents, device = run.training.attention, run.dataset.mask_documents, world.device
-    model, dtype, ranks = run.model, run.precision.dtype, run.layout.tensor
+    model, dtype, ranks, masked = run.model, run.precision.dtype, run.layout.tensor, _describe_masks(run)
     shape = (model.heads // ranks, model.kv_heads // ranks, model.head_size)
+    merges, masks_chunks = _merges_blocks(run, world), _has_chunks(run) and not _uses_ring_attention(run, world)
+    kernels = attention.choose_kernels(choice, device)
     try:
-        if (
-            choice != "flex" and _has_chunks(run) and not _uses_ring_attention(run, world)
-        ):  # torch's kernels for both masks
-            attention.query_selected_kernel(
-                shape, dtype, device, attention.choose_kernels(choice, device), has_mask=True
-            )
-        if choice == "flex" or _merges_blocks(run, world):
+        if choice != "flex" and masks_chunks:  # torch's kernels for both masks
+            attention.query_selected_kernel(shape, dtype, device, kernels, has_mask=True)
+        if choice == "flex" or merges:
             return context_kernels.choose_kernel(choice, shape, dtype, device, documents)
-        return attention.query_selected_kernel(
-            shape, dtype, device, attention.choose_kernels(choice, device), documents
-        )
+        return attention.query_selected_kernel(shape, dtype, device, kernels, documents)
     except attention.NoKernelError as error:
-        masked = f", with a mask for {_describe_masks(run)}" if _describe_masks(run) else ""
+        with_mask = f", with a mask for {masked}" if masked else ""
         raise ConfigError(
             f"training.attention={choice}: torch has no such kernel for head size {model.head_size} in "
-            f"{run.precision.compute} on this {device.type} device{masked}; give training.attention=auto."
+            f"{run.precision.compute} on this {device.type} device{with_mask}; give training.attention=auto."
         ) from error
 
 
@@ -334,9 +343,9 @@ def _describe_masks(run: Run) -> str:
     return " and ".join(name for name, is_on in masked.items() if is_on)
 
 
-def _describe_attention(run: Run, world: World) -> str:
+def _describe_attention(run: Run, world: World, kernel: str) -> str:
     """Return the attention kernel with its device, and how documents and chunks are masked."""
-    kernel, masked = _choose_attention_kernel(run, world), _describe_masks(run)
+    masked = _describe_masks(run)
     if kernel == "flex":
         return f"flex, blocks of {attention.BLOCK} tokens"
     mask_name = "document mask" if masked == "documents" else f"mask of {masked}"
@@ -348,95 +357,82 @@ def _describe_attention(run: Run, world: World) -> str:
     return f"{kernel_name}, dense {mask_name}" if masked else kernel_name
 
 
-def _find_fsdp_mesh(world: World) -> Any:
-    """Return the mesh that FSDP shards weights over; None where they are whole."""
-    return None if world.layout.only_replicated else world.get_submesh("replicate", "shard")
-
-
-def _log_layout(
-    run: Run, world: World, note: Note, groups: Mapping[str, Sharding], blocks: Sequence[nn.Module]
-) -> None:
-    """Log what was applied, in order."""
+def _describe_layout(
+    run: Run, world: World, choices: _Choices, groups: Mapping[str, Sharding], blocks: Sequence[nn.Module]
+) -> Iterator[str]:
+    """Yield what was applied, in order."""
     parallelism, layout = run.parallelism, run.layout
-    note(f"precision: {run.precision.describe()}")
+    yield f"precision: {run.precision.describe()}"
     if run.precision.eight_bit:
-        _log_low_precision(run, world, note)
+        yield from _describe_low_precision(run, choices)
     if layout.tensor > 1:
         sequence = "with" if parallelism.sequence_parallel else "without"
         logits = "split" if parallelism.loss_parallel or run.training.loss_chunk else "whole"
-        note(f"tensor parallel over {layout.tensor} ranks, {sequence} sequence parallel, loss from {logits} logits")
-        if regathers_input(run, layout):
-            note("inputs of split matmuls gathered again in backward")
+        yield f"tensor parallel over {layout.tensor} ranks, {sequence} sequence parallel, loss from {logits} logits"
+        if choices.regather:
+            yield "inputs of split matmuls gathered again in backward"
     if layout.context > 1:
-        balance = ", balanced" if parallelism.balance else ""
         cores = [core for block in blocks for core in iterate_cores(block)]
         methods: list[str] = [parallelism.context_method] if find_cores(blocks).has_titan else []
         methods += ["gathered keys and values"] if any(isinstance(core, KeyValueCore) for core in cores) else []
         methods += ["states that are handed on"] if any(isinstance(core, RecurrentCore) for core in cores) else []
-        note(f"context parallel over {layout.context} ranks by {' and '.join(methods)}{balance}")
+        balanced = ", balanced" if parallelism.balance else ""
+        yield f"context parallel over {layout.context} ranks by {' and '.join(methods)}{balanced}"
     if parallelism.halves and layout.expert > 1:
-        note("blocks compute micro-batches in two halves, each beside the exchange of the other's tokens")
+        yield "blocks compute micro-batches in two halves, each beside the exchange of the other's tokens"
     if parallelism.pairs:
-        note("the schedule's pairs take turns, each pass beside the exchange of the other's tokens")
-    note(f"attention kernel: {_describe_attention(run, world)}")
+        yield "the schedule's pairs take turns, each pass beside the exchange of the other's tokens"
+    yield f"attention kernel: {_describe_attention(run, world, choices.kernel)}"
     if run.training.loss_chunk:
-        note(f"logits and loss in chunks of {run.training.loss_chunk:,} tokens")
-    note(f"activation checkpointing: {run.memory.checkpointing}")
-    note(f"compile: {run.compile.scope}" + (f" (auto: {run.compile_why})" if run.compile_why else ""))
-    if (mesh := _find_fsdp_mesh(world)) is not None:
+        yield f"logits and loss in chunks of {run.training.loss_chunk:,} tokens"
+    yield f"activation checkpointing: {run.memory.checkpointing}"
+    yield f"compile: {run.compile.scope}" + (f" (auto: {run.compile_why})" if run.compile_why else "")
+    if choices.fsdp is not None:
         replicas = f", {layout.replicate} replicas" if layout.replicate > 1 else ""
-        note(
-            f"sharded over {_format_ranks(mesh.size(-1))}{replicas}, "
-            f"{_describe_reshard(parallelism.resolve_reshard(layout))}"
-        )
+        over = f"over {_format_ranks(choices.reshard)} " if not isinstance(choices.reshard, bool) else ""
+        resharded = f"{'' if choices.reshard else 'not '}resharded {over}after forward"
+        yield f"sharded over {_format_ranks(choices.fsdp.size(-1))}{replicas}, {resharded}"
     for name, (strategy, ranks) in groups.items():
         if ranks is not None:
-            note(f"group {name} ({', '.join(strategy.match)}): {strategy.describe(ranks)}")
+            yield f"group {name} ({', '.join(strategy.match)}): {strategy.describe(ranks)}"
     if layout.only_replicated:
-        note(f"replicated on {_format_ranks(layout.replicate)}")
+        yield f"replicated on {_format_ranks(layout.replicate)}"
 
 
 def _format_ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
 
 
-def _describe_reshard(reshard: bool | int) -> str:
-    """Return what FSDP does with gathered weights after a block's forward pass."""
-    if isinstance(reshard, bool):
-        return "resharded after forward" if reshard else "not resharded after forward"
-    return f"resharded over {_format_ranks(reshard)} after forward"
-
-
-def _log_low_precision(run: Run, world: World, note: Note) -> None:
-    """Log which matmuls are computed in eight bits, and which weights are gathered in them."""
-    precision, matmuls = run.precision, run.model.matmuls()
-    choice, gathered = precision.select_layers(matmuls, run.layout.tensor), _select_float8_gathered(run)
+def _describe_low_precision(run: Run, choices: _Choices) -> Iterator[str]:
+    """Yield which matmuls are computed in eight bits, and which weights are gathered in them."""
+    precision, matmuls, gathered = run.precision, run.model.matmuls(), choices.gathered
+    choice = precision.select_layers(matmuls, run.layout.tensor)
     unquantized = f"; in {precision.compute}: {choice.describe_exclusions()}" if choice.exclusions else ""
-    note(f"{len(choice.quantized)} of {len(matmuls)} matmuls in {precision.matmuls}{unquantized}")
-    if _find_fsdp_mesh(world) is not None:
+    yield f"{len(choice.quantized)} of {len(matmuls)} matmuls in {precision.matmuls}{unquantized}"
+    if choices.fsdp is not None:
         gathered_count = f" of {len(gathered)} matmuls" if gathered else ""
-        note(f"weights{gathered_count} gathered in {'float8' if gathered else precision.compute}")
+        yield f"weights{gathered_count} gathered in {'float8' if gathered else precision.compute}"
 
 
-def _build_runner(stages: dict[int, ModelStage], run: Run, world: World) -> MicrobatchRunner:
+def _build_runner(stages: dict[int, ModelStage], run: Run, world: World, choices: _Choices) -> MicrobatchRunner:
     """Return what runs micro-batches through the stages."""
     advance = world.activity.record_progress
     if run.staging.count > 1:
         group = world.get_group("pipeline")
         if group is None:
             raise RuntimeError("several stages, but no pipeline group")
-        shape = _build_pipeline_shape(run)
-        losses = len(run.training.terms), _count_block_sums(stages)
+        shape = _build_pipeline_shape(run, choices)
+        losses = len(run.training.terms), StageWithLosses.count_block_sums(next(iter(stages.values())).model)
         return Pipeline(
             stages, shape, group, world.device, create_p2p_groups(shape, group, world.timeout), losses, advance
         )
     stage: nn.Module = stages[0]
     mesh = world.get_submesh("replicate")
     wrapped = data.replicate(stage, mesh) if world.layout.only_replicated and mesh is not None else stage
-    return GradAccumulation(stage, wrapped, run.parallelism.accumulates_whole(run.layout), advance)
+    return GradAccumulation(stage, wrapped, choices.accumulates_whole, advance)
 
 
-def _build_pipeline_shape(run: Run) -> PipelineShape:
+def _build_pipeline_shape(run: Run, choices: _Choices) -> PipelineShape:
     return PipelineShape(
         schedule=run.staging.schedule,
         owners=run.staging.owners,
@@ -445,9 +441,9 @@ def _build_pipeline_shape(run: Run) -> PipelineShape:
         width=run.model.dim,
         split=run.layout.tensor if run.parallelism.sequence_parallel else 1,
         dtype=run.precision.dtype,
-        accumulates_whole=run.parallelism.accumulates_whole(run.layout),
+        accumulates_whole=choices.accumulates_whole,
         pairs=run.parallelism.pairs,
-        reshards=run.parallelism.resolve_reshard(run.layout) is not False,
+        reshards=choices.reshard is not False,
     )
 
 

@@ -25,17 +25,22 @@ from titan.checkpoint.manager import (
     describe_compared,
 )
 from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.reader import CheckpointReader
+from titan.checkpoint.restore import restore_train_state
 from titan.checkpoint.select import is_post_save_pending
 from titan.checkpoint.state import train_state_dict
 from titan.dataset import permutation
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
+from titan.files.run_directory import shorten_path
 from titan.parallelism.replicas import ReplicaDifference
 from titan.run.attempts import Attempt
 from titan.run.run import Run, as_model
+from titan.training.evaluation.averages import MovingAverage
 from titan.training.train_step import TrainStep
 from titan.weights import export, tokenizer_files
 from titan.weights.formats import open_weights
+from titan.weights.load import load_initial_weights
 
 log = logging.getLogger("titan")
 
@@ -61,14 +66,23 @@ class CheckpointPolicy:
 
         Args:
             train_step: whose state is saved; its optimizer must have its state already.
-            warn: writes a warning to the log and the terminal.
         """
         self.run, self.attempt, self.mix, self.warn = run, attempt, mix, warn
         world = train_step.world
         coordinator = Coordinator.from_world(world)
         self.is_rank0, self.is_off = world.is_rank0, run.checkpoint.mode == "off"
-        self.manager = None if self.is_off else _build_manager(run, train_step, coordinator)
-        self.tokenizer = _find_tokenizer(mix)
+        self.manager: CheckpointManager | None = None
+        if not self.is_off:
+            compare: CompareReplicas | None = None
+            if run.checkpoint.fingerprints:
+                if described := describe_compared(train_state_dict(train_step), train_step, world):
+                    log.info(described)
+                compare = partial(compare_replicas, train_step, world)
+            hooks, copy = _build_post_save_hooks(run, coordinator), tokenizer_files.copy_files
+            directory = Path(run.directory)
+            self.manager = CheckpointManager(directory, run.checkpoint, train_step, coordinator, copy, hooks, compare)
+        corpus = mix.sources[0].corpus  # now, since the data may be out of reach for a moment later
+        self.tokenizer = None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
         if run.checkpoint.export:
             label = f"checkpoint.export={run.checkpoint.export}"
             tokenizer_files.check_packages(self.tokenizer, run.checkpoint.export, label)
@@ -96,11 +110,8 @@ class CheckpointPolicy:
             return False
         current_time = time.monotonic()
         is_due = 0 < self.run.checkpoint.minutes * 60 <= current_time - self.saved_at
-        return (
-            is_due or (self.retry_at is not None and current_time >= self.retry_at) or self._is_requested(current_time)
-        )
-
-    def _is_requested(self, current_time: float) -> bool:
+        if is_due or (self.retry_at is not None and current_time >= self.retry_at):
+            return True
         if current_time - self.polled_at < POLL_SECONDS:
             return False
         self.polled_at = current_time
@@ -119,11 +130,7 @@ class CheckpointPolicy:
             self._stop_run(step, difference)
 
     def _stop_run(self, step: int, difference: ReplicaDifference) -> None:
-        """End the run, once the state with the difference is written.
-
-        Raises:
-            DifferingRanksError: always.
-        """
+        """End the run, once the state with the difference is written; raises DifferingRanksError always."""
         outcomes = [] if self.manager is None else self.manager.finish()
         self._record_outcomes([outcome for outcome in outcomes if outcome.step != step])
         marked = Path("checkpoints") / f"step-{step}" / manifest.DIFFERS
@@ -237,26 +244,6 @@ class CheckpointPolicy:
         )
 
 
-def _build_manager(run: Run, train_step: TrainStep, coordinator: Coordinator) -> CheckpointManager:
-    directory, hooks = Path(run.directory), _build_post_save_hooks(run, coordinator)
-    copy = tokenizer_files.copy_files
-    compare = _build_comparison(train_step) if run.checkpoint.fingerprints else None
-    return CheckpointManager(directory, run.checkpoint, train_step, coordinator, copy, hooks, compare)
-
-
-def _build_comparison(train_step: TrainStep) -> CompareReplicas:
-    """Return what compares replicas before a save; raises RunError for a tensor that it would not know."""
-    if described := describe_compared(train_state_dict(train_step), train_step, train_step.world):
-        log.info(described)
-    return partial(compare_replicas, train_step, train_step.world)
-
-
-def _find_tokenizer(mix: RowMixture) -> str | None:
-    """Return the tokenizer's file or name; looked up once, since the data may be out of reach for a moment later."""
-    corpus = mix.sources[0].corpus
-    return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
-
-
 def _build_post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSaveHook, ...]:
     """Return what runs after each save: the copy elsewhere and the export."""
     settings, hooks = run.checkpoint, list[PostSaveHook]()
@@ -273,7 +260,11 @@ def _build_export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: C
     def export_checkpoint(folder: Path, manifest: Manifest) -> None:
         with prefix_errors(f"the export to {folder / format}"):
             weights, out = coordinator.run_all(lambda: open_weights(folder)), folder / format
-            options: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _count_meta_ranks(weights.model)}
+            model: Any = weights.model
+            meta_ranks = 1  # tensor parallel ranks that Meta's files are split for: each file has to fit into memory
+            while 2 * model.parameters() / meta_ranks > META_BYTES and model.kv_heads % (2 * meta_ranks) == 0:
+                meta_ranks *= 2
+            options: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": meta_ranks}
             coordinator.on_rank0(lambda: out.mkdir(exist_ok=True))
             coordinator.run_all(
                 lambda: export.export_files(weights, out, part=(coordinator.rank, coordinator.world_size), **options)
@@ -281,14 +272,6 @@ def _build_export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: C
             coordinator.on_rank0(lambda: export.finish_export(weights, out, **options))
 
     return export_checkpoint
-
-
-def _count_meta_ranks(model: Any) -> int:
-    """Return the number of tensor parallel ranks that Meta's files are split for: each file has to fit into memory."""
-    ranks = 1
-    while 2 * model.parameters() / ranks > META_BYTES and model.kv_heads % (2 * ranks) == 0:
-        ranks *= 2
-    return ranks
 
 
 def _build_record(outcome: SaveOutcome) -> dict[str, Any]:
@@ -300,3 +283,36 @@ def _build_record(outcome: SaveOutcome) -> dict[str, Any]:
         "checkpoint_compare_seconds": outcome.compare_seconds,
         "checkpoint_gib": outcome.bytes / 2**30,
     }
+
+
+def restore_state(
+    run: Run,
+    attempt: Attempt,
+    train_step: TrainStep,
+    average: MovingAverage | None,
+    reader: CheckpointReader | None,
+) -> None:
+    """Remove what a killed attempt may have left, and load the state; all ranks call it together.
+
+    Args:
+        attempt: names the checkpoint or the weights; without any, the train step stays as it is.
+        average: begins at these weights, where the checkpoint has none.
+    """
+    if train_step.world.is_rank0:
+        manifest.remove_leftovers(Path(run.directory), run.checkpoint.grace, attempt.run_id)
+    coordinator, has_average = Coordinator.from_world(train_step.world), False
+    if attempt.checkpoint:
+        has_average = restore_train_state(train_step, reader or CheckpointReader(attempt.checkpoint), coordinator)
+    elif attempt.weights:
+        load_initial_weights(train_step, attempt.weights, coordinator)
+    for line in describe_source(attempt):
+        log.info(line)
+    if average is not None and not has_average:
+        average.copy_weights()
+
+
+def describe_source(attempt: Attempt) -> tuple[str, ...]:
+    """Return the line that says where the state came from; none where the weights are new."""
+    if attempt.checkpoint:
+        return (f"weights, optimizer state and data position: from {shorten_path(attempt.checkpoint)}",)
+    return (f"weights: from {shorten_path(attempt.weights)}",) if attempt.weights else ()

@@ -30,8 +30,6 @@ class ExpertLoad:
 
         Args:
             routers: by the index of their layer; none where a pipeline stage has only dense blocks.
-            experts: of a layer.
-            layers: of the whole model.
             bias_rate: change per step of the bias with which experts are chosen, where a router has one.
         """
         self.routers, self.layers, self.top_k, self.bias_rate = routers, layers, top_k, bias_rate
@@ -67,7 +65,6 @@ class ExpertLoad:
 
         Args:
             counts: of the global batch, [size].
-            per_expert: whether it has the load of each expert and layer too.
         """
         table = np.asarray(counts, dtype=float).reshape(self.layers, -1)
         routed = table[:, :-1].sum(-1) > 0

@@ -7,17 +7,19 @@ with and without them, compiled or not. Gradients are those before clipping.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan.debug.module_hooks import force_eager
 from titan.parallelism import data
 from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.tensor_norms import count_replicas, sum_row_squares
 from titan.run.run import Run
-from titan.training import layer_norms
 from titan.training.observe import Observer, StepRows
 from titan.training.train_step import TrainStep
 
@@ -38,7 +40,7 @@ class LayerMetrics:
 
     def set_interval(self, every: int) -> None:
         """Measure every `every` steps from now on; 0: never."""
-        self.every, self.layers = every, layer_norms.list_layers(self.train_step) if every else ()
+        self.every, self.layers = every, list_layers(self.train_step) if every else ()
 
     def is_due(self, step: int) -> bool:
         """Whether a step is measured."""
@@ -69,26 +71,23 @@ class LayerMetrics:
         """Measure complete gradients and weights of a step that is due, and keep the weights."""
         if not self.is_due(step):
             return
-        named_parameters = list(layer_norms.iterate_parameters(self.train_step))
+        named_parameters = list(iterate_parameters(self.train_step))
         self._old_weights = [local_tensor(p.detach()).clone() for _, p in named_parameters]
         gradients = [(name, p, local_tensor(p.grad)) for name, p in named_parameters if p.grad is not None]
         weights = [(name, p, local_tensor(p.detach())) for name, p in named_parameters]
-        self._table[GRADIENT] = layer_norms.sum_squares(gradients, self.layers, self.train_step.world)
-        self._table[WEIGHT] = layer_norms.sum_squares(weights, self.layers, self.train_step.world)
-
-    def measure_updates(self, step: int) -> None:
-        """Measure how far the weights moved in a step that is due, and start to sum the table over the ranks."""
-        if self.is_due(step):
-            self._measure_updates(step)
+        self._table[GRADIENT] = sum_squares(gradients, self.layers, self.train_step.world)
+        self._table[WEIGHT] = sum_squares(weights, self.layers, self.train_step.world)
 
     @torch.no_grad()
-    def _measure_updates(self, step: int) -> None:
-        named_parameters = layer_norms.iterate_parameters(self.train_step)
+    def measure_updates(self, step: int) -> None:
+        """Measure how far the weights moved in a step that is due, and start to sum the table over the ranks."""
+        if not self.is_due(step):
+            return
         updates = [
             (name, p, old_weight.sub_(local_tensor(p)))
-            for (name, p), old_weight in zip(named_parameters, self._old_weights, strict=True)
+            for (name, p), old_weight in zip(iterate_parameters(self.train_step), self._old_weights, strict=True)
         ]
-        self._table[UPDATE] = layer_norms.sum_squares(updates, self.layers, self.train_step.world)
+        self._table[UPDATE] = sum_squares(updates, self.layers, self.train_step.world)
         self._old_weights = []
         self.train_step.world.all_reduce(self._table[:LOGIT])
         if self.train_step.world.rank_info.world_size > 1:
@@ -118,3 +117,47 @@ def _compute_metrics(column: list[float]) -> dict[str, float]:
     if column[LOGIT] > -math.inf:
         metrics["layer_attention_logit"] = column[LOGIT]
     return metrics
+
+
+def get_layer_name(name: str) -> str:
+    """Return the layer of a parameter or module: layers.3 for layers.3.attention.wq.weight."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def list_layers(train_step: TrainStep) -> tuple[str, ...]:
+    """Return all layers of the model, in the order of the forward pass; all ranks call it together."""
+    rank_layers = [
+        get_layer_name(name) for stage in train_step.stages for name, _ in stage.model.named_modules() if name
+    ]
+    layers = {name for part in train_step.world.all_gather_object(rank_layers) for name in part if name != "layers"}
+    return tuple(sorted(layers, key=_build_sort_key))
+
+
+def _build_sort_key(layer: str) -> tuple[int, int, str]:
+    """Return a key that sorts layers by the forward pass: the embedding, the blocks, norm, head."""
+    prefix, _, number = layer.partition(".")
+    if prefix == "layers":
+        return 1, int(number), ""
+    return 0 if "emb" in layer else 3 if layer == "head" else 2, 0, layer
+
+
+def iterate_parameters(train_step: TrainStep) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return this rank's parameters with their names; of a tied weight with two replicas only the embedding's."""
+    tied = train_step.tied_weights
+    replica = None if tied is None or tied.last is tied.first else tied.last
+    return ((name, p) for name, p in train_step.named_parameters() if p is not replica)
+
+
+def sum_squares(parts: Iterable[tuple[str, Tensor, Tensor]], layers: Sequence[str], world: World) -> Tensor:
+    """Return this rank's part of the squares' sum of each layer, float64 [layers] on its device.
+
+    Args:
+        parts: the name of each parameter, the parameter, and what this rank has of it or of its gradient.
+    """
+    sums = torch.zeros(len(layers), dtype=torch.float64, device=world.device)
+    layer_indices = {name: i for i, name in enumerate(layers)}
+    for name, parameter, part in parts:
+        square = sum_row_squares(part).sum() / count_replicas(parameter, world)
+        sums[layer_indices[get_layer_name(name)]] += square.to(world.device)
+    return sums

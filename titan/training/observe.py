@@ -23,7 +23,7 @@ from titan.model.layers import IGNORED
 from titan.model.masks import chunk_ids
 from titan.parallelism import collectives
 from titan.parallelism.tensor_norms import sum_row_squares
-from titan.training.token_loss import TokenLoss
+from titan.training.replay.observation import TokenLoss
 from titan.training.train_step import TrainStep
 
 MAX_SAMPLED_TOKENS = 4096
@@ -37,10 +37,7 @@ LOGIT_CHUNK = 1024
 class StepRows:
     """Which rows and tokens of a step this rank has.
 
-    Attributes:
-        rank_rows: this rank's rows of the step, counted from the step's first; what it computes beyond them is padding.
-        rows_per_microbatch: rows of a micro-batch.
-        seq_len: tokens of a row.
+    `rank_rows` are this rank's, counted from the step's first; what it computes beyond them is padding.
     """
 
     def __init__(self, train_step: TrainStep, rows: int, rows_per_microbatch: int, seq_len: int) -> None:
@@ -57,6 +54,12 @@ class StepRows:
     def get_row_number(self, microbatch: int, row: int) -> int:
         """Return a row's number in the step."""
         return self.rank_rows.start + microbatch * self.rows_per_microbatch + row
+
+    def number_tokens(self, microbatch: int, real: Tensor) -> Tensor:
+        """Return the indices in the step of a micro-batch's tokens [rows, tokens, ...]; int64, flat, on the CPU."""
+        first = self.get_row_number(microbatch, 0)
+        rows = torch.arange(first, first + len(real))[:, None]
+        return (rows * self.seq_len + self.select_positions(real.shape[1])).flatten()
 
     def select_positions(self, tokens: int) -> Tensor:
         """Return the positions of a hidden state's tokens, int64 on the CPU: all that this rank has, or its part."""
@@ -96,12 +99,9 @@ class RunningTotals:
 
 @dataclass
 class TokenSample:
-    """Projections of sampled tokens.
+    """Projections of sampled tokens, float32 [tokens, WIDTH].
 
-    Attributes:
-        tokens: their indices in the step, row * seq_len + position; int64.
-        values: float32 [tokens, WIDTH].
-        microbatches: the micro-batch of each on this rank; int64.
+    Of each also the index in the step, row * seq_len + position, and the micro-batch on this rank; int64.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
@@ -128,9 +128,7 @@ class Observer(ModuleHooks):
         forward: of each module's output, by the module's name.
         backward: of the loss's gradient with respect to it, by the module's name.
         samples: by direction and module.
-        losses: the largest of this rank.
         logits: the largest attention logit of each block, by its name; minus infinity where a rank has none.
-        watched: names of the modules whose outputs are collected.
         inside_compiled: names of those that can't be, because they are inside of code that runs compiled.
     """
 
@@ -151,8 +149,6 @@ class Observer(ModuleHooks):
         """Collect statistics of hidden states.
 
         Args:
-            blocks_only: leave out the parts of blocks.
-            sample: sample tokens, and collect gradients too.
             totals: whether sums over all elements are collected; else they are those of nothing.
         """
         self._with_totals = totals
@@ -209,11 +205,7 @@ class Observer(ModuleHooks):
             self._sample_tokens(self.samples.setdefault((direction, name), TokenSample()), microbatch, real)
 
     def _sample_tokens(self, sample: TokenSample, microbatch: int, real: Tensor) -> None:
-        rows = self.rows
-        first = rows.get_row_number(microbatch, 0)
-        tokens = (
-            torch.arange(first, first + len(real))[:, None] * rows.seq_len + rows.select_positions(real.shape[1])
-        ).flatten()
+        rows, tokens = self.rows, self.rows.number_tokens(microbatch, real)
         stride = math.ceil(rows.total_rows * rows.seq_len / MAX_SAMPLED_TOKENS)
         sampled = (tokens % stride == 0).nonzero().flatten()
         values = real.flatten(0, 1)[sampled.to(real.device)].float()

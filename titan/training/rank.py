@@ -1,8 +1,9 @@
-"""One rank that trains, started by `launchers.supervisor`: `python -m titan.training.rank FILE`."""
+"""One rank of a run or of a command's job, started by `launchers.supervisor`: `python -m titan.training.rank FILE`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from titan.cluster.rank_info import RankInfo
@@ -10,7 +11,9 @@ from titan.cluster.rank_process import run_from_file
 
 
 def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], int]) -> int:
-    """Train: the payload is the run and its attempt."""
+    """Do what the payload is: a run to train with its attempt, or a job, which names its worker."""
+    if not isinstance(payload, tuple):
+        return int(import_module(payload.worker).work(payload, rank_info))
     from titan.training.worker import work as train
 
     run, attempt = payload

@@ -6,24 +6,35 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from dataclasses import asdict
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from titan.cluster.known_devices import look_up_peak_tflops
 from titan.compile.graphs import GraphWatch
+from titan.config.kinds import get_kind
 from titan.console.progress import Progress
 from titan.console.text import sanitize_line
+from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.debug.activity import FINISHING
 from titan.debug.diagnosis import format_ranks
 from titan.files.atomic import write_atomic
 from titan.hooks.calls import Hooks
-from titan.metrics.recorder import Recorder, peak_memory_gib
-from titan.run import summary
+from titan.metrics.reader import METRICS, read_last_steps
+from titan.metrics.recorder import Recorder, StepSpeed, peak_memory_gib
+from titan.metrics.spikes import SpikeDetector
+from titan.metrics.tracker_run import RunDescription, hide_secrets
+from titan.metrics.trackers import open_trackers
+from titan.run import evaluated, identity, summary
 from titan.run.attempts import Attempt
-from titan.run.run import Run
+from titan.run.axes import PLUGGABLE
+from titan.run.directory import find_parent_sweep, read_attempts
+from titan.run.run import Run, as_config
 from titan.schedule.schema import Factors
-from titan.training import metrics_setup, step_metrics
+from titan.training import step_metrics
 from titan.training.audit import Audit
 from titan.training.layer_metrics import LayerMetrics
 from titan.training.rank_times import RankTimes
@@ -41,9 +52,6 @@ class RunReporter:
         recorder: writes records; None before the run starts, and on ranks other than 0.
         progress: writes to the terminal, on the same terms.
         has_started: whether rank 0 has shown the run; a benchmark, which does not, shows no lines.
-        step_times: of the latest steps.
-        evaluation: the figures of the last evaluation.
-        audit: says how long audits took.
     """
 
     def __init__(
@@ -54,19 +62,15 @@ class RunReporter:
         hooks: Hooks,
         layer_metrics: LayerMetrics,
         rank_times: RankTimes,
+        audit: Audit,
         factors: Callable[[int], Factors],
     ) -> None:
-        """Take what the records of a step consist of; nothing is written yet.
-
-        Args:
-            hooks: called with the results, which they may add to.
-            factors: the built schedule.
-        """
+        """Take what the records of a step consist of; nothing is written yet."""
         self.run, self.attempt, self.train_step, self.world = run, attempt, train_step, train_step.world
-        self.hooks, self.layer_metrics, self.rank_times, self.factors = hooks, layer_metrics, rank_times, factors
-        self.speed = metrics_setup.build_step_speed(run)
-        self.spikes = metrics_setup.build_spike_detector(run, attempt, self.world.is_rank0)
-        self.audit: Audit | None = None
+        self.hooks, self.layer_metrics, self.rank_times = hooks, layer_metrics, rank_times
+        self.audit, self.factors = audit, factors
+        self.speed = build_step_speed(run)
+        self.spikes = build_spike_detector(run, attempt, self.world.is_rank0)
         self.recorder: Recorder | None = None
         self.progress: Progress | None = None
         self.has_started = False
@@ -101,7 +105,7 @@ class RunReporter:
         if self.world.is_rank0:
             self.has_started = True
             summary.show_run(self.run, self.attempt, mix, notes)
-            self.recorder = metrics_setup.build_recorder(self.run, self.attempt, self.warn, mix)
+            self.recorder = build_recorder(self.run, self.attempt, self.warn, mix)
 
     def report_graphs(self, graphs: GraphWatch) -> None:
         """Report which compiled graphs ran in the first step; rank 0 also warns of what the other ranks lack."""
@@ -194,7 +198,7 @@ class RunReporter:
             **step_metrics.compute_term_means(self.train_step.terms, metrics),
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            **metrics_setup.build_weight_decay_record(self.run, self.factors, result.step),
+            **build_weight_decay_record(self.run, self.factors, result.step),
             "step_seconds": result.seconds,
             "data_seconds": batch.wait_seconds,
             **self.speed.compute(result.seconds, tokens, metrics[PAIRS]),
@@ -203,7 +207,7 @@ class RunReporter:
             "rows": [batch.first, batch.last],
             "batch_hash": step_metrics.format_batch_hash(metrics),
             **self.layer_metrics.build_record(result.step),
-            **(self.audit.build_record(result.step) if self.audit is not None else {}),
+            **self.audit.build_record(result.step),
         }
 
     def _build_hook_figures(self, result: StepResult) -> dict[str, Any]:
@@ -240,3 +244,62 @@ class RunReporter:
             return {}
         seconds, pairs = median
         return self.speed.compute(seconds, self.run.training.count_step_tokens(step), pairs)
+
+
+def build_recorder(run: Run, attempt: Attempt, warn: Callable[[str], None], mix: RowMixture | None = None) -> Recorder:
+    """Return what writes this attempt's records to metrics.jsonl and to the trackers; they name the data of `mix`."""
+    directory = Path(run.directory)
+    description = RunDescription(run_id="", group_id="", name=run.name, config={})
+    if run.metrics.tensorboard or run.metrics.wandb or run.metrics.trackers:
+        description = describe_run(run, attempt, mix)
+    trackers = open_trackers(run.metrics, directory=directory, description=description, warn=warn)
+    changed = evaluated.find_changed(attempt.evaluated, read_attempts(directory))
+    return Recorder(directory, attempt.number, trackers, warn, partial(evaluated.rename_figures, changed=changed))
+
+
+def describe_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> RunDescription:
+    """Return what trackers show of a run beside its records."""
+    code, sweep = identity.describe_code(), find_parent_sweep(run)
+    facts = {
+        "choices": dict(run.choices),
+        "kinds": {axis: get_kind(type(getattr(run, axis))) for axis in PLUGGABLE},
+        "ids": asdict(attempt.ids),
+        "attempt": attempt.number,
+        "commit": code["commit"],
+        "diff": code["diff"],
+        "data": corpora.compute_data_digest(mix) if mix else None,
+        "parameters": run.model.parameters(),
+        "layout": run.layout.degrees(),
+        "sweep": sweep.name if sweep else None,
+        "variant": sweep.variant if sweep else None,
+    }
+    return RunDescription(
+        run_id=attempt.run_id,
+        group_id=next(iter(read_attempts(Path(run.directory))), {"ids": asdict(attempt.ids)})["ids"]["group"],
+        name=hide_secrets(run.name),
+        config=as_config(run),
+        facts=facts,
+        sweep=hide_secrets(sweep.name) if sweep else None,
+        labels=(*(o for o in run.overrides if o.startswith("recipe=")), str(run.layout)),
+    )
+
+
+def build_weight_decay_record(run: Run, factors: Callable[[int], Factors], step: int) -> dict[str, float]:
+    """Return what the record of a step says of the weight decay: that of `optimizer`, where the schedule changes it."""
+    if not run.schedule.sets_weight_decay or not run.optimizer.weight_decay:
+        return {}
+    return {"weight_decay": run.optimizer.weight_decay * factors(step).weight_decay}
+
+
+def build_spike_detector(run: Run, attempt: Attempt, records: bool) -> SpikeDetector:
+    """Return what marks loss spikes; on the rank that records, its window begins with the losses before the attempt."""
+    last_steps = read_last_steps(Path(run.directory) / METRICS) if records else ()
+    previous_losses = (line["loss"] for line in last_steps if line["step"] <= attempt.step)
+    window_losses = list(islice(previous_losses, run.metrics.spike_window))
+    return SpikeDetector(run.metrics.spike_window, run.metrics.spike_deviations, reversed(window_losses))
+
+
+def build_step_speed(run: Run) -> StepSpeed:
+    """Return what turns the seconds of a step into throughput and MFU."""
+    device_peak = look_up_peak_tflops(run.machine.name, run.precision.compute) if run.machine.device == "cuda" else None  # type: ignore[arg-type]
+    return StepSpeed(run.model, run.layout.devices, run.cluster.peak_tflops or device_peak)

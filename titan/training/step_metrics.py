@@ -20,6 +20,7 @@ from torch import Tensor
 from titan.dataset.loader import Batch
 from titan.metrics.schema import WARM
 from titan.profile.waits import compute_seconds, record_moment
+from titan.training.signals import choose_stop_exit_code
 
 LOSS, SQUARES, STOP, REQUEUE, SAVE, PROFILE, END, VOID, VALID, PAIRS, HASH = range(11)
 """Indices into the vector: summed loss, sum of the gradients' squares, requests to stop, to be started again after
@@ -48,11 +49,8 @@ def pack_metrics(
     Args:
         loss: this rank's summed loss; with loss terms a vector, whose other elements are the last of the result.
         squares: this rank's part of the sum of the gradients' squares, a float64 scalar; None: zero.
-        stop: whether a signal asked this rank to stop.
         requeue: whether it asked to be started again after that.
-        save: whether this rank asks for a checkpoint.
         profile: whether the user asked it for a profile.
-        end: whether a hook asked it to end the run.
         slots: what `titan.training.rank_times` adds.
     """
     requests = [float(stop or batch.void), float(requeue), float(save), float(profile), float(end)]
@@ -135,11 +133,7 @@ class InFlightStep:
     timer: StepTimer
 
     def read(self, num_slots: int, num_counts: int) -> StepResult:
-        """Wait for the device, and return what all ranks have measured.
-
-        Args:
-            num_slots: the number of all ranks' slots.
-        """
+        """Wait for the device, and return what all ranks have measured."""
         self.timer.wait()
         values: NDArray[np.float64] = self.metrics.numpy()
         metrics, slots, counts = split_metrics(values[:-1], num_slots, num_counts)
@@ -206,3 +200,40 @@ class StepTimes:
         """Return the share of the steps' time that was spent waiting for data; None before the first step."""
         total = sum(seconds for seconds, _, _ in self.steps)
         return sum(waited for _, _, waited in self.steps) / total if total else None
+
+
+@dataclass
+class Requests:
+    """The requests of all ranks, until the trainer has met them: to take no further step, by a signal or by a hook, to
+    be started again after that, and to save a checkpoint. `ended_by_hook`: a hook asked to end the run before its last
+    step.
+    """
+
+    stop: bool = False
+    requeue: bool = False
+    ended_by_hook: bool = False
+    save: bool = False
+
+    def add(self, metrics: Sequence[float], is_last: bool) -> None:
+        """Add those of a step.
+
+        Args:
+            metrics: the step's vector, summed over the ranks.
+            is_last: whether the last step of the run has started: a hook has nothing left to end.
+        """
+        self.stop = self.stop or metrics[STOP] > 0
+        self.requeue = self.requeue or metrics[REQUEUE] > 0
+        if metrics[VOID] > 0:  # it was no step
+            return
+        self.ended_by_hook = self.ended_by_hook or (metrics[END] > 0 and not is_last)
+        self.stop = self.stop or self.ended_by_hook
+        self.save = self.save or metrics[SAVE] > 0
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal ended the run before its last step."""
+        return self.stop and not self.ended_by_hook
+
+    def choose_exit_code(self) -> int:
+        """Return the exit code of a rank that has finished its steps, or was interrupted."""
+        return choose_stop_exit_code(self.requeue) if self.is_interrupted else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from titan.model.loss_terms import join_with_gradient, weigh_figures
 from titan.parallelism import data, grad_norm, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
-from titan.parallelism.pipeline.runtime import TiedWeights
+from titan.parallelism.pipeline.runtime import Pipeline, TiedWeights
 from titan.parallelism.tensor_norms import count_replicas
 from titan.precision.low_precision import Float8Scales
 from titan.training.expert_load import ExpertLoad
@@ -44,7 +44,6 @@ class ModelStage(nn.Module):
             x: int64 tokens [rows, seq_len], or the previous stage's hidden states.
             targets: int64 [rows, seq_len].
             positions: see `titan.model.decoder.DecoderModel.forward`.
-            document_ids: see `DecoderModel.forward`.
             keys: int64 [rows], for a model that draws random numbers (`titan.model.schema.Decoder.uses_keys`).
 
         Returns:
@@ -99,19 +98,6 @@ class StageWithLosses(ModelStage):
         return join_with_gradient(self.model.head(hidden, targets).reshape(-1), block_sums, weighted_terms)
 
 
-class MicrobatchRunner(Protocol):
-    """Runs micro-batches through the stages of this rank."""
-
-    def backward(self, rows: Microbatches, scale: float) -> Tensor:
-        """Run forward and backward, and return this rank's summed loss, zero where the last stage is elsewhere.
-
-        With loss terms it is a vector: cross-entropy and the sums of the terms.
-        """
-
-    def forward(self, rows: Microbatches) -> list[Tensor]:
-        """Run forward, and return the last stage's output for each micro-batch; nothing where it is elsewhere."""
-
-
 class GradAccumulation:
     """Runs one stage on one micro-batch after another; gradients are complete after the last."""
 
@@ -125,15 +111,17 @@ class GradAccumulation:
         """Take the stage.
 
         Args:
-            stage: the whole model.
             wrapped: the stage, in DDP where it has replicas.
             unsharded_gradients: whether FSDP accumulates unsharded gradients.
-            advance: called after each micro-batch.
         """
         self.stage, self.wrapped, self.unsharded_gradients, self.advance = stage, wrapped, unsharded_gradients, advance
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
-        """See `MicrobatchRunner`."""
+        """Run forward and backward, and return this rank's summed loss.
+
+        With loss terms it is a vector: cross-entropy and the sums of the terms. As `Pipeline.backward`, whose ranks
+        without the last stage return zero.
+        """
         count, total = len(rows.tokens), torch.zeros((), device=rows.tokens.device)
         for i in range(count):
             with data.defer_gradient_sync(
@@ -152,8 +140,23 @@ class GradAccumulation:
             self.wrapped(*rows.select_microbatch(0))
 
     def forward(self, rows: Microbatches) -> list[Tensor]:
-        """See `MicrobatchRunner`."""
+        """Run forward, and return the output for each micro-batch; of a pipeline only where the last stage is."""
         return [self.stage(*rows.select_microbatch(i)) for i in range(len(rows.tokens))]
+
+
+MicrobatchRunner = GradAccumulation | Pipeline
+"""Runs micro-batches through the stages of this rank."""
+
+
+class StepWatch:
+    """Watches a trainer's steps from outside, as replays and proofs do; this one sees nothing."""
+
+    def compute_gradients(self, train_step: TrainStep, rows: Microbatches, scale: float) -> Tensor:
+        """Leave a step's gradients, and return its loss, as `TrainStep.backward` does."""
+        return train_step.backward(rows, scale)
+
+    def see_gradients(self) -> None:
+        """Look at a step's complete gradients, before they are clipped."""
 
 
 @dataclass(frozen=True)
@@ -218,11 +221,9 @@ class TrainStep:
             self.tied_weights.sum_gradients()
         if (ranks := self.world.get_group("tensor")) is not None:
             tensor.sum_shared_gradients((m for stage in self.stages for m in stage.modules()), ranks, self.device)
-        return loss if self.world.counts_loss else self._keep_rank_sums(loss)
-
-    def _keep_rank_sums(self, loss: Tensor) -> Tensor:
-        """Return, on tensor ranks other than 0, only the loss terms of the rank's own tokens; the loss is a replica."""
-        rank_sums = torch.zeros_like(loss)
+        if self.world.counts_loss:
+            return loss
+        rank_sums = torch.zeros_like(loss)  # the loss is a replica; the loss terms are of the rank's own tokens
         if self.num_block_sums:
             rank_sums[-self.num_block_sums :] = loss[-self.num_block_sums :]
         return rank_sums

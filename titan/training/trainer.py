@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from titan.checkpoint.state import init_optimizer_state
 from titan.cluster.heap import HeapTrimmer
 from titan.compile.graphs import GraphWatch
 from titan.dataset import corpora
-from titan.dataset.loader import Batch
+from titan.dataset.loader import Batch, BatchShape, Loader
+from titan.dataset.mixture import RowMixture
 from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING
 from titan.hooks.calls import Hooks
 from titan.parallelism import grad_norm
@@ -29,7 +30,7 @@ from titan.parallelism.microbatches import Microbatches
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.schedule.optimizer_schedule import OptimizerSchedule
-from titan.training import layer_norms, loader_setup, restoring, step_metrics
+from titan.training import checkpointing, layer_metrics, step_metrics
 from titan.training.audit import Audit
 from titan.training.bad_steps import BadSteps
 from titan.training.checkpointing import CheckpointPolicy
@@ -39,24 +40,20 @@ from titan.training.layer_metrics import LayerMetrics
 from titan.training.profiling import RunProfiler
 from titan.training.rank_times import RankTimes
 from titan.training.reporter import RunReporter
-from titan.training.requests import Requests
-from titan.training.result_json import RunEnd, find_ended_by
-from titan.training.sample_text import sample_text
-from titan.training.step_metrics import LOSS, PROFILE, SQUARES, VALID, VOID, InFlightStep, StepResult, StepTimer
-from titan.training.timeouts import Timeouts
-from titan.training.train_step import TrainStep
-
-
-class StopSource(Protocol):
-    """Tells the trainer that a signal came.
-
-    Attributes:
-        requested: whether to stop at the end of the step.
-        requeue: whether to end with the exit code that asks to be started again.
-    """
-
-    requested: bool
-    requeue: bool
+from titan.training.result_json import RunEnd, find_ended_by, sample_text
+from titan.training.signals import StopSignals
+from titan.training.step_metrics import (
+    LOSS,
+    PROFILE,
+    SQUARES,
+    VALID,
+    VOID,
+    InFlightStep,
+    Requests,
+    StepResult,
+    StepTimer,
+)
+from titan.training.train_step import StepWatch, TrainStep
 
 
 class Trainer:
@@ -66,7 +63,6 @@ class Trainer:
         step: the number of updates that have started.
         rows: the number of rows that they have read.
         requests: what ranks have asked for in steps whose metrics were read.
-        reporter: receives all results.
         evaluator: measures the weights; None before the run starts.
     """
 
@@ -76,39 +72,40 @@ class Trainer:
         attempt: Attempt,
         world: World,
         train_step: TrainStep,
-        stop: StopSource,
+        stop: StopSignals,
         reader: CheckpointReader | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         """Take everything that a step needs; nothing is written yet.
 
         Args:
             train_step: the model and the optimizer, as `titan.training.build` makes them.
-            stop: asked at every step whether a signal came.
-            reader: the attempt's checkpoint, where it has been opened already.
+            watch: looks at the steps, and may make their gradients; None: nothing does.
         """
         self.run, self.attempt, self.world, self.train_step, self.stop = run, attempt, world, train_step, stop
-        self.step, self.rows, self.reader = attempt.step, attempt.rows, reader
+        self.step, self.rows, self.reader, self.watch = attempt.step, attempt.rows, reader, watch or StepWatch()
         init_optimizer_state(train_step.optimizer)
         decay, factors = run.evaluation.ema, run.schedule.build(run.training.steps)
         self.average = None if decay is None else MovingAverage(train_step, decay)
         self.optimizer_schedule = OptimizerSchedule(train_step.optimizer, run.optimizer.peak_lr, factors)
         self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
         self.masks_targets = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
-        self.hooks = Hooks(run, world, lambda: layer_norms.iterate_parameters(train_step))
+        self.hooks = Hooks(run, world, lambda: layer_metrics.iterate_parameters(train_step))
         self.layer_metrics = LayerMetrics(run, train_step, run.metrics.layers_every)
         self.rank_times = RankTimes(run.profile, world, train_step, run.compile.scope != "off")
         self.requests, self.timeouts = Requests(), Timeouts(run, attempt, world)
         self.heap = HeapTrimmer(world.device.type == "cpu")
-        self.reporter = RunReporter(run, attempt, train_step, self.hooks, self.layer_metrics, self.rank_times, factors)
+        self.audit = Audit(run, train_step)
+        measures = self.layer_metrics, self.rank_times, self.audit
+        self.reporter = RunReporter(run, attempt, train_step, self.hooks, *measures, factors)
         show, warn = self.reporter.show, self.reporter.warn
-        self.audit = self.reporter.audit = Audit(run, train_step, warn)
-        self.bad_steps = BadSteps(run, train_step, self.mix, self.timeouts, self._to_device, warn)
+        self.bad_steps = BadSteps(run, train_step, self.mix, self.timeouts.allow_task, self.to_device, warn)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, warn)
         self.evaluator: Evaluator | None = None
         predicted = attempt.prediction.step_parts if attempt.prediction else {}
         tasks: dict[str, tuple[Any, str]] = {"checkpoint": (self, "save"), "evaluation": (self, "validate")}
         self.profiler = RunProfiler(run, world, train_step, predicted, show, tasks)
-        self.loader = loader_setup.build_loader(run, self.mix, world, attempt.step, show, self._is_stopped)
+        self.loader = build_loader(run, self.mix, world, attempt.step, show, self._is_stopped)
 
     def train(self) -> int:
         """Train to the end, or until a signal; then save, evaluate, sample and report.
@@ -120,7 +117,7 @@ class Trainer:
             StopRequestedError: when a signal came while it waited for the evaluation set.
         """
         start_time = time.monotonic()
-        self._restore_state()
+        self.restore_state()
         self.reporter.start_run(self.mix, self.notes)
         with self.reporter.show_progress(self.step, self.run.training.steps):
             self.evaluator = Evaluator(self.run, self.train_step, self.mix, self.reporter.show, self._is_stopped)
@@ -133,7 +130,7 @@ class Trainer:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was applied to the model, and where its weights came from."""
-        return (*self.train_step.notes, *restoring.describe_source(self.attempt))
+        return (*self.train_step.notes, *checkpointing.describe_source(self.attempt))
 
     def close(self) -> None:
         """End what runs beside training: the loader, a save once it is done, the recorder."""
@@ -145,10 +142,10 @@ class Trainer:
     def _is_stopped(self) -> bool:
         return self.stop.requested
 
-    def _restore_state(self) -> None:
+    def restore_state(self) -> None:
         """Load a checkpoint's state or initial weights, and finish what a kill left of that checkpoint's save."""
         reader, self.reader = self.reader, None  # frees its metadata
-        restoring.restore_state(self.run, self.attempt, self.train_step, self.average, reader)
+        checkpointing.restore_state(self.run, self.attempt, self.train_step, self.average, reader)
         if self.attempt.checkpoint:
             self.saving.resume_post_save()
 
@@ -183,14 +180,15 @@ class Trainer:
         """
         timer = StepTimer(self.world.device, previous_timer)
         self.rank_times.begin_step(follows=previous_timer is not None)
-        batch = self._read_batch() if batch is None else batch
+        batch = self.read_batch() if batch is None else batch
         self.world.activity.enter_phase(COMPUTING)
         lr, tokens = self.optimizer_schedule.set_rates(self.step), self.run.training.count_step_tokens(self.step)
-        rows = self._to_device(batch)
+        rows = self.to_device(batch)
         self.layer_metrics.measure_forward(self.step, rows)
         with self.audit.record(self.step, rows):
-            loss = self.train_step.backward(rows, 1 / tokens)
-        self.audit.check(self.step, rows)
+            loss = self.watch.compute_gradients(self.train_step, rows, 1 / tokens)
+        if warning := self.audit.check(self.step, rows):
+            self.reporter.warn(warning)
         self.rank_times.end_backward()
         metrics = self.world.all_reduce(self._pack_metrics(loss, batch))
         gradients, norm = self.train_step.list_gradients(), metrics[SQUARES].sqrt()
@@ -203,6 +201,7 @@ class Trainer:
             self.hooks.before_optimizer(self.step)
             norm = self.train_step.compute_norm()
         self.layer_metrics.measure_gradients(self.step)
+        self.watch.see_gradients()
         if self.run.training.clip_norm is not None:
             grad_norm.clip_gradients(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
@@ -217,13 +216,13 @@ class Trainer:
         self.bad_steps.latest, self.rows = bad, batch.rows_read
         return self._copy_metrics_to_host(batch, lr, loss, torch.cat([metrics, norm.double()[None]]), timer)
 
-    def _read_batch(self) -> Batch:
+    def read_batch(self) -> Batch:
         """Begin the next step: wait for its rows."""
         self.world.activity.begin_step(self.step + 1)
         batch, self.step = next(self.loader), self.step + 1
         return batch
 
-    def _to_device(self, batch: Batch) -> Microbatches:
+    def to_device(self, batch: Batch) -> Microbatches:
         """Copy a batch to this rank's device; ranks that share rows get those of the rank that reads them."""
         fields = torch.from_numpy(batch.fields)
         if self.world.device.type == "cuda":
@@ -273,9 +272,18 @@ class Trainer:
         self.rank_times.end_step(self.step)
         return InFlightStep(self.step, batch, lr, loss, metrics, timer)
 
+    def take_step(self, batch: Batch) -> StepResult:
+        """Take the update of a batch by itself, and return what all ranks measured; nothing is reported of it."""
+        result = self._read(self._step(batch=batch))
+        self.bad_steps.latest = torch.zeros_like(self.bad_steps.latest)
+        return result
+
+    def _read(self, step: InFlightStep) -> StepResult:
+        return step.read(self.rank_times.num_slots, self.train_step.num_expert_counts)
+
     def _finalize_step(self, step: InFlightStep) -> bool:
         """Read a step's metrics, act on them, report them; return whether a step that has started must be repeated."""
-        result = step.read(self.rank_times.num_slots, self.train_step.num_expert_counts)
+        result = self._read(step)
         self.rank_times.finish_step(result.step, result.seconds, result.batch.wait_seconds)
         self.requests.add(result.metrics, is_last=self.step >= self.run.training.steps)
         if result.is_void:  # no step came after it
@@ -288,20 +296,17 @@ class Trainer:
         return bool(cause)
 
     def _check_finite(self, result: StepResult) -> str:
-        """Report a step whose loss or gradients are not finite; return where that began, empty for a finite step.
-
-        Raises:
-            RunError: on `training.bad_steps` such steps in a row.
-        """
+        """Report a step whose loss or gradients are not finite; return where that began, empty for a finite step."""
         bad_step = self.bad_steps.examine(result)
         if bad_step is None:
             return ""
+        symptom, cause = bad_step
         if self.bad_steps.count >= self.run.training.bad_steps:
             self.reporter.report_saves(self.step, self.saving.wait_for_saves())
-            raise self.bad_steps.build_error(bad_step, self.saving.saved_step)
-        figures = {"loss": result.loss, "grad_norm": result.grad_norm, "not_finite": bad_step.cause}
+            raise self.bad_steps.build_error(result.step, symptom, cause, self.saving.saved_step)
+        figures = {"loss": result.loss, "grad_norm": result.grad_norm, "not_finite": cause}
         self.reporter.report_moment("on_not_finite", result.step, figures)
-        return bad_step.cause
+        return cause
 
     # --- between steps
 
@@ -311,7 +316,11 @@ class Trainer:
         Returns:
             The step; None where it had to be finalized for one of these tasks.
         """
-        validates, saves = self._is_evaluation_due(), self._is_save_due() and self.step < last
+        settings, every = self.run.checkpoint, self.run.evaluation.every
+        is_regular = self.step in settings.at or (settings.every > 0 and self.step % settings.every == 0)
+        saves = settings.mode != "off" and (self.requests.save or is_regular) and self.step < last
+        is_due = every > 0 and self.step % every == 0 and self.step < self.run.training.steps
+        validates = is_due and bool(self.evaluator)
         if not (validates or saves):
             if self.step % self.run.training.gc_every == 0:
                 gc.collect(1)
@@ -323,15 +332,6 @@ class Trainer:
         if saves:
             self.save()
         return None
-
-    def _is_evaluation_due(self) -> bool:
-        every = self.run.evaluation.every
-        return bool(self.evaluator) and every > 0 and self.step % every == 0 and self.step < self.run.training.steps
-
-    def _is_save_due(self) -> bool:
-        settings = self.run.checkpoint
-        is_regular = self.step in settings.at or (settings.every > 0 and self.step % settings.every == 0)
-        return settings.mode != "off" and (self.requests.save or is_regular)
 
     def validate(self) -> None:
         """Measure what the evaluation axis asks for; all ranks call it together."""
@@ -381,3 +381,57 @@ def _no_automatic_gc() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def count_hook_seconds(run: Run) -> float:
+    """Return how much longer collectives may take because of hooks; the watcher knows whether one is waited for."""
+    return run.cluster.hook_timeout if run.hooks else 0.0
+
+
+class Timeouts:
+    """Sets the timeout of all groups of this rank; all ranks call its methods together."""
+
+    def __init__(self, run: Run, attempt: Attempt, world: World) -> None:
+        """Take the settings, the first step of the attempt, and the ranks."""
+        self.run, self.attempt, self.world, self.seconds = run, attempt, world, run.cluster.timeout
+
+    def allow_step(self, step: int) -> None:
+        """Set the timeout for a step.
+
+        The first step, and the first of each batch size, may compile; and with `dataset.stream` a rank may have to wait
+        for data that is still being prepared.
+        """
+        is_first = step == self.attempt.step + 1 or step == self.run.training.find_phase(step).step
+        if is_first or self.run.dataset.stream:
+            self.allow_task()
+        else:
+            self._set_seconds(self.run.cluster.step_seconds)
+
+    def allow_task(self) -> None:
+        """Set the timeout for what is no step, such as a save or an evaluation."""
+        self._set_seconds(self.run.cluster.timeout)
+
+    def _set_seconds(self, seconds: float) -> None:
+        if seconds != self.seconds:
+            self.world.set_timeout(seconds + count_hook_seconds(self.run), barrier=seconds < self.seconds)
+            self.seconds = self.world.activity.timeout = seconds
+
+
+def build_loader(
+    run: Run, mix: RowMixture, world: World, step: int, show: Callable[[str], None], stopped: Callable[[], bool]
+) -> Loader:
+    """Return what yields the batches of the steps after `step`; see `Loader` for the arguments."""
+    return Loader(
+        mix,
+        run.training,
+        world.data_shard,
+        BatchShape(run.microbatches, run.microbatch_rows, run.training.seq_len),
+        step=step + 1,
+        prefetch=run.dataset.prefetch,
+        mask_documents=run.dataset.mask_documents,
+        has_keys=run.model.uses_keys,
+        is_reader=world.reads_data,
+        patience=run.cluster.timeout,
+        log=show,
+        is_stopped=stopped,
+    )

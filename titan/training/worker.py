@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,11 +35,9 @@ from titan.run import identity
 from titan.run.attempts import Attempt, use_previous_checkpoint
 from titan.run.run import Run
 from titan.training.build import build_train_step
-from titan.training.evaluation.sets import StopRequestedError
+from titan.training.evaluation.evaluator import StopRequestedError
 from titan.training.signals import StopSignals, choose_stop_exit_code
-from titan.training.timeouts import count_hook_seconds
-from titan.training.train_step import TrainStep
-from titan.training.trainer import Trainer
+from titan.training.trainer import Trainer, count_hook_seconds
 
 log = logging.getLogger("titan")
 
@@ -72,7 +71,8 @@ def work(
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop, watch:
         world = replace(_connect_ranks(run, attempt, rank_info, store), activity=activity)
         try:
-            exit_code = _run_trainer(_build_trainer(run, attempt, world, stop, watch), report_error, watch)
+            trainer = _build_trainer(run, attempt, world, stop, watch)
+            exit_code = _run_trainer(trainer, report_error, watch)
         except StopRequestedError:
             return choose_stop_exit_code(stop.requeue)
         except Exception as error:
@@ -92,7 +92,7 @@ def _connect_ranks(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) 
     """Join the process group and build this rank's groups."""
     if run.machine.device == "cuda":
         record_nccl_timeouts(Path(run.directory))
-    exchanges = _needs_exchange(run, attempt)
+    exchanges = run.checkpoint.mode != "off" or bool(attempt.checkpoint or attempt.weights)  # about checkpoints
     timeout = run.cluster.timeout + count_hook_seconds(run)
     return mesh.connect_world(rank_info, run.layout, run.machine.device, timeout, store, exchanges)
 
@@ -106,7 +106,8 @@ def _build_trainer(run: Run, attempt: Attempt, world: World, stop: StopSignals, 
     )
     watch.groups = list_groups(world)
     train_step = build_train_step(run, world, log.info)
-    watch.groups, watch.get_module_names = list_groups(world), partial(_list_module_names, train_step)
+    named_modules = [pair for stage in train_step.stages for pair in stage.named_modules() if pair[0]]
+    watch.groups, watch.get_module_names = list_groups(world), lambda: {id(m): name for name, m in named_modules}
     return Trainer(run, attempt, world, train_step, stop, reader)
 
 
@@ -135,7 +136,12 @@ def to_user_error(run: Run, error: Exception, watch: Watch | None = None) -> Exc
     )  # gloo; NCCL ends the process
     if timeout_match:
         hang_error = watch.find_hang_error() if watch is not None else None
-        return hang_error or RunError(_explain_timeout(run, int(timeout_match[1]) / 1000 - count_hook_seconds(run)))
+        seconds = int(timeout_match[1]) / 1000 - count_hook_seconds(run)
+        name = _find_timeout_setting(run, seconds)
+        return hang_error or RunError(
+            f"waited {seconds:g} s for the other ranks: one of them hangs, or is slower than {name} allows; "
+            f"see the last lines of each rank's log in {run.directory}/log, or raise {name}."
+        )
     if (sentence := describe_compiler_error(error)) is not None:
         log.error("torch.compile failed", exc_info=error)
         return RunError(sentence)
@@ -152,14 +158,6 @@ def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
-
-
-def _explain_timeout(run: Run, seconds: float) -> str:
-    name = _find_timeout_setting(run, seconds)
-    return (
-        f"waited {seconds:g} s for the other ranks: one of them hangs, or is slower than {name} allows; "
-        f"see the last lines of each rank's log in {run.directory}/log, or raise {name}."
-    )
 
 
 def _find_timeout_setting(run: Run, seconds: float) -> str:
@@ -184,16 +182,6 @@ def list_groups(world: World) -> dict[str, RankGroup]:
     return groups
 
 
-def _list_module_names(train_step: TrainStep) -> dict[int, str]:
-    """Return the names of the modules on this rank by their `id`."""
-    return {id(module): name for stage in train_step.stages for name, module in stage.named_modules() if name}
-
-
-def _needs_exchange(run: Run, attempt: Attempt) -> bool:
-    """Whether the ranks exchange messages about checkpoints."""
-    return run.checkpoint.mode != "off" or bool(attempt.checkpoint or attempt.weights)
-
-
 def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> tuple[Attempt, CheckpointReader | None]:
     """Return the attempt with an intact checkpoint: the one that it names, or the last complete one before it.
 
@@ -210,7 +198,13 @@ def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> tuple[Attem
         corruption = corruption or find_corruption(reader, coordinator, run.checkpoint.verify)
         if corruption is None:
             return replace(attempt, checkpoint=str(folder)), reader
-        previous = coordinator.broadcast(_previous_attempt(run, attempt, corruption) if coordinator.rank == 0 else None)
+        previous: Attempt | str | None = None
+        if coordinator.rank == 0:
+            try:
+                previous = use_previous_checkpoint(run, attempt, corruption)
+            except (ConfigError, OSError) as error:
+                previous = str(error)
+        previous = coordinator.broadcast(previous)
         if not isinstance(previous, Attempt):
             raise ConfigError(str(previous))
         attempt = previous
@@ -226,11 +220,7 @@ def _check_init_weights(run: Run, attempt: Attempt, coordinator: Coordinator) ->
 
 
 def _fetch_checkpoint(run: Run, attempt: Attempt, coordinator: Coordinator) -> tuple[Path, str | None]:
-    """Return the folder of the attempt's checkpoint, downloaded where it is remote, and a corruption found in it.
-
-    Raises:
-        RunError: when the download fails for a reason that may pass.
-    """
+    """Return the folder of the attempt's checkpoint, downloaded where it is remote, and a corruption found in it."""
     url = str(attempt.checkpoint)
     parent = url.rpartition("/")[0]
     is_copy = run.checkpoint.path is not None and parent == open_remote(run.checkpoint.path, run.directory).url
@@ -244,28 +234,17 @@ def _fetch_checkpoint(run: Run, attempt: Attempt, coordinator: Coordinator) -> t
         raise RunError(f"{url} could not be fetched ({error}); fix this and rerun the same command.") from error
 
 
-def _previous_attempt(run: Run, attempt: Attempt, corruption: str) -> Attempt | str:
-    """Return the attempt from the last complete checkpoint before, or why there is none."""
-    try:
-        return use_previous_checkpoint(run, attempt, corruption)
-    except (ConfigError, OSError) as error:
-        return str(error)
-
-
 def set_log_file(file: Path | None) -> None:
     """Send this process's log to a file; None: nowhere."""
     logging.raiseExceptions = False  # a full disk must not fill the terminal with tracebacks
-    handler = _open_file_handler(file) if file else logging.NullHandler()
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file) if file else logging.NullHandler()
     handler.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
     for previous in log.handlers:
         previous.close()
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
-
-
-def _open_file_handler(file: Path) -> logging.Handler:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return logging.FileHandler(file)
 
 
 class _SafeFormatter(logging.Formatter):
@@ -282,3 +261,51 @@ def _explain_out_of_memory(run: Run, error: Exception) -> str:
     options += ["parallelism=fsdp"] if run.layout.shard == 1 else ["more devices"]
     message = str(error).split(". ")[0]
     return f"out of memory in {run.describe()}: {message}. Give one of {', '.join(options)}."
+
+
+@contextmanager
+def join_ranks(run: Run, rank_info: RankInfo) -> Iterator[tuple[World, StopSignals]]:
+    """Join the ranks of a job, and leave them at its end.
+
+    Raises:
+        ConfigError: for an error of the block that the user can fix.
+        RunError: for another one that has an explanation.
+    """
+    set_log_file(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
+    set_switches(run.debug)
+    with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
+        world = mesh.connect_world(
+            rank_info, run.layout, run.machine.device, run.cluster.timeout, connect_exchange=True
+        )
+        try:
+            yield world, stop
+        except Exception as error:
+            reported_error = to_user_error(run, error)
+            if reported_error is error:
+                raise
+            raise reported_error from error
+        world.close()  # only after success: see titan.training.worker
+        set_log_file(None)  # the file of one rank is in a temporary directory
+
+
+def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -> CheckpointReader:
+    """Return the reader of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
+
+    Args:
+        run: where to fetch it to, and whether to verify checksums.
+        setting: the user's setting that chose the step, for messages.
+
+    Raises:
+        ConfigError: when it differs from its checksums; unlike a run, this marks nothing.
+        RunError: when it can't be fetched.
+    """
+    coordinator = Coordinator.from_world(world)
+    if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
+        try:
+            path = str(fetch_checkpoint(Remote(path.rpartition("/")[0]), step, Path(run.directory), coordinator))
+        except CoordinationError as error:
+            raise RunError(f"{path} could not be fetched ({error}); fix this and rerun the same command.") from error
+    reader = CheckpointReader(path)
+    if difference := find_corruption(reader, coordinator, run.checkpoint.verify):
+        raise ConfigError(f"{setting}={step}: {path} is damaged: {difference}; give an earlier one's step.")
+    return reader

@@ -76,7 +76,7 @@ def replace_weights(train_step: TrainStep, values: Sequence[Tensor]) -> Iterator
 
 
 @torch.no_grad()
-def average_weights(train_step: TrainStep, loads: Sequence[Callable[[], None]]) -> None:
+def average_weights(train_step: TrainStep, loads: Sequence[Callable[[], object]]) -> None:
     """Set the weights to the mean of those to evaluate after each of `loads`, summed in float32."""
     sums: list[Tensor] = []
     for load in loads:

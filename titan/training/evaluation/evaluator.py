@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from titan.dataset.loader import TARGETS, BatchBuilder, read_first_rows
 from titan.dataset.mixture import RowMixture
+from titan.dataset.mixture import TokenSequences as Source
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
-from titan.errors import ConfigError
-from titan.evaluation.items import TaskItem
-from titan.evaluation.requests import Request, build_requests
-from titan.evaluation.scores import TaskScore, compute_scores
+from titan.debug.module_hooks import ModuleHooks, StageCall, force_eager
+from titan.errors import ConfigError, RunError
+from titan.evaluation.items import TaskItem, read_texts
+from titan.evaluation.schema import ValidationSet
+from titan.evaluation.scores import Request, TaskScore, build_requests, compute_scores
+from titan.model.layers import IGNORED
+from titan.parallelism.mesh import World
+from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
 from titan.training.evaluation.averages import MovingAverage, use_evaluation_weights
-from titan.training.evaluation.likelihoods import compute_loglikelihoods
-from titan.training.evaluation.sets import build_eval_sets, build_file_sets, evaluate_files, evaluate_sets
+from titan.training.observe import iterate_logit_chunks
 from titan.training.train_step import TrainStep
-
-
-@dataclass(frozen=True)
-class TaskRequests:
-    """A task and what is asked of the model for it, one request for each choice."""
-
-    items: Sequence[TaskItem]
-    requests: Sequence[Request]
 
 
 class Evaluator:
@@ -42,8 +47,6 @@ class Evaluator:
         """Read the sets and the tasks.
 
         Args:
-            show: see `build_eval_sets`.
-            stopped: see `build_eval_sets`.
             tokenizer: the argument of `load_tokenizer`; None: that of the data.
 
         Raises:
@@ -52,7 +55,7 @@ class Evaluator:
             RunError: see `build_eval_sets`.
         """
         self.run, self.train_step, self.world = run, train_step, train_step.world
-        text_tokenizer = _load_given_tokenizer(tokenizer, run) if tokenizer else _load_data_tokenizer(run, mix)
+        text_tokenizer = _load_tokenizer(tokenizer, run, mix)
         self.sets = build_eval_sets(run, self.world, mix, show, stopped)
         self.files = build_file_sets(run, self.world, text_tokenizer)
         self.tasks = _build_tasks(run, text_tokenizer)
@@ -82,37 +85,26 @@ class Evaluator:
 
     def measure_tasks(self) -> dict[str, dict[str, TaskScore]]:
         """Return the figures of each task."""
-        run = self.run
-        tokens, compiled = run.microbatch_rows * run.training.seq_len, run.compile.scope != "off"
+        run, window = self.run, self.run.training.seq_len
+        tokens, compiled = run.microbatch_rows * window, run.compile.scope != "off"
         return {
             name: compute_scores(
-                task.items,
-                compute_loglikelihoods(self.train_step, task.requests, run.training.seq_len, tokens, compiled=compiled),
+                items, compute_loglikelihoods(self.train_step, requests, window, tokens, compiled=compiled)
             )
-            for name, task in self.tasks.items()
+            for name, (items, requests) in self.tasks.items()
         }
 
 
-def _load_given_tokenizer(name: str, run: Run) -> Tokenizer:
-    """Return a tokenizer that is not that of the data.
-
-    Raises:
-        ConfigError: when it has more ids than the model.
-    """
-    tokenizer = load_tokenizer(name)
-    if tokenizer.vocab_size > run.model.vocab:
-        raise ConfigError(
-            f"tokenizer={name}: has {tokenizer.vocab_size} ids, and the model {run.model.vocab}; give the model's own."
-        )
-    return tokenizer
-
-
-def _load_data_tokenizer(run: Run, mix: RowMixture) -> Tokenizer | None:
-    """Return the data's tokenizer, where something needs it.
-
-    Raises:
-        ConfigError: when they have none.
-    """
+def _load_tokenizer(name: str | None, run: Run, mix: RowMixture) -> Tokenizer | None:
+    """Return the tokenizer of this name or that of the data, where something needs it."""
+    if name:
+        tokenizer = load_tokenizer(name)
+        if tokenizer.vocab_size > run.model.vocab:
+            raise ConfigError(
+                f"tokenizer={name}: has {tokenizer.vocab_size} ids, and the model {run.model.vocab}; give the model's "
+                "own."
+            )
+        return tokenizer
     if not (run.evaluation.sets or run.evaluation.tasks):
         return None
     corpus = mix.sources[0].corpus
@@ -124,13 +116,290 @@ def _load_data_tokenizer(run: Run, mix: RowMixture) -> Tokenizer | None:
     return load_tokenizer(corpus.tokenizer_path)
 
 
-def _build_tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, TaskRequests]:
-    tasks: dict[str, TaskRequests] = {}
+def _build_tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, tuple[Sequence[TaskItem], Sequence[Request]]]:
+    """Return the items of each task, and what is asked of the model for them: one request for each choice."""
+    tasks: dict[str, tuple[Sequence[TaskItem], Sequence[Request]]] = {}
     if tokenizer is None:
         return tasks
     for name, task in (run.evaluation.tasks or {}).items():
-        setting_name = f"evaluation.tasks.{name}"
-        items = task.build(setting_name)
-        requests = build_requests(items, tokenizer, run.training.seq_len, bos=task.bos, prefix=setting_name)
-        tasks[name] = TaskRequests(items, requests)
+        prefix = f"evaluation.tasks.{name}"
+        items = task.build(prefix)
+        tasks[name] = items, build_requests(items, tokenizer, run.training.seq_len, bos=task.bos, prefix=prefix)
     return tasks
+
+
+_POLL_SECONDS = 0.5
+_POLLS_PER_MESSAGE = 40
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """This rank's rows of an evaluation set, all ranks' targets that count, and their bytes of text (0: unknown)."""
+
+    rows: Microbatches
+    count: int
+    bytes: int
+
+
+def build_eval_sets(
+    run: Run, world: World, mix: RowMixture, show: Callable[[str], None], stopped: Callable[[], bool]
+) -> dict[str, EvalSet]:
+    """Return the evaluation set of each source that has one: `evaluation.tokens` of each.
+
+    While a source is being prepared this waits until the rows exist, so that they are the same as afterwards.
+
+    Args:
+        show: called with a line now and then while it waits, and where a set is empty.
+
+    Raises:
+        StopRequestedError: when a signal came while it waited.
+        RunError: when the rows are not prepared within `cluster.timeout`.
+    """
+    count, sets = run.evaluation.tokens // run.training.seq_len, {}
+    for source in mix.sources if count else ():
+        _wait_for_rows(source, count, run.cluster.timeout, show, stopped)
+        corpus = source.corpus
+        fields = read_first_rows(
+            corpus.validation,
+            run.training.seq_len,
+            count,
+            run.dataset.mask_documents,
+            corpus.masked,
+            run.model.uses_keys,
+        )
+        targets = fields[TARGETS][fields[TARGETS] != IGNORED]
+        if targets.size:
+            sets[source.name] = _build_eval_set(run, world, fields, corpus.token_bytes)
+        elif run.dataset.validation:
+            share = f"dataset.validation={run.dataset.validation}"
+            show(f"{source.name}: no validation loss: {share} of its documents are none; give more, or 0.")
+    if run.evaluation.tokens and not count:
+        show(f"evaluation.tokens={run.evaluation.tokens}: no validation loss: it is less than training.seq_len.")
+    return sets
+
+
+def build_file_sets(run: Run, world: World, tokenizer: Tokenizer | None) -> dict[str, EvalSet]:
+    """Return the sets of `evaluation.sets` by their names.
+
+    Raises:
+        ConfigError: when a file can't be read.
+    """
+    sets: dict[str, EvalSet] = {}
+    if tokenizer is None:
+        return sets
+    for name, validation_set in (run.evaluation.sets or {}).items():
+        split = read_validation_set(validation_set, tokenizer, f"evaluation.sets.{name}")
+        seq_len = run.training.seq_len
+        fields = read_first_rows(split, seq_len, split.count_rows(seq_len), run.dataset.mask_documents, masked=True)
+        sets[name] = _build_eval_set(run, world, fields, tokenizer.count_token_bytes())
+    return sets
+
+
+def _build_eval_set(run: Run, world: World, fields: NDArray[np.int32], token_bytes: NDArray[np.uint16]) -> EvalSet:
+    """Return the set of whole rows, which all ranks have read; of these the rank keeps its own, in micro-batches."""
+    targets = fields[TARGETS][fields[TARGETS] != IGNORED]
+    total, shard, size = fields.shape[1], world.data_shard, run.microbatch_rows
+    rank_rows = shard.slice_rows(total)
+    shape = (math.ceil(shard.count_slots(total) / size), size, run.training.seq_len)
+    reader = BatchBuilder(run.training.seq_len, run.dataset.mask_documents, run.model.uses_keys)
+    local = reader.fill_padding(reader.allocate(shape))  # [fields, microbatches, rows, seq_len]
+    local.reshape(len(local), -1, shape[-1])[:, : len(rank_rows)] = fields[:, rank_rows.start : rank_rows.stop]
+    rows = Microbatches.from_fields(torch.from_numpy(local).to(world.device).long())
+    text_bytes = int(token_bytes[targets].sum()) if run.model.predicts_tokens else 0
+    return EvalSet(rows, targets.size, text_bytes)
+
+
+def evaluate_sets(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
+    """Return the mean loss per token and bits per byte, over all sources and, where there are several, of each.
+
+    With the model's `evaluation_figures`, over all sources. All ranks call it together.
+    """
+    names = train_step.stages[0].model.config.evaluation_figures
+    sums = {
+        name: world.all_reduce(train_step.evaluate(eval_set.rows).double()).reshape(-1).tolist()
+        for name, eval_set in sets.items()
+    }
+    totals = [sum(values) for values in zip(*sums.values(), strict=True)]
+    parts = {"": (totals[0], list(sets.values()))}
+    if len(sets) > 1:
+        parts |= {f"/{name}": (sums[name][0], [eval_set]) for name, eval_set in sets.items()}
+    metrics: dict[str, float] = {}
+    for suffix, (loss, members) in parts.items():
+        metrics[f"validation_loss{suffix}"] = loss / sum(eval_set.count for eval_set in members)
+        if text_bytes := sum(eval_set.bytes for eval_set in members):
+            metrics[f"bits_per_byte{suffix}"] = loss / math.log(2) / text_bytes
+    count = sum(eval_set.count for eval_set in sets.values())
+    return metrics | {f"evaluation/{name}/loss": total / count for name, total in zip(names, totals[1:], strict=True)}
+
+
+def evaluate_files(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
+    """Return loss, perplexity and bits per byte of each set of a file; all ranks call it together."""
+    metrics: dict[str, float] = {}
+    for name, eval_set in sets.items():
+        loss = world.all_reduce(train_step.evaluate(eval_set.rows).double()).item()
+        mean = loss / eval_set.count
+        metrics |= {f"evaluation/{name}/loss": mean, f"evaluation/{name}/perplexity": math.exp(min(mean, 700))}
+        if eval_set.bytes:
+            metrics[f"evaluation/{name}/bits_per_byte"] = loss / math.log(2) / eval_set.bytes
+    return metrics
+
+
+class StopRequestedError(Exception):
+    """A signal came before training had begun."""
+
+
+def _wait_for_rows(
+    source: Source, count: int, timeout: float, show: Callable[[str], None], stopped: Callable[[], bool]
+) -> None:
+    """Wait until the evaluation rows of a source are prepared."""
+    polls, start = 0, time.monotonic()
+    while (
+        source.corpus.has_validation
+        and not source.corpus.complete
+        and source.corpus.validation.count_rows(source.seq_len) < count
+    ):
+        if stopped():
+            raise StopRequestedError
+        done_jobs, all_jobs = source.corpus.shard_jobs
+        line = f"the evaluation set of {source.name}: {done_jobs} of {all_jobs} shard jobs are done"
+        if time.monotonic() - start > timeout:
+            raise RunError(f"waited {timeout:.0f} s for {line}; prepare more data first, or raise cluster.timeout.")
+        if polls % _POLLS_PER_MESSAGE == 1:
+            show(f"waiting for {line}")
+        polls += 1
+        time.sleep(_POLL_SECONDS)
+        source.corpus.check_alive()
+        source.corpus = source.corpus.reopen()
+
+
+MIN_ROW_TOKENS = 32
+"""Tokens of the shortest rows."""
+
+
+@torch.no_grad()
+def compute_loglikelihoods(
+    train_step: TrainStep, requests: Sequence[Request], window: int, tokens: int, *, compiled: bool = False
+) -> NDArray[np.float64]:
+    """Return the log-likelihood of each continuation in nats, and 1 where greedy decoding gives it; [requests, 2].
+
+    All ranks call it together, and all get the same.
+
+    Args:
+        window: tokens of the longest rows.
+        tokens: of a micro-batch.
+        compiled: whether the model is compiled; scoring runs it as it is written.
+    """
+    sums = torch.zeros(len(requests), 2, dtype=torch.float64, device=train_step.device)
+    with force_eager(compiled):
+        for length, numbers in _group_by_length(requests, train_step.seq_len_multiple, window).items():
+            _score_requests(
+                train_step, [requests[n] for n in numbers], numbers, (max(1, tokens // length), length), sums
+            )
+    losses, mismatches = train_step.world.all_reduce(sums).cpu().numpy().T
+    return np.stack([-losses, mismatches == 0], axis=1).astype(np.float64)
+
+
+def _group_by_length(requests: Sequence[Request], multiple: int, window: int) -> dict[int, list[int]]:
+    """Return the numbers of the requests by the length of their rows: powers of two, or multiples of `multiple`."""
+    numbers_by_length: dict[int, list[int]] = {}
+    for number, request in enumerate(requests):
+        power = 1 << max(MIN_ROW_TOKENS - 1, len(request.tokens) - 2).bit_length()
+        numbers_by_length.setdefault(min(window, -(-power // multiple) * multiple), []).append(number)
+    return numbers_by_length
+
+
+def _score_requests(
+    train_step: TrainStep, requests: Sequence[Request], numbers: Sequence[int], shape: tuple[int, int], sums: Tensor
+) -> None:
+    """Add the losses and the number of tokens that are not greedy of some requests to their lines of `sums`.
+
+    Args:
+        numbers: their lines.
+        shape: rows of a micro-batch, and tokens of a row.
+        sums: [all requests, 2].
+    """
+    shard, (rows, length) = train_step.world.data_shard, shape
+    rank_requests, slots = shard.slice_rows(len(requests)), shard.count_slots(len(requests))
+    count = -(-slots // rows)
+    tokens = torch.zeros(count * rows, length, dtype=torch.int64)
+    targets = torch.full_like(tokens, IGNORED)
+    for row, number in enumerate(rank_requests):
+        ids, size = torch.tensor(requests[number].tokens), len(requests[number].tokens) - 1
+        tokens[row, :size] = ids[:-1]
+        targets[row, size - requests[number].scored : size] = ids[-requests[number].scored :]
+    lines = torch.split(torch.tensor([numbers[i] for i in rank_requests], dtype=torch.int64, device=sums.device), rows)
+
+    def add_scores(call: StageCall, head: nn.Module, args: tuple[Tensor, ...]) -> None:
+        row_sums = _compute_row_sums(head, *args)
+        if train_step.world.counts_loss and call.microbatch < len(lines):
+            line = lines[call.microbatch]
+            sums[line] += row_sums[: len(line)]
+
+    with ModuleHooks(train_step.stages) as hooks:
+        for index, stage in enumerate(train_step.stages):
+            if stage.model.head is not None:
+                hooks.add_before(index, stage.model.head, add_scores)
+        device, batch_shape = train_step.device, (count, rows, length)
+        train_step.evaluate(Microbatches(tokens.view(batch_shape).to(device), targets.view(batch_shape).to(device)))
+
+
+def _compute_row_sums(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of each row's losses, and its number of tokens that are not greedy; float64 [rows, 2]."""
+    sums = torch.zeros(len(targets), 2, dtype=torch.float64, device=hidden.device)
+    for logits, part in iterate_logit_chunks(head, hidden, targets):
+        valid = part != IGNORED
+        index = part.where(valid, 0)[..., None]
+        losses = logits.logsumexp(-1) - logits.gather(-1, index)[..., 0]
+        sums[:, 0] += losses.double().where(valid, 0).sum(1)
+        sums[:, 1] += ((logits.argmax(-1) != part) & valid).sum(1)
+    return sums
+
+
+ENCODE_BATCH = 64
+"""Documents that are encoded together."""
+
+
+@dataclass(frozen=True)
+class TextSplit:
+    """Tokens in memory, int32, and where documents begin; the interface of `titan.dataset.shards.Split`.
+
+    Behind the tokens nothing counts.
+    """
+
+    ids: NDArray[np.int32]
+    starts: NDArray[np.int64]
+
+    def count_rows(self, seq_len: int) -> int:
+        """Return the number of rows, the last of which may be padded."""
+        return -(-(len(self.ids) - 1) // seq_len)
+
+    def read(self, start: int, count: int) -> NDArray[np.int32]:
+        """Return the tokens [start, start + count), padded with zeros."""
+        tokens = self.ids[start : start + count]
+        return np.pad(tokens, (0, count - len(tokens)))
+
+    def read_loss_mask(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Return which of the tokens [start, start + count) are no padding."""
+        return np.arange(start, start + count) < len(self.ids)
+
+    def find_document_starts(self, start: int, count: int) -> NDArray[np.int64]:
+        """Return the positions, relative to `start`, of documents that begin in [start + 1, start + count)."""
+        return self.starts[(self.starts > start) & (self.starts < start + count)] - start
+
+
+def read_validation_set(settings: ValidationSet, tokenizer: Tokenizer, prefix: str) -> TextSplit:
+    """Return the first tokens of a file.
+
+    Raises:
+        ConfigError: when the file can't be read, or has fewer than two tokens.
+    """
+    ids, starts = list[int](), list[int]()
+    texts = read_texts(settings.path, settings.field, prefix)
+    while len(ids) <= settings.tokens and (batch := list(islice(texts, ENCODE_BATCH))):
+        for document in tokenizer.encode_batch(batch):
+            starts.append(len(ids))
+            ids += tokenizer.add_bos_eos(document)
+    if len(ids) < 2:
+        raise ConfigError(f"{prefix}.path={settings.path}: has fewer than two tokens; give a longer file.")
+    starts = [start for start in starts if start <= settings.tokens]
+    return TextSplit(np.array(ids[: settings.tokens + 1], dtype=np.int32), np.array(starts, dtype=np.int64))

@@ -5,10 +5,11 @@ The run's own command line is composed again, with the user's overrides behind i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.checkpoint.manifest import Manifest
 from titan.config.arguments import operand
@@ -18,6 +19,7 @@ from titan.dataset import corpora
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS
 from titan.evaluation.schema import Evaluation, Task, ValidationSet
+from titan.files.atomic import write_atomic
 from titan.files.run_directory import RUN
 from titan.model.schema import Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
@@ -26,9 +28,9 @@ from titan.model.schema_moe import Qwen3Moe
 from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.lineage import count_rows_read, find_parent
-from titan.training.evaluation.job import EvaluationJob
-from titan.training.side_jobs import recompose
-from titan.training.side_jobs.recompose import Compose
+from titan.run.run import Run
+from titan.training import recompose
+from titan.training.recompose import Compose
 
 if TYPE_CHECKING:
     from titan.weights.interface import Weights
@@ -58,6 +60,10 @@ class Settings:
     to: str | None = setting(None, "a JSON file to write, with everything that is shown")
 
 
+OpenWeights = Callable[[str, str], "Weights"]
+"""Opens weights by their path and the setting that names it."""
+
+
 def plan_evaluation(
     settings: Settings,
     overrides: Sequence[str],
@@ -69,28 +75,13 @@ def plan_evaluation(
     """Return the job of the ranks.
 
     Args:
-        overrides: of the run's command line, by the user.
-        scratch: where the ranks write.
         find_damage: returns what is wrong with a checkpoint; the flag: verify checksums.
 
     Raises:
         ConfigError: when there is no such checkpoint or file, or the run can't work here.
     """
-    if (Path(settings.source).expanduser() / RUN).is_file():
-        return _plan_run(settings, overrides, scratch, compose, find_damage)
-    return _plan_weights(settings, overrides, scratch, compose, weights(settings.source, ""))
-
-
-OpenWeights = Callable[[str, str], "Weights"]
-
-
-def _plan_run(
-    settings: Settings,
-    overrides: Sequence[str],
-    scratch: Path,
-    compose: Compose,
-    find_damage: Callable[[Path, bool], str | None],
-) -> EvaluationJob:
+    if not (Path(settings.source).expanduser() / RUN).is_file():
+        return _plan_weights(settings, overrides, scratch, compose, weights(settings.source, ""))
     if settings.tokenizer is not None:
         raise ConfigError(f"tokenizer={settings.tokenizer}: the data of a run have one; leave it out.")
     name, documents = settings.source, recompose.read_run_attempts(settings.source)
@@ -108,10 +99,8 @@ def _plan_run(
     checkpoints = recompose.list_checkpoints(name, document, str(documents[0]["run_id"]), check)
     selected = _select_checkpoints(settings, checkpoints)
     step, (path, manifest) = selected[-1]
-    ids = identity.compute_ids(run, science)
-    attempt = Attempt(
-        1, "evaluate", ids, folders, path, step, count_rows_read(run, mix, manifest), "resume", lineage_parent.id, None
-    )
+    ids, rows = identity.compute_ids(run, science), count_rows_read(run, mix, manifest)
+    attempt = Attempt(1, "evaluate", ids, folders, path, step, rows, "resume", lineage_parent.id, None)
     return EvaluationJob(run, attempt, tuple((step, path) for step, (path, _) in selected) if len(selected) > 1 else ())
 
 
@@ -138,11 +127,7 @@ def _plan_weights(
 
 
 def _build_command(weights: Weights) -> list[str]:
-    """Return the command line of a run with the model of some weights.
-
-    Raises:
-        ConfigError: for a model that no choice of the model axis has.
-    """
+    """Return the command line of a run with the model of some weights."""
     choices = {
         Llama: "debug",
         Qwen3: "qwen3_debug",
@@ -210,11 +195,7 @@ def _parse_task(text: str, run_evaluation: Evaluation) -> tuple[str, Task]:
 
 
 def _check_file(path: str, typed: str) -> str:
-    """Return the path of a file.
-
-    Raises:
-        ConfigError: when there is none.
-    """
+    """Return the path of a file; raises ConfigError when there is none."""
     if not Path(path).expanduser().is_file():
         raise ConfigError(f"{typed}: there is no file {path}; correct the path.")
     return path
@@ -223,11 +204,7 @@ def _check_file(path: str, typed: str) -> str:
 def _select_checkpoints(
     settings: Settings, checkpoints: Mapping[int, tuple[str, Manifest]]
 ) -> list[tuple[int, tuple[str, Manifest]]]:
-    """Return the checkpoints to measure, the last of them as it is; of those of the run by their steps.
-
-    Raises:
-        ConfigError: when there is no such checkpoint, or too few for an average.
-    """
+    """Return the checkpoints to measure, the last of them as it is; of those of the run by their steps."""
     steps = sorted(step for step in checkpoints if settings.step is None or step <= settings.step)
     if not steps or settings.step not in (None, steps[-1]):
         advice = (
@@ -249,3 +226,32 @@ def describe_job(job: EvaluationJob) -> dict[str, Any]:
     """Return what was measured, for the result."""
     steps = [step for step, _ in job.checkpoints]
     return {"step": job.attempt.step, **({"steps": steps} if steps else {}), "layout": str(job.run.layout)}
+
+
+RESULT = "evaluated.json"
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """The input of the ranks, whose run has a temporary directory, and what is to be measured.
+
+    Of `checkpoints`, by their steps, the average is measured too; `tokenizer` is the argument of `load_tokenizer`, None
+    for that of the run's data.
+    """
+
+    worker: ClassVar[str] = "titan.training.evaluation.worker"
+    run: Run
+    attempt: Attempt
+    checkpoints: tuple[tuple[int, str], ...] = ()
+    tokenizer: str | None = None
+
+
+def write_result(job: EvaluationJob, results: Mapping[str, Any]) -> None:
+    """Write what rank 0 has measured."""
+    write_atomic(Path(job.run.directory) / RESULT, json.dumps(results))
+
+
+def read_result(job: EvaluationJob) -> dict[str, Any]:
+    """Return what rank 0 has measured."""
+    results: dict[str, Any] = json.loads((Path(job.run.directory) / RESULT).read_text())
+    return results

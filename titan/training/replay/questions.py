@@ -15,14 +15,20 @@ from dataclasses import dataclass, field
 
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
-from titan.training.replay import differences as diff
-from titan.training.replay.differences import Difference
-from titan.training.replay.observation import GRADIENT, START, STATE, UPDATE, Key
-from titan.training.replay.result import ReplayedStep
-from titan.training.replay.spread import Spread
+from titan.numerics import differences as diff
+from titan.numerics.differences import (
+    FP32_BOUND,
+    GRADIENT,
+    START,
+    STATE,
+    UPDATE,
+    Difference,
+    Key,
+    Spread,
+    compare_figures,
+)
+from titan.training.replay.observation import ReplayedStep
 
-BOUND = 1e-5
-"""Relative difference in the deciding type above which it is no rounding."""
 LAYOUT, PRECISION = "layout or model", "precision"
 """What a finding is a fault of."""
 RATE = "rate"
@@ -53,19 +59,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class ReplayPair:
-    """Two replays of a step in one precision.
+    """Two replays of a step in one precision, by the name that answers give it, such as "fp32".
 
-    Attributes:
-        a: one.
-        b: the other.
-        name: how answers name the precision, such as "fp32".
-        is_mixed: whether both have different precisions, so that their difference is not that of rounding alone.
+    `is_mixed`: both have different precisions, so that their difference is not that of rounding alone.
     """
 
     a: ReplayedStep
     b: ReplayedStep
     name: str
     is_mixed: bool = False
+
+    def compare_activations(self) -> list[Difference]:
+        """Return how far outputs and gradients of modules are apart."""
+        return diff.compare_activations(self.a.samples, self.b.samples, self.a.seq_len)
+
+    def compare_tensors(self, kind: str) -> list[Difference]:
+        """Return how far tensors of a kind are apart."""
+        return diff.compare_tensors(self.a.tensors, self.b.tensors, kind)
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,7 @@ class Answers:
     tensors: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
     summary: str = ""
     comparable: bool = True
-    bound: float = BOUND
+    bound: float = FP32_BOUND
 
     @property
     def verdict(self) -> str:
@@ -97,7 +107,7 @@ class Answers:
 
 
 def ask_questions(
-    native: ReplayPair, exact: ReplayPair, *, same_code: bool, bound: float = BOUND, spread: Spread | None = None
+    native: ReplayPair, exact: ReplayPair, *, same_code: bool, bound: float = FP32_BOUND, spread: Spread | None = None
 ) -> Answers:
     """Ask all questions.
 
@@ -105,14 +115,13 @@ def ask_questions(
         native: both in the runs' precision.
         exact: both in the deciding type, `native` itself where the runs are.
         same_code: whether both are the same computation in the same order.
-        bound: see `BOUND`.
         spread: of random rounding; None where it was not measured.
     """
     starts, start_sentence, comparable = _compare_starts(native, exact, bound)
     if not comparable:
         return Answers(tuple(starts), (start_sentence,), comparable=False, bound=bound)
-    activations = diff.compare_activations(exact.a, exact.b)
-    tensors = {kind: diff.compare_tensors(exact.a, exact.b, kind) for kind in (GRADIENT, UPDATE)}
+    activations = exact.compare_activations()
+    tensors = {kind: exact.compare_tensors(kind) for kind in (GRADIENT, UPDATE)}
     findings = [*starts]
     if same_code and not starts:
         findings += _find_bitwise(native)
@@ -141,61 +150,55 @@ def _compare_starts(native: ReplayPair, decider: ReplayPair, bound: float) -> tu
         detail = f"rows {rows[0]} and {rows[1]}" if rows[0] != rows[1] else f"rows {rows[0]} with other tokens"
         text = f"the batches of {step} differ ({detail}), so its activations are not compared"
         return [Finding("rows", "rows", math.inf, detail, text)], f"1. the rows of {step} differ", False
-    unequal = [finding for side in (("A", a), ("B", b)) for finding in _find_unequal_replicas(*side, step)]
-    findings = [*unequal[:1], *_find_unequal_starts(native, decider, step, bound)]
+    unequal = [
+        (side, d) for side, s in (("A", a), ("B", b)) for k in (START, STATE) for d in diff.list_unequal(s.tensors, k)
+    ]
+    findings = [
+        _make_finding("replicas", d, f"{side}'s ranks have different values of {_name(d)} before {step}: {_measure(d)}")
+        for side, d in unequal[:1]
+    ]
+    findings += _find_unequal_starts(native, decider, step, bound)
     drifted = [f for f in findings if f.kind == START]
     return findings, _describe_starts(native, step, findings), not drifted
 
 
-def _find_unequal_replicas(side: str, replay: ReplayedStep, step: str) -> Iterator[Finding]:
-    """Yield the first tensor of which the ranks of a side have different values before the step."""
-    unequal = [d for kind in (START, STATE) for d in diff.list_unequal_replicas(replay, kind)]
-    for difference in unequal[:1]:
-        text = f"{side}'s ranks have different values of {_name(difference)} before {step}: {_measure(difference)}"
-        yield Finding("replicas", difference.name, difference.relative, difference.where, text)
-
-
 def _find_unequal_starts(native: ReplayPair, decider: ReplayPair, step: str, bound: float) -> Iterator[Finding]:
-    weights = _list_beyond(diff.compare_tensors(decider.a, decider.b, START), bound)
-    if weights:
-        largest = max(weights, key=lambda d: d.relative)
-        text = f"weights have drifted before {step}: {_name(largest)} differs by {_measure(largest)}"
-        yield Finding(START, largest.name, largest.relative, largest.where, f"{text}, so activations are not compared")
+    """Yield the tensor whose value before the step differs most: of the weights, else of the optimizer's state."""
+    weights = find_largest(decider.compare_tensors(START))
+    if weights is not None and weights.relative > bound:
+        text = f"weights have drifted before {step}: {_name(weights)} differs by {_measure(weights)}"
+        yield _make_finding(START, weights, f"{text}, so activations are not compared")
         return
-    state = _list_beyond(diff.compare_tensors(native.a, native.b, STATE), bound)
-    if state:
-        largest = max(state, key=lambda d: d.relative)
-        text = f"the optimizer's state differs before {step}: {_name(largest)} by {_measure(largest)}"
-        yield Finding(STATE, largest.name, largest.relative, largest.where, text)
+    state = find_largest(native.compare_tensors(STATE))
+    if state is not None and state.relative > bound:
+        text = f"the optimizer's state differs before {step}: {_name(state)} by {_measure(state)}"
+        yield _make_finding(STATE, state, text)
 
 
 def _describe_starts(native: ReplayPair, step: str, findings: Sequence[Finding]) -> str:
     if findings:
         return f"1. what {step} begins with differs: {findings[0].name}"
-    differences = [d for kind in (START, STATE) for d in diff.compare_tensors(native.a, native.b, kind)]
-    unequal = [d for d in differences if d.relative]
-    count = format_plural(len(differences), "tensor")
-    if not unequal:
+    differences = [d for kind in (START, STATE) for d in native.compare_tensors(kind)]
+    count, largest = format_plural(len(differences), "tensor"), find_largest(differences)
+    if largest is None:
         return f"1. rows, weights and optimizer state before {step} are equal, bitwise ({count})"
-    largest = max(unequal, key=lambda d: d.relative)
     return (
-        f"1. rows of {step} are equal; of {count} of weights and optimizer state {len(unequal)} differ, by up to "
-        f"{_measure(largest)}, in {_name(largest)}"
+        f"1. rows of {step} are equal; of {count} of weights and optimizer state "
+        f"{sum(d.relative > 0 for d in differences)} differ, by up to {_measure(largest)}, in {_name(largest)}"
     )
 
 
 def _find_bitwise(native: ReplayPair) -> Iterator[Finding]:
     """Yield the first result that is not bitwise equal, though all that went in is."""
-    if any(d.relative for kind in (START, STATE) for d in diff.compare_tensors(native.a, native.b, kind)):
+    if any(d.relative for kind in (START, STATE) for d in native.compare_tensors(kind)):
         return
-    activations = diff.compare_activations(native.a, native.b)
-    gradients = diff.compare_tensors(native.a, native.b, GRADIENT)
-    for difference in [d for d in (*activations, *gradients) if d.relative][:1]:
-        text = (
-            f"rows, weights and code are the same, and yet the {describe_key(difference.key)} is not bitwise equal: "
-            f"{_measure(difference)}"
+    for difference in [d for d in (*native.compare_activations(), *native.compare_tensors(GRADIENT)) if d.relative][:1]:
+        words = describe_key(difference.key)
+        yield _make_finding(
+            "bitwise",
+            difference,
+            f"rows, weights and code are the same, and yet the {words} is not bitwise equal: {_measure(difference)}",
         )
-        yield Finding("bitwise", difference.name, difference.relative, difference.where, text)
 
 
 # --- 2. layout and model
@@ -208,7 +211,8 @@ def _find_faults(
     beyond = [d for d in activations if d.relative > bound]
     forward = [d for d in beyond if d.key[0] == "forward"]
     for difference in forward[:1]:
-        yield _make_finding("forward", difference, f"forward pass of {_name(difference)}", pair.name)
+        text = _describe_first(pair, f"forward pass of {_name(difference)}", difference)
+        yield _make_finding("forward", difference, text)
     if not forward:
         yield from _compare_figure(pair, "loss", bound)
     yield from _find_gradients(pair, activations, tensors[GRADIENT], bound)
@@ -228,11 +232,11 @@ def _find_gradients(
     for _, difference in sorted(events, key=lambda event: -event[0])[:1]:
         if difference.key[0] == "backward":
             consumer = find_consumer(difference.name, modules)
-            text = f"backward pass of {consumer}, the gradient of {_name(difference)}'s output"
-            yield _make_finding("backward", difference, text, pair.name, consumer)
+            subject = f"backward pass of {consumer}, the gradient of {_name(difference)}'s output"
+            yield _make_finding("backward", difference, _describe_first(pair, subject, difference), consumer)
         else:
-            count = f" (as {len(parameters) - 1} more do)" if len(parameters) > 1 else ""
-            yield _make_finding(GRADIENT, difference, f"reduced gradient of {_name(difference)}{count}", pair.name)
+            subject = f"reduced gradient of {_name(difference)}{_count_more(parameters)}"
+            yield _make_finding(GRADIENT, difference, _describe_first(pair, subject, difference))
 
 
 def _find_position(name: str, modules: Sequence[str]) -> int:
@@ -257,35 +261,29 @@ def _compare_figure(pair: ReplayPair, key: str, bound: float) -> Iterator[Findin
         yield Finding(key, name, relative, "", text)
 
 
-def compare_figures(x: float, y: float) -> float:
-    """Return the relative difference of two figures; infinite where only one is finite."""
-    if x == y or (math.isnan(x) and math.isnan(y)):
-        return 0.0
-    relative = abs(x - y) / max(abs(y), 1e-30)
-    return relative if math.isfinite(relative) else math.inf
-
-
 def _find_updates(pair: ReplayPair, updates: Sequence[Difference], bound: float) -> Iterator[Finding]:
     x, y = float(pair.a.record["lr"]), float(pair.b.record["lr"])
     if compare_figures(x, y) > bound:
         text = f"the learning rates of the step differ: {x:.6g} and {y:.6g}"
         yield Finding(RATE, "lr", compare_figures(x, y), "", text)
-    beyond = _list_beyond(updates, bound)
+    beyond = [d for d in updates if d.relative > bound]
     for difference in beyond[:1]:
         groups = [step.groups.get(difference.name, "no parameter group") for step in (pair.a, pair.b)]
         group = groups[0] if groups[0] == groups[1] else f"{groups[0]}; in B {groups[1]}"
-        count = f" (as {len(beyond) - 1} more do)" if len(beyond) > 1 else ""
-        text = f"update of {_name(difference)}{count} from the same gradients, in {group}"
-        yield _make_finding(UPDATE, difference, text, pair.name)
+        subject = f"update of {_name(difference)}{_count_more(beyond)} from the same gradients, in {group}"
+        yield _make_finding(UPDATE, difference, _describe_first(pair, subject, difference))
 
 
-def _make_finding(kind: str, difference: Difference, subject: str, precision: str, name: str | None = None) -> Finding:
-    text = f"in {precision} the first difference is in the {subject}: {_measure(difference)}"
+def _count_more(differences: Sequence[Difference]) -> str:
+    return f" (as {len(differences) - 1} more do)" if len(differences) > 1 else ""
+
+
+def _make_finding(kind: str, difference: Difference, text: str, name: str | None = None) -> Finding:
     return Finding(kind, name or difference.name, difference.relative, difference.where, text)
 
 
-def _list_beyond(differences: Sequence[Difference], bound: float) -> list[Difference]:
-    return [d for d in differences if d.relative > bound]
+def _describe_first(pair: ReplayPair, subject: str, difference: Difference) -> str:
+    return f"in {pair.name} the first difference is in the {subject}: {_measure(difference)}"
 
 
 def _describe_faults(
@@ -316,7 +314,7 @@ def find_largest(differences: Sequence[Difference]) -> Difference | None:
 
 def _judge_precision(native: ReplayPair, exact: ReplayPair, spread: Spread | None) -> tuple[list[Finding], str]:
     """Return what is larger than random rounding explains, and a sentence."""
-    activations = diff.compare_activations(native.a, native.b)
+    activations = native.compare_activations()
     largest = find_largest(activations)
     figures = _format_figures(native)
     if largest is None and not figures:
@@ -335,7 +333,7 @@ def _judge_precision(native: ReplayPair, exact: ReplayPair, spread: Spread | Non
         f"in {native.name} the {describe_key(difference.key)} differs by {difference.relative:.1e}, {ratio:.1f} times "
         f"the spread of random rounding, and not in {exact.name}: a fault of what the precision computes"
     )
-    return [Finding("rounding", difference.name, difference.relative, difference.where, text)], sentence
+    return [_make_finding("rounding", difference, text)], sentence
 
 
 def _format_figures(native: ReplayPair) -> str:
@@ -353,18 +351,14 @@ def _describe_missing(native: ReplayPair) -> list[str]:
     for side, step in (("A", native.a), ("B", native.b)):
         for name, reason in step.unobserved.items():
             reasons.setdefault(name, []).append(f"{reason} in {side}")
-    if not reasons:
-        return []
     by_reason: dict[str, list[str]] = {}
     for name in diff.sort_layers(reasons):
-        by_reason.setdefault(" and ".join(reasons[name]), []).append(name)
-    parts = [f"{_format_names(names)} ({reason})" for reason, names in by_reason.items()]
-    return [f"4. outputs that were not compared: {'; '.join(parts)}"]
-
-
-def _format_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return f"{', '.join(map(sanitize_line, names[:NAMED]))}{more}"
+        by_reason.setdefault(" and ".join(reasons[name]), []).append(sanitize_line(name))
+    parts = []
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+        parts.append(f"{', '.join(names[:NAMED])}{more} ({reason})")
+    return [f"4. outputs that were not compared: {'; '.join(parts)}"] if parts else []
 
 
 def _summarize(
@@ -376,7 +370,7 @@ def _summarize(
 ) -> str:
     """Return the last line where nothing was found."""
     everything = [*activations, *(d for kind in tensors.values() for d in kind)]
-    everything += diff.compare_activations(native.a, native.b)
+    everything += native.compare_activations()
     is_equal = not any(d.relative for d in everything) and not _format_figures(native)
     missing = native.a.unobserved or native.b.unobserved
     scope = "all that was compared" if missing else "all activations, gradients and updates"

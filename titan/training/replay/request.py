@@ -7,10 +7,10 @@ runs on one device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, folder_of, inspect
 from titan.config.arguments import operand
@@ -20,17 +20,23 @@ from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.evaluation.schema import Evaluation
+from titan.numerics.differences import FP32_BOUND
 from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.command_line import quote_value
 from titan.run.lineage import count_rows_read, find_parent
 from titan.run.model_limits import require_tokens
 from titan.run.run import Run
-from titan.training.side_jobs import recompose
-from titan.training.side_jobs.recompose import Compose
+from titan.training import recompose
+from titan.training.recompose import Compose
 
 EXCLUDED_OVERRIDES = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics", "evaluation")
 """Overrides of the run that say where it writes, by their beginnings."""
+
+
+ExactType = Literal["fp32", "fp64"]
+"""The type: in fp64 matmuls, attention and FSDP's sums over ranks. Weights, their gradients and updates, norms, rotary
+embedding, routers' scores and loss stay in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +52,11 @@ class Settings:
     )
     against: str | None = setting(None, "another run, or overrides for the same step: both are compared", any_text=True)
     tolerance: float = setting(
-        1e-5, "relative difference in the type of `exact` above which an output, gradient or update is wrong", above=0
+        FP32_BOUND,
+        "relative difference in the type of `exact` above which an output, gradient or update is wrong",
+        above=0,
     )
-    exact: Literal["fp32", "fp64"] = setting(
+    exact: ExactType = setting(
         "fp32",
         "type in which both are computed to decide; fp64: for sums so long that fp32 rounds beyond the tolerance",
     )
@@ -75,6 +83,57 @@ class Settings:
     )
 
 
+NATIVE, EXACT, ROUNDED, OPERATIONS = "native", "exact", "rounded", "operations"
+"""Passes: in the run's precision, in fp32, with randomly rounded weights (followed by the repetition's number), and
+with the operations of one module."""
+
+
+@dataclass(frozen=True)
+class ReplayJob:
+    """The input of the ranks.
+
+    Attributes:
+        worker: what the ranks do.
+        passes: their names, and the run of each, with a temporary directory; they differ in precision only.
+        attempt: the checkpoint to begin at.
+        step: the step to look at.
+        tokens: how many tokens with the largest losses to collect.
+        save: whether to save the state before that step, for another replay.
+        repeats: how many randomly rounded repetitions of the step to compute, instead of the step.
+        pin: the folder of another replay, whose experts the routers use; None: their own.
+        operations: the module whose operations are recorded; None: of none.
+        layers: whether the first pass has the metrics of all layers, which take another forward pass.
+    """
+
+    worker: ClassVar[str] = "titan.training.replay.worker"
+    passes: tuple[tuple[str, Run], ...]
+    attempt: Attempt
+    step: int
+    tokens: int = 10
+    save: bool = False
+    repeats: int = 0
+    pin: str | None = None
+    operations: str | None = None
+    layers: bool = False
+
+    @property
+    def run(self) -> Run:
+        """The run of the first pass."""
+        return self.passes[0][1]
+
+
+class ReplayEndedError(Exception):
+    """The ranks of a replay failed, and have said why."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the ranks ended with exit code {code}")
+        self.code = code
+
+
+StartRanks = Callable[["ReplayPlan", ReplayJob], int]
+"""Starts the ranks of a replay, waits for them, and returns the exit code; 0 when all have left what they saw."""
+
+
 @dataclass(frozen=True)
 class ReplayPlan:
     """A replay that can start.
@@ -83,6 +142,7 @@ class ReplayPlan:
         run: with a temporary directory, and nothing that a run writes beside checkpoints.
         attempt: the checkpoint to begin at.
         mix: the rows.
+        start: starts its ranks.
         recorded: the run's line of the step; empty where it has none.
         notes: on what differs from the run.
         is_foreign: whether another interpreter runs it, whose code may differ.
@@ -91,9 +151,19 @@ class ReplayPlan:
     run: Run
     attempt: Attempt
     mix: RowMixture
+    start: StartRanks
     recorded: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     is_foreign: bool = False
+
+    def run_ranks(self, job: ReplayJob) -> None:
+        """Run the ranks of one of its jobs.
+
+        Raises:
+            ReplayEndedError: when they failed; their error has been printed.
+        """
+        if code := self.start(self, job):
+            raise ReplayEndedError(code)
 
 
 def plan_replay(
@@ -102,14 +172,13 @@ def plan_replay(
     overrides: Sequence[str],
     scratch: Path,
     compose: Compose,
+    start: StartRanks,
     recorded: Mapping[str, Any],
 ) -> ReplayPlan:
     """Return the replay of a run's step.
 
     Args:
         name: the run's directory; nothing is written into it.
-        scratch: where the ranks write.
-        recorded: see `ReplayPlan`.
 
     Raises:
         ConfigError: when the step, the checkpoint or the data are not there, or the run can't work here.
@@ -143,10 +212,10 @@ def plan_replay(
     weights = None if path else lineage_parent.weights
     ids = identity.compute_ids(run, science)
     attempt = Attempt(1, "replay", ids, folders, path, step, rows, "resume", lineage_parent.id, weights)
-    return ReplayPlan(run, attempt, mix, recorded, tuple(notes))
+    return ReplayPlan(run, attempt, mix, start, recorded, tuple(notes))
 
 
-def plan_first_step(run: Run) -> ReplayPlan:
+def plan_first_step(run: Run, start: StartRanks) -> ReplayPlan:
     """Return the replay of the first step of a composition that has not run, in the run's directory.
 
     Raises:
@@ -155,7 +224,8 @@ def plan_first_step(run: Run) -> ReplayPlan:
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     science = identity.collect_science(run, corpora.compute_data_digest(mix), None)
-    return ReplayPlan(run, Attempt(1, "replay", identity.compute_ids(run, science), folders, None, 0, 0, "start"), mix)
+    attempt = Attempt(1, "replay", identity.compute_ids(run, science), folders, None, 0, 0, "start")
+    return ReplayPlan(run, attempt, mix, start)
 
 
 def align_start(plan: ReplayPlan, first: ReplayPlan, step: int) -> ReplayPlan:
@@ -179,17 +249,12 @@ def check_comparison(settings: Settings, plans: Sequence[ReplayPlan]) -> None:
     for plan in plans if settings.pin else ():
         if reason := _explain_unpinned(plan.run):
             raise ConfigError(f"pin=routing: {reason}")
-    if settings.pin:
-        _check_same_rows(plans, settings.step)
-
-
-def _check_same_rows(plans: Sequence[ReplayPlan], step: int) -> None:
-    """Raise ConfigError where replays read other numbers of tokens: experts are pinned token by token."""
-    first, second = ((plan.run.training.find_phase(step).rows, plan.run.training.seq_len) for plan in plans)
-    if first != second:
+    sizes = [(plan.run.training.find_phase(settings.step).rows, plan.run.training.seq_len) for plan in plans]
+    if settings.pin and sizes[0] != sizes[1]:  # experts are pinned token by token
+        (rows, tokens), (other_rows, other_tokens) = sizes
         raise ConfigError(
-            f"pin=routing: one replay reads {first[0]} rows of {first[1]} tokens, and the other {second[0]} of "
-            f"{second[1]}; give both the same training.seq_len and training.global_batch."
+            f"pin=routing: one replay reads {rows} rows of {tokens} tokens, and the other {other_rows} of "
+            f"{other_tokens}; give both the same training.seq_len and training.global_batch."
         )
 
 
@@ -211,7 +276,6 @@ def find_changes(name: str, other: str) -> list[str]:
 
     Args:
         name: the run's directory.
-        other: the other run's directory.
     """
     document, other_document = (recompose.read_run_attempts(directory)[-1] for directory in (name, other))
     overrides, other_overrides = (
@@ -234,14 +298,14 @@ def _list_values(keys: Sequence[str], document: Mapping[str, Any], other_documen
 
     Args:
         keys: of overrides that only the first run has.
-        document: of the first run in run.yaml.
-        other_document: of the other run.
     """
     choices = other_document.get("choices") or {}
     chosen = [f"{key}={choices[key]}" for key in keys if key in choices]
     values = {key: _find_value(other_document["config"], key) for key in keys if key not in choices}
     differing = [key for key, v in values.items() if v not in (MISSING, _find_value(document["config"], key))]
-    return chosen + [f"{key}={_format_override(values[key])}" for key in differing]
+    return chosen + [
+        f"{key}={quote_value(v) if isinstance(v := values[key], str) else format_value(v)}" for key in differing
+    ]
 
 
 def _find_value(config: Mapping[str, Any], key: str) -> Any:
@@ -252,23 +316,17 @@ def _find_value(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _format_override(value: Any) -> str:
-    return quote_value(value) if isinstance(value, str) else format_value(value)
-
-
 def _select_checkpoint(
     name: str, settings: Settings, checkpoints: Mapping[int, tuple[str, Manifest]]
 ) -> tuple[str, Manifest]:
-    """Return the checkpoint to begin at, of those of the run by their steps.
-
-    Raises:
-        ConfigError: when there is none before the step.
-    """
+    """Return the checkpoint to begin at, of those of the run by their steps."""
     earlier_steps = [step for step in checkpoints if step < settings.step]
     if settings.start is not None and settings.start not in earlier_steps:
+        listed = ", ".join(map(str, sorted(earlier_steps)))
+        steps = f"one of {listed}, or 0" if listed else "0, the initial weights"
         raise ConfigError(
             f"start={settings.start}: the run has no complete checkpoint of this step before step {settings.step}; "
-            f"give {_format_steps(earlier_steps)}."
+            f"give {steps}."
         )
     if not earlier_steps:
         raise ConfigError(
@@ -280,11 +338,7 @@ def _select_checkpoint(
 
 
 def _read_begin(folder: str, step: int) -> tuple[str, Manifest]:
-    """Return path and manifest of a checkpoint that the user names.
-
-    Raises:
-        ConfigError: when it is none before the step.
-    """
+    """Return path and manifest of a checkpoint that the user names."""
     try:
         found = inspect(Path(folder).expanduser())
     except CorruptCheckpointError as error:
@@ -293,7 +347,3 @@ def _read_begin(folder: str, step: int) -> tuple[str, Manifest]:
         what = "no complete checkpoint" if found is None else f"the checkpoint of step {found.step}"
         raise ConfigError(f"begin={folder}: is {what}; give the folder of a checkpoint before step {step}.")
     return str(Path(folder).expanduser().absolute()), found
-
-
-def _format_steps(steps: Sequence[int]) -> str:
-    return f"one of {', '.join(map(str, sorted(steps)))}, or 0" if steps else "0, the initial weights"

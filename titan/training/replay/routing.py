@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from titan.debug.module_hooks import ModuleHooks, StageCall, find_compiled_parts
 from titan.errors import RunError
+from titan.numerics.differences import Operation, Samples
 from titan.training.observe import StepRows
-from titan.training.replay.observation import Samples, count_rank_files, read_rank_replays
-from titan.training.replay.result import join_routes
+from titan.training.replay.observation import join_routes, read_rank_replays
 from titan.training.train_step import TrainStep
 
 
 def read_routes(folder: str, name: str) -> dict[str, Samples]:
     """Return the experts of all tokens of another replay's pass, by router; tokens are sorted."""
-    directory = Path(folder)
-    return join_routes(read_rank_replays(directory, name, count_rank_files(directory, name)))
+    return join_routes(read_rank_replays(Path(folder), name))
 
 
 class RouteWatch(ModuleHooks):
@@ -54,35 +55,27 @@ class RouteWatch(ModuleHooks):
         def record(call: StageCall, router: nn.Module, args: tuple[Any, ...], experts: Tensor) -> None:
             if self.rows.is_counted(experts.shape[1]):
                 real = experts[: self.rows.count_rows(call.microbatch)]
-                tokens = self._number_tokens(call.microbatch, real)
+                tokens = self.rows.number_tokens(call.microbatch, real)
                 self.seen.setdefault(name, []).append((tokens, real.flatten(0, 1).cpu(), call.microbatch))
 
         return record
 
-    def _number_tokens(self, microbatch: int, real: Tensor) -> Tensor:
-        """Return the indices in the step of a micro-batch's tokens [rows, tokens, K], flat."""
-        first, positions = self.rows.get_row_number(microbatch, 0), self.rows.select_positions(real.shape[1])
-        return (torch.arange(first, first + len(real))[:, None] * self.rows.seq_len + positions).flatten()
-
     def _pin(self, stage: int, name: str, router: Any, pinned: Samples) -> None:
-        """Have a router choose given experts."""
+        """Have a router choose given experts, and count how many of its own choices would have been others."""
         call, own_choice = self.calls[stage], router.choose_experts
 
         def choose_pinned(scores: Tensor) -> Tensor:
             own = own_choice(scores)
             real = own[: self.rows.count_rows(call.microbatch)]
-            numbers = _find_tokens(pinned.tokens, self._number_tokens(call.microbatch, real).numpy())
+            numbers = _find_tokens(pinned.tokens, self.rows.number_tokens(call.microbatch, real).numpy())
             chosen = torch.from_numpy(pinned.values[numbers]).to(own.device).view_as(real)
-            self._count_other(name, real, chosen)
+            other = int((real.sort(-1).values != chosen.sort(-1).values).any(-1).sum())
+            count, others = self.choices.get(name, (0, 0))
+            self.choices[name] = count + real[..., 0].numel(), others + other
             return torch.cat([chosen, own[len(real) :]])
 
         router.choose_experts = choose_pinned
         self._pinned.append(router)
-
-    def _count_other(self, name: str, own: Tensor, chosen: Tensor) -> None:
-        other = int((own.sort(-1).values != chosen.sort(-1).values).any(-1).sum())
-        pinned, others = self.choices.get(name, (0, 0))
-        self.choices[name] = pinned + own[..., 0].numel(), others + other
 
     def __exit__(self, *error: Any) -> None:
         for router in self._pinned:
@@ -96,24 +89,25 @@ class RouteWatch(ModuleHooks):
 
     def collect(self, rank: int) -> dict[str, Samples]:
         """Return the experts of this rank's tokens, by router."""
-        return {name: _join_seen(parts, rank) for name, parts in self.seen.items()}
+        samples = {}
+        for name, parts in self.seen.items():
+            tokens, experts = (torch.cat([part[i] for part in parts]).numpy() for i in (0, 1))  # type: ignore[misc]
+            microbatches = np.concatenate([np.full(len(part[0]), part[2], np.int64) for part in parts])
+            samples[name] = Samples(tokens, experts, microbatches, microbatches * 0 + rank)
+        return samples
 
     def list_experts(self) -> dict[str, Tensor]:
         """Return the experts of this rank's tokens, by router, int64 [tokens, 1 + K]: behind the token's number.
 
         A router whose choice was not seen, or of whose tokens other ranks count all, has none.
         """
+        seen = {name: torch.from_numpy(np.column_stack([s.tokens, s.values])) for name, s in self.collect(0).items()}
         none = torch.zeros(0, 1, dtype=torch.int64)
-        names = [name for stage in self.train_step.stages for name in stage.model.routers()]
-        return {name: _stack_tokens(self.seen[name]) if name in self.seen else none for name in names}
+        return {name: seen.get(name, none) for stage in self.train_step.stages for name in stage.model.routers()}
 
     def count_choices(self) -> dict[str, Tensor]:
         """Return the choices as tensors [2]."""
         return {name: torch.tensor(counts) for name, counts in self.choices.items()}
-
-
-def _stack_tokens(parts: list[tuple[Tensor, Tensor, int]]) -> Tensor:
-    return torch.cat([torch.cat([tokens[:, None], experts.long()], 1) for tokens, experts, _ in parts])
 
 
 def join_experts(ranks: Sequence[Mapping[str, Tensor]], tokens: int) -> dict[str, Samples]:
@@ -124,29 +118,94 @@ def join_experts(ranks: Sequence[Mapping[str, Tensor]], tokens: int) -> dict[str
         tokens: of the step.
     """
     names = dict.fromkeys(name for rank in ranks for name in rank)
-    parts = {name: [rank[name] for rank in ranks if name in rank and len(rank[name])] for name in names}
-    joined = {name: _build_samples(torch.cat(seen)) for name, seen in parts.items() if seen}
+    joined: dict[str, Samples] = {}
+    for name in names:
+        if seen := [rank[name] for rank in ranks if name in rank and len(rank[name])]:
+            stacked = torch.cat(seen).numpy()
+            numbers, order = np.unique(stacked[:, 0], return_index=True)
+            joined[name] = Samples(numbers, stacked[order, 1:], numbers * 0, numbers * 0)
     return joined if all(name in joined and len(joined[name].tokens) == tokens for name in names) else {}
 
 
-def _build_samples(stacked: Tensor) -> Samples:
-    tokens, order = np.unique(stacked[:, 0].numpy(), return_index=True)
-    return Samples(tokens, stacked[:, 1:].numpy()[order], tokens * 0, tokens * 0)
-
-
 def _find_tokens(pinned: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where tokens are among those whose experts are pinned.
-
-    Raises:
-        RunError: when one is not among them.
-    """
+    """Return where tokens are among those whose experts are pinned; raises RunError when one is not among them."""
     numbers = np.searchsorted(pinned, wanted)
     if len(pinned) == 0 or not np.array_equal(pinned[np.minimum(numbers, len(pinned) - 1)], wanted):
         raise RunError("pin=routing: the first replay has no experts of some tokens; give the same seq_len and batch.")
     return numbers
 
 
-def _join_seen(parts: list[tuple[Tensor, Tensor, int]], rank: int) -> Samples:
-    tokens, experts = (torch.cat([part[i] for part in parts]).numpy() for i in (0, 1))  # type: ignore[misc]
-    microbatches = np.concatenate([np.full(len(part[0]), part[2], np.int64) for part in parts])
-    return Samples(tokens, experts, microbatches, microbatches * 0 + rank)
+LARGEST_COUNT = 10_000
+"""Operations that are recorded of a module."""
+
+
+class OperationWatch(ModuleHooks):
+    """Records the operations of one module's first forward pass."""
+
+    stays_in_modes = True
+
+    def __init__(self, train_step: TrainStep, name: str) -> None:
+        super().__init__(train_step.stages)
+        self.operations: list[Operation] = []
+        self._stack: ExitStack | None = None
+        self._paths: list[str] = []
+        for index, stage in enumerate(train_step.stages):
+            for path, module in _iterate_inside(stage.model, name):
+                self._watch(index, path, module, is_root=path == name)
+
+    def _watch(self, stage: int, path: str, module: nn.Module, is_root: bool) -> None:
+        def enter(call: StageCall, module: nn.Module, args: tuple[Any, ...]) -> None:
+            if call.microbatch == 0:
+                self._paths.append(path)
+                if is_root:
+                    self._begin()
+
+        def leave(call: StageCall, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            if call.microbatch == 0:
+                if is_root:
+                    self._end()
+                self._paths.pop()
+
+        self.add_before(stage, module, enter)
+        self.add_after(stage, module, leave)
+
+    def _begin(self) -> None:
+        from torch.utils._debug_mode import DebugMode  # only here: it imports much
+
+        self._stack = ExitStack()
+        self._stack.enter_context(DebugMode())
+        self._stack.enter_context(DebugMode.dispatch_hooks(record_hook=self._record))
+
+    def _end(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    def __exit__(self, *error: Any) -> None:
+        self._end()
+        super().__exit__(*error)
+
+    def _record(self, func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> dict[str, Any]:
+        """Record what an operation returns; DebugMode calls it."""
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if tensors and len(self.operations) < LARGEST_COUNT:
+            sums = [number for x in tensors for number in _measure(x)]
+            path = self._paths[-1] if self._paths else ""
+            shapes = tuple(tuple(x.shape) for x in tensors)
+            self.operations.append(Operation(path, str(func), shapes, tuple(sums)))
+        return {}
+
+
+def _iterate_inside(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and those in it that compute something, with their names in the model."""
+    for path, module in model.named_modules():
+        if (path == name or path.startswith(f"{name}.")) and type(module).forward is not nn.Module.forward:
+            yield path, module
+
+
+@torch.no_grad()
+def _measure(x: Tensor) -> tuple[float, float]:
+    """Return a sum of the elements, with weights by which it changes with their order, and one of absolute values."""
+    values = x.detach().to(torch.float64).flatten()
+    weights = torch.linspace(1, 2, len(values), dtype=torch.float64, device=values.device)
+    return float((values * weights).sum()), float((values.abs() * weights).sum())

@@ -9,10 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from titan.console.text import sanitize_line
-from titan.training.replay.differences import sort_layers
-from titan.training.replay.observation import GRADIENT
+from titan.numerics.differences import GRADIENT, compare_figures, sort_layers
+from titan.training.replay.observation import ReplayedStep, Statistics
 from titan.training.replay.questions import Answers, find_largest
-from titan.training.replay.result import ReplayedStep, Statistics
 
 LAYER_COLUMNS = {
     "layer_grad_norm": "grad norm",
@@ -57,8 +56,7 @@ def _compare_values(value: float, recorded: Any) -> str:
         return "" if value == value else "  (the run recorded no finite value)"
     if value == recorded:
         return "  (as recorded, bitwise)"
-    difference = abs(value - recorded) / max(abs(recorded), 1e-30)
-    return f"  (recorded {_format_number(recorded)}, relative difference {difference:.1e})"
+    return f"  (recorded {_format_number(recorded)}, relative difference {compare_figures(value, recorded):.1e})"
 
 
 def _format_number(value: float) -> str:

@@ -1,9 +1,10 @@
 """The body of a rank that replays: train up to the step, look at it, and take it as the run did.
 
-The step is computed once: hooks see the activations of its forward and backward passes, compiled where the run is
-compiled. Gradients are looked at when they are reduced, before they are clipped. Then the state before the step is
-restored, and the optimizer updates it with made gradients, which are bitwise the same on every layout: so that updates
-differ only where the optimizer does, and not by the rounding of gradients that Adam amplifies.
+The trainer takes the step, and is watched from outside (`titan.training.train_step.StepWatch`): hooks see the
+activations of its forward and backward passes, compiled where the run is compiled. Gradients are looked at when they
+are reduced, before they are clipped. Then the state before the step is restored, and the trainer takes the step again
+with made gradients, which are bitwise the same on every layout: so that updates differ only where the update does, and
+not by the rounding of gradients that Adam amplifies.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,35 +27,25 @@ from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.debug.module_hooks import force_eager
 from titan.model.init_weights import Normal, init_parameter
-from titan.parallelism import data, grad_norm
+from titan.numerics.differences import GRADIENT, START, STATE, UPDATE, Fingerprint, Key, Samples
+from titan.numerics.fingerprints import fingerprint_tensor, gather_tensor
+from titan.parallelism import data
 from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
+from titan.precision.schema import Precision
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training.build import build_train_step
-from titan.training.layer_metrics import LayerMetrics
-from titan.training.observe import Observer, RunningTotals, StepRows, TokenSample
-from titan.training.replay import observation, rounding
-from titan.training.replay.fingerprints import describe_groups, fingerprint_tensors
-from titan.training.replay.job import OPERATIONS, ROUNDED, ReplayJob
-from titan.training.replay.observation import (
-    GRADIENT,
-    START,
-    STATE,
-    UPDATE,
-    ActivationTotals,
-    Fingerprint,
-    Key,
-    RankReplay,
-    Samples,
-)
-from titan.training.replay.operations import OperationWatch
-from titan.training.replay.routing import RouteWatch, read_routes
-from titan.training.side_jobs.ranks import fetch_verified, join_ranks
-from titan.training.signals import choose_stop_exit_code
+from titan.training.observe import Observer, StepRows
+from titan.training.replay.observation import ActivationTotals, RankReplay, TokenLoss
+from titan.training.replay.request import OPERATIONS, ROUNDED, ReplayJob
+from titan.training.replay.routing import OperationWatch, RouteWatch, read_routes
+from titan.training.signals import StopSignals, choose_stop_exit_code
+from titan.training.step_metrics import StepResult
+from titan.training.train_step import StepWatch, TrainStep
 from titan.training.trainer import Trainer
-from titan.training.watched_runner import WatchedRunner
+from titan.training.worker import fetch_verified, join_ranks
 
 log = logging.getLogger("titan")
 
@@ -63,6 +53,14 @@ MADE_STD = 0.02
 """Standard deviation of made gradients: their norm is above a usual `clip_norm`, so that clipping is compared too."""
 MADE_RATE = 0.01
 """The largest learning rate of an update from made gradients: an update that rounding of the weights does not hide."""
+
+
+SPACING = {"fp32": 2.0**-23, "bf16": 2.0**-7}
+"""The distance of neighbouring numbers between 1 and 2, by compute type."""
+EIGHT_BIT_SPACING = 2.0**-3
+"""Of float8_e4m3, which all 8-bit matmuls use."""
+UNIFORM_STD = 12**-0.5
+"""Standard deviation of a number that is uniform over one spacing, as an error of random rounding is."""
 
 
 def work(job: ReplayJob, rank_info: RankInfo) -> int:
@@ -75,189 +73,132 @@ def work(job: ReplayJob, rank_info: RankInfo) -> int:
         ConfigError: when the checkpoint is corrupt.
         RunError: when the replay can't continue.
     """
+    attempt, reader = job.attempt, None
     with join_ranks(job.run, rank_info) as (world, stop):
-        reader, attempt = _open_start(job, world)
+        if attempt.checkpoint is not None:
+            reader = fetch_verified(job.run, attempt.checkpoint, attempt.step, world, "start")
+            attempt = replace(attempt, checkpoint=str(reader.folder))
         for name, run in job.passes:
-            replayer = Replayer(run, attempt, world, build_train_step(run, world, log.info), stop, reader)
+            replayer = Replayer(run, attempt, world, stop, reader)
             code = replayer.replay(job, name)
             if world.exchange is not None:
                 world.exchange.drain()  # closing marks that this rank has left, unless all have read all messages
-            replayer.close()
+            replayer.trainer.close()
             if code:
                 return code
-            attempt, reader = _find_next_start(attempt, run, job.step), None
+            saved, reader = manifest.folder_of(Path(run.directory), job.step - 1), None
+            if saved.is_dir():  # the next pass begins with the state before the step
+                rows = run.training.count_rows_before(job.step)
+                attempt = replace(attempt, checkpoint=str(saved), weights=None, step=job.step - 1, rows=rows)
             del replayer  # before the next pass builds another model
-            _free_memory(run.compile.scope != "off")
+            if run.compile.scope != "off":
+                torch._dynamo.reset()
+            gc.collect()
     return 0
 
 
-def _open_start(job: ReplayJob, world: World) -> tuple[CheckpointReader | None, Attempt]:
-    path = job.attempt.checkpoint
-    if path is None:
-        return None, job.attempt
-    reader = fetch_verified(job.run, path, job.attempt.step, world, "start")
-    return reader, replace(job.attempt, checkpoint=str(reader.folder))
+class Replayer(StepWatch):
+    """Has a trainer train to a step, and watches that step; what it saw is written to a file of this rank."""
 
-
-def _find_next_start(attempt: Attempt, run: Run, step: int) -> Attempt:
-    """Return the attempt that begins with the state before the step, where a pass has saved it."""
-    saved = manifest.folder_of(Path(run.directory), step - 1)
-    if not saved.is_dir():
-        return attempt
-    rows = run.training.count_rows_before(step)
-    return replace(attempt, checkpoint=str(saved), weights=None, step=step - 1, rows=rows)
-
-
-def _free_memory(compiled: bool) -> None:
-    if compiled:
-        torch._dynamo.reset()
-    gc.collect()
-
-
-@dataclass
-class _Watch(ExitStack):
-    """What watches a step."""
-
-    observer: Observer
-    routes: RouteWatch
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __enter__(self) -> Self:
-        self.enter_context(self.observer)
-        self.enter_context(self.routes)
-        return self
-
-
-@dataclass
-class _TakenStep:
-    """A step that was taken: its record, what watched it, fingerprints of its reduced gradients, and its seconds."""
-
-    record: dict[str, Any]
-    watch: _Watch
-    gradients: dict[Key, Fingerprint]
-    seconds: float
-
-
-class _WatchedLayers:
-    """The metrics of layers, where a step's reduced gradients are looked at too."""
-
-    def __init__(self, metrics: LayerMetrics, look: Any) -> None:
-        self.metrics, self.look = metrics, look
-        self.measure_forward, self.measure_updates = metrics.measure_forward, metrics.measure_updates
-
-    def measure_gradients(self, step: int) -> None:
-        """See `LayerMetrics`."""
-        self.metrics.measure_gradients(step)
-        self.look()
-
-
-class Replayer(Trainer):
-    """Trains to a step, and looks at it; what it saw is written to a file of this rank."""
+    def __init__(
+        self, run: Run, attempt: Attempt, world: World, stop: StopSignals, reader: CheckpointReader | None
+    ) -> None:
+        """Build the run's train step and trainer."""
+        self.run, self.world, self.train_step = run, world, build_train_step(run, world, log.info)
+        self.trainer = Trainer(run, attempt, world, self.train_step, stop, reader, watch=self)
+        self._passes: AbstractContextManager[object] | None = None
+        self._made_loss: Tensor | None = None
+        self._gradients: dict[Key, Fingerprint] | None = None
 
     def replay(self, job: ReplayJob, name: str) -> int:
         """Replay the job's step as a pass; all ranks call it together."""
-        self._restore_state()
-        with self.reporter.show_progress(self.step, job.step):
-            self.run_steps(job.step - 1 - self.step)
-            if self.requests.stop:
-                return choose_stop_exit_code(self.requests.requeue)
+        trainer = self.trainer
+        trainer.restore_state()
+        with trainer.reporter.show_progress(trainer.step, job.step):
+            trainer.run_steps(job.step - 1 - trainer.step)
+            if trainer.requests.stop:
+                return choose_stop_exit_code(trainer.requests.requeue)
             if job.save and name == job.passes[0][0]:
-                self._save_start()
-            self.timeouts.allow_task()
-            for pass_name, seen in self._look(job, name):
-                seen.write(Path(self.run.directory), pass_name, self.world.rank_info.rank)
-        self.reporter.progress = None
+                if trainer.step:
+                    trainer.saving.finish_saving(trainer.step, trainer.rows)
+                else:
+                    trainer.saving.save_initial(trainer.rows)
+            trainer.timeouts.allow_task()
+            batch = trainer.read_batch()
+            if job.operations is not None:
+                self._write(OPERATIONS, self._record_operations(batch, job.operations))
+            elif job.repeats:
+                for number in range(job.repeats):
+                    self._write(f"{ROUNDED}{number}", self._repeat_rounded(job, batch, number))
+            else:
+                self._write(name, self._replay_step(job, name, batch))
+        trainer.reporter.progress = None
         return 0
 
-    def _save_start(self) -> None:
-        """Save the state before the step, unless the replay began with a checkpoint of it."""
-        if self.step:
-            self.saving.finish_saving(self.step, self.rows)
-        else:
-            self.saving.save_initial(self.rows)
+    def _write(self, name: str, seen: RankReplay) -> None:
+        seen.write(Path(self.run.directory), name, self.world.rank_info.rank)
 
-    def _look(self, job: ReplayJob, name: str) -> Iterator[tuple[str, RankReplay]]:
-        batch, self.step = next(self.loader), job.step
-        if job.operations is not None:
-            yield OPERATIONS, self._record_operations(job, batch, job.operations)
-            return
-        if not job.repeats:
-            yield name, self._replay_step(job, name, batch)
-            return
-        for number in range(job.repeats):
-            yield f"{ROUNDED}{number}", self._repeat_rounded(job, batch, number)
+    # --- what the trainer's step shows
+
+    def compute_gradients(self, train_step: TrainStep, rows: Microbatches, scale: float) -> Tensor:
+        """See `StepWatch`: compute them within what watches the passes, or make them."""
+        if self._made_loss is not None:
+            self._make_gradients()
+            return self._made_loss
+        with self._passes or nullcontext():
+            return super().compute_gradients(train_step, rows, scale)
+
+    def see_gradients(self) -> None:
+        """See `StepWatch`: take their fingerprints in the step that is looked at."""
+        if self._gradients is not None and self._made_loss is None:
+            named = self.train_step.named_parameters()
+            self._gradients = self._fingerprint(GRADIENT, ((n, p.grad) for n, p in named if p.grad is not None))
+
+    def _take_step(self, batch: Batch, passes: AbstractContextManager[object]) -> StepResult:
+        """Take the step as the trainer does; `passes` is open while its forward and backward passes run."""
+        self._passes = passes
+        try:
+            return self.trainer.take_step(batch)
+        finally:
+            self._passes = None
 
     # --- the step
 
     def _replay_step(self, job: ReplayJob, name: str, batch: Batch) -> RankReplay:
         """Take the step while it is watched, then compare the optimizer by made gradients."""
-        rows, pinned = self._to_device(batch), read_routes(job.pin, name) if job.pin else {}
+        rows, pinned = self.trainer.to_device(batch), read_routes(job.pin, name) if job.pin else {}
         is_first, is_last = (name == job.passes[i][0] for i in (0, -1))
         losses = self._find_losses(rows, job) if job.tokens and is_first and self.run.compile.scope != "off" else None
         fingerprints, kept = self._fingerprint_start(is_first), self._copy_state() if is_last else []
-        tokens = job.tokens if is_first and losses is None else 0
-        rows_of_step, layers = self._build_rows(rows, job), job.layers and is_first
-        taken = self._take_step(batch, lambda: self._watch(rows_of_step, tokens, pinned, is_first), layers)
-        self._restore_copy(kept)
-        updates = self._fingerprint_update() if is_last else {}
-        observer, routes = taken.watch.observer, taken.watch.routes
+        watch = _PassesWatch(self.train_step, self._build_rows(rows, job), self.run.compile.scope != "off")
+        self.trainer.layer_metrics.set_interval(int(job.layers and is_first))
+        self._gradients, start = {}, time.perf_counter()
+        result = self._take_step(
+            batch, watch.open(job.tokens if is_first and losses is None else 0, pinned, totals=is_first)
+        )
+        seconds = time.perf_counter() - start
+        record, observer, routes = self.trainer.reporter.build_record(result), watch.observer, watch.routes
+        missing = [name for name in observer.watched if name not in observer.forward]
+        self._restore(kept)
+        updates = self._fingerprint_update(batch, result.local_loss) if is_last else {}
         return RankReplay(
-            record=taken.record,
+            record=record,
             totals=_convert_totals(observer),
             samples=self._convert_samples(observer),
             losses=tuple(observer.losses if losses is None else losses),
-            notes=self.notes,
-            fingerprints=fingerprints | taken.gradients | updates,
-            groups=describe_groups(self.train_step.optimizer, self._name_parameters()),
+            notes=self.trainer.notes,
+            fingerprints=fingerprints | self._gradients | updates,
+            groups=describe_groups(self.train_step.optimizer, self.train_step.named_parameters()),
             routes=routes.collect(self.world.rank_info.rank),
-            unobserved=_list_unobserved(observer),
-            figures={"step": taken.seconds} | routes.sum_choices(),
+            unobserved=dict.fromkeys(observer.inside_compiled, "inside of compiled code")
+            | dict.fromkeys(missing, "not called as a module in this layout"),
+            figures={"step": seconds} | routes.sum_choices(),
         )
 
-    def _take_step(self, batch: Batch, watch: Callable[[], _Watch], layers: bool) -> _TakenStep:
-        """Take the step; `layers`: with the metrics of all layers."""
-        gradients: dict[Key, Fingerprint] = {}
-        original, metrics = self.train_step, self.layer_metrics
-        watches: list[_Watch] = []
-
-        def begin_watch(_: Microbatches) -> _Watch:
-            watches.append(watch())
-            return watches[-1]
-
-        runner = WatchedRunner(original.runner, begin_watch)
-        watched: Any = _WatchedLayers(metrics, lambda: gradients.update(self._fingerprint_gradients()))
-        metrics.set_interval(int(layers))
-        self.train_step, self.layer_metrics = replace(original, runner=runner), watched
-        start = time.perf_counter()
-        try:
-            result = self._step(batch=batch).read(self.rank_times.num_slots, original.num_expert_counts)
-        finally:
-            self.train_step, self.layer_metrics = original, metrics
-        if not watches:
-            raise RuntimeError("the step did not run its micro-batches")
-        seconds = time.perf_counter() - start
-        return _TakenStep(self.reporter.build_record(result), watches[0], gradients, seconds)
-
-    def _watch(self, rows: StepRows, tokens: int, pinned: Mapping[str, Samples], totals: bool) -> _Watch:
-        """Return what watches a step from now on; `tokens`: how many with the largest losses."""
-        observer, routes = self._build_observer(rows, totals), RouteWatch(self.train_step, rows)
-        if tokens:
-            observer.watch_losses(tokens)
-        routes.watch(pinned)
-        return _Watch(observer, routes)
-
     def _build_rows(self, rows: Microbatches, job: ReplayJob) -> StepRows:
-        count = self.run.training.find_phase(job.step).rows
-        return StepRows(self.train_step, count, *rows.tokens.shape[1:])
+        return StepRows(self.train_step, self.run.training.find_phase(job.step).rows, *rows.tokens.shape[1:])
 
-    def _build_observer(self, rows: StepRows, totals: bool) -> Observer:
-        observer = Observer(self.train_step, rows, around_compiled=self.run.compile.scope != "off")
-        observer.watch_hidden(sample=True, totals=totals)
-        return observer
-
-    def _find_losses(self, rows: Microbatches, job: ReplayJob) -> list[Any]:
+    def _find_losses(self, rows: Microbatches, job: ReplayJob) -> list[TokenLoss]:
         """Return the largest losses of tokens from a forward pass that is not compiled.
 
         Before a compiled head is called, FSDP has not gathered its weight.
@@ -272,20 +213,15 @@ class Replayer(Trainer):
 
     # --- tensors
 
-    def _name_parameters(self) -> dict[int, str]:
-        stages = self.train_step.stages
-        return {id(p): name for stage in stages for name, p in stage.iterate_global_parameters()}
-
     def _list_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters, with both replicas of a tied weight."""
-        named: dict[int, tuple[str, nn.Parameter]] = {}
-        for stage in self.train_step.stages:
-            named |= {id(p): (name, p) for name, p in stage.iterate_global_parameters()}
+        stages = self.train_step.stages
+        named = {id(p): (name, p) for stage in stages for name, p in stage.iterate_global_parameters()}
         return list(named.values())
 
-    def _fingerprint(self, kind: str, tensors: Any) -> dict[Key, Fingerprint]:
-        fingerprints = fingerprint_tensors(tensors, self.world.device)
-        return {(kind, name): value for name, value in fingerprints.items()}
+    def _fingerprint(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[Key, Fingerprint]:
+        device = self.world.device
+        return {(kind, name): fingerprint_tensor(gather_tensor(tensor, device)) for name, tensor in tensors}
 
     def _fingerprint_start(self, with_state: bool) -> dict[Key, Fingerprint]:
         """Return the fingerprints of the weights, and of the optimizer's state."""
@@ -293,10 +229,6 @@ class Replayer(Trainer):
         weights = ((name.removeprefix("model."), x) for name, x in state.items() if name.startswith("model."))
         others = ((name, x) for name, x in state.items() if not name.startswith("model."))
         return self._fingerprint(START, weights) | (self._fingerprint(STATE, others) if with_state else {})
-
-    def _fingerprint_gradients(self) -> dict[Key, Fingerprint]:
-        named = self.train_step.named_parameters()
-        return self._fingerprint(GRADIENT, ((name, p.grad) for name, p in named if p.grad is not None))
 
     def _copy_state(self) -> list[tuple[Tensor, Tensor]]:
         """Return this rank's shards of the state, each with a copy on the host."""
@@ -308,28 +240,36 @@ class Replayer(Trainer):
         return [(shard, shard.detach().to("cpu", copy=True)) for shard in unique.values()]
 
     @torch.no_grad()
-    def _restore_copy(self, kept: list[tuple[Tensor, Tensor]]) -> None:
+    def _restore(self, kept: list[tuple[Tensor, Tensor]]) -> None:
         for shard, copy in kept:
             shard.copy_(copy)
+        if self.train_step.scales is not None:
+            self.train_step.scales.update()
 
     # --- the update
 
+    def _fingerprint_update(self, batch: Batch, loss: Tensor) -> dict[Key, Fingerprint]:
+        """Return the fingerprints of the weights' updates by a step with made gradients; it spoils the weights.
+
+        Args:
+            loss: of the step on this rank; the made one has it too, where it is finite, so that no step is skipped.
+        """
+        before = [(local_tensor(p.detach()), local_tensor(p.detach()).clone()) for _, p in self._list_parameters()]
+        self.trainer.layer_metrics.set_interval(0)
+        self._made_loss = loss.nan_to_num(0.0, 0.0, 0.0)
+        with self.train_step.optimizer.register_step_pre_hook(lambda *_: self._scale_rates()):
+            self.trainer.take_step(batch)
+        for weight, old in before:
+            weight.sub_(old)
+        return self._fingerprint(UPDATE, self.train_step.named_parameters())
+
     @torch.no_grad()
-    def _fingerprint_update(self) -> dict[Key, Fingerprint]:
-        """Return the fingerprints of the weights' updates by made gradients; it spoils the weights."""
-        parameters = self._list_parameters()
-        for name, p in parameters:
+    def _make_gradients(self) -> None:
+        """Make gradients that are bitwise the same on every layout."""
+        for name, p in self._list_parameters():
             if p.requires_grad:
                 p.grad = torch.empty_like(p)
                 init_parameter(p.grad, f"{GRADIENT} of {name}", Normal(MADE_STD), 0)
-        if (clip := self.run.training.clip_norm) is not None:
-            grad_norm.clip_gradients(self.train_step.list_gradients(), self.train_step.compute_norm(), clip)
-        before = [local_tensor(p.detach()).clone() for _, p in parameters]
-        self._scale_rates()
-        self._update(torch.zeros((), dtype=torch.bool, device=self.world.device))
-        for (_, p), old in zip(parameters, before, strict=True):
-            local_tensor(p.detach()).sub_(old)
-        return self._fingerprint(UPDATE, self.train_step.named_parameters())
 
     def _scale_rates(self) -> None:
         """Scale all learning rates by one factor, so that the update of a step with a tiny one can be compared."""
@@ -338,65 +278,88 @@ class Replayer(Trainer):
         for group in groups if largest else ():
             group["lr"] = group["lr"] * (MADE_RATE / largest)
 
-    # --- operations of one module
+    # --- operations of one module, and randomly rounded repetitions
 
-    def _record_operations(self, job: ReplayJob, batch: Batch, module: str) -> RankReplay:
-        """Compute the step's forward and backward passes, and record the operations in a module."""
-        tokens = self.run.training.count_step_tokens(job.step)
-        with force_eager(self.run.compile.scope != "off"), OperationWatch(self.train_step, module) as watch:
-            self.train_step.backward(self._to_device(batch), 1 / tokens)
-        self.train_step.optimizer.zero_grad(set_to_none=True)
-        return RankReplay(_make_record(job.step, 0.0, 0.0), {}, {}, operations=tuple(watch.operations))
-
-    # --- randomly rounded repetitions
+    def _record_operations(self, batch: Batch, module: str) -> RankReplay:
+        """Take the step, and record the operations in a module."""
+        watch = OperationWatch(self.train_step, module)
+        with force_eager(self.run.compile.scope != "off"), watch:
+            result = self.trainer.take_step(batch)
+        return RankReplay(self.trainer.reporter.build_record(result), {}, {}, operations=tuple(watch.operations))
 
     def _repeat_rounded(self, job: ReplayJob, batch: Batch, number: int) -> RankReplay:
-        """Compute loss and gradients with randomly rounded weights, and put the weights back."""
-        rows = self._to_device(batch)
-        kept = [(local_tensor(p.detach()), local_tensor(p.detach()).clone()) for _, p in self._list_parameters()]
-        rounding.perturb_weights(self._list_parameters(), self.run.precision, number)
-        observer = self._build_observer(self._build_rows(rows, job), totals=False)
-        tokens = self.run.training.count_step_tokens(job.step)
-        with observer:
-            loss = self.train_step.backward(rows, 1 / tokens)
-        total = self.world.all_reduce(loss.double().reshape(-1)[:1].clone()) / tokens
-        norm = self.train_step.compute_norm()
-        self.train_step.optimizer.zero_grad(set_to_none=True)
-        self._restore_copy(kept)
-        samples = self._convert_samples(observer)
-        return RankReplay(
-            _make_record(job.step, float(total), float(norm)),
-            _convert_totals(observer),
-            samples,
-        )
+        """Take the step with randomly rounded weights, and put the state back."""
+        kept, rows = self._copy_state(), self._build_rows(self.trainer.to_device(batch), job)
+        perturb_weights(self._list_parameters(), self.run.precision, number)
+        watch = _PassesWatch(self.train_step, rows, self.run.compile.scope != "off")
+        result = self._take_step(batch, watch.open(0, {}, totals=False))
+        self._restore(kept)
+        record, observer = self.trainer.reporter.build_record(result), watch.observer
+        return RankReplay(record, _convert_totals(observer), self._convert_samples(observer))
 
     def _convert_samples(self, observer: Observer) -> dict[Key, Samples]:
-        rank = self.world.rank_info.rank
-        return {key: _join_sample(sample, rank) for key, sample in observer.samples.items()}
+        samples = {}
+        for key, sample in observer.samples.items():
+            tokens, values, numbers = (
+                torch.cat(x).numpy() for x in (sample.tokens, sample.values, sample.microbatches)
+            )
+            samples[key] = Samples(tokens, values, numbers, numbers * 0 + self.world.rank_info.rank)
+        return samples
 
 
-def _make_record(step: int, loss: float, norm: float) -> dict[str, Any]:
-    """Return the record of passes that take no step."""
-    return {"loss": loss, "grad_norm": norm, "lr": 0.0, "step": step, "rows": [0, 0], "batch_hash": ""}
+class _PassesWatch:
+    """Watches hidden states, losses and routers in the passes of a step, with hooks that exist only then."""
 
+    def __init__(self, train_step: TrainStep, rows: StepRows, compiled: bool) -> None:
+        self.train_step, self.rows, self.compiled = train_step, rows, compiled
 
-def _join_sample(sample: TokenSample, rank: int) -> Samples:
-    tokens, values, numbers = (torch.cat(x).numpy() for x in (sample.tokens, sample.values, sample.microbatches))
-    return Samples(tokens, values, numbers, numbers * 0 + rank)
-
-
-def _list_unobserved(observer: Observer) -> dict[str, str]:
-    """Return the modules whose outputs were not seen, with the reason."""
-    missing = [name for name in observer.watched if name not in observer.forward]
-    compiled = dict.fromkeys(observer.inside_compiled, "inside of compiled code")
-    return compiled | dict.fromkeys(missing, "not called as a module in this layout")
+    @contextmanager
+    def open(self, tokens: int, pinned: Mapping[str, Samples], *, totals: bool) -> Iterator[None]:
+        """Watch while the block runs: `tokens` with the largest losses, sums where `totals`; see `RouteWatch.watch`."""
+        self.observer = Observer(self.train_step, self.rows, around_compiled=self.compiled)
+        self.observer.watch_hidden(sample=True, totals=totals)
+        self.routes = RouteWatch(self.train_step, self.rows)
+        if tokens:
+            self.observer.watch_losses(tokens)
+        self.routes.watch(pinned)
+        with self.observer, self.routes:
+            yield
 
 
 def _convert_totals(observer: Observer) -> dict[Key, ActivationTotals]:
-    forward = {("forward", name): _read_totals(totals) for name, totals in observer.forward.items()}
-    return forward | {("backward", name): _read_totals(totals) for name, totals in observer.backward.items()}
+    return {
+        (direction, name): ActivationTotals(float(t.squares), float(t.values), float(t.largest), t.count)
+        for direction, totals in (("forward", observer.forward), ("backward", observer.backward))
+        for name, t in totals.items()
+    }
 
 
-def _read_totals(totals: RunningTotals) -> observation.ActivationTotals:
-    values = [float(x) for x in (totals.squares, totals.values, totals.largest)]
-    return observation.ActivationTotals(values[0], values[1], values[2], totals.count)
+@torch.no_grad()
+def perturb_weights(parameters: Iterable[tuple[str, Tensor]], precision: Precision, number: int) -> None:
+    """Add the error of a random rounding to each weight, in place; the same on every layout.
+
+    Args:
+        precision: the run's; where weights are stored in the compute type already, the error is twice as large, since
+            less is rounded away again.
+    """
+    spacing = EIGHT_BIT_SPACING if precision.eight_bit else SPACING[precision.compute]
+    scale = UNIFORM_STD * spacing * (2 if precision.weights == precision.compute else 1)
+    for name, p in parameters:
+        noise = torch.empty_like(p, dtype=torch.float32)
+        init_parameter(noise, f"rounding {number} of {name}", Normal(scale), 0)
+        weight = local_tensor(p.detach())
+        exponent = weight.float().abs().clamp(min=torch.finfo(torch.float32).tiny).log2().floor().exp2()
+        weight.add_((local_tensor(noise) * exponent).to(weight.dtype))
+
+
+def describe_groups(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """Return the parameter group of each of some parameters: its number and its settings."""
+    texts: dict[int, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        values = {key: group[key] for key in ("lr", "weight_decay", "momentum", "betas", "eps") if key in group}
+        values = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
+        words = (
+            f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+        )
+        texts |= dict.fromkeys(map(id, group["params"]), f"group {number} ({', '.join(words)})")
+    return {name: texts[id(p)] for name, p in named if id(p) in texts}

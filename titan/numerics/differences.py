@@ -1,4 +1,4 @@
-"""How far activations, gradients and other tensors of two replays are apart, and where. Free of torch."""
+"""How far figures, activations, gradients and other tensors of two computations are apart, and where. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,28 +6,84 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan.console.numbers import format_plural
-from titan.training.replay.observation import Fingerprint, Key, Operation, Samples
-from titan.training.replay.result import ReplayedStep, Replica
 
+FP32_BOUND = 1e-5
+"""Relative difference in fp32 above which two layouts do not differ by rounding alone (law 3)."""
+TINY = 1e-30
+"""Figures below it count as that large."""
+BLOCKS, WIDTH = 16, 16
+"""Blocks of consecutive rows of a tensor, and random projections of each, in its fingerprint."""
 LEAST_SHARE = 0.25
 """Rows whose size is below this share of the typical one count as that large: rounding comes from larger sums."""
 NAMED_TOKENS = 1e-2
 """A token is named where its difference is more than this share of the largest one."""
+Key = tuple[str, str]
+"""A direction, "forward" or "backward", and the name of a module."""
+START, STATE, GRADIENT, UPDATE = "weights", "optimizer state", "gradients", "updates"
+"""The kinds of tensors that have fingerprints."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Of a whole tensor, see `titan.numerics.fingerprints`: its shape, projections of blocks of consecutive rows,
+    float64 [blocks, WIDTH], its sum of squares, and bits that are equal where all elements are, modulo 2**64.
+    """
+
+    shape: tuple[int, ...]
+    sketch: NDArray[np.float64]
+    squares: float
+    bits: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Sampled tokens.
+
+    Attributes:
+        tokens: their indices in the step, row * seq_len + position; int64 [tokens].
+        values: projections of their activations, float32 [tokens, width]; of routers the experts, int64 [tokens, K].
+        microbatches: int64 [tokens].
+        ranks: int64 [tokens].
+    """
+
+    tokens: NDArray[np.int64]
+    values: NDArray[Any]
+    microbatches: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation inside of a module, the innermost one that called it: its name in torch, and of each of its results
+    the shape, a weighted sum of the elements, and one of their absolute values.
+    """
+
+    module: str
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    sums: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A tensor as some ranks have it, bitwise the same on all of them."""
+
+    ranks: tuple[int, ...]
+    fingerprint: Fingerprint
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far something is from that of the other replay.
+    """How far a module's activations or a tensor are from those of the other side, and where; see `Key`.
 
-    Attributes:
-        key: a direction and a module, or a kind of tensor and its name.
-        relative: the norm of the difference, relative to the size; infinite where only one side is finite or exists.
-        where: ranks, micro-batch and rows; empty where both are equal.
+    The norm of the difference, relative to the size; infinite where only one side is finite or exists. `where` names
+    ranks, micro-batch and rows; it is empty where both are equal.
     """
 
     key: Key
@@ -40,12 +96,32 @@ class Difference:
         return self.key[1]
 
 
+Replicas = Mapping[Key, tuple[Replica, ...]]
+"""By kind and name of a tensor, one replica for each value that ranks have."""
+
+
+# --- figures
+
+
+def compare_figures(x: float, y: float) -> float:
+    """Return the difference of two figures relative to `y`; infinite where one is not finite and they differ."""
+    return float(compare_series(np.array([x]), np.array([y]))[0])
+
+
+def compare_series(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the relative difference of each figure, as of `compare_figures`."""
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    gaps, finite = np.where(same, 0.0, math.inf), np.isfinite(a) & np.isfinite(b)
+    gaps[finite] = np.abs(a[finite] - b[finite]) / np.maximum(np.abs(b[finite]), TINY)
+    return gaps
+
+
 # --- activations
 
 
-def compare_activations(a: ReplayedStep, b: ReplayedStep) -> list[Difference]:
+def compare_activations(a: Mapping[Key, Samples], b: Mapping[Key, Samples], seq_len: int) -> list[Difference]:
     """Return how far each module's output, and then its gradient, is from that of `b`, in the order of computation."""
-    return [compare_samples(key, a.samples[key], b.samples[key], a.seq_len) for key in a.samples if key in b.samples]
+    return [compare_samples(key, a[key], b[key], seq_len) for key in a if key in b]
 
 
 def compare_samples(key: Key, a: Samples, b: Samples, seq_len: int) -> Difference:
@@ -78,30 +154,22 @@ def _describe_tokens(samples: Samples, indices: NDArray[np.int64], chosen: NDArr
 # --- tensors
 
 
-def compare_tensors(a: ReplayedStep, b: ReplayedStep, kind: str) -> list[Difference]:
+def compare_tensors(a: Replicas, b: Replicas, kind: str) -> list[Difference]:
     """Return how far each tensor of a kind is from that of `b`, on any rank."""
-    names = dict.fromkeys(name for step in (a, b) for (k, name) in step.tensors if k == kind)
-    return [_compare_replicas((kind, n), a.tensors.get((kind, n)), b.tensors.get((kind, n))) for n in names]
+    keys = dict.fromkeys(key for side in (a, b) for key in side if key[0] == kind)
+    return [_compare_replicas(key, a.get(key), b.get(key)) for key in keys]
 
 
 def _compare_replicas(key: Key, a: Sequence[Replica] | None, b: Sequence[Replica] | None) -> Difference:
     if not a or not b:
         return Difference(key, math.inf, f"only {'B' if not a else 'A'} has it")
-    pairs = [(x, y) for x in a for y in b]
-    parts = [compare_fingerprints(x.fingerprint, y.fingerprint) for x, y in pairs]
-    worst = max(range(len(parts)), key=lambda i: parts[i][0])
-    relative, rows = parts[worst]
-    return Difference(key, relative, _describe_ranks(a, b, pairs[worst], rows) if relative else "")
-
-
-def _describe_ranks(a: Sequence[Replica], b: Sequence[Replica], pair: tuple[Replica, Replica], rows: str) -> str:
-    """Return rows and, where ranks have different replicas, the ranks with the worse one."""
-    ranks = [
-        f"{side} {format_ranks(replica.ranks)}"
-        for side, replicas, replica in (("A's", a, pair[0]), ("B's", b, pair[1]))
-        if len(replicas) > 1
-    ]
-    return ", ".join([rows, *(f"on {text} only" for text in ranks)])
+    pairs = [(x, y, *compare_fingerprints(x.fingerprint, y.fingerprint)) for x in a for y in b]
+    x, y, relative, rows = max(pairs, key=lambda pair: pair[2])
+    if not relative:
+        return Difference(key, relative)
+    sides = (("A's", a, x), ("B's", b, y))  # where ranks have different replicas, name those with the worse one
+    ranks = [f"on {side} {format_ranks(r.ranks)} only" for side, replicas, r in sides if len(replicas) > 1]
+    return Difference(key, relative, ", ".join([rows, *ranks]))
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -147,13 +215,11 @@ def _find_factor(a: Fingerprint, b: Fingerprint) -> float | None:
 # --- replicas, and experts
 
 
-def list_unequal_replicas(step: ReplayedStep, kind: str) -> list[Difference]:
+def list_unequal(tensors: Replicas, kind: str) -> list[Difference]:
     """Return the tensors of which ranks have different values, with the ranks that differ from the first."""
     differences = []
-    for key, replicas in step.tensors.items():
-        if key[0] != kind:
-            continue
-        for replica in replicas[1:]:
+    for key, replicas in tensors.items():
+        for replica in replicas[1:] if key[0] == kind else ():
             relative, rows = compare_fingerprints(replica.fingerprint, replicas[0].fingerprint)
             where = f"{rows}, {format_ranks(replica.ranks)} against {format_ranks(replicas[0].ranks)}"
             differences.append(Difference(key, relative, where))
@@ -194,19 +260,66 @@ def compare_operations(module: str, a: Sequence[Operation], b: Sequence[Operatio
 
 def _differ(a: Operation, b: Operation, bound: float) -> bool:
     """Whether results differ, relative to the sums of absolute values; what is not finite equals only its like."""
-    sums = zip(a.sums[::2], b.sums[::2], a.sums[1::2], b.sums[1::2], strict=True)
-    return any(
-        not (_is_same_number(x, y) and _is_same_number(size, other))
-        if not math.isfinite(size + other)
-        else not abs(x - y) <= bound * max(size, other)
-        for x, y, size, other in sums
-    )
-
-
-def _is_same_number(x: float, y: float) -> bool:
-    return x == y or (math.isnan(x) and math.isnan(y))
+    for x, y, size, other in zip(a.sums[::2], b.sums[::2], a.sums[1::2], b.sums[1::2], strict=True):
+        if not math.isfinite(size + other):
+            if compare_figures(x, y) or compare_figures(size, other):
+                return True
+        elif not abs(x - y) <= bound * max(size, other):
+            return True
+    return False
 
 
 def sort_layers(names: Iterable[str]) -> list[str]:
     """Return names of modules by the numbers of their layers."""
     return sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")])
+
+
+# --- random rounding
+
+LARGEST_RATIO = 3.0
+"""A difference that is more times the spread is not explained by random rounding. Of pairs without a fault it is up to
+1.7: layouts, compiled or not, in bf16 and in 8 bits."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of `count` randomly rounded repetitions: of activations, relative to their mean's size, the standard deviation of
+    one repetition; of loss and gradient norm mean and standard error.
+    """
+
+    count: int
+    deviations: Mapping[Key, float]
+    figures: Mapping[str, tuple[float, float]]
+
+    def find_excess(self, differences: Sequence[Difference]) -> tuple[Difference, float] | None:
+        """Return the first difference that is larger than rounding explains, and how many times the spread it is."""
+        for difference in differences:
+            deviation = self.deviations.get(difference.key, 0.0)
+            if difference.relative > LARGEST_RATIO * deviation and difference.relative > 0:
+                return difference, difference.relative / deviation if deviation else math.inf
+        return None
+
+    def describe(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+        """Return mean and standard error of the figures, and how far those of two records are from the mean."""
+        parts = []
+        for key, (mean, error) in self.figures.items():
+            distances = f"A {float(a[key]) - mean:+.1g}, B {float(b[key]) - mean:+.1g}"
+            parts.append(f"{key} {mean:.6g} ± {error:.1g} ({distances})")
+        return f"mean of {self.count} randomly rounded repetitions ± its standard error: {', '.join(parts)}"
+
+
+def measure_spread(samples: Sequence[Mapping[Key, Samples]], records: Sequence[Mapping[str, Any]]) -> Spread:
+    """Return the spread of repetitions of a step, from the activations and the record of each."""
+    deviations, count = {}, len(records)
+    for key in samples[0]:
+        if all(key in repetition for repetition in samples):
+            stacked = np.stack([repetition[key].values.astype(np.float64) for repetition in samples])
+            mean = stacked.mean(0)
+            size = float(np.linalg.norm(mean))
+            spread = math.sqrt(float(np.square(stacked - mean).sum()) / (count - 1))
+            deviations[key] = spread / size if size else 0.0
+    figures = {}
+    for name in ("loss", "grad_norm"):
+        values = [float(record[name]) for record in records]
+        figures[name] = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(count)
+    return Spread(count, deviations, figures)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.support.runs import compose_tiny_run, train_run
 from tests.support.tiers import select_cases
-from titan.training.sample_text import sample_continuation
+from titan.training.result_json import sample_continuation
 
 
 def test_each_token_follows_from_those_before_within_the_window() -> None:

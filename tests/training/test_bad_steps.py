@@ -16,7 +16,7 @@ from tests.support.matrix import MODEL
 from tests.support.runs import compose_tiny_run, read_learned_values, read_step_records, train_run
 from tests.support.tiers import select_cases
 from titan.metrics.reader import read_records
-from titan.training.non_finite_op_mode import NonFiniteOpMode
+from titan.training.bad_steps import NonFiniteOpMode
 from titan.training.trainer import Trainer
 
 SETTINGS = (

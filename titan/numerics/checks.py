@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan.numerics.differences import FP32_BOUND, compare_figures
+
 Tensors = Mapping[str, Tensor]
 Recorded = Mapping[str, Tensors]
 """Tensors by name: those of "state N" before the update of step N, of "gradients N", and of "end"."""
-EXACT = 1e-5
-"""Largest difference of gradients, losses and norms in fp32, as a share of the largest value (law 3)."""
 UPDATED = 1e-3
 """Largest difference of three updates in fp32, as a share of their norm. An adaptive optimizer divides by the
 gradient's size, so that rounding of a small element, 1e-7 of the largest, is as large as any other in its update."""
@@ -28,14 +28,9 @@ PRECISION_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
+    """The result of one check: the largest difference, 0 where it is bitwise, and the largest that passes.
 
-    Attributes:
-        name: what was compared.
-        worst: the largest difference; 0 where it is bitwise.
-        bound: the largest that passes.
-        where: the tensor with the largest difference, or the step.
-        count: how many values or tensors were compared.
+    `where` is the tensor with the largest difference, or the step; `count` is how many values or tensors were compared.
     """
 
     name: str
@@ -86,7 +81,7 @@ def check_same(name: str, a: Tensors, b: Tensors) -> Check:
     return Check(name, float(len(different)), 0.0, different[0] if different else "", len(names))
 
 
-def check_largest(name: str, a: Tensors, b: Tensors, bound: float = EXACT) -> Check:
+def check_largest(name: str, a: Tensors, b: Tensors, bound: float = FP32_BOUND) -> Check:
     """Return the largest of max|a - b| / max|b|; infinite for a tensor that only one side has."""
     return _find_worst(name, bound, a, b, lambda n: _divide((a[n] - b[n]).abs().max(), b[n].abs().max()))
 
@@ -130,8 +125,8 @@ def check_lines(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], 
 
 
 def _compare_values(a: Any, b: Any) -> float:
-    if isinstance(a, float) and isinstance(b, float):
-        return abs(a - b) / abs(b) if b else (0.0 if a == b else math.inf)
+    if isinstance(a, float) and isinstance(b, float) and math.isfinite(b):
+        return compare_figures(a, b)
     return 0.0 if a == b else math.inf
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.parallelism import fingerprints
-from titan.parallelism.fingerprints import COLUMNS, fingerprint
+from titan.numerics import fingerprints
+from titan.numerics.fingerprints import COLUMNS, fingerprint
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64, torch.int64, torch.int8]
 

@@ -9,15 +9,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from tests.support.runs import begin_run, build_run_mixture, compose_tiny_run
+from titan.dataset.loader import Batch
 from titan.metrics.recorder import Recorder
+from titan.metrics.schema import WARM
 from titan.metrics.trackers import Trackers
 from titan.run import identity
 from titan.run.attempts import Attempt
-from titan.training import metrics_setup
+from titan.training import reporter
+from titan.training.step_metrics import (
+    LOSS,
+    PAIRS,
+    REQUEUE,
+    SAVE,
+    STOP,
+    VALID,
+    VOID,
+    StepTimes,
+    format_batch_hash,
+    pack_metrics,
+)
 
 
 class FakeWandb(types.ModuleType):
@@ -79,7 +95,7 @@ def test_wandb_receives_what_identifies_a_run(
     )  # fmt: skip
     attempt, mix = begin_run(run), build_run_mixture(run)
     assert isinstance(attempt, Attempt)
-    recorder = metrics_setup.build_recorder(run, attempt, print, mix)
+    recorder = reporter.build_recorder(run, attempt, print, mix)
     recorder.log({"step": 1, "loss": 2.0})
     recorder.finish({"finished": True, "last_loss": 2.0})
     config, started = wandb.started["config"], wandb.started
@@ -103,7 +119,7 @@ def test_a_run_of_its_own_has_its_own_group_and_no_sweep(tmp_path: Path, wandb: 
     run = replace(run, overrides=("recipe=pilot", *run.overrides))
     attempt = begin_run(run)
     assert isinstance(attempt, Attempt)
-    metrics_setup.build_recorder(run, attempt, print, build_run_mixture(run)).finish({"finished": True})
+    reporter.build_recorder(run, attempt, print, build_run_mixture(run)).finish({"finished": True})
     assert (wandb.started["group"], wandb.started["tags"]) == ("mine", ["recipe=pilot", "one device"])
     assert (wandb.started["config"]["sweep"], wandb.started["config"]["variant"]) == (None, None)
 
@@ -115,7 +131,7 @@ def test_a_continued_run_stays_in_the_group_of_its_first_attempt(tmp_path: Path)
     for run in (first, longer):
         attempt = begin_run(run)
         assert isinstance(attempt, Attempt)
-        groups.append((metrics_setup.describe_run(run, attempt, None).group_id, attempt.ids.group))
+        groups.append((reporter.describe_run(run, attempt, None).group_id, attempt.ids.group))
     (shown, own), (later_shown, later_own) = groups
     assert shown == own == later_shown != later_own
 
@@ -138,3 +154,43 @@ def test_only_a_finished_run_waits_for_uploads(tmp_path: Path) -> None:
     recorder.finish({"finished": False})
     recorder.close()
     assert trackers.seen == [False, True, True]
+
+
+def batch(number: int, void: bool = False) -> Batch:
+    return Batch(np.zeros((2, 1, 1, 4), np.int32), 0, 0, 1, number, valid=3, pairs=16, void=void)
+
+
+def test_the_sum_over_ranks_has_every_request_and_the_batch_hash() -> None:
+    numbers = [2**64 - 1, 5, 2**63 + 12345]
+    requests = [(True, False, False), (False, False, True), (True, True, False)]
+    parts = [
+        pack_metrics(torch.tensor(0.5), batch(n), stop=stop, requeue=requeue, save=save)
+        for n, (stop, requeue, save) in zip(numbers, requests, strict=True)
+    ]
+    total = torch.stack(parts).sum(0).tolist()
+    assert [total[i] for i in (LOSS, STOP, REQUEUE, SAVE, VOID, VALID, PAIRS)] == [1.5, 2, 1, 1, 0, 9, 48]
+    assert format_batch_hash(total) == f"{sum(numbers) % 2**64:016x}"
+
+
+def test_a_void_batch_asks_to_stop() -> None:
+    values = pack_metrics(torch.tensor(0.0), batch(0, void=True), stop=False, requeue=False, save=False).tolist()
+    assert (values[STOP], values[VOID]) == (1, 1)
+
+
+def test_the_median_leaves_out_the_first_steps() -> None:
+    times = StepTimes()
+    assert (times.find_median(), times.compute_data_wait()) == (None, None)
+    for _ in range(WARM):
+        times.add(100.0, 1.0, 0.0)
+    assert times.find_median() == (100.0, 1.0)
+    for seconds in (1.0, 3.0, 2.0):
+        times.add(seconds, 10 * seconds, 0.0)
+    assert times.find_median() == (2.0, 20.0)
+
+
+def test_the_share_of_waiting_is_over_the_same_steps() -> None:
+    """Waiting of all steps over the time of the latest ones would grow above one."""
+    times = StepTimes(latest=4)
+    for waited in (*[2.0] * 40, *[0.5] * 4):
+        times.add(2.0, 1.0, waited)
+    assert times.compute_data_wait() == pytest.approx(0.25)

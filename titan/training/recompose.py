@@ -6,6 +6,7 @@ elsewhere there is one device.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -90,10 +91,7 @@ def _fits_machine(document: Mapping[str, Any]) -> bool:
 
 
 def _count_ranks(document: Mapping[str, Any]) -> int:
-    ranks = 1
-    for degree in (document.get("layout") or {}).values():
-        ranks *= int(degree)
-    return ranks
+    return math.prod(int(degree) for degree in (document.get("layout") or {}).values())
 
 
 def disable_outputs(run: Run, evaluation: Evaluation, scratch: Path) -> Run:
@@ -128,7 +126,6 @@ def list_checkpoints(
     """Return path and manifest of the complete checkpoints of a run and of its copies, by their steps.
 
     Args:
-        name: the run's directory.
         document: the attempt's in run.yaml that says where copies are.
         check: leave out corrupt ones after the last complete one, with a warning.
     """

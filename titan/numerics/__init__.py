@@ -1,0 +1,1 @@
+"""Whether two computations agree: fingerprints, differences, bounds; for replays, proofs, audits and parity."""

@@ -1,1 +1,0 @@
-"""The proof that a layout computes what one device computes: `titan.prove`."""

@@ -1,1 +1,0 @@
-"""What replays and evaluations of a run share: its command line composed again, and ranks in a temporary directory."""
