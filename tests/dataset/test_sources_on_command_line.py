@@ -106,7 +106,7 @@ def test_where_the_data_are_is_no_science() -> None:
 @pytest.mark.full
 def test_schemas_and_sources_need_no_heavy_package() -> None:
     heavy = ["torch", "datasets", "pyarrow", "zstandard", "tokenizers", "fsspec", "huggingface_hub"]
-    modules = ["documents", "schema", "tokenizers.json_file", "tokenizers.load", "tokenizers.tokenizer"]
+    modules = ["documents", "schema", "tokenizers.load", "tokenizers.tokenizer"]
     modules += [f"sources.{name}" for name in ("chat", "files", "hub", "local", "records")]
     program = (
         f"import sys, {', '.join(f'titan.dataset.{m}' for m in modules)}; print({{*{heavy}}} & sys.modules.keys())"

@@ -219,7 +219,10 @@ class Chat(Dataset):
         from titan.dataset.sources import chat, hub
         from titan.dataset.tokenizers.load import load_tokenizer
 
-        self._check_keys()
+        if (self.path is None) == (self.name is None):
+            raise ConfigError("dataset=chat: give either dataset.path=FILES or dataset.name=DATASET.")
+        if (self.prompt is None) != (self.completion is None):
+            raise ConfigError("dataset=chat: give both of dataset.prompt=KEY and dataset.completion=KEY, or neither.")
         template = chat.choose_template(self.template, load_tokenizer(self.tokenizer))
         row_format = chat.Conversation(template, self.messages, self.prompt, self.completion)
         if self.name is not None:
@@ -227,12 +230,6 @@ class Chat(Dataset):
         else:
             reader = chat.build_file_reader(str(self.path), row_format.columns)
         return chat.build_chat_source(reader, row_format, self.on_error)
-
-    def _check_keys(self) -> None:
-        if (self.path is None) == (self.name is None):
-            raise ConfigError("dataset=chat: give either dataset.path=FILES or dataset.name=DATASET.")
-        if (self.prompt is None) != (self.completion is None):
-            raise ConfigError("dataset=chat: give both of dataset.prompt=KEY and dataset.completion=KEY, or neither.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,8 +83,7 @@ def extract_scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 def extract_numbers(result: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a result, without booleans."""
-    numeric = ((k, v) for k, v in result.items() if isinstance(v, numbers.Real) and not isinstance(v, bool))
-    return {key: float(value) for key, value in numeric}
+    return {k: float(v) for k, v in result.items() if isinstance(v, numbers.Real) and not isinstance(v, bool)}
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:

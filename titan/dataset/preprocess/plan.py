@@ -114,7 +114,7 @@ class PreparationInputs:
         """Return whether the source's content has changed since it was examined."""
         try:
             source = self.dataset.build()  # the source may have cached what it read
-            return source.digest(find_digest_cache(self.dataset)) != self.content_digest
+            return source.digest(find_cache_folder(self.dataset) / "digests") != self.content_digest
         except OSError:  # a file was removed
             return True
 
@@ -124,16 +124,11 @@ def find_cache_folder(dataset: Dataset) -> Path:
     return Path(dataset.cache or os.environ.get("TITAN_CACHE") or "~/.cache/titan").expanduser()
 
 
-def find_digest_cache(dataset: Dataset) -> Path:
-    """Return the folder that caches digests of large files."""
-    return find_cache_folder(dataset) / "digests"
-
-
 def examine_dataset(dataset: Dataset) -> PreparationInputs:
     """Build the source, load the tokenizer, and compute the digests."""
     source = dataset.build()
     tokenizer = load_tokenizer(dataset.tokenizer) if source.vocab_size is None else None
-    content_digest = source.digest(find_digest_cache(dataset))
+    content_digest = source.digest(find_cache_folder(dataset) / "digests")
     digest = _compute_digest(content_digest, tokenizer, dataset)
     folder = find_cache_folder(dataset) / "datasets" / f"{source.name}-{digest[:16]}"
     inputs = PreparationInputs(dataset, source, tokenizer, content_digest, digest, folder)
