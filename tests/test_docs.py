@@ -139,7 +139,7 @@ def table() -> list[Any]:
             found.append(pytest.param(given, id=f"{name}-{i}-{words[:60]}"))
             first.setdefault(kind(given), found[-1].id)
     quick = [id for id in first.values() if id.startswith("README-") and not any(part in id for part in SECONDS)]
-    return tiers.select_cases(found, quick, one_in=8)
+    return tiers.select_cases(found, quick)
 
 
 SECONDS = ("name=grid", "name=jobs", "runs/grid", "titan.replay", "titan.prove", "model=llama405b", "sweep=")

@@ -21,8 +21,6 @@ MOVES = [
     pytest.param("fsdp cp", "tp", False, id="fsdp_cp-tp"),
 ]
 CELLS = [pytest.param(kind, loads, list(LAYOUTS), id=f"{kind} {loads} of all") for kind in KINDS for loads in LAYOUTS]
-OFTEN = ("untied, SGD with momentum ddp of all",)
-"""Those that `make test-rest` runs."""
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +31,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LayoutTab
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "loads", "rows"), list_further(lambda: CELLS, one_in=10**6, rest=OFTEN))
+@pytest.mark.parametrize(("kind", "loads", "rows"), list_further(lambda: CELLS))
 def test_a_layout_loads_to_the_bit_what_others_saved_and_goes_on_like_one_device(
     kind: str, loads: str, rows: list[str], table: Callable[[str], LayoutTable]
 ) -> None:

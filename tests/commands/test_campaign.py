@@ -273,7 +273,7 @@ sys.exit(campaign.main(sys.argv[1:]))
 """The command, whose runs are trained in its own process: starting others takes longer than three steps."""
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_campaign_is_trained_and_survives_a_kill() -> None:
     """Two ideas, trained for real; the first process is killed in the middle, and the same command continues."""
     command = [sys.executable, "-c", IN_PROCESS, "study"]

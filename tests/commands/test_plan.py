@@ -221,9 +221,7 @@ EXAMPLES = list(plan.COMMAND.examples)
 
 @pytest.mark.parametrize(
     "example",
-    select_cases(
-        EXAMPLES, ("recipe=train_8b cluster.price=2.5",), one_in=99, rest=[e for e in EXAMPLES if "search" not in e]
-    ),
+    select_cases(EXAMPLES, ("recipe=train_8b cluster.price=2.5",)),
 )
 def test_the_examples_of_the_help(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

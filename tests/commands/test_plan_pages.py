@@ -35,7 +35,7 @@ def test_the_page_states_the_closed_form(index: int, tmp_path: Path) -> None:
     assert row["step, closed form"] == f"{format_rounded(found['step_seconds']['value'])} s"
 
 
-@pytest.mark.parametrize("index", [full(0), full(1), pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("index", [full(0), full(1), pytest.param(2, marks=pytest.mark.full)])
 def test_the_page_states_the_traces(index: int, tmp_path: Path) -> None:
     row = dict(zip(ROWS[0], ROWS[index + 2], strict=True))
     found = planned(tmp_path, *RUNS[index], "plan.trace=true")["trace"]
@@ -57,7 +57,7 @@ def test_a_recipe_states_how_long_its_pipeline_is_idle(name: str, tmp_path: Path
     assert ["".join(share) for share in stated] == [idle(name), idle("bench_405b_512")]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_page_states_how_many_layouts_a_search_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned(tmp_path, *SEARCHED.split(), "cluster.memory_gib=95", "plan.search=true")
     (tried, predicted), *_ = re.findall(r"([\d,]+) layouts, ([\d,]+) predicted", capsys.readouterr().out)

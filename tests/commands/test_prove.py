@@ -138,7 +138,7 @@ def prove_experts(folder: Path, others: int) -> proof.Proof:
 
 OTHERS = [
     pytest.param(4, id="a-quarter-has-others"),
-    pytest.param(0, marks=pytest.mark.thorough, id="healthy"),
+    pytest.param(0, marks=pytest.mark.full, id="healthy"),
 ]
 
 

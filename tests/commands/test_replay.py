@@ -15,7 +15,7 @@ import torch
 from tests.support.corruption import flip_bit
 from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import compose_tiny_run, read_step_records, train_run
-from tests.support.tiers import full, select_cases, thorough
+from tests.support.tiers import full, select_cases
 from titan import replay
 from titan.checkpoint import select
 from titan.numerics.differences import compare_fingerprints
@@ -98,7 +98,7 @@ def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "layout", ["parallelism=tp", *map(thorough, ("parallelism=fsdp_tp", "parallelism=3d", "parallelism=4d"))]
+    "layout", ["parallelism=tp", *map(full, ("parallelism=fsdp_tp", "parallelism=3d", "parallelism=4d"))]
 )
 def test_all_layouts_see_the_same(run: Run, tmp_path: Path, layout: str) -> None:
     alone, split = (replayed(run, tmp_path, "step=5", words) for words in ("parallelism=single", layout))

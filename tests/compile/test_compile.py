@@ -315,7 +315,7 @@ def test_inductor_in_this_process_and_then_in_a_forked_one(inductor: None) -> No
     assert compute_difference(run_ranks(compiled, 1, timeout=300)[0], wanted) <= EXACT
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_inductors_cache_tells_apart_whether_buffers_are_kept(inductor: None) -> None:
     trained(stage(Compile("block"), shape=SMALL))
     torch._dynamo.reset()

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from tests.support.matrix_experts import LAYOUTS, MODELS, skew_routers
 from tests.support.ranks import run_ranks
 from tests.support.runs import compose_tiny_run, compute_difference
-from tests.support.tiers import full, thorough
+from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.compile.backend import compile_stage
 from titan.compile.graphs import GraphLabel, GraphWatch, count_calls, label_calls
@@ -61,7 +61,7 @@ def gradients(rank: int, size: int, runs: Sequence[Run]) -> list[tuple[dict[str,
         full("qwen3_moe", "full", "ep", ROUTED, id="full"),
         full("qwen3_moe", "none", "ep", ROUTED, id="none"),
         full("qwen3_moe", "selective", "ep", ROUTED, id="selective"),
-        thorough("deepseek_v3", "full", "ep", {"": 1, **ROUTED, "feed_forward.shared": 1}, id="deepseek-full"),
+        full("deepseek_v3", "full", "ep", {"": 1, **ROUTED, "feed_forward.shared": 1}, id="deepseek-full"),
         full("deepseek_v3", "selective", "ep", {"": 1, **ROUTED, "feed_forward.shared": 1}, id="deepseek-selective"),
         full("llama4", "selective", "ep", {"": 1, **ROUTED, "feed_forward.shared": 1}, id="llama4-selective"),
         full("qwen3_moe", "full", "ep_in_tp", ROUTED, id="experts-in-tensor-ranks"),

@@ -117,7 +117,7 @@ def rows() -> list[Any]:
     return [pytest.param(*names[id], id=id) for id in names if id.startswith("here") or id in QUICK]
 
 
-@pytest.mark.parametrize(("where", "row"), select_cases(rows(), QUICK, one_in=4), indirect=["where"])
+@pytest.mark.parametrize(("where", "row"), select_cases(rows(), QUICK), indirect=["where"])
 def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect_machine", make_detector(row["machine"]))
     run = compose_run(["name=x", *row["line"].split()])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.simulated_ranks import SimulatedRun
-from tests.support.tiers import full, thorough
+from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.debug import rank_state
 from titan.debug import states as states_module
@@ -233,7 +233,7 @@ def test_a_node_writes_one_file(tmp_path: Path) -> None:
     assert not (tmp_path / "memory").exists()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(16, id="16"), full(128, id="128"), thorough(2048, id="2,048")])
+@pytest.mark.parametrize("ranks", [pytest.param(16, id="16"), full(128, id="128"), full(2048, id="2,048")])
 def test_the_file_system_is_asked_little_in_every_phase(ranks: int, tmp_path: Path) -> None:
     run = SimulatedRun(ranks, 8, tmp_path)
     assert max(run.measure_rates(25)) <= MOST

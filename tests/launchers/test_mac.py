@@ -19,7 +19,7 @@ from tests.support.runs import LAYOUTS, TINY
 from titan.metrics.reader import read_records
 
 pytestmark = [
-    pytest.mark.full, pytest.mark.every_case,
+    pytest.mark.full,
     pytest.mark.skipif(sys.platform != "linux", reason="takes from Linux what a Mac lacks"),
 ]  # fmt: skip
 PATHS = os.pathsep.join((f"{ROOT}/tests/support/mac_site", str(ROOT)))

@@ -372,7 +372,7 @@ def test_what_can_not_work_is_one_sentence(
     assert not list(tmp_path.glob("runs/s/*/run.yaml"))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_search_of_real_runs_is_killed_goes_on_and_prunes(tmp_path: Path) -> None:
     overrides = [
         "evaluation.tokens=64", "evaluation.every=20", "training.steps=1200", "metrics.sample_tokens=0",

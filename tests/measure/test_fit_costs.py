@@ -57,7 +57,7 @@ def test_the_page_states_the_intervals() -> None:
     assert f"a largest of {_percent(known.experts_error, 0)}: the interval" in ACCURACY
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_page_states_the_errors_of_the_fit() -> None:
     published = fit_costs.read_runs()
     median, largest = _figures(fit_costs.compute_errors(published, load_constants()))
@@ -66,7 +66,7 @@ def test_the_page_states_the_errors_of_the_fit() -> None:
     assert re.findall(r"\| ([\d.]+ %) \| ([\d.]+ %) \|", ACCURACY)[:3] == left_out
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_page_states_the_errors_on_unseen_runs() -> None:
     found = fit_costs.compute_errors(fit_costs.read_runs(fit_costs.UNSEEN), load_constants())
     inside = _percent(fit_costs.compute_coverage(found, load_constants()), 0)

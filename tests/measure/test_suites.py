@@ -39,7 +39,7 @@ def test_turns_alternate_and_the_first_changes(tmp_path: Path) -> None:
     assert seen == [(0, 1), (0, 0), (1, 0), (1, 1), (2, 1), (2, 0), (3, 0), (3, 1)]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_suite_of_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     options = ["suite=features", "rounds=2", "steps=2", f"to={out}"]

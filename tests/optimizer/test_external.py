@@ -12,7 +12,7 @@ import torch
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support import external_optimizers as table
 from tests.support.runs import are_identical, compose_tiny_run, read_step_records, train_run
-from tests.support.tiers import full, thorough
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.optimizer.external.classify import RejectedError, Verdict, classify
 from titan.optimizer.external.schema import External
@@ -209,11 +209,11 @@ def test_one_device_does_what_the_class_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cls", "before", "after"),
     [
-        thorough("EarlyState", "fsdp", "tp", id="early-state-fsdp-tp"),
+        full("EarlyState", "fsdp", "tp", id="early-state-fsdp-tp"),
         full("MatrixNorms", "fsdp", "tp", id="matrices-fsdp-tp"),
-        thorough("TrustRatio", "tp", "fsdp", id="trust-ratio-tp-fsdp"),
+        full("TrustRatio", "tp", "fsdp", id="trust-ratio-tp-fsdp"),
         full("GroupCount", "fsdp", "single", id="count-fsdp-single"),
-        thorough("Noisy", "fsdp", "hsdp", id="noise-fsdp-hsdp"),
+        full("Noisy", "fsdp", "hsdp", id="noise-fsdp-hsdp"),
         full("torch.optim.Adafactor", "fsdp", "fsdp", id="adafactor-fsdp-fsdp"),
         full("Signs", "single", "pp", id="signs-single-pp"),
     ],

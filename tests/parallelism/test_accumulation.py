@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.composing import compose_test_run
 from tests.support.ranks import run_ranks
 from tests.support.runs import Tensors, compose_tiny_run, train_run
-from tests.support.tiers import full, thorough
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.estimate.traced.memory import LiveMemory, find_peak
 from titan.model import init_weights
@@ -114,13 +114,10 @@ LAYOUTS = {
     "float8": ("parallelism=fsdp", *WHOLE, "precision=float8", "precision.emulate=true"),
     "bf16-weights": ("parallelism=fsdp", *WHOLE, "precision=bf16_pure"),
 }
-ROUNDED_IN_REST = ("fsdp", "ep", "interleaved", "float8")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "layout", [(pytest.param if name in ROUNDED_IN_REST else thorough)(name, id=name) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_round_by_a_bf16_rounding(layout: str, tmp_path: Path) -> None:
     settings = (*LAYOUTS[layout], "training.steps=1", "checkpoint=off")
     gradients = [

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.support.composing import compose_test_run
 from tests.support.ranks import run_ranks
 from tests.support.runs import compose_tiny_run, read_learned_values, train_run
-from tests.support.tiers import full, thorough
+from tests.support.tiers import full
 from titan.config import warning
 from titan.errors import ConfigError
 from titan.model import init_weights
@@ -74,8 +74,8 @@ def test_all_units_of_all_stages_reduce_in_one_other_group(first_ranks: int, ran
     "layout",
     [
         pytest.param(("parallelism=fsdp",), id="fsdp"),
-        thorough(("parallelism=hsdp",), id="hsdp"),
-        thorough(("parallelism=pp", "parallelism.shard=2", "parallelism.schedule=Interleaved1F1B"), id="pp"),
+        full(("parallelism=hsdp",), id="hsdp"),
+        full(("parallelism=pp", "parallelism.shard=2", "parallelism.schedule=Interleaved1F1B"), id="pp"),
         full(("model=qwen3_moe_debug", "parallelism=fsdp", "parallelism.expert=2", "cluster.devices=4"), id="ep"),
     ],
 )

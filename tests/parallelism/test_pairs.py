@@ -15,7 +15,7 @@ from tests.support.matrix import LayoutCase, build_paired_schedule, train_case
 from tests.support.matrix_experts import MODELS
 from tests.support.ranks import run_ranks
 from tests.support.runs import are_identical
-from tests.support.tiers import full, thorough
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.estimate.traced.events import Event
 from titan.memory.kept_values import build_passes
@@ -165,12 +165,12 @@ def test_what_computes_beside_each_exchange(
     "more",
     [
         pytest.param(("memory=full",), id="recomputed"),
-        thorough(
+        full(
             ("parallelism.schedule=paired", "parallelism.accumulate=sharded", "parallelism.reshard=always"),
             id="gathered-and-reduced",
         ),
         pytest.param(("parallelism.replicate=2",), id="hsdp"),
-        thorough(("parallelism.context=2", "parallelism.expert=4"), id="cp"),
+        full(("parallelism.context=2", "parallelism.expert=4"), id="cp"),
         pytest.param(("compile=block", "compile.backend=aot_eager", "memory=full"), id="compiled"),
     ],
 )

@@ -275,7 +275,7 @@ CASES = [pytest.param(kind, layout, id=f"{kind}-{layout}") for kind in BOUNDS fo
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("precision", "layout"), list_further(lambda: CASES, 6, rest=("bf16_pure-fsdp",)))
+@pytest.mark.parametrize(("precision", "layout"), list_further(lambda: CASES))
 def test_layouts_differ_by_rounding_only(precision: str, layout: str, runs: Runs) -> None:
     (one, (alone,)), (many, ranks) = runs("single", precision), runs(layout, precision)
     gradients, losses, norms = BOUNDS[precision]

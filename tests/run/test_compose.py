@@ -66,9 +66,7 @@ QUICK = (
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("axis", "choice"), select_cases([pytest.param(*c, id="=".join(c)) for c in CHOICES], QUICK, one_in=8)
-)
+@pytest.mark.parametrize(("axis", "choice"), select_cases([pytest.param(*c, id="=".join(c)) for c in CHOICES], QUICK))
 def test_every_choice_composes(axis: str, choice: str, request: pytest.FixtureRequest) -> None:
     memory = "cluster.memory_gib=1000000"
     overrides = [f"{axis}={choice}", memory, *NEEDED.get(choice, [])]

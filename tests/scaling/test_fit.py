@@ -194,13 +194,13 @@ def test_intervals_cover_in_a_few_tables() -> None:
     assert np.mean(shares) >= 0.7  # of 48; see the test below
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(("law", "ladder"), SCENARIOS, ids=["true", "true-small", "misfit", "misfit-small"])
 def test_intervals_cover_nine_in_ten(law: Law, ladder: tuple[np.ndarray, tuple[float, ...]]) -> None:
     assert 0.85 <= count_inside(law, ladder, 100, 200) <= 0.97
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_smooth_lack_of_fit_is_in_the_intervals() -> None:
     """78 % of 150 are inside, which docs/laws.md states; 70 % where replicates draw no such lack of fit."""
     assert 0.75 <= count_inside(None, SMALL_LADDER, 50, 150) <= 0.97

@@ -21,7 +21,7 @@ from launchers.start import run_local
 from tests.support.composing import compose_test_run
 from tests.support.made_weights import write_checkpoint
 from tests.support.runs import TINY
-from tests.support.tiers import full, thorough
+from tests.support.tiers import full
 from titan.errors import RunError
 from titan.model.schema import Llama
 from titan.run.run import Run
@@ -191,7 +191,7 @@ def test_a_ladder_over_variants_predicts_and_scores_each(
     assert f"dim 32, {labels[1]} (predicted)" in shown and "2 of 2 inside 90 %" in shown
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_baseline_of_a_ladder_over_variants_is_chosen(trainer: FakeTrainer) -> None:
     trainer.changes = make_wins
     assert climb(*VARIANTS, "sweep.baseline={optimizer.weight_decay:0.30}") == 0
@@ -253,7 +253,7 @@ def test_the_rule_of_tuned_rates(best: Callable[[int], float], power: float, is_
         )
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_miss_is_recorded_as_a_miss(trainer: FakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.changes = lambda run: 1.0 if run.model.dim == 32 else 0.0
     assert climb() == 0
@@ -262,7 +262,7 @@ def test_a_miss_is_recorded_as_a_miss(trainer: FakeTrainer, capsys: pytest.Captu
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [thorough(2), 8, 13, thorough(14), thorough(16)])
+@pytest.mark.parametrize("number", [full(2), 8, 13, full(14), full(16)])
 def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: FakeTrainer, number: int) -> None:
     """The prediction stays as it was written, and no run that has finished begins again."""
     trainer.fails = lambda count: count == number
@@ -285,8 +285,8 @@ def test_the_same_command_goes_on_where_a_ladder_stopped(trainer: FakeTrainer, n
     [
         full(lambda text: text.replace('"value": ', '"value": 1'), [], "it was changed", id="changed"),
         full(lambda text: text[:100], [], "can't be used", id="cut"),
-        thorough(None, [], "a prediction would come too late", id="gone-once-the-largest-has-begun"),
-        thorough(lambda text: text, ["optimizer.lr=5e-3"], "a ladder with other settings", id="of-another-ladder"),
+        full(None, [], "a prediction would come too late", id="gone-once-the-largest-has-begun"),
+        full(lambda text: text, ["optimizer.lr=5e-3"], "a ladder with other settings", id="of-another-ladder"),
     ],
 )
 def test_a_prediction_stays_as_it_was_made(
@@ -303,7 +303,7 @@ def test_a_prediction_stays_as_it_was_made(
     assert words in capsys.readouterr().err and len(trainer.runs) == runs
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_ladder_goes_on_on_other_machines(trainer: FakeTrainer) -> None:
     trainer.fails = lambda count: count == 15
     assert climb() == 1

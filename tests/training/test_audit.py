@@ -11,7 +11,7 @@ import torch
 
 from tests.support.bit_flips import LAYOUTS
 from tests.support.runs import are_identical, compose_tiny_run, read_learned_values, read_step_records, train_run
-from tests.support.tiers import full, thorough
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.parallelism.replicas import RankName
 from titan.training.audit import Computation, OutputPrints, Witness, count_expert_span, judge
@@ -125,16 +125,16 @@ def test_what_can_not_be_audited_is_rejected(settings: list[str], says: str, tmp
     ("layout", "more"),
     [
         pytest.param("ddp2", (), id="ddp2"),
-        thorough("ddp3", (), id="ddp3"),
+        full("ddp3", (), id="ddp3"),
         full("fsdp2", ("precision=bf16", "memory=full"), id="fsdp2-recomputed"),
         full("hsdp4", (), id="hsdp4"),
-        thorough("fsdp_tp", (), id="fsdp-tp"),
+        full("fsdp_tp", (), id="fsdp-tp"),
         full("fsdp_tp", ("parallelism.sequence_parallel=false",), id="fsdp-tp-whole-rows"),
         full("ep4", (), id="experts"),
-        thorough("fsdp2", ("parallelism=fsdp_cp",), id="context"),
-        thorough("fsdp2", ("compile=block", "compile.backend=eager"), id="compiled"),
+        full("fsdp2", ("parallelism=fsdp_cp",), id="context"),
+        full("fsdp2", ("compile=block", "compile.backend=eager"), id="compiled"),
         full("ddp2", ("compile=block", "compile.backend=eager"), id="compiled-ddp2"),
-        thorough("fsdp2", ("dataset.mask_documents=true",), id="documents"),
+        full("fsdp2", ("dataset.mask_documents=true",), id="documents"),
     ],
 )
 def test_audits_change_nothing(layout: str, more: tuple[str, ...], tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", select_cases(LAYOUTS, ("ddp tied",), one_in=99, rest=("3d",)))
+@pytest.mark.parametrize("layout", select_cases(LAYOUTS, ("ddp tied",)))
 def test_the_numbers_are_those_of_one_device(tmp_path: Path, layout: str) -> None:
     science = tuple(s for s in LAYOUTS[layout] if s.startswith(("dataset.", "model.")))
     alone, split = (

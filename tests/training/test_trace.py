@@ -59,7 +59,7 @@ def _result(_: int, __: int, one: Run, rank: int, whole: bool) -> RankResult:
     return build_rank_result(one, one.layout, speeds(one), build_rank_trace(one, rank, full=whole), "cuda")
 
 
-@pytest.mark.parametrize("layout", select_cases(LAYOUTS, ("fsdp",), one_in=4))
+@pytest.mark.parametrize("layout", select_cases(LAYOUTS, ("fsdp",)))
 def test_a_composed_trace_equals_the_whole_one(layout: str) -> None:
     one = run(layout)
     last = one.layout.devices - one.layout.devices // one.layout.pipeline

@@ -151,7 +151,7 @@ OFTEN = ("tied-uneven", "tensor-pipeline-tied", "experts", "block", "model")
 """Those that `make test-rest` runs."""
 
 
-@pytest.mark.parametrize("name", select_cases(CASES, [], one_in=99, rest=OFTEN))
+@pytest.mark.parametrize("name", select_cases(CASES, []))
 def test_it_learns_what_one_device_learns(name: str, tmp_path: Path) -> None:
     science = tuple(s for s in CASES[name] if s.startswith(("mod", "+model")))
     execution = tuple(s for s in CASES[name] if s not in science)
