@@ -127,4 +127,4 @@ def test_one_rank_needs_nobody() -> None:
     assert (world.mesh, world.data_shard.rank, world.data_shard.ranks, world.is_rank0) == (None, 0, 1, True)
     assert world.all_gather_object("a") == ["a"]
     assert world.all_reduce(torch.tensor(3.0)) == 3
-    assert world.get_submesh("replicate", "shard") is None
+    assert world.get_mesh("replicate", "shard") is None

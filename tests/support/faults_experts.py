@@ -299,8 +299,8 @@ FAULTS = (
     define_fault(
         "expert parallelism: replicas of experts do not sum their gradients",
         EXCHANGE,
-        'return world.experts["replicate", "shard"] if world.layout.replicate > 1 else world.experts["shard"]',
-        'return world.experts["shard"]',
+        'mesh: Any = world.get_mesh("replicate", "shard", experts=True)',
+        'mesh: Any = world.get_mesh("shard", experts=True)',
         f"{GRADIENTS}[muon-ep_hsdp]",
     ),
     define_fault(

@@ -63,9 +63,8 @@ class ExpertSharding(Strategy):
 
     def mesh(self, world: World) -> DeviceMesh:
         """See `Strategy.mesh`."""
-        if world.experts is None:
-            raise RuntimeError(f"{world.layout}: experts are as other weights")
-        return world.experts["replicate", "shard"] if world.layout.replicate > 1 else world.experts["shard"]
+        mesh: Any = world.get_mesh("replicate", "shard", experts=True)
+        return mesh  # type: ignore[no-any-return]
 
     def dimension(self, name: str, shape: Sequence[int]) -> int:
         """Shard along the dimension of experts where a rank has enough of them, else along the next one if it fits."""

@@ -45,14 +45,12 @@ class World:
         device: where this rank computes.
         mesh: the dimensions of the weights' DTensors whose degree is above one: pipeline, replicate, shard (which
             includes context: its ranks hold different shards of the weights too), tensor. None for a single rank.
-        context: the ranks that share a row; None without context parallelism.
-        model_parallel: the ranks (pipeline, context, tensor) that compute the same rows, of which one reads them; None
-            where each rank computes different rows.
+        expert_mesh: the dimensions of the experts' DTensors: pipeline and replicate where they are above one, shard and
+            expert. None where experts are as other weights.
         exchange: messages between all ranks outside of the process groups, from any thread; None where none are sent.
         timeout: seconds after which creating a group gives up, and an operation on it until `set_timeout`.
         memory: the context in which weights get their memory: a simulation's fake tensors, for example.
-        experts: the dimensions of the experts' DTensors: pipeline and replicate where they are above one, shard and
-            expert. None where experts are as other weights.
+        groups: those of `get_group` that are in no mesh, so far.
         data_meshes: those of `data_mesh` so far, by their number of shards.
         activity: what this rank does; see `titan.debug.watch`.
     """
@@ -61,12 +59,11 @@ class World:
     layout: Layout
     device: torch.device
     mesh: DeviceMesh | None = None
-    context: dist.ProcessGroup | None = None
-    model_parallel: dist.ProcessGroup | None = None
+    expert_mesh: DeviceMesh | None = None
     exchange: StoreExchange | None = None
     timeout: float = DEFAULT_TIMEOUT
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
-    experts: DeviceMesh | None = None
+    groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, compare=False)
     data_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False)
     activity: Activity = field(default_factory=Activity, compare=False)
 
@@ -86,7 +83,7 @@ class World:
     @property
     def reads_data(self) -> bool:
         """Whether this rank reads its rows: the first of the ranks that compute the same rows."""
-        return not any(self.get_coordinate(name) for name in ("pipeline", "context", "tensor"))
+        return not any(map(self.get_coordinate, MODEL_PARALLEL))
 
     @property
     def counts_loss(self) -> bool:
@@ -97,18 +94,27 @@ class World:
         """Return this rank's coordinate along a dimension of the layout."""
         return self.layout.compute_coordinates(self.rank_info.rank)[name]
 
-    def get_submesh(self, *names: str) -> DeviceMesh | None:
-        """Return the submesh of the weights' mesh with those of `names` that it has; None when it has none of them."""
-        dims = () if self.mesh is None else self.mesh.mesh_dim_names or ()
-        present_names = tuple(n for n in names if n in dims)
-        if not present_names or self.mesh is None:
+    def get_mesh(self, *names: str, experts: bool = False) -> DeviceMesh | None:
+        """Return the dimensions `names` of the weights' or the experts' mesh, those that it has; None without any."""
+        mesh = self.expert_mesh if experts else self.mesh
+        dims = () if mesh is None else mesh.mesh_dim_names or ()
+        present_names = tuple(name for name in names if name in dims)
+        if mesh is None or not present_names:
             return None
-        return self.mesh[present_names] if present_names != dims else self.mesh
+        return mesh[present_names] if present_names != dims else mesh
 
-    def get_group(self, name: str) -> dist.ProcessGroup | None:
-        """Return the process group of one dimension of the weights' mesh; None when the mesh lacks it."""
-        mesh = self.get_submesh(name)
-        return None if mesh is None else mesh.get_group()
+    def get_group(self, *names: str) -> dist.ProcessGroup | None:
+        """Return the ranks whose coordinates differ along some dimensions of the layout only; None for this one alone.
+
+        `shard` alone includes context, as in the weights' mesh. The first call for several dimensions creates a group:
+        all ranks make it together.
+        """
+        names = tuple(name for name in names if getattr(self.layout, name) > 1) if len(names) > 1 else names
+        if len(names) == 1 and (mesh := self.get_mesh(*names, experts=names == ("expert",))) is not None:
+            return mesh.get_group()
+        if names not in self.groups and any(getattr(self.layout, name) > 1 for name in names):
+            self.groups[names] = _create_group_along(self.layout.degrees(), names, self.timeout)
+        return self.groups.get(names)
 
     def data_mesh(self, shards: int) -> DeviceMesh:
         """Return the data-parallel ranks (replicate, shard and context) as dimensions replicate and shard.
@@ -124,7 +130,7 @@ class World:
         Raises:
             RuntimeError: where no weights are sharded.
         """
-        layout_mesh = self.get_submesh("replicate", "shard")
+        layout_mesh = self.get_mesh("replicate", "shard")
         if layout_mesh is None:
             raise RuntimeError(f"{self.layout}: no weights are sharded")
         if shards == self.layout.sharded:
@@ -135,22 +141,10 @@ class World:
             self.data_meshes[shards] = _build_data_mesh(self, {"pipeline": self.layout.pipeline, **inner_sizes})
         return self.data_meshes[shards]
 
-    def get_group_along(self, *names: str) -> dist.ProcessGroup | None:
-        """Return the ranks whose coordinates differ along some dimensions of the layout only; None for this one alone.
-
-        All ranks call it together: along several dimensions it creates a group.
-        """
-        names = tuple(name for name in names if getattr(self.layout, name) > 1)
-        if self.model_parallel is not None and names == tuple(n for n in MODEL_PARALLEL if getattr(self.layout, n) > 1):
-            return self.model_parallel
-        if len(names) > 1:
-            return _create_group_along(self.layout.degrees(), names, self.timeout)
-        return None if not names else self.context if names == ("context",) else self.get_group(names[0])
-
     def broadcast_rows(self, rows: Tensor) -> Tensor:
         """Broadcast `rows` in place, from the rank that reads them to the other model-parallel ranks."""
-        if self.model_parallel is not None:
-            dist.broadcast(rows, group=self.model_parallel, group_src=0)
+        if (group := self.get_group(*MODEL_PARALLEL)) is not None:
+            dist.broadcast(rows, group=group, group_src=0)
         return rows
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -265,11 +259,12 @@ def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeo
     ranks = torch.arange(layout.devices, dtype=torch.int).view(tuple(degrees.values()))
     groups = [_create_group_along(degrees, (name,), timeout) for name in degrees]
     mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
-    # a separate group, because in the weights' mesh context is a part of shard
-    context = _create_group_along(layout.degrees(), ("context",), timeout) if layout.context > 1 else None
-    world = World(rank_info, layout, device, mesh, context, timeout=timeout)
-    world = replace(world, experts=_build_expert_mesh(world) if layout.expert > 1 else None)
-    return replace(world, model_parallel=world.get_group_along(*MODEL_PARALLEL))
+    world = World(rank_info, layout, device, mesh, timeout=timeout)
+    world.get_group("context")  # a separate group, because in the weights' mesh context is a part of shard
+    if layout.expert > 1:
+        world = replace(world, expert_mesh=_build_expert_mesh(world))
+    world.get_group(*MODEL_PARALLEL)
+    return world
 
 
 def _build_expert_mesh(world: World) -> DeviceMesh:
@@ -342,13 +337,10 @@ def split_group(
         timeout: seconds after which the creation gives up, and an operation on the group.
         parent: the group to split; None: all ranks.
         urgent: with NCCL, let the group's kernels run before those of computation.
-
-    Raises:
-        RuntimeError: without a process group to split, or when this rank is in none of the groups.
     """
-    group_timeout, parent_group = timedelta(seconds=timeout), parent or dist.group.WORLD
-    if parent_group is None:
-        raise RuntimeError("no process group to split: init_process_group was not called")
+    group_timeout = timedelta(seconds=timeout)
+    parent_group: Any = parent or dist.group.WORLD
+    group: Any
     if parent_group.bound_device_id is not None:  # NCCL with eager initialisation
         parent_ranks = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(parent_group))}
         group = dist.split_group(
@@ -360,6 +352,4 @@ def split_group(
     else:
         member_ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)
         group = dist.new_group(list(member_ranks), timeout=group_timeout, use_local_synchronization=True)
-    if group is None:
-        raise RuntimeError("this rank is in none of the groups")
-    return group
+    return group  # type: ignore[no-any-return]

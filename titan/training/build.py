@@ -145,7 +145,7 @@ def _build_row_exchange(stages: dict[int, ModelStage], run: Run, world: World) -
     """Return the exchange that lets routers see complete rows; a collective: all ranks call it."""
     names = ("context", "tensor") if _has_split_rows(run) else ("context",)
     needed = next(iter(stages.values())).model.counted and balance.needs_whole_rows(run.model)
-    if not needed or (group := world.get_group_along(*names)) is None:
+    if not needed or (group := world.get_group(*names)) is None:
         return balance.LocalRows()
     layout = run.layout
     return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
@@ -176,10 +176,10 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
         regather=regathers_input(run, run.layout),
     )
     attention.set_kernels(model, run.training.attention, world.device, use_flex=run.training.attention == "flex")
-    if world.context is not None:
+    if (context_group := world.get_group("context")) is not None:
         kernel = _choose_attention_kernel(run, world)
-        context.replace_attention(model, parallelism.context_method, world.context, parallelism.balance, kernel)
-    hands_on = world.context is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
+        context.replace_attention(model, parallelism.context_method, context_group, parallelism.balance, kernel)
+    hands_on = context_group is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
     if parallelism.halves and run.layout.expert > 1:
         compute_in_halves(model.blocks())
         model.in_halves = True
@@ -257,9 +257,9 @@ def _apply_precision_and_tensor(
     """
     set_compute_dtype(model, precision, quantized, sharded)
     loss_terms.set_head_loss(model.head, terms, chunk, model.config.logit_cap)
-    if world.experts is not None:
-        expert.shard_experts(model, world.experts["expert"], parallelism.dispatcher)
-    if (mesh := world.get_submesh("tensor")) is not None:
+    if (expert_mesh := world.get_mesh("expert", experts=True)) is not None:
+        expert.shard_experts(model, expert_mesh, parallelism.dispatcher)
+    if (mesh := world.get_mesh("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.enable_async_tensor(mesh)
         sequence, loss_parallel = parallelism.sequence_parallel, parallelism.loss_parallel
@@ -315,12 +315,12 @@ def _choose_attention_kernel(run: Run, world: World) -> str:
 
 def _merges_blocks(run: Run, world: World) -> bool:
     """Whether attention is merged from blocks of keys, for which a kernel has to return the logsumexp too."""
-    gathers = world.context is not None and run.parallelism.context_method == "allgather"
+    gathers = world.layout.context > 1 and run.parallelism.context_method == "allgather"
     return _uses_ring_attention(run, world) or (gathers and not run.dataset.mask_documents)
 
 
 def _uses_ring_attention(run: Run, world: World) -> bool:
-    return world.context is not None and run.parallelism.context_method == "ring"
+    return world.layout.context > 1 and run.parallelism.context_method == "ring"
 
 
 def _has_chunks(run: Run) -> bool:
@@ -350,7 +350,7 @@ def _describe_attention(run: Run, world: World) -> str:
 
 def _find_fsdp_mesh(world: World) -> Any:
     """Return the mesh that FSDP shards weights over; None where they are whole."""
-    return None if world.layout.only_replicated else world.get_submesh("replicate", "shard")
+    return None if world.layout.only_replicated else world.get_mesh("replicate", "shard")
 
 
 def _log_layout(
@@ -421,17 +421,14 @@ def _log_low_precision(run: Run, world: World, note: Note) -> None:
 def _build_runner(stages: dict[int, ModelStage], run: Run, world: World) -> MicrobatchRunner:
     """Return what runs micro-batches through the stages."""
     advance = world.activity.record_progress
-    if run.staging.count > 1:
-        group = world.get_group("pipeline")
-        if group is None:
-            raise RuntimeError("several stages, but no pipeline group")
+    if (group := world.get_group("pipeline")) is not None:
         shape = _build_pipeline_shape(run)
         losses = len(run.training.terms), _count_block_sums(stages)
         return Pipeline(
             stages, shape, group, world.device, create_p2p_groups(shape, group, world.timeout), losses, advance
         )
     stage: nn.Module = stages[0]
-    mesh = world.get_submesh("replicate")
+    mesh = world.get_mesh("replicate")
     wrapped = data.replicate(stage, mesh) if world.layout.only_replicated and mesh is not None else stage
     return GradAccumulation(stage, wrapped, run.parallelism.accumulates_whole(run.layout), advance)
 
@@ -453,7 +450,7 @@ def _build_pipeline_shape(run: Run) -> PipelineShape:
 
 def _build_token_positions(run: Run, world: World) -> Callable[[int], Tensor] | None:
     """Return what gives this rank's positions of a row of some length; None where ranks have whole rows."""
-    if world.context is None:
+    if world.layout.context == 1:
         return None
     size, rank = run.layout.context, world.get_coordinate("context")
 

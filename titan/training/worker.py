@@ -29,7 +29,7 @@ from titan.debug.verdict import HangError
 from titan.debug.watch import Watch
 from titan.errors import ConfigError, RunError, describe_compiler_error, find_own_code_error
 from titan.parallelism import mesh
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import MODEL_PARALLEL, World
 from titan.run import own_code
 from titan.run.attempts import Attempt, use_previous_checkpoint
 from titan.run.run import Run
@@ -171,12 +171,10 @@ def list_groups(world: World) -> dict[str, RankGroup]:
     """Return this rank's process groups by their names, with the dimensions of the layout that they run along."""
     names = list(world.layout.mesh_degrees()) if world.mesh is not None else []
     named_groups = [("world", dist.group.WORLD), *((name, world.get_group(name)) for name in names)]
-    named_groups += [("context", world.context), ("model parallel", world.model_parallel)]
+    named_groups += [("context", world.get_group("context")), ("model parallel", world.get_group(*MODEL_PARALLEL))]
     named_groups += [(name, m[name].get_group()) for m in world.data_meshes.values() for name in m.mesh_dim_names or ()]
-    experts = world.experts
-    named_groups += [
-        (f"experts' {name}", experts[name].get_group()) for name in ("shard", "expert") if experts is not None
-    ]
+    expert_meshes = {name: world.get_mesh(name, experts=True) for name in ("shard", "expert")}
+    named_groups += [(f"experts' {name}", m.get_group()) for name, m in expert_meshes.items() if m is not None]
     groups: dict[str, RankGroup] = {}
     for name, group in named_groups if names else ():
         if group is not None and (group.group_name not in groups or [name] == names):

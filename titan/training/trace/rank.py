@@ -193,8 +193,7 @@ def _sum_replicas(train_step: TrainStep, recorder: EventRecorder) -> None:
 
 def _map_streams(world: mesh.World) -> dict[str, str]:
     """Return the stream of each dimension's group, by the list of its ranks as text."""
-    groups = {name: world.get_group(name) for name in ("pipeline", "replicate", "shard", "tensor")}
-    groups["context"] = world.context
+    groups = {name: world.get_group(name) for name in ("pipeline", "replicate", "shard", "tensor", "context")}
     return {str(dist.get_process_group_ranks(group)): name for name, group in groups.items() if group is not None}
 
 
