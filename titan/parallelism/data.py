@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan.errors import RunError
 from titan.parallelism import accumulation
-from titan.parallelism.strategy import DEFAULT, ModelSharding, Sharding
+from titan.parallelism.schema import DEFAULT, ModelSharding, Sharding
 from titan.parallelism.units import Unit, build_placement_options, list_units
 
 

@@ -39,7 +39,7 @@ from titan.model.steps import Steps, run_steps
 from titan.parallelism import collectives
 from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport
 from titan.parallelism.mesh import World
-from titan.parallelism.strategy import Strategy
+from titan.parallelism.schema import Strategy
 from titan.parallelism.tensor import local_shard
 
 EXPERTS = "feed_forward.experts"

@@ -20,7 +20,8 @@ from torch.distributed.tensor import Shard
 
 from titan.errors import RunError
 from titan.parallelism.grad_norm import local_tensor
-from titan.parallelism.strategy import BLOCKS, DEFAULT, Sharding, Strategy, assign_groups, list_module_names
+from titan.parallelism.schema import DEFAULT, Sharding, Strategy
+from titan.parallelism.strategy import BLOCKS, assign_groups, list_module_names
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult

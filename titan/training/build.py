@@ -28,8 +28,8 @@ from titan.parallelism import context, context_chunks, context_kernels, data, ex
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, create_p2p_groups
 from titan.parallelism.row_parts import RowParts
-from titan.parallelism.schema import Parallelism
-from titan.parallelism.strategy import Sharding, Strategy, is_in_group
+from titan.parallelism.schema import Parallelism, Sharding, Strategy
+from titan.parallelism.strategy import is_in_group
 from titan.parallelism.units import list_units, list_units_inside_blocks
 from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
