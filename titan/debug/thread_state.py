@@ -16,7 +16,6 @@ SAVER, LOADER = "titan-checkpoint", "titan-loader"
 """How the names of the threads begin that write checkpoints and read data."""
 _COMPILER = ("/torch/_inductor/compile_fx", "/torch/_inductor/async_compile", "/torch/_dynamo/convert_frame")
 _MESSAGES = ("/titan/parallelism/exchange.py",)
-_TURNS = "/titan/parallelism/turns.py"
 _JOINING = ("/torch/distributed/rendezvous.py", "init_process_group", "split_group", "_create_group_along")
 _TRANSFERS = ("_wait_batch_p2p", "_transfer", "batch_isend_irecv")
 _MACHINERY = ("/torch/", "/threading.py", "/queue.py", "/concurrent/", "/titan/debug/", "/contextlib.py")
@@ -33,7 +32,6 @@ class ThreadState:
         exchanges: whether it waits for a message of another rank, outside of the process groups.
         joins: whether it joins a process group.
         transfers: whether it waits for a message between pipeline stages.
-        waits_for_turn: whether it waits while another thread computes.
     """
 
     line: str
@@ -42,7 +40,6 @@ class ThreadState:
     exchanges: bool = False
     joins: bool = False
     transfers: bool = False
-    waits_for_turn: bool = False
 
 
 def read_thread_states(names: Mapping[int, str]) -> dict[str, ThreadState]:
@@ -65,13 +62,9 @@ def _build_thread_states(frames: Mapping[int, FrameType], names: Mapping[int, st
         frame, role = frames.get(thread.ident or 0), _find_role(thread)
         if frame is not None and role is not None:
             state = _build_thread_state(frame, names)
-            states[role] = _complete_main(state, inner) if role == "main" and inner is not None else state
+            is_main = role == "main" and inner is not None
+            states[role] = replace(state, layer=state.layer or inner.layer) if is_main else state
     return states
-
-
-def _complete_main(state: ThreadState, inner: ThreadState) -> ThreadState:
-    """Return where the main thread is, or the one that computes in its place (`titan.parallelism.turns`)."""
-    return inner if state.waits_for_turn else replace(state, layer=state.layer or inner.layer)
 
 
 def _find_role(thread: threading.Thread) -> str | None:
@@ -101,7 +94,6 @@ def _build_thread_state(frame: FrameType, names: Mapping[int, str]) -> ThreadSta
         exchanges=any(file.endswith(_MESSAGES) for file, _ in codes),
         joins=any(file.endswith(_JOINING) or name in _JOINING for file, name in codes),
         transfers=any(name in _TRANSFERS for _, name in codes),
-        waits_for_turn=any(file.endswith(_TURNS) and name == "_await_turn" for file, name in codes),
     )
 
 

@@ -228,7 +228,7 @@ def _sum_blocks(values: Mapping[str, float], counts: BlockCounts) -> float:
 def _read_pass_times(block: BlockTime, mode: CheckpointingMode) -> tuple[float, float, float]:
     """Return the times of a block's forward and backward pass, and of what is recomputed of every block."""
     recomputation = block.recomputation.seconds if mode not in ("none", "every_n") else 0.0
-    return *block.compute_least_seconds(), recomputation
+    return block.forward.seconds, block.backward.seconds, recomputation
 
 
 def _unpack_candidate(candidate: LayoutCandidate) -> tuple[Recipe, Layout, int]:

@@ -16,7 +16,6 @@ from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
     Action,
     Cell,
-    Overlap,
     count_rounds,
     list_actions,
     order_actions,
@@ -42,7 +41,6 @@ class State(NamedTuple):
         in_flight: for each stage of the rank, micro-batches after forward and before backward, this one included.
         awaiting_weight_grads: for each stage of the rank, micro-batches after "I" and before "W", this one included.
         has_grads: whether the rank holds weight gradients of an earlier micro-batch.
-        beside: index of the stage whose action takes turns with this one (`parallelism.pairs`); None: none does.
     """
 
     stage: int
@@ -50,7 +48,6 @@ class State(NamedTuple):
     in_flight: tuple[tuple[int, int], ...]
     awaiting_weight_grads: tuple[tuple[int, int], ...]
     has_grads: bool
-    beside: int | None = None
 
 
 def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[set[State]]:
@@ -65,7 +62,7 @@ def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) ->
         return [{State(0, kind, ((0, 1),), ((0, 0),), has_earlier) for kind in "FB" for has_earlier in has_grads}]
     schedule, stages = parallelism.schedule, count_stages_per_rank(parallelism, ranks)
     limit = _limit_microbatches(schedule, ranks, microbatches)
-    return find_schedule_states(schedule, ranks, stages, limit, parallelism.pairs)
+    return find_schedule_states(schedule, ranks, stages, limit)
 
 
 def _limit_microbatches(schedule: str, ranks: int, microbatches: int) -> int:
@@ -79,14 +76,9 @@ def _limit_microbatches(schedule: str, ranks: int, microbatches: int) -> int:
 
 
 @lru_cache(1024)
-def find_schedule_states(
-    schedule: str, ranks: int, stages: int, microbatches: int, pairs: bool = False
-) -> list[set[State]]:
-    """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file.
-
-    With `pairs`, the actions that it runs at once take turns.
-    """
-    return [_find_largest_states(cells, pairs) for cells in _list_cells(schedule, ranks, stages, microbatches)]
+def find_schedule_states(schedule: str, ranks: int, stages: int, microbatches: int) -> list[set[State]]:
+    """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file."""
+    return [_find_largest_states(cells) for cells in _list_cells(schedule, ranks, stages, microbatches)]
 
 
 def list_action_states(
@@ -103,7 +95,7 @@ def list_action_states(
         cells = _list_cells(parallelism.schedule, ranks, stages, microbatches)[rank]
     actions = _list_actions(cells)
     owned = _list_stages(actions)
-    states = [_build_state(owned, *each) for each in _replay_actions(cells, owned, parallelism.pairs)]
+    states = [_build_state(owned, *each) for each in _replay_actions(cells, owned)]
     return list(zip(actions, states, strict=True))
 
 
@@ -126,40 +118,32 @@ Counts: TypeAlias = tuple[int, ...]
 """The counts of a state: micro-batches in flight of each stage, those awaiting weight gradients, and `has_grads`."""
 
 
-def _replay_actions(cells: list[Cell], stages: list[int], pairs: bool) -> Iterator[tuple[int, str, int | None, Counts]]:
-    """Yield the stage, the kind, the stage beside it and the state of a rank during each of its actions."""
+def _replay_actions(cells: list[Cell], stages: list[int]) -> Iterator[tuple[int, str, Counts]]:
+    """Yield the stage, the kind and the state of a rank during each of its actions."""
     index, size = {stage: i for i, stage in enumerate(stages)}, len(stages)
     counts = [0] * (2 * size + 1)
-    partners = _find_partners(cells) if pairs else {}
-    for action in _list_actions(cells):
-        stage, kind, _ = action
+    for stage, kind, _ in _list_actions(cells):
         i = index[stage]
         counts[i] += (kind == "F") - (kind == "I")
         counts[size + i] += kind == "I"
-        yield stage, kind, partners.get(action), tuple(counts)
+        yield stage, kind, tuple(counts)
         if kind in "BW":
             counts[i if kind == "B" else size + i] -= 1
             counts[-1] = 1
 
 
-def _find_partners(cells: list[Cell]) -> dict[Action, int]:
-    """Return the stage of the other action for each one of a pair."""
-    pairs = [cell.actions for cell in cells if isinstance(cell, Overlap) and cell.is_pair]
-    return {action: other.stage for pair in pairs for action, other in (pair, pair[::-1])}
-
-
-def _build_state(stages: list[int], stage: int, kind: str, beside: int | None, counts: Counts) -> State:
+def _build_state(stages: list[int], stage: int, kind: str, counts: Counts) -> State:
     in_flight = tuple(zip(stages, counts[: len(stages)], strict=True))
     awaiting = tuple(zip(stages, counts[len(stages) : -1], strict=True))
-    return State(stage, kind, in_flight, awaiting, bool(counts[-1]), beside)
+    return State(stage, kind, in_flight, awaiting, bool(counts[-1]))
 
 
-def _find_largest_states(cells: list[Cell], pairs: bool) -> set[State]:
+def _find_largest_states(cells: list[Cell]) -> set[State]:
     """Return the states that no other state of the same stages and kind dominates in every count."""
     stages = _list_stages(_list_actions(cells))
-    groups: dict[tuple[int, str, int | None], set[Counts]] = {}
-    for stage, kind, beside, counts in set(_replay_actions(cells, stages, pairs)):
-        groups.setdefault((stage, kind, beside), set()).add(counts)
+    groups: dict[tuple[int, str], set[Counts]] = {}
+    for stage, kind, counts in set(_replay_actions(cells, stages)):
+        groups.setdefault((stage, kind), set()).add(counts)
     return {_build_state(stages, *key, counts) for key, group in groups.items() for counts in _iterate_maximal(group)}
 
 

@@ -14,8 +14,7 @@ One step is put together from its parts:
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,8 @@ from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import group_blocks
 from titan.estimate.roofline import count_update_bytes
 from titan.parallelism.pipeline.arithmetic import read_csv
-from titan.parallelism.pipeline.makespan import link_schedule
-from titan.parallelism.pipeline.schedules import Action, ActionSpan, Cell, Overlap, compute_timetable, order_actions
+from titan.parallelism.pipeline.makespan import StageKind, link_schedule
+from titan.parallelism.pipeline.schedules import ActionSpan, Cell, compute_timetable, order_actions
 from titan.parallelism.pipeline.stage_gathers import MOST_GATHERED, count_schedule_gathers
 from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
 
-PairedKind = tuple[int, str, bool]
-"""A stage, a kind of action, and whether it takes turns with another one."""
 CONTENTION = 0.15
 """Fraction of a collective's time by which it slows the computation beside it: it takes compute units and bandwidth."""
 CAUSES = (
@@ -139,25 +136,13 @@ class StepModel(RankWork):
 
     # ---- stages ----
 
-    def estimate_stage(self, layers: range, last: bool, kind: str, paired: bool = False) -> SecondsByCause:
+    def estimate_stage(self, layers: range, last: bool, kind: str) -> SecondsByCause:
         """Return the time of one micro-batch in a stage, without collectives on weights.
 
         Args:
             last: whether it has the head.
             kind: F forward, B backward, I the part of it for inputs, W the part for weights.
-            paired: whether the pass takes turns with another one.
         """
-        work = self._sum_stage(layers, last, kind)
-        if paired and not self.speeds.synchronous:
-            blocks = [
-                (block.estimate_paired_exchanges(kind), size) for block, size, _ in self.group_block_times(layers)
-            ]
-            work["expert parallelism"] = sum(size * each for (each, _), size in blocks)
-            work["expert parallelism"] += max(more for (_, more), _ in blocks)
-        return work
-
-    def _sum_stage(self, layers: range, last: bool, kind: str) -> SecondsByCause:
-        """Return the time of a micro-batch in a stage, one block after another."""
         work = SecondsByCause()
         if self.layout.pipeline > 1 and self.speeds.synchronous:
             work["host"] += self.speeds.host["pipeline"][0]
@@ -278,26 +263,18 @@ class StepModel(RankWork):
     def _sum_block_seconds(self, layers: range) -> float:
         """Return the time of a micro-batch in blocks, forward and backward."""
         return sum(
-            size * sum(block.compute_least_seconds()) + recomputed * block.recomputation.seconds
+            size * (block.forward.seconds + block.backward.seconds) + recomputed * block.recomputation.seconds
             for block, size, recomputed in self.group_block_times(layers)
         )
 
-    def _list_paired(self) -> set[Action]:
-        """Return the actions that take turns with another one."""
-        if not self.recipe.parallelism.pairs:
-            return set()
-        cells = (cell for row in self.list_actions() for cell in row)
-        return {action for cell in cells if isinstance(cell, Overlap) for action in cell.actions}
-
-    def _estimate_stages(self) -> tuple[dict[PairedKind, SecondsByCause], tuple[tuple[int, range], ...]]:
-        """Return the time of each kind of action in each stage, in a pair or not, and each stage's rank and layers."""
+    def _estimate_stages(self) -> tuple[dict[StageKind, SecondsByCause], tuple[tuple[int, range], ...]]:
+        """Return the time of each kind of action in each stage, and each stage's rank and layers."""
         placed = assign_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
         last = len(placed) - 1
         kinds = {
-            (stage, kind, paired): self.estimate_stage(layers, stage == last, kind, paired)
+            (stage, kind): self.estimate_stage(layers, stage == last, kind)
             for stage, (_, layers) in enumerate(placed)
             for kind in "FBIW"
-            for paired in ([False, True] if self.recipe.parallelism.pairs and kind in "FB" else [False])
         }
         return kinds, placed
 
@@ -306,10 +283,10 @@ class StepModel(RankWork):
         layout, hop = self.layout, self.estimate_send()
         kinds, placed = self._estimate_stages()
         seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
-        replay = self._replay_pairs if self.recipe.parallelism.pairs else self._replay_order
-        makespan, counts = replay(seconds, hop)
+        order = link_schedule(*self._get_schedule())
+        makespan = order.compute_makespan(seconds, hop)
         busy = {rank: SecondsByCause() for rank in range(layout.pipeline)}
-        for key, count in counts.items():
+        for key, count in order.counts.items():
             _add_parts(busy[placed[key[0]][0]], kinds[key], count)
         owned = {rank: [layers for owner, layers in placed if owner == rank] for rank in busy}
         totals = {rank: self._add_weight_exchanges(parts, owned[rank]) for rank, parts in busy.items()}
@@ -324,32 +301,16 @@ class StepModel(RankWork):
         parts["pipeline idle"] += max(0.0, idle - hops)
         return parts
 
-    def _replay_order(self, seconds: Mapping[PairedKind, float], hop: float) -> tuple[float, dict[PairedKind, int]]:
-        """Return the makespan, and how many actions of each kind there are."""
-        order = link_schedule(*self._get_schedule())
-        makespan = order.compute_makespan({(stage, kind): time for (stage, kind, _), time in seconds.items()}, hop)
-        return makespan, {(stage, kind, False): count for (stage, kind), count in order.counts.items()}
-
-    def _replay_pairs(self, seconds: Mapping[PairedKind, float], hop: float) -> tuple[float, dict[PairedKind, int]]:
-        """Do the same where an action takes another time in a pair."""
-        find_key = self._build_key_finder()
-        spans = compute_timetable(self.list_actions(), lambda action: seconds[find_key(action)], hop)
-        return max(span.end for span in spans), Counter(find_key(span.action) for span in spans)
-
     def _get_schedule(self) -> tuple[str, int, int, int]:
         """Return the schedule, its ranks, the stages on each, and the micro-batches."""
         parallelism, ranks = self.recipe.parallelism, self.layout.pipeline
         return parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), self.microbatches
 
-    def _build_key_finder(self) -> Callable[[Action], PairedKind]:
-        pairs = self._list_paired()
-        return lambda action: (action.stage, action.kind, action in pairs)
-
     def compute_timetable(self) -> list[ActionSpan]:
         """Return when each pipeline rank executes each action."""
         kinds, _ = self._estimate_stages()
-        seconds, find_key = {key: sum(parts.values()) for key, parts in kinds.items()}, self._build_key_finder()
-        return compute_timetable(self.list_actions(), lambda action: seconds[find_key(action)], self.estimate_send())
+        seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
+        return compute_timetable(self.list_actions(), lambda action: seconds[action[:2]], self.estimate_send())
 
     def _add_weight_exchanges(self, busy: SecondsByCause, layers: Sequence[range]) -> SecondsByCause:
         """Return a rank's time with gathers at the start of a step and reductions at its end.

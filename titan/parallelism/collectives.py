@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan.parallelism import turns
-
 _OPS = torch.ops._c10d_functional
 SEQUENCE_DIM = 1
 """The dimension of tokens in hidden states [B, T, D]."""
@@ -83,24 +81,16 @@ class PendingExchange:
 
     def start(self, x: Tensor) -> None:
         """Start to send rows."""
-        turns.note_exchange()
         self.rows = _OPS.all_to_all_single(x.contiguous(), self.receive_counts, self.send_counts, self.group)
 
     def start_gradient(self, grad: Tensor) -> None:
         """Start to send the gradients of received rows back."""
-        turns.note_exchange()
         self.rows = _OPS.all_to_all_single(grad.contiguous(), self.send_counts, self.receive_counts, self.group)
 
     def take(self) -> Tensor:
-        """Wait for the rows that come to this rank, and return them; raises RuntimeError when none were sent.
-
-        Another computation that takes turns with this one runs first (`titan.parallelism.turns`).
-        """
-        turns.hand_over()
+        """Wait for the rows that come to this rank, and return them."""
         rows, self.rows = self.rows, None
-        if rows is None:
-            raise RuntimeError("an exchange of rows that has not started")
-        return wait(rows)
+        return wait(rows)  # type: ignore[arg-type]
 
     def finish(self) -> Tensor:
         """Return the received rows, differentiably; what autograd keeps does not refer to this object's `marker`."""
@@ -135,21 +125,18 @@ class _FinishExchange(torch.autograd.Function):
         return grads[0].new_empty(0), None
 
 
-def start_exchange(
-    x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup
-) -> PendingExchange:
+def start_exchange(x: Tensor, exchange: PendingExchange) -> PendingExchange:
     """As `exchange_rows`, but what is computed before `PendingExchange.finish` runs beside the exchange.
 
     In the backward pass the exchange of the gradient runs beside the gradients of the same operations.
     """
-    exchange = PendingExchange(send_counts, receive_counts, group)
     exchange.marker = _StartExchange.apply(x, exchange)  # type: ignore[no-untyped-call]
     return exchange
 
 
 def exchange_rows(x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send rows [sum(sending), D] to the group's ranks in order, and return those that came from them, in order."""
-    return start_exchange(x, send_counts, receive_counts, group).finish()
+    return start_exchange(x, PendingExchange(send_counts, receive_counts, group)).finish()
 
 
 class _AllGather(torch.autograd.Function):

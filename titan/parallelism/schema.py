@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from titan.config.kinds import get_kind
-from titan.config.settings import setting
+from titan.config.settings import format_value, setting
 from titan.config.text_kinds import Input, Label
 from titan.errors import ConfigError
 
@@ -233,6 +233,41 @@ def find_model_sharding(groups: Iterable[Strategy]) -> ModelSharding | None:
     return next((group for group in groups if isinstance(group, ModelSharding)), None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertExchange:
+    """How tokens reach experts on other ranks; its methods do as titan does, and a class of one's own replaces some.
+
+    Attributes:
+        uses_threads: whether passes are started from other threads, which profiles record then.
+    """
+
+    uses_threads: ClassVar[bool] = False
+    _target_: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        """Record which class this is."""
+        object.__setattr__(self, "_target_", get_kind(type(self)))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is another exchange than titan's."""
+        return type(self) is not ExpertExchange
+
+    def build(self, group: Any) -> Any:
+        """Return the `titan.model.experts.Dispatcher` of all layers of all stages; None: titan's.
+
+        Args:
+            group: the ranks that share experts, of which each has an equal number of consecutive ones.
+        """
+        return None
+
+    def change_model(self, model: Any) -> None:
+        """Change a stage's model on the meta device, before its blocks are checkpointed and compiled."""
+
+    def configure_schedule(self, schedule: Any, device: Any) -> None:
+        """Change one of torch's pipeline schedules before its first step on a rank's device."""
+
+
 def _make_degree(help: str) -> int | str:
     help += "; -1: all devices that are left, auto: by rule"
     degree: int | str = setting(1, help, words=("auto",), at_least=-1)
@@ -255,20 +290,14 @@ class Parallelism:
         words=("auto",),
         at_least=-1,
     )
+    exchange: ExpertExchange = setting(
+        ExpertExchange(), "with expert: how tokens reach experts, in place of titan's all-to-all", later=True
+    )
     dispatcher: Literal["alltoall", "deepep"] = setting(
-        "alltoall",
-        "with expert: how tokens reach experts: alltoall: a row for each of their experts; deepep: one copy for each "
-        "rank, which adds its experts' results (CUDA, bf16, the package deep_ep)",
+        "alltoall", "deepep is an experiment: see parallelism.exchange and experiments/expert_exchange"
     )
-    halves: bool = setting(
-        False,
-        "with expert: blocks compute a micro-batch in two halves of its rows, each beside the exchanges of the other",
-    )
-    pairs: bool = setting(
-        False,
-        "with expert and a schedule that has pairs, such as DualPipeV: the forward pass of a micro-batch and the "
-        "backward pass of another compute beside each other's exchanges",
-    )
+    halves: bool = setting(False, "true is an experiment, as deepep of parallelism.dispatcher")
+    pairs: bool = setting(False, "true is an experiment, as deepep of parallelism.dispatcher")
     microbatches: int | str = setting(
         "auto",
         "micro-batches that a rank's rows are split into; auto: as few as memory allows",
@@ -354,6 +383,13 @@ class Parallelism:
             raise ConfigError(
                 "parallelism.expert=0: must be 1 or more, or -1 for all ranks of shard, context and tensor."
             )
+        for name, usual, choice in (("dispatcher", "alltoall", "deep_ep"), ("halves", False, ""), ("pairs", False, "")):
+            if (value := getattr(self, name)) != usual:
+                raise ConfigError(
+                    f"parallelism.{name}={format_value(value)}: is an experiment now; give "
+                    f"parallelism.{name}={format_value(usual)} +exchange@parallelism.exchange={choice or name}, with "
+                    "experiments/expert_exchange/conf in hydra.searchpath."
+                )
 
     @property
     def model_sharding(self) -> ModelSharding | None:
@@ -387,11 +423,6 @@ class Parallelism:
         """Return the number that the length of a row must be a multiple of."""
         head_and_tail = 2 if self.balance and layout.context > 1 else 1
         return layout.context * head_and_tail * (layout.tensor if self.sequence_parallel else 1)
-
-
-def count_token_copies(top_k: float, ranks: int) -> float:
-    """Return the ranks that have an expert of a token, on average, if each of its experts is on any of the ranks."""
-    return float(ranks * (1 - (1 - 1 / ranks) ** top_k))
 
 
 def count_key_repeats(heads: int, size: int) -> int:

@@ -21,7 +21,7 @@ from titan.estimate.regather import list_regather_obstacles
 from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
 from titan.parallelism import strategy
-from titan.parallelism.pipeline.stage_plan import list_overlaps, plan_stages
+from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.precision.schema import CAPABILITY, HARDWARE
 from titan.precision.selection import QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
@@ -29,12 +29,7 @@ from titan.run.model_limits import TECHNIQUES, check_limits
 from titan.weights.hf_config import FAMILIES, OWN_MODELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from titan.run.run import Run
-
-DEEP_EP_CAPABILITY, DEEP_EP_MULTIPLE, DEEP_EP_TOP_K = 9.0, 8, 32
-"""What DeepEP's kernels need: the compute capability, the number that divides a token's width, the most experts."""
 
 SAVED_SHARE = 0.05
 """Share of a rank's memory that a recommended setting saves at least."""
@@ -60,9 +55,6 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
         run.model.check_module(layout.tensor, layout.context, layout.expert, gate, sequence)
     _check_growth(run, remote)
     _check_precision(run, remote)
-    _check_dispatcher(run, remote)
-    _check_halves(run)
-    _check_pairs(run)
     _check_exchange(run, remote)
     _check_accumulation(run)
     _check_audit(run)
@@ -382,6 +374,8 @@ def _count_most_microbatches(run: Run) -> int:
 
 def _check_experts(run: Run) -> None:
     """Reject expert parallelism that experts or ranks can't be divided for."""
+    if run.parallelism.exchange.is_own and run.layout.expert == 1:
+        warn_once("parallelism.exchange: has no effect, because no ranks share experts.")
     degree, layout, experts = run.layout.expert, run.layout, getattr(run.model, "experts", 0)
     expert_setting, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
     if not experts and run.parallelism.expert == "auto":
@@ -409,79 +403,6 @@ def _check_experts(run: Run) -> None:
             f"parallelism.groups.{next(iter(matched_groups.values()))}: matches experts, which {expert_setting} "
             "divides over ranks already; give 1, or match other modules."
         )
-
-
-def _check_dispatcher(run: Run, remote: bool) -> None:
-    """Reject DeepEP where it can't run; one rank that has all experts exchanges nothing."""
-    if run.parallelism.dispatcher != "deepep":
-        return
-    if run.layout.expert == 1:
-        warn_once("parallelism.dispatcher=deepep: has no effect, because no ranks share experts.")
-    elif (lacking := next(_list_lacking_for_deep_ep(run, remote), None)) is not None:
-        raise ConfigError(f"parallelism.dispatcher=deepep: {lacking}, or parallelism.dispatcher=alltoall.")
-
-
-def _check_halves(run: Run) -> None:
-    """Reject halves of micro-batches of one row; where nothing is exchanged they are whole."""
-    if not run.parallelism.halves:
-        return
-    if run.layout.expert == 1:
-        warn_once("parallelism.halves=true: has no effect, because no ranks share experts.")
-    elif run.parallelism.dispatcher == "deepep":
-        raise ConfigError(
-            "parallelism.halves=true: nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
-            "parallelism.dispatcher=alltoall, or parallelism.halves=false."
-        )
-    elif run.microbatch_rows < 2:
-        raise ConfigError(
-            f"parallelism.halves=true: needs micro-batches of two rows on each rank, and with "
-            f"parallelism.microbatches={run.microbatches} they have one; give fewer, a larger training.global_batch, "
-            "or parallelism.halves=false."
-        )
-
-
-def _check_pairs(run: Run) -> None:
-    """Reject pairs that take turns where there is no exchange or no pair, or where something else is beside it."""
-    if run.parallelism.pairs and (lacking := _find_lacking_for_pairs(run)):
-        raise ConfigError(f"parallelism.pairs=true: {lacking}, or parallelism.pairs=false.")
-
-
-def _find_lacking_for_pairs(run: Run) -> str:
-    """Return what pairs lack of a run, and what to change; nothing: empty."""
-    parallelism = run.parallelism
-    if run.layout.expert == 1:
-        return "no ranks share experts, so that nothing is exchanged; give parallelism.expert=auto"
-    if parallelism.dispatcher == "deepep":
-        return (
-            "nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
-            "parallelism.dispatcher=alltoall"
-        )
-    if parallelism.halves:
-        return "parallelism.halves=true computes beside the same exchanges; give parallelism.halves=false"
-    overlaps = list_overlaps(parallelism) if run.layout.pipeline > 1 else []
-    if not overlaps:
-        return "the pipeline's schedule has no pairs; give parallelism=pp parallelism.schedule=DualPipeV"
-    if other := next((overlap for overlap in overlaps if not overlap.is_pair), None):
-        return (
-            f"{other} in parallelism.schedule={parallelism.schedule} is no forward and backward pass of two stages; "
-            "correct it"
-        )
-    return ""
-
-
-def _list_lacking_for_deep_ep(run: Run, remote: bool) -> Iterator[str]:
-    """Yield what DeepEP lacks of a run and its machine, and what to change."""
-    machine, model = run.machine, run.model
-    if machine.device != "cuda" or (machine.capability or DEEP_EP_CAPABILITY) < DEEP_EP_CAPABILITY:
-        yield f"needs CUDA and a Hopper GPU or newer, and the machine has {machine.name}; give one such as cluster=h100"
-    if run.precision.compute != "bf16":
-        yield f"computes in bf16, and precision.compute={run.precision.compute}; give precision=bf16"
-    if model.dim % DEEP_EP_MULTIPLE:
-        yield f"model.dim={model.dim} is no multiple of {DEEP_EP_MULTIPLE}; change it"
-    if getattr(model, "top_k", 0) > DEEP_EP_TOP_K:
-        yield f"a token has at most {DEEP_EP_TOP_K} experts, and model.top_k={getattr(model, 'top_k', 0)}; change it"
-    if not remote and importlib.util.find_spec("deep_ep") is None:
-        yield "needs the package deep_ep, version 2; install it from github.com/deepseek-ai/DeepEP"
 
 
 def recommend_shared_experts(run: Run) -> None:

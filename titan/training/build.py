@@ -7,7 +7,7 @@ stages, precision, tensor, context, activation checkpointing, compile, FSDP, ini
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from titan.estimate.regather import regathers_input
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, balance, init_weights, loss_terms
 from titan.model.core import KeyValueCore, RecurrentCore, find_cores, iterate_cores
-from titan.model.halves import compute_in_halves
 from titan.model.parts import Part, list_parts
 from titan.model.schema import Decoder
 from titan.optimizer.update_factors import build_optimizer
@@ -180,9 +179,8 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
         kernel = _choose_attention_kernel(run, world)
         context.replace_attention(model, parallelism.context_method, context_group, parallelism.balance, kernel)
     hands_on = context_group is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
-    if parallelism.halves and run.layout.expert > 1:
-        compute_in_halves(model.blocks())
-        model.in_halves = True
+    if run.layout.expert > 1:
+        parallelism.exchange.change_model(model)
     parts = _list_block_parts(model, mesh, groups, parallelism.resolve_reshard(run.layout))
     first, is_compiled = int(next(iter(model.layers))), run.compile.scope != "off"
     own_sharding = parallelism.model_sharding
@@ -258,7 +256,7 @@ def _apply_precision_and_tensor(
     set_compute_dtype(model, precision, quantized, sharded)
     loss_terms.set_head_loss(model.head, terms, chunk, model.config.logit_cap)
     if (expert_mesh := world.get_mesh("expert", experts=True)) is not None:
-        expert.shard_experts(model, expert_mesh, parallelism.dispatcher)
+        expert.shard_experts(model, expert_mesh, parallelism.exchange)
     if (mesh := world.get_mesh("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.enable_async_tensor(mesh)
@@ -374,10 +372,8 @@ def _log_layout(
         methods += ["gathered keys and values"] if any(isinstance(core, KeyValueCore) for core in cores) else []
         methods += ["states that are handed on"] if any(isinstance(core, RecurrentCore) for core in cores) else []
         note(f"context parallel over {layout.context} ranks by {' and '.join(methods)}{balance}")
-    if parallelism.halves and layout.expert > 1:
-        note("blocks compute micro-batches in two halves, each beside the exchange of the other's tokens")
-    if parallelism.pairs:
-        note("the schedule's pairs take turns, each pass beside the exchange of the other's tokens")
+    if parallelism.exchange.is_own and layout.expert > 1:
+        note(f"tokens exchanged by {parallelism.exchange._target_}")
     note(f"attention kernel: {_describe_attention(run, world)}")
     if run.training.loss_chunk:
         note(f"logits and loss in chunks of {run.training.loss_chunk:,} tokens")
@@ -424,9 +420,9 @@ def _build_runner(stages: dict[int, ModelStage], run: Run, world: World) -> Micr
     if (group := world.get_group("pipeline")) is not None:
         shape = _build_pipeline_shape(run)
         losses = len(run.training.terms), _count_block_sums(stages)
-        return Pipeline(
-            stages, shape, group, world.device, create_p2p_groups(shape, group, world.timeout), losses, advance
-        )
+        configure = partial(run.parallelism.exchange.configure_schedule, device=world.device)
+        groups = create_p2p_groups(shape, group, world.timeout)
+        return Pipeline(stages, shape, group, world.device, groups, losses, advance, configure)
     stage: nn.Module = stages[0]
     mesh = world.get_mesh("replicate")
     wrapped = data.replicate(stage, mesh) if world.layout.only_replicated and mesh is not None else stage
@@ -443,7 +439,6 @@ def _build_pipeline_shape(run: Run) -> PipelineShape:
         split=run.layout.tensor if run.parallelism.sequence_parallel else 1,
         dtype=run.precision.dtype,
         accumulates_whole=run.parallelism.accumulates_whole(run.layout),
-        pairs=run.parallelism.pairs,
         reshards=run.parallelism.resolve_reshard(run.layout) is not False,
     )
 

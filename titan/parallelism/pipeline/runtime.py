@@ -31,7 +31,6 @@ from torch.utils.checkpoint import GraphExecGroup
 from titan.model.loss_terms import attach_loss
 from titan.parallelism import accumulation, mesh
 from titan.parallelism.grad_norm import local_tensor
-from titan.parallelism.pipeline.pairs import PairRunner
 from titan.parallelism.pipeline.schedules import find_schedule, order_actions
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ class PipelineShape:
         split: ranks that hidden states are split over along the sequence between stages (sequence parallelism).
         dtype: of the hidden states.
         accumulates_whole: FSDP keeps unsharded gradients until the step's last micro-batch; else it reduces after each.
-        pairs: whether the schedule's pairs take turns (`titan.parallelism.pipeline.pairs`).
         reshards: FSDP frees gathered weights after each pass of a block.
     """
 
@@ -63,7 +61,6 @@ class PipelineShape:
     split: int
     dtype: torch.dtype
     accumulates_whole: bool = True
-    pairs: bool = False
     reshards: bool = False
 
     def empty_hidden(self, rows: int, length: int, device: torch.device | str) -> Tensor:
@@ -132,6 +129,7 @@ class Pipeline:
         groups: P2PGroups | None = None,
         loss_counts: tuple[int, int] = (0, 0),
         advance: Callable[[], None] = lambda: None,
+        configure_schedule: Callable[[Any], None] = lambda schedule: None,
     ) -> None:
         """Take this rank's stages, and connect to its neighbours; all ranks of the pipeline call it together.
 
@@ -140,8 +138,9 @@ class Pipeline:
             groups: see `create_p2p_groups`; messages without one use `group`.
             loss_counts: the number of loss terms of the logits, and of figures of the model's blocks.
             advance: called when a stage begins with a micro-batch.
+            configure_schedule: changes one of torch's schedules before its first step.
         """
-        self.advance = advance
+        self.advance, self.configure_schedule = advance, configure_schedule
         self.term_count, self.block_figure_count = loss_counts
         self.block_figures: list[Tensor] = []
         self.stages, self.shape, self.group, self.device = dict(sorted(stages.items())), shape, group, device
@@ -150,7 +149,6 @@ class Pipeline:
         self._connect_neighbours()
         self.losses: list[Tensor] = []
         self.scale = 1.0
-        self.pair_runner = PairRunner(device) if shape.pairs else None
         self._schedules: dict[int, Any] = {}
         self._built_stages: dict[int, list[_Stage]] = {}
 
@@ -261,8 +259,7 @@ class Pipeline:
             _gather_by_block(schedule)
         if hasattr(schedule, "_warmup_p2p"):  # since torch 2.13
             schedule._warmup_p2p = _set_static_shapes
-        if self.pair_runner is not None:
-            self.pair_runner.register(schedule)
+        self.configure_schedule(schedule)
         return schedule
 
     def _build_stage(self, number: int, module: nn.Module) -> _Stage:

@@ -97,18 +97,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Overlap:
-    """Actions that a rank may run at once.
-
-    They run one after another, or in turns (`titan.parallelism.turns`); results are sent after the last.
-    """
+    """Actions that a rank may run at once: they run one after another, and results are sent after the last."""
 
     actions: tuple[Action, ...]
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether these are the forward pass of one stage and the whole backward pass of another."""
-        kinds, stages = "".join(sorted(action.kind for action in self.actions)), {a.stage for a in self.actions}
-        return kinds == "BF" and len(stages) == len(self.actions)
 
     def __str__(self) -> str:
         return f"({';'.join(map(str, self.actions))})OVERLAP_F_B"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
 from titan.parallelism.pipeline import arithmetic
-from titan.parallelism.pipeline.schedules import Cell, Overlap
 from titan.parallelism.schema import Layout, Parallelism, StagePlan
 
 if TYPE_CHECKING:
@@ -95,17 +93,6 @@ def splits_backward(parallelism: Parallelism) -> bool:
     if _is_custom(parallelism):
         return arithmetic.read_csv(parallelism.schedule).splits_backward
     return arithmetic.find_schedule(parallelism.schedule).splits_backward
-
-
-def list_overlaps(parallelism: Parallelism) -> list[Overlap]:
-    """Return what the schedule runs at once; of one with a name, as on two ranks."""
-    order: Sequence[Sequence[Cell]]
-    if _is_custom(parallelism):
-        order = arithmetic.read_csv(parallelism.schedule).order
-    else:
-        count = arithmetic.find_schedule(parallelism.schedule).stages
-        order = arithmetic.order_actions(parallelism.schedule, 2, count, 2 * count)
-    return [cell for row in order for cell in row if isinstance(cell, Overlap)]
 
 
 def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
