@@ -62,8 +62,8 @@ def _build_thread_states(frames: Mapping[int, FrameType], names: Mapping[int, st
         frame, role = frames.get(thread.ident or 0), _find_role(thread)
         if frame is not None and role is not None:
             state = _build_thread_state(frame, names)
-            is_main = role == "main" and inner is not None
-            states[role] = replace(state, layer=state.layer or inner.layer) if is_main else state
+            layer = inner.layer if role == "main" and inner is not None else None
+            states[role] = replace(state, layer=state.layer or layer)
     return states
 
 

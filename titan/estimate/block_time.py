@@ -223,9 +223,8 @@ class BlockTime:
         work["matmuls"] = sum(self._estimate_matmul(name, self.layers[name], "forward") for name in recomputed_names)
         work["memory-bound"] = self.forward.work["memory-bound"]
         work["experts"] = self._estimate_experts("forward") * (1 if is_full else 2 / 3)  # one of w1 and w3 is saved
-        if is_full or self._sends_copies:  # not saved
-            work["expert parallelism"] = self._estimate_exposed_exchanges("forward")
         if is_full:
+            work["expert parallelism"] = self._estimate_exposed_exchanges("forward")  # of rows, which are not saved
             work["attention"] = self._attention_seconds[0]
             work["context parallelism"] = self._estimate_context_exchange("forward")
         work["tensor parallelism"] = (
@@ -278,7 +277,7 @@ class BlockTime:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
         rank, element = self.rank, self.rank.precision.bytes
         size = count_elementwise_bytes(rank.model, element, part, rank.tensor, rank.count_sequence_ranks(), self.layer)
-        exchange = rank.model, element, part, self.layer, 1 if self._sends_copies else rank.layout.expert
+        exchange = rank.model, element, part, self.layer, rank.layout.expert
         size += count_routing_bytes(*exchange) / rank.count_sequence_ranks()
         size *= rank.eager
         if rank.compiled and not rank.compiles_routing:
