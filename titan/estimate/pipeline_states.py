@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from titan.parallelism.pipeline.arithmetic import read_csv
+from titan.parallelism.pipeline.arithmetic import list_order
 from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
     Action,
     Cell,
     count_rounds,
     list_actions,
-    order_actions,
 )
 from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
 
@@ -78,7 +77,7 @@ def _limit_microbatches(schedule: str, ranks: int, microbatches: int) -> int:
 @lru_cache(1024)
 def find_schedule_states(schedule: str, ranks: int, stages: int, microbatches: int) -> list[set[State]]:
     """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file."""
-    return [_find_largest_states(cells) for cells in _list_cells(schedule, ranks, stages, microbatches)]
+    return [_find_largest_states(cells) for cells in list_order(schedule, ranks, stages, microbatches)]
 
 
 def list_action_states(
@@ -92,18 +91,11 @@ def list_action_states(
         cells: list[Cell] = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
     else:
         stages = count_stages_per_rank(parallelism, ranks)
-        cells = _list_cells(parallelism.schedule, ranks, stages, microbatches)[rank]
+        cells = list_order(parallelism.schedule, ranks, stages, microbatches)[rank]
     actions = _list_actions(cells)
     owned = _list_stages(actions)
     states = [_build_state(owned, *each) for each in _replay_actions(cells, owned)]
     return list(zip(actions, states, strict=True))
-
-
-def _list_cells(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Cell]]:
-    """Return the entries of each rank in its order."""
-    if schedule.endswith(".csv"):
-        return [list(row) for row in read_csv(schedule).order]
-    return order_actions(schedule, ranks, stages, microbatches)
 
 
 def _list_actions(cells: list[Cell]) -> list[Action]:

@@ -23,11 +23,9 @@ from titan.estimate.matrix_update import estimate_matrix_update
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import group_blocks
 from titan.estimate.roofline import count_update_bytes
-from titan.parallelism.pipeline.arithmetic import read_csv
-from titan.parallelism.pipeline.makespan import StageKind, link_schedule
-from titan.parallelism.pipeline.schedules import ActionSpan, Cell, compute_timetable, order_actions
-from titan.parallelism.pipeline.stage_gathers import MOST_GATHERED, count_schedule_gathers
+from titan.parallelism.pipeline.arithmetic import link_schedule
 from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
+from titan.parallelism.pipeline.timing import MOST_GATHERED, ActionSpan, StageKind
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
@@ -283,7 +281,7 @@ class StepModel(RankWork):
         layout, hop = self.layout, self.estimate_send()
         kinds, placed = self._estimate_stages()
         seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
-        order = link_schedule(*self._get_schedule())
+        order = link_schedule(*self.get_schedule())
         makespan = order.compute_makespan(seconds, hop)
         busy = {rank: SecondsByCause() for rank in range(layout.pipeline)}
         for key, count in order.counts.items():
@@ -291,7 +289,7 @@ class StepModel(RankWork):
         owned = {rank: [layers for owner, layers in placed if owner == rank] for rank in busy}
         totals = {rank: self._add_weight_exchanges(parts, owned[rank]) for rank, parts in busy.items()}
         if self._frees_stages():
-            for rank, gathers in enumerate(count_schedule_gathers(*self._get_schedule())):
+            for rank, gathers in enumerate(order.gathers):
                 totals[rank]["weights and gradients"] += self._estimate_further_gathers(gathers, placed, busy[rank])
         rank = max(totals, key=lambda pipeline_rank: sum(totals[pipeline_rank].values()))
         parts = totals[rank]
@@ -301,7 +299,7 @@ class StepModel(RankWork):
         parts["pipeline idle"] += max(0.0, idle - hops)
         return parts
 
-    def _get_schedule(self) -> tuple[str, int, int, int]:
+    def get_schedule(self) -> tuple[str, int, int, int]:
         """Return the schedule, its ranks, the stages on each, and the micro-batches."""
         parallelism, ranks = self.recipe.parallelism, self.layout.pipeline
         return parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), self.microbatches
@@ -310,7 +308,7 @@ class StepModel(RankWork):
         """Return when each pipeline rank executes each action."""
         kinds, _ = self._estimate_stages()
         seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
-        return compute_timetable(self.list_actions(), lambda action: seconds[action[:2]], self.estimate_send())
+        return link_schedule(*self.get_schedule()).compute_timetable(lambda a: seconds[a[:2]], self.estimate_send())
 
     def _add_weight_exchanges(self, busy: SecondsByCause, layers: Sequence[range]) -> SecondsByCause:
         """Return a rank's time with gathers at the start of a step and reductions at its end.
@@ -348,14 +346,6 @@ class StepModel(RankWork):
             for block, size, _ in self.group_block_times(placed[stage][1])
         )
         return self.estimate_exposed(sum(busy.values()), seconds)
-
-    def list_actions(self) -> list[list[Cell]]:
-        """Return the actions of each pipeline rank."""
-        recipe, ranks = self.recipe, self.layout.pipeline
-        schedule = recipe.parallelism.schedule
-        if schedule.endswith(".csv"):
-            return [list(row) for row in read_csv(schedule).order]
-        return order_actions(schedule, ranks, count_stages_per_rank(recipe.parallelism, ranks), self.microbatches)
 
     def estimate_send(self) -> float:
         """Return the time to send a micro-batch's hidden states to the next stage."""

@@ -17,7 +17,8 @@ from titan.estimate.block_time import LAUNCHES, SecondsByCause
 from titan.estimate.operations import Speeds
 from titan.estimate.step_time import CONTENTION, StepModel, StepTime, scale_to_nodes
 from titan.estimate.traced.events import COMPUTE, Event, StepTrace
-from titan.parallelism.pipeline.schedules import Action, compute_timetable
+from titan.parallelism.pipeline.arithmetic import link_schedule
+from titan.parallelism.pipeline.schedules import Action
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
@@ -228,7 +229,7 @@ def replay_step(
         return owner[action.stage].actions.get((action.stage, action.kind, action.microbatch), 0.0)
 
     model = StepModel(recipe, layout, microbatches, speeds)
-    spans = compute_timetable(model.list_actions(), find_seconds, model.estimate_send())
+    spans = link_schedule(*model.get_schedule()).compute_timetable(find_seconds, model.estimate_send())
     end = max(span.end for span in spans)
     rank = max(ranks, key=lambda rank_time: sum(rank_time.parts.values()) - rank_time.busy)
     parts = SecondsByCause(rank.parts)

@@ -1,7 +1,7 @@
 """The arithmetic of pipelines: the layers of each stage, the rank of each stage, the number of micro-batches.
 
 A model's layers are split into stages (`split_layers`, `split_evenly`, `split_at`), which are placed on ranks
-(`place_stages`). The order of the ranks' actions is that of a schedule: one of torch's
+(`place_stages`). The order of the ranks' actions is that of a schedule (`list_order`): one of torch's
 (`titan.parallelism.pipeline.schedules`), or a user's from a CSV file (`read_csv`). `choose_microbatches` chooses the
 number of micro-batches, `check_schedule` raises ConfigError early for what torch would reject later. Free of torch.
 """
@@ -26,39 +26,20 @@ from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
     Action,
     Cell,
-    DeadlockError,
     Overlap,
     PipelineSchedule,
-    Timeline,
-    compute_idle_share,
     count_rounds,
     find_schedule,
     list_actions,
     order_actions,
-    simulate_order,
 )
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Cell",
-    "DeadlockError",
-    "Overlap",
-    "PipelineSchedule",
-    "ScheduleTable",
-    "Timeline",
-    "check_schedule",
-    "choose_microbatches",
-    "compute_idle_share",
-    "find_schedule",
-    "order_actions",
-    "place_stages",
-    "read_csv",
-    "simulate_order",
-    "split_at",
-    "split_evenly",
-    "split_layers",
-]
+from titan.parallelism.pipeline.timing import (
+    DeadlockError,
+    LinkedOrder,
+    compute_idle_share,
+    compute_order_idle,
+    link_order,
+)
 
 DIGITS = 12
 """Shares of time that agree to so many digits count as equal."""
@@ -396,13 +377,40 @@ def _check_order(forward: list[int]) -> int:
 
 def _compute_idle(rows: list[tuple[Cell, ...]]) -> float:
     try:
-        return simulate_order(rows).idle
+        return compute_order_idle(rows)
     except DeadlockError as error:
         rank, cell = next(iter(error.waiting.items()))
         raise _InvalidScheduleError(
             f"the order deadlocks: row {rank + 1} waits at {cell} for an action that comes too late; "
             "put it after what it needs"
         ) from None
+
+
+# ---- orders of named schedules and of files ----
+
+
+def list_order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Sequence[Cell]]:
+    """Return the actions of each rank of one of torch's schedules, or of a CSV file, which has its own numbers.
+
+    Raises:
+        ConfigError: as `order_actions` and `read_csv` do.
+        ValueError: as `order_actions` does.
+    """
+    if schedule.endswith(".csv"):
+        return read_csv(schedule).order
+    return order_actions(schedule, ranks, stages_per_rank, microbatches)
+
+
+def link_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> LinkedOrder:
+    """Return the linked order of `list_order`."""
+    if schedule.endswith(".csv"):  # the file may change
+        return link_order(read_csv(schedule).order)
+    return _link_named_schedule(schedule, ranks, stages_per_rank, microbatches)
+
+
+@functools.lru_cache(256)
+def _link_named_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> LinkedOrder:
+    return link_order(order_actions(schedule, ranks, stages_per_rank, microbatches))
 
 
 # ---- checks ----

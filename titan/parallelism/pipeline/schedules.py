@@ -1,14 +1,12 @@
-"""Pipeline schedules: the order in which each rank runs micro-batches through its stages, and how long that takes.
+"""Pipeline schedules: the order in which each rank runs micro-batches through its stages. Free of torch.
 
-`SCHEDULES` has the properties of each schedule, `order_actions` returns its actions, and `simulate_order`
-computes the idle time of that or any other order. Free of torch.
+`SCHEDULES` has the properties of each schedule, `order_actions` returns its actions.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -114,9 +112,6 @@ def list_actions(cell: Cell) -> tuple[Action, ...]:
     if cell is None:
         return ()
     return cell.actions if isinstance(cell, Overlap) else (cell,)
-
-
-# ---- the orders of schedules ----
 
 
 def find_schedule(schedule: str) -> PipelineSchedule:
@@ -283,161 +278,3 @@ ORDER_FUNCTIONS: dict[str, Callable[[int, int, int, int], Sequence[Cell]]] = {
     "DualPipeV": _order_dual_pipe_v,
 }
 """The function that returns each schedule's order, from rank, ranks, stages per rank and micro-batches."""
-
-
-# ---- time ----
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The duration of an order.
-
-    Attributes:
-        makespan: from the first action's start to the last one's end, in the unit of the costs.
-        ranks: each rank's idle share of the makespan.
-        idle: the mean of these.
-    """
-
-    makespan: float
-    ranks: tuple[float, ...]
-    idle: float
-
-
-class DeadlockError(ValueError):
-    """Raised for an order that deadlocks.
-
-    Attributes:
-        waiting: the next entry of each rank that is not done, by rank.
-    """
-
-    def __init__(self, waiting: dict[int, Action | Overlap]) -> None:
-        super().__init__(", ".join(f"rank {rank} waits at {cell}" for rank, cell in waiting.items()))
-        self.waiting = waiting
-
-
-def simulate_order(
-    actions: Sequence[Sequence[Cell]], forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0
-) -> Timeline:
-    """Simulate an order: each rank runs its actions one after another, each as soon as its inputs exist.
-
-    Forward of a stage needs the forward of the previous stage, backward (also of inputs alone) the stage's own forward
-    and the backward of the next stage, backward of weights that of inputs, of the same micro-batch. The results of an
-    overlap are available after all of it. Sending takes no time.
-
-    Args:
-        actions: of each rank, in its order.
-        forward: the time of a forward pass at any stage.
-        backward_input: the time of a backward pass for inputs; a full backward pass takes both parts.
-        backward_weight: the time of a backward pass for weights.
-
-    Raises:
-        DeadlockError: when no rank can continue.
-    """
-    costs = {"F": forward, "I": backward_input, "W": backward_weight, "B": backward_input + backward_weight}
-    simulation = _Simulation(actions, lambda action: costs[action.kind])
-    simulation.run()
-    busy = [sum(costs[action.kind] for cell in row for action in list_actions(cell)) for row in actions]
-    makespan = max(simulation.clocks, default=0.0)
-    shares = tuple((makespan - time) / makespan if makespan else 0.0 for time in busy)
-    return Timeline(makespan, shares, math.fsum(shares) / max(1, len(shares)))
-
-
-@dataclass(frozen=True)
-class ActionSpan:
-    """When a rank executes an action, in seconds from the start of the step."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-def compute_timetable(
-    actions: Sequence[Sequence[Cell]], cost: Callable[[Action], float], hop: float = 0.0
-) -> list[ActionSpan]:
-    """Return when each rank executes each of its actions.
-
-    Args:
-        actions: of each rank, in its order.
-        cost: seconds of an action.
-        hop: seconds to send a result to a stage on another rank.
-
-    Raises:
-        DeadlockError: when no rank can continue.
-    """
-    simulation = _Simulation(actions, cost, hop)
-    simulation.run()
-    return simulation.spans
-
-
-def compute_idle_share(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> float:
-    """Return the idle share of the ranks' time, where backward takes twice as long as forward, half of it for weights.
-
-    Exact: in closed form where micro-batches fill the pipeline, otherwise by simulation.
-
-    Raises:
-        ConfigError: as `order_actions` does.
-        ValueError: as `order_actions` does.
-    """
-    kind = find_schedule(schedule)
-    if kind.allows(ranks, stages_per_rank, microbatches) and kind.fills(ranks, microbatches):
-        return kind.least_idle(ranks, stages_per_rank, microbatches)
-    return simulate_order(order_actions(schedule, ranks, stages_per_rank, microbatches)).idle
-
-
-class _Simulation:
-    """The state of a simulation: a clock for each rank, and when the result of each action is available."""
-
-    def __init__(self, rows: Sequence[Sequence[Cell]], cost: Callable[[Action], float], hop: float = 0.0) -> None:
-        self.cost, self.hop = cost, hop
-        self.spans: list[ActionSpan] = []
-        self.owner = {
-            action.stage: rank for rank, row in enumerate(rows) for cell in row for action in list_actions(cell)
-        }
-        self.last_stage = max(
-            (action.stage for row in rows for cell in row for action in list_actions(cell)), default=0
-        )
-        self.clocks = [0.0] * len(rows)
-        self.queues = [deque(cell for cell in row if cell is not None) for row in rows]
-        self.finish_times: dict[tuple[str, int, int], float] = {}  # a full backward is entered as that of inputs
-
-    def run(self) -> None:
-        """Advance each rank as far as possible, until all are done."""
-        while any(self.queues):
-            if not sum(self._advance_rank(rank) for rank in range(len(self.queues))):
-                raise DeadlockError({rank: cells[0] for rank, cells in enumerate(self.queues) if cells})
-
-    def _advance_rank(self, rank: int) -> bool:
-        cells, initial_count = self.queues[rank], len(self.queues[rank])
-        while cells and self._run_cell(rank, cells[0]):
-            cells.popleft()
-        return len(cells) < initial_count
-
-    def _run_cell(self, rank: int, cell: Action | Overlap) -> bool:
-        """Run a rank's next entry, if its inputs are available, and advance the clock."""
-        time, actions, spans = self.clocks[rank], list_actions(cell), list[ActionSpan]()
-        for action in actions:
-            ready_times = [self._find_ready_time(dependency, rank) for dependency in self._list_dependencies(action)]
-            if None in ready_times:
-                return False
-            start = max([time, *(ready for ready in ready_times if ready is not None)])
-            time = start + self.cost(action)
-            spans.append(ActionSpan(rank, action, start, time))
-        self.clocks[rank] = time
-        self.spans += spans
-        for stage, kind, m in actions:
-            self.finish_times["I" if kind == "B" else kind, stage, m] = time
-        return True
-
-    def _find_ready_time(self, dependency: tuple[str, int, int], rank: int) -> float | None:
-        """Return when a rank has a result; None if it is not computed yet."""
-        ready = self.finish_times.get(dependency)
-        return ready if ready is None or self.owner[dependency[1]] == rank else ready + self.hop
-
-    def _list_dependencies(self, action: Action) -> list[tuple[str, int, int]]:
-        stage, kind, m = action
-        if kind == "F":
-            return [("F", stage - 1, m)] if stage else []
-        if kind == "W":
-            return [("I", stage, m)]
-        return [("F", stage, m), *([("I", stage + 1, m)] if stage < self.last_stage else [])]

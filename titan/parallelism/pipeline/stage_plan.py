@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
-from titan.parallelism.pipeline import arithmetic
+from titan.parallelism.pipeline import arithmetic, schedules, timing
 from titan.parallelism.schema import Layout, Parallelism, StagePlan
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def list_microbatch_counts(parallelism: Parallelism, layout: Layout, rows: int) 
             f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
             "schedule such as GPipe."
         )
-    kind = arithmetic.find_schedule(parallelism.schedule)
+    kind = schedules.find_schedule(parallelism.schedule)
     return [least, *(n for n in range(least + 1, rows + 1) if kind.allows(ranks, per_rank, n))]
 
 
@@ -66,8 +66,8 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
     if table is not None:
         return StagePlan(schedule, layers, table.owners, table.splits_backward, table.idle)
     owners = tuple(arithmetic.place_stages(schedule, ranks, count))
-    idle = arithmetic.compute_idle_share(schedule, ranks, count // ranks, microbatches)
-    return StagePlan(schedule, layers, owners, arithmetic.find_schedule(schedule).splits_backward, idle)
+    idle = timing.compute_idle_share(schedule, ranks, count // ranks, microbatches)
+    return StagePlan(schedule, layers, owners, schedules.find_schedule(schedule).splits_backward, idle)
 
 
 @lru_cache(256)
@@ -92,7 +92,7 @@ def splits_backward(parallelism: Parallelism) -> bool:
     """Whether the schedule computes the gradients of inputs and of weights in two passes."""
     if _is_custom(parallelism):
         return arithmetic.read_csv(parallelism.schedule).splits_backward
-    return arithmetic.find_schedule(parallelism.schedule).splits_backward
+    return schedules.find_schedule(parallelism.schedule).splits_backward
 
 
 def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
@@ -102,7 +102,7 @@ def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
         ConfigError: when the settings ask for several stages.
     """
     if not _is_custom(parallelism):
-        arithmetic.find_schedule(parallelism.schedule)
+        schedules.find_schedule(parallelism.schedule)
     if parallelism.stages not in ("auto", 1) or parallelism.starts:
         name = "starts" if parallelism.starts else "stages"
         value = list(parallelism.starts) if parallelism.starts else parallelism.stages
@@ -143,5 +143,5 @@ def count_stages_per_rank(parallelism: Parallelism, ranks: int) -> int:
 
 def find_default_stages(parallelism: Parallelism) -> int:
     """Return the schedule's default number of stages per rank."""
-    schedule = arithmetic.SCHEDULES.get(parallelism.schedule)
+    schedule = schedules.SCHEDULES.get(parallelism.schedule)
     return schedule.stages if schedule else 1

@@ -15,7 +15,7 @@ from titan.metrics.svg import Frame, Scale
 from titan.report.render.charts import REST, Chart, ChartSize, LegendEntry, build_chart, format_legend
 
 if TYPE_CHECKING:
-    from titan.parallelism.pipeline.schedules import ActionSpan
+    from titan.parallelism.pipeline.timing import ActionSpan
 
 ROW, NARROW_ROW, TOP = 26.0, 40.0, 6.0
 """Height of a row of the waterfall, in a narrow one with its text above the bar, and the room above charts of rows."""
