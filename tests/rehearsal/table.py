@@ -89,7 +89,7 @@ EXPERTS_WAIT = "titan/parallelism/expert.py"
 """Ranks exchange how many rows each expert gets (docs/experts.md)."""
 LOOP_WAITS = "titan/model/grouped.py list_row_ranges"
 """In fp32 experts are computed one after another (docs/experts.md)."""
-OFFLOAD_WAITS = ("titan/parallelism/grad_norm.py", "titan/training/trainer.py Trainer._update")
+OFFLOAD_WAITS = ("titan/parallelism/norms.py", "titan/training/trainer.py Trainer._update")
 """The norm and the update are the host's (docs/memory.md)."""
 SAVED = ("checkpoint=async", "checkpoint.every=1")
 TRAINING = (

@@ -135,7 +135,7 @@ FAULTS = (
     ),
     define_fault(
         "balancing: rows are put together in the order of ranks",
-        "titan/parallelism/row_parts.py",
+        "titan/parallelism/context_chunks.py",
         "return context_chunks.join_rows(rows, TOKEN_DIM - x.dim(), self.balance and self.context > 1)",
         "return context_chunks.join_rows(rows, TOKEN_DIM - x.dim(), False)",
         f"{GRADIENTS}[capacity-ep_cp]",
@@ -284,7 +284,7 @@ FAULTS = (
     ),
     define_fault(
         "compilation: graphs that ran before count",
-        "titan/compile/graphs.py",
+        "titan/compile/backend.py",
         "if calls > self.earlier_calls[key]",
         "if calls",
         "compile/test_expert_parts.py::test_graphs_are_counted_where_they_run",

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from titan.model import experts, layers
 from titan.model.decoder import DecoderModel
-from titan.parallelism import collectives, context, data, grad_norm, tensor
+from titan.parallelism import collectives, context, data, norms, tensor
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.pipeline import runtime
 from titan.precision import low_precision
@@ -216,7 +216,7 @@ def _use_stale_weight(layer: str) -> Callable[[Any], Any]:
             if get_rank() == 1:
                 named = dict(step.named_parameters())
                 with torch.no_grad():
-                    grad_norm.local_tensor(named[layer]).mul_(0.99)
+                    norms.local_tensor(named[layer]).mul_(0.99)
 
         return restore
 
@@ -228,7 +228,7 @@ def _lose_state(key: str) -> Callable[[Any], Any]:
         def restore(run: Any, attempt: Any, step: Any, *rest: Any) -> None:
             original(run, attempt, step, *rest)
             for state in step.optimizer.state.values():
-                grad_norm.local_tensor(state[key]).zero_()
+                norms.local_tensor(state[key]).zero_()
 
         return restore
 
@@ -425,11 +425,11 @@ def _skip_parameter(name: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         def update(self: Any, skipped: Tensor) -> None:
             named = dict(self.train_step.named_parameters())
-            kept = grad_norm.local_tensor(named[name].detach()).clone()
+            kept = norms.local_tensor(named[name].detach()).clone()
             original(self, skipped)
             if get_rank() in (1,) or not dist.is_initialized():
                 with torch.no_grad():
-                    grad_norm.local_tensor(named[name].detach()).copy_(kept)
+                    norms.local_tensor(named[name].detach()).copy_(kept)
 
         return update
 
@@ -516,7 +516,7 @@ FAULTS: tuple[LayoutFault, ...] = (
                 replace(low_precision, "_multiply_float8", _underflow), ("layers.*",), "float8"),
     # TrainCheck
     LayoutFault("gradients clipped on one rank only", TRAINCHECK, ("tp2", "fsdp2-tp2"),
-                replace(grad_norm, "clip_gradients", _clip_on_first_rank), ("*.weight",)),
+                replace(norms, "clip_gradients", _clip_on_first_rank), ("*.weight",)),
     LayoutFault("optimizer of other parameters", TRAINCHECK, ("ddp2", "fsdp2", "pp2"),
                 replace(trainer.Trainer, "_update", _update_nothing), ("*.weight",)),
     LayoutFault("a parameter is frozen", TRAINCHECK, ("single", "tp2"),

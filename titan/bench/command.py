@@ -299,7 +299,7 @@ def _measure_loading(run: Run, speeds: list[dict[str, Any]]) -> dict[str, float]
     """Measure tokens/s of the loader, relative to the fastest training above."""
     from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
     from titan.dataset.loader import BatchShape, Loader
-    from titan.parallelism.data_shard import DataShard
+    from titan.parallelism.schema import DataShard
 
     mix = build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
     steps = max(20, 2_000_000 // run.training.global_batch)

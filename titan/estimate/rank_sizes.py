@@ -17,7 +17,7 @@ from titan.parallelism.pipeline.stage_plan import splits_backward
 from titan.parallelism.pipeline.timing import MOST_GATHERED
 from titan.parallelism.schema import count_key_repeats
 from titan.parallelism.strategy import count_shards
-from titan.precision.selection import WeightSharding
+from titan.precision.schema import WeightSharding
 
 if TYPE_CHECKING:
     from titan.model.schema import Decoder

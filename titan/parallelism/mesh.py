@@ -25,9 +25,8 @@ from titan.cluster import heap
 from titan.cluster.rank_info import RankInfo
 from titan.debug.activity import Activity
 from titan.errors import RunError
-from titan.parallelism.data_shard import DataShard
 from titan.parallelism.exchange import TIMEOUT_MARGIN, StoreExchange
-from titan.parallelism.schema import Layout
+from titan.parallelism.schema import DataShard, Layout
 
 MODEL_PARALLEL = ("pipeline", "context", "tensor")
 """The dimensions of the ranks that compute the same rows."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan.parallelism.data_shard import KEY_BITS
+from titan.parallelism.schema import KEY_BITS
 
 
 class Microbatches(NamedTuple):

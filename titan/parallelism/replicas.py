@@ -32,8 +32,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan.errors import DifferingRanksError, RunError
 from titan.parallelism.fingerprints import fingerprint
-from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.mesh import World
+from titan.parallelism.norms import local_tensor
 
 STAGES = ("all", "tied")
 """Which stages of a pipeline have a tensor that several have: all, or those at both ends."""

@@ -28,7 +28,7 @@ from titan.model.loss import Results, compute_loss_in_chunks, linear_cross_entro
 from titan.model.loss_terms import Objective, Vocabulary
 from titan.parallelism import collectives
 from titan.parallelism.collectives import SEQUENCE_DIM
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.norms import local_tensor
 from titan.parallelism.regather import regather_input
 
 MAX_FLAT_BYTES = 2**22

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from titan.errors import RunError
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.norms import local_tensor
 from titan.parallelism.schema import DEFAULT, Sharding, Strategy
 from titan.parallelism.strategy import BLOCKS, assign_groups, list_module_names
 

@@ -22,8 +22,7 @@ from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
 from titan.parallelism import strategy
 from titan.parallelism.pipeline.stage_plan import plan_stages
-from titan.precision.schema import CAPABILITY, HARDWARE
-from titan.precision.selection import QUANT_BLOCK
+from titan.precision.schema import CAPABILITY, HARDWARE, QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
 from titan.run.model_limits import TECHNIQUES, check_limits
 from titan.weights.hf_config import FAMILIES, OWN_MODELS

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.compile.backend import compile_stage
-from titan.compile.graphs import GraphLabel
+from titan.compile.backend import GraphLabel, compile_stage
 from titan.errors import ConfigError
 from titan.estimate.regather import regathers_input
 from titan.memory.checkpointing import checkpoint_blocks
@@ -24,14 +23,14 @@ from titan.model.parts import Part, list_parts
 from titan.model.schema import Decoder
 from titan.optimizer.update_factors import build_optimizer
 from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
+from titan.parallelism.context_chunks import RowParts
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, create_p2p_groups
-from titan.parallelism.row_parts import RowParts
 from titan.parallelism.schema import Parallelism, Sharding, Strategy
 from titan.parallelism.strategy import is_in_group
 from titan.parallelism.units import list_units, list_units_inside_blocks
 from titan.precision import low_precision
-from titan.precision.cast import set_compute_dtype
+from titan.precision.low_precision import set_compute_dtype
 from titan.precision.schema import Precision
 from titan.run.run import Run
 from titan.training.expert_load import build_expert_load

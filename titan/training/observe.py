@@ -22,7 +22,7 @@ from titan.debug.module_hooks import ModuleHooks, StageCall, find_compiled_parts
 from titan.model.layers import IGNORED
 from titan.model.masks import chunk_ids
 from titan.parallelism import collectives
-from titan.parallelism.tensor_norms import sum_row_squares
+from titan.parallelism.norms import sum_row_squares
 from titan.training.token_loss import TokenLoss
 from titan.training.train_step import TrainStep
 

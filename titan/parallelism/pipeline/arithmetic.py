@@ -389,7 +389,7 @@ def _compute_idle(rows: list[tuple[Cell, ...]]) -> float:
 # ---- orders of named schedules and of files ----
 
 
-def list_order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Sequence[Cell]]:
+def list_order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
     """Return the actions of each rank of one of torch's schedules, or of a CSV file, which has its own numbers.
 
     Raises:
@@ -397,7 +397,7 @@ def list_order(schedule: str, ranks: int, stages_per_rank: int, microbatches: in
         ValueError: as `order_actions` does.
     """
     if schedule.endswith(".csv"):
-        return read_csv(schedule).order
+        return [list(row) for row in read_csv(schedule).order]
     return order_actions(schedule, ranks, stages_per_rank, microbatches)
 
 

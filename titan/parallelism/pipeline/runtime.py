@@ -29,8 +29,8 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils.checkpoint import GraphExecGroup
 
 from titan.model.loss_terms import attach_loss
-from titan.parallelism import accumulation, mesh
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism import data, mesh
+from titan.parallelism.norms import local_tensor
 from titan.parallelism.pipeline.schedules import find_schedule, order_actions
 
 if TYPE_CHECKING:
@@ -398,7 +398,7 @@ class _Stage(PipelineStage):
         """
         with GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        accumulation.add_computed_gradients(self.submod)
+        data.add_computed_gradients(self.submod)
 
 
 class _ShardedStage(_Stage):
@@ -419,7 +419,7 @@ class _ShardedStage(_Stage):
         if not isinstance(module, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         for other in self.others:
-            accumulation.free_reduced_gradients(other)
+            data.free_reduced_gradients(other)
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(self.reshards)
         module.set_requires_gradient_sync(self.reduces)
