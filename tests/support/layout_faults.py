@@ -375,15 +375,12 @@ def _sum_twice(original: Any) -> Any:
     return sum_shared
 
 
-def _keep_own_chunk(original: Any) -> Any:
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (grads[0].chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None)
-
-    return staticmethod(backward)
+def _keep_own_chunk(passes: Any) -> Any:
+    return passes | {"all_gather": (collectives.all_gather, collectives._select_part)}
 
 
-def _forget_all_reduce(original: Any) -> Any:
-    return staticmethod(lambda ctx, *grads: (grads[0], None))
+def _forget_all_reduce(passes: Any) -> Any:
+    return passes | {"copy": (passes["copy"][0], lambda grad, dim, group: grad)}
 
 
 def _scale_keys_gradient(original: Any) -> Any:
@@ -505,11 +502,11 @@ FAULTS: tuple[LayoutFault, ...] = (
     LayoutFault("gradient of attention's keys", TTRACE, ("cp2", "cp2-ulysses"),
                 _replace_attention(_scale_keys_gradient), ("layers.3.attention*",)),
     LayoutFault("keys' gradient is not exchanged", TTRACE, ("cp2",),
-                replace(collectives._AllGather, "backward", _keep_own_chunk), ("layers.3.attention*",)),
+                replace(collectives, "_PASSES", _keep_own_chunk), ("layers.3.attention*",)),
     LayoutFault("gradient of an overlapped gather", TTRACE, ("tp2",),
-                replace(collectives._AllGather, "backward", _keep_own_chunk), HEAD),
+                replace(collectives, "_PASSES", _keep_own_chunk), HEAD),
     LayoutFault("gradient of a region is not reduced", TTRACE, ("tp2-whole",),
-                replace(collectives._CopyToRegion, "backward", _forget_all_reduce), HEAD),
+                replace(collectives, "_PASSES", _forget_all_reduce), HEAD),
     LayoutFault("scale of 8-bit matmuls of another group", TTRACE, ("tp2", "fsdp2"),
                 replace(low_precision, "_multiply_float8", _saturate), ("layers.*",), "float8"),
     LayoutFault("cast to 8 bits without scale", TTRACE, ("tp2", "fsdp2"),

@@ -8,8 +8,7 @@ argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -48,7 +47,6 @@ class World:
             expert. None where experts are as other weights.
         exchange: messages between all ranks outside of the process groups, from any thread; None where none are sent.
         timeout: seconds after which creating a group gives up, and an operation on it until `set_timeout`.
-        memory: the context in which weights get their memory: a simulation's fake tensors, for example.
         groups: those of `get_group` that are in no mesh, so far.
         data_meshes: those of `data_mesh` so far, by their number of shards.
         activity: what this rank does; see `titan.debug.watch`.
@@ -61,7 +59,6 @@ class World:
     expert_mesh: DeviceMesh | None = None
     exchange: StoreExchange | None = None
     timeout: float = DEFAULT_TIMEOUT
-    memory: Callable[[], AbstractContextManager[Any]] = nullcontext
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, compare=False)
     data_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False)
     activity: Activity = field(default_factory=Activity, compare=False)

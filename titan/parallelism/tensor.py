@@ -214,17 +214,6 @@ def _gather_logits(logits: Tensor, complete: Callable[[Tensor], Tensor], group: 
     return complete(collectives.gather_from_region(logits, -1, group))
 
 
-class _DivideGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0] / ctx.ranks, None
-
-
 class _SplitVocabulary(Vocabulary):
     """A rank's part of a vocabulary that is split over a group."""
 
@@ -241,8 +230,7 @@ class _SplitVocabulary(Vocabulary):
         return collectives.gather_from_region(x, -1, self.group)
 
     def share_gradient(self, x: Tensor) -> Tensor:
-        out: Tensor = _DivideGradient.apply(x, self.ranks)  # type: ignore[no-untyped-call]
-        return out
+        return collectives.share_gradient(x, self.group)
 
 
 def _compute_gathered_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -7,6 +7,7 @@ stages, precision, tensor, context, activation checkpointing, compile, FSDP, ini
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -39,11 +40,14 @@ from titan.training.train_step import GradAccumulation, MicrobatchRunner, ModelS
 Note = Callable[[str], None]
 
 
-def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
+def build_train_step(
+    run: Run, world: World, log: Note = lambda line: None, memory: AbstractContextManager[Any] | None = None
+) -> TrainStep:
     """Build the train step of `run` on this rank.
 
     Args:
         log: called with one line for each transformation.
+        memory: the context in which weights get their memory: a simulation's fake tensors, for example.
 
     Raises:
         ConfigError: when the chosen attention kernel can't run.
@@ -69,7 +73,7 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
     _log_layout(run, world, add_note, groups, [block for stage in stages.values() for block in stage.model.blocks()])
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, init in zip(stages.values(), initializers, strict=True):
-        with world.memory():
+        with memory or nullcontext():
             init_weights.materialise_model(stage.model, init, run.training.seed, device)
             stage.model.init_buffers(world.device)  # buffers are never offloaded
     if description := run.optimizer.describe():
@@ -276,8 +280,7 @@ def build_for_generation(schema: Decoder, precision: Precision, world: World) ->
     with torch.device("meta"):
         model = schema.build().to(precision.dtype)
     _apply_precision_and_tensor(model, precision, Parallelism(sequence_parallel=False, loss_parallel=False), world)
-    with world.memory():
-        init_weights.allocate_model(model, world.device)
+    init_weights.allocate_model(model, world.device)
     return model.requires_grad_(False)
 
 

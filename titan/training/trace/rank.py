@@ -9,7 +9,6 @@ the uncompiled model.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import traceback
@@ -59,7 +58,7 @@ def trace_rank(run: Run, rank: int, device: str, fuses_loss: bool = False) -> St
         ConfigError: when code of the step asks for the value of a tensor.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    world = dataclasses.replace(_build_world(run, rank), memory=lambda: fake)
+    world = _build_world(run, rank)
     recorder = EventRecorder(_map_streams(world), device)
     try:
         with ExitStack() as stack:
@@ -70,7 +69,7 @@ def trace_rank(run: Run, rank: int, device: str, fuses_loss: bool = False) -> St
             stack.enter_context(mock.patch.object(data, "replicate", lambda stage, mesh: stage))
             block_of: dict[int, int] = {}
             stack.enter_context(record_streams(recorder, block_of))
-            train_step = build_train_step(run, world)
+            train_step = build_train_step(run, world, memory=fake)
             if fuses_loss:
                 fuse_losses(stage.model.head for stage in train_step.stages)
             block_of.update(_map_blocks(train_step))
