@@ -136,8 +136,8 @@ FAULTS = (
     define_fault(
         "balancing: rows are put together in the order of ranks",
         "titan/parallelism/context_chunks.py",
-        "return context_chunks.join_rows(rows, TOKEN_DIM - x.dim(), self.balance and self.context > 1)",
-        "return context_chunks.join_rows(rows, TOKEN_DIM - x.dim(), False)",
+        "return join_rows(rows, TOKEN_DIM - x.dim(), self.balance and self.context > 1)",
+        "return join_rows(rows, TOKEN_DIM - x.dim(), False)",
         f"{GRADIENTS}[capacity-ep_cp]",
     ),
     define_fault(
