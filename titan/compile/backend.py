@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -142,7 +143,7 @@ def _without_donated_buffers() -> Iterator[None]:
     with (
         config.patch({lowering_option: True} if hasattr(config, lowering_option) else {}),
         caching.patch(cache_key_tag=f"{caching.cache_key_tag} buffers kept"),  # type: ignore[attr-defined]
-        _patch_attribute(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
+        patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
     ):
         yield
 
@@ -157,19 +158,8 @@ def _without_rng_state() -> Iterator[None]:
     from torch._functorch import partitioners
 
     name = "has_recomputable_rng_ops"
-    with _patch_attribute(partitioners, name, lambda graph: False) if hasattr(partitioners, name) else nullcontext():
+    with patch.object(partitioners, name, lambda graph: False) if hasattr(partitioners, name) else nullcontext():
         yield
-
-
-@contextmanager
-def _patch_attribute(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace the attribute `name` of a module within this context."""
-    original = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 def compile_stage(

@@ -33,7 +33,7 @@ from titan.parallelism import context_chunks, context_kernels
 from titan.parallelism.collectives import all_gather, all_gather_autograd, all_to_all_autograd
 from titan.parallelism.context_core import split_cores
 from titan.parallelism.context_kernels import KeyMask
-from titan.parallelism.context_ring import make_ring_mask, ring_attention
+from titan.parallelism.context_ring import attend_ring, make_ring_mask
 from titan.parallelism.schema import count_key_repeats
 
 Method = Literal["allgather", "ulysses", "ring"]
@@ -142,24 +142,13 @@ def _make_ulysses_mask(core: ContextAttention, ids: Tensor | None, positions: Te
     return None if row_ids is None else document_mask(row_ids, dtype)
 
 
-# --- ring
-
-
-def _attend_ring(core: ContextAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    return ring_attention(q, k, v, mask, core.group, core.balance, core.kernel, core.scale)
-
-
-def _make_ring_mask(core: ContextAttention, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
-    return make_ring_mask(ids, positions, core.group, core.balance, core.kernel)
-
-
 # --- the module
 
 
 _METHODS = {
     "allgather": (_attend_allgather, _make_allgather_mask),
     "ulysses": (_attend_ulysses, _make_ulysses_mask),
-    "ring": (_attend_ring, _make_ring_mask),
+    "ring": (attend_ring, make_ring_mask),
 }
 
 

@@ -7,7 +7,6 @@ argument.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -25,7 +24,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.debug.activity import Activity
 from titan.errors import RunError
 from titan.parallelism.exchange import TIMEOUT_MARGIN, StoreExchange
-from titan.parallelism.schema import DataShard, Layout
+from titan.parallelism.schema import DataShard, Layout, list_groups_along
 
 MODEL_PARALLEL = ("pipeline", "context", "tensor")
 """The dimensions of the ranks that compute the same rows."""
@@ -273,7 +272,7 @@ def _build_expert_mesh(world: World) -> DeviceMesh:
     layout = world.layout
     sizes = {"pipeline": layout.pipeline, "replicate": layout.replicate, "shard": layout.expert_shards}
     sizes["expert"] = layout.expert
-    exchange = split_group(_list_groups_along(sizes, ("expert",)), world.timeout, urgent=True)
+    exchange = split_group(list_groups_along(sizes, ("expert",)), world.timeout, urgent=True)
     return _rebuild_mesh(world, sizes, ("shard",), {"expert": exchange})
 
 
@@ -305,19 +304,8 @@ def _create_group_along(sizes: Mapping[str, int], names: tuple[str, ...], timeou
         sizes: the size of every dimension, outermost first.
         timeout: see `split_group`.
     """
-    lists = _list_groups_along(sizes, names)
+    lists = list_groups_along(sizes, names)
     return dist.group.WORLD if len(lists) == 1 else split_group(lists, timeout)  # type: ignore[return-value]
-
-
-def _list_groups_along(sizes: Mapping[str, int], names: tuple[str, ...]) -> list[list[int]]:
-    """Return the ranks of each group whose coordinates differ along `names` only."""
-    ranks = torch.arange(math.prod(sizes.values())).view(tuple(sizes.values()))
-    inner = [list(sizes).index(name) for name in names]
-    outer = [dim for dim in range(len(sizes)) if dim not in inner]
-    lists: list[list[int]] = (
-        ranks.permute(*outer, *inner).reshape(-1, math.prod(sizes[name] for name in names)).tolist()
-    )
-    return lists
 
 
 def split_group(

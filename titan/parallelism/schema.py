@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from titan.config.kinds import get_kind
@@ -100,21 +101,28 @@ class Layout:
             rank, coordinates[name] = divmod(rank, degree)
         return coordinates
 
-    def list_groups(self, name: str) -> list[range]:
+    def list_groups(self, name: str) -> list[list[int]]:
         """Return the ranks that communicate along a dimension, or share experts, group by group."""
-        if name == "expert":
-            return [range(first, first + self.expert) for first in range(0, self.devices, self.expert)]
-        names = list(self.degrees())
-        step = math.prod(degree for n, degree in self.degrees().items() if names.index(n) > names.index(name))
-        width = step * getattr(self, name)
-        return [
-            range(first + i, first + i + width, step) for first in range(0, self.devices, width) for i in range(step)
-        ]
+        neighbours = {"others": self.devices // self.expert, "expert": self.expert}
+        return list_groups_along(neighbours if name == "expert" else self.degrees(), (name,))
 
     def __str__(self) -> str:
         degrees = self.degrees() | {"expert": self.expert}
         parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         return " x ".join(parts) or "one device"
+
+
+def list_groups_along(sizes: Mapping[str, int], names: Collection[str]) -> list[list[int]]:
+    """Return the ranks of each group whose coordinates differ along `names` only.
+
+    Args:
+        sizes: the size of every dimension, outermost first.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, coordinates in enumerate(product(*map(range, sizes.values()))):
+        others = tuple(at for name, at in zip(sizes, coordinates, strict=True) if name not in names)
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def apply_tensor_plan(
         if regather and style == "region" and regather_input(module, mesh.get_group()):
             continue
         if not isinstance(getattr(module, "weight", None), DTensor):  # experts may be divided over ranks already
-            _STYLES[style](module, mesh, sequence_parallel)
+            _apply_style(style, module, mesh, sequence_parallel)
     if tied:
         model.head.weight = model.tok_embeddings.weight
     if isinstance(model.head, Head):
@@ -134,44 +134,28 @@ def _distribute_weight(module: nn.Module, mesh: DeviceMesh, placement: Placement
     module.get_weight, module.sums_gradient = local_shard, sums_gradient  # type: ignore[assignment]
 
 
-def _apply_vocab(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute_weight(module, mesh, Shard(0))
+_PLACEMENTS: dict[str, Placement | None] = {
+    "vocab": Shard(0),
+    "region": None,
+    "colwise": Shard(0),
+    "rowwise": Shard(1),
+    "sequence": Replicate(),
+    "heads": Replicate(),
+}
+"""How the weight of each style of a plan is split."""
+
+
+def _apply_style(style: str, module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    """Split a module's weight, and let it begin or end a region where its style says so."""
+    if (placement := _PLACEMENTS[style]) is not None:
+        sums_gradient = style == "heads" or (style == "sequence" and sequence)
+        _distribute_weight(module, mesh, placement, sums_gradient)
     if isinstance(module, nn.Embedding):
         module.lookup = partial(_look_up_shard, rank=mesh.get_local_rank())  # type: ignore[assignment]
+    if style == "rowwise" or isinstance(module, nn.Embedding):
         module.register_forward_hook(_LeaveRegion(mesh.get_group(), sequence))
-    else:
+    elif style in ("region", "vocab"):
         module.register_forward_pre_hook(_EnterRegion(mesh.get_group(), sequence))
-
-
-def _apply_region(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    module.register_forward_pre_hook(_EnterRegion(mesh.get_group(), sequence))
-
-
-def _apply_colwise(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute_weight(module, mesh, Shard(0))
-
-
-def _apply_rowwise(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute_weight(module, mesh, Shard(1))
-    module.register_forward_hook(_LeaveRegion(mesh.get_group(), sequence))
-
-
-def _apply_sequence(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute_weight(module, mesh, Replicate(), sums_gradient=sequence)
-
-
-def _apply_heads(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute_weight(module, mesh, Replicate(), sums_gradient=True)
-
-
-_STYLES = {
-    "vocab": _apply_vocab,
-    "region": _apply_region,
-    "colwise": _apply_colwise,
-    "rowwise": _apply_rowwise,
-    "sequence": _apply_sequence,
-    "heads": _apply_heads,
-}
 
 
 class _EnterRegion:

@@ -105,23 +105,17 @@ class Precision:
     @property
     def dtype(self) -> torch.dtype:
         """The torch type of matmuls and activations."""
-        import torch
-
-        return torch.bfloat16 if self.compute == "bf16" else torch.float32
+        return _get_dtype(self.compute)
 
     @property
     def weight_dtype(self) -> torch.dtype:
         """The torch type of weights and their gradients."""
-        import torch
-
-        return torch.bfloat16 if self.weights == "bf16" else torch.float32
+        return _get_dtype(self.weights)
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
         """The torch type of gradients that are accumulated whole."""
-        import torch
-
-        return torch.bfloat16 if self.accumulate == "bf16" else torch.float32
+        return _get_dtype(self.accumulate)
 
     @property
     def rowwise(self) -> bool:
@@ -209,3 +203,9 @@ class Precision:
             return f"{min(sizes)} is below precision.min_size"
         odd = [size for size in sizes if size % multiple]
         return f"{odd[0]} is not a multiple of {multiple}" if odd else None
+
+
+def _get_dtype(word: str) -> torch.dtype:
+    import torch
+
+    return torch.bfloat16 if word == "bf16" else torch.float32

@@ -6,12 +6,12 @@ see one scalar from the last stage, and logits never leave it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -317,12 +317,12 @@ class _Stage(PipelineStage):
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         """Describe the messages of all micro-batches without their buffers."""
-        with _without_memory(self):
+        with patch.object(self, "device", torch.device("meta")):
             return super()._prepare_forward_infra(*args, **kwargs)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         """Describe the messages of all micro-batches without their buffers."""
-        with _without_memory(self):
+        with patch.object(self, "device", torch.device("meta")):
             return super()._prepare_backward_infra(*args, **kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -330,7 +330,7 @@ class _Stage(PipelineStage):
         self.advance()
         self._drop_arrived()
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        _free_buffers(self.args_recv_info[fwd_chunk_id])
+        _replace_buffers(self.args_recv_info[fwd_chunk_id], "meta")
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
@@ -342,12 +342,12 @@ class _Stage(PipelineStage):
         self._finish_send("F", bwd_chunk_id)  # it has arrived, since its gradient is here
         self._drop_arrived()
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
-        _free_buffers(self.grad_recv_info.get(bwd_chunk_id, ()))
+        _replace_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
         if loss is not None:
             loss.detach_()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        _allocate_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        _replace_buffers(self.args_recv_info[fwd_chunk_id], self.device)
         return [use_direction_group(op, self.groups) for op in super().get_fwd_recv_ops(fwd_chunk_id)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -358,7 +358,7 @@ class _Stage(PipelineStage):
         return self._send("F", fwd_chunk_id, ops)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        _allocate_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        _replace_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return [use_direction_group(op, self.groups) for op in super().get_bwd_recv_ops(bwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -433,14 +433,10 @@ def _gather_by_block(schedule: Any) -> None:
     if not isinstance(schedule, _PipelineScheduleRuntime):
         return
 
-    def begin_stage(action: Any, ctx: Any) -> None:
-        ctx.schedule_ref.unsharded_stages.add(action.stage_index)
-
-    def end_stage(action: Any, ctx: Any) -> None:
-        ctx.schedule_ref.unsharded_stages.discard(action.stage_index)
-
-    schedule.register_custom_function(_ComputationType.UNSHARD, begin_stage)
-    schedule.register_custom_function(_ComputationType.RESHARD, end_stage)
+    for kind, note in ((_ComputationType.UNSHARD, set.add), (_ComputationType.RESHARD, set.discard)):
+        schedule.register_custom_function(
+            kind, lambda action, ctx, note=note: note(ctx.schedule_ref.unsharded_stages, action.stage_index)
+        )
 
 
 class _KeepGraph(torch.autograd.Function):
@@ -459,32 +455,14 @@ def _keep_graph(output: Tensor) -> Tensor:
     return kept
 
 
-@contextmanager
-def _without_memory(stage: PipelineStage) -> Iterator[None]:
-    """Let a stage create tensors without memory."""
-    device, stage.device = stage.device, torch.device("meta")
-    try:
-        yield
-    finally:
-        stage.device = device
+def _replace_buffers(messages: Sequence[Any], device: torch.device | str) -> None:
+    """Create the buffers of messages on a device; those of used messages, which a graph may still need, on "meta".
 
-
-def _allocate_buffers(messages: Sequence[Any], device: torch.device) -> None:
-    """Create the buffers of messages that are about to be received."""
-    for buffer, message in _list_buffers(messages):
-        message.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
-
-
-def _free_buffers(messages: Sequence[Any]) -> None:
-    """Drop the buffers of messages that were used; the stage's graph may still need what they hold."""
-    for buffer, message in _list_buffers(messages):
-        message.buffer = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
-
-
-def _list_buffers(messages: Sequence[Any]) -> list[tuple[Tensor, Any]]:
-    """Return messages with their buffers; the inputs of the first stage and missing gradients have none."""
-    buffers = [(getattr(message, "buffer", None), message) for message in messages]
-    return [(buffer, message) for buffer, message in buffers if buffer is not None]
+    The inputs of the first stage and missing gradients have none.
+    """
+    for message in messages:
+        if (buffer := getattr(message, "buffer", None)) is not None:
+            message.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
 
 
 def use_direction_group(op: dist.P2POp, groups: P2PGroups) -> dist.P2POp:

@@ -23,12 +23,12 @@ def list_microbatch_counts(parallelism: Parallelism, layout: Layout, rows: int) 
     Raises:
         ConfigError: when the schedule needs more micro-batches than there are rows.
     """
-    if _is_custom(parallelism):
-        return [arithmetic.read_csv(parallelism.schedule).microbatches]
+    if (table := _read_table(parallelism)) is not None:
+        return [table.microbatches]
     ranks, per_rank = layout.pipeline, count_stages_per_rank(parallelism, layout.pipeline)
     least = arithmetic.choose_microbatches(parallelism.schedule, ranks, per_rank, rows, parallelism.idle)
     if least is None:
-        count = _count_stages(parallelism, layout)
+        count = _count_stages(parallelism, layout, None)
         arithmetic.check_schedule(
             parallelism.schedule, ranks, count, 2 * count
         )  # raises when the stages are the reason
@@ -53,8 +53,8 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
     ranks, schedule = layout.pipeline, parallelism.schedule
     if ranks == 1:
         return _single_stage(parallelism, model.layers)
-    table = arithmetic.read_csv(schedule) if _is_custom(parallelism) else None
-    count = _count_stages(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
+    table = _read_table(parallelism)
+    count = _count_stages(parallelism, layout, table)
     arithmetic.check_schedule(schedule, ranks, count, microbatches)
     if parallelism.stages == "auto" and count > model.layers:
         raise ConfigError(
@@ -79,8 +79,8 @@ def assign_layers(
     Raises:
         ConfigError: when there are too few layers.
     """
-    table = arithmetic.read_csv(parallelism.schedule) if _is_custom(parallelism) else None
-    count = _count_stages(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
+    table = _read_table(parallelism)
+    count = _count_stages(parallelism, layout, table)
     if table is None:
         arithmetic.check_schedule(parallelism.schedule, layout.pipeline, count, 2 * count)
     owners = table.owners if table else arithmetic.place_stages(parallelism.schedule, layout.pipeline, count)
@@ -90,9 +90,8 @@ def assign_layers(
 
 def splits_backward(parallelism: Parallelism) -> bool:
     """Whether the schedule computes the gradients of inputs and of weights in two passes."""
-    if _is_custom(parallelism):
-        return arithmetic.read_csv(parallelism.schedule).splits_backward
-    return schedules.find_schedule(parallelism.schedule).splits_backward
+    table = _read_table(parallelism)
+    return (schedules.find_schedule(parallelism.schedule) if table is None else table).splits_backward
 
 
 def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
@@ -101,7 +100,7 @@ def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
     Raises:
         ConfigError: when the settings ask for several stages.
     """
-    if not _is_custom(parallelism):
+    if not parallelism.schedule.endswith(".csv"):
         schedules.find_schedule(parallelism.schedule)
     if parallelism.stages not in ("auto", 1) or parallelism.starts:
         name = "starts" if parallelism.starts else "stages"
@@ -123,15 +122,15 @@ def _split_layers(starts: tuple[int, ...], split: str, model: Decoder, seq_len: 
     return arithmetic.split_layers(costs, count, last=model.head_flops())
 
 
-def _is_custom(parallelism: Parallelism) -> bool:
-    return parallelism.schedule.endswith(".csv")
+def _read_table(parallelism: Parallelism) -> arithmetic.ScheduleTable | None:
+    """Return the schedule of a file; None for one with a name."""
+    return arithmetic.read_csv(parallelism.schedule) if parallelism.schedule.endswith(".csv") else None
 
 
-def _count_stages(parallelism: Parallelism, layout: Layout) -> int:
-    """Return the number of stages."""
-    if parallelism.stages == "auto":
-        return layout.pipeline * count_stages_per_rank(parallelism, layout.pipeline)
-    return int(parallelism.stages)
+def _count_stages(parallelism: Parallelism, layout: Layout, table: arithmetic.ScheduleTable | None) -> int:
+    if parallelism.stages != "auto":
+        return int(parallelism.stages)
+    return layout.pipeline * find_default_stages(parallelism) if table is None else table.stages
 
 
 def count_stages_per_rank(parallelism: Parallelism, ranks: int) -> int:
