@@ -201,12 +201,12 @@ def _mask_last_target(original: Any) -> Any:
     return select
 
 
-def _reduce_in_bf16(original: Any) -> Any:
+def _reduce_in_bf16(passes: Any) -> Any:
     def reduce(x: Tensor, *args: Any) -> Tensor:
-        out: Tensor = original(x.bfloat16(), *args)
-        return out.to(x.dtype)
+        return collectives.reduce_scatter(x.bfloat16(), *args).to(x.dtype)
 
-    return reduce
+    whole = collectives.all_gather
+    return passes | {"reduce_scatter": (reduce, whole), "all_gather": (whole, reduce)}
 
 
 def _use_stale_weight(layer: str) -> Callable[[Any], Any]:
@@ -550,7 +550,7 @@ FAULTS: tuple[LayoutFault, ...] = (
     LayoutFault("the pipeline scales the loss", MEGATRON, ("pp2", "fsdp2-pp2"),
                 replace(runtime.Pipeline, "backward", _scale_backward(0.5)), HEAD),
     LayoutFault("dtype of a region's sum", MEGATRON, ("tp2",),
-                replace(collectives, "reduce_scatter", _reduce_in_bf16), ("tok_embeddings",)),
+                replace(collectives, "_PASSES", _reduce_in_bf16), ("tok_embeddings",)),
     LayoutFault("gradient norm counts replicas", MEGATRON, ("tp2-whole", "cp2-tp2"),
                 replace(train_step, "count_replicas", _count_one_replica), ("grad_norm",)),
     LayoutFault("positions of a rank begin at zero", MEGATRON, ("cp2", "cp2-ring", "cp2-ulysses"),
