@@ -159,10 +159,8 @@ def _ring_forward(q: Tensor, kv: Tensor, mask: list[Tensor], ring: _Ring) -> Res
     return out.to(q.dtype), lse
 
 
-def _attend(q: Tensor, kv: Tensor, block: _Block | None, ring: _Ring) -> Results:
+def _attend(q: Tensor, kv: Tensor, block: Any, ring: _Ring) -> Results:
     """Return the output and lse of a block's queries and keys; a rank always attends to its own keys."""
-    if block is None:
-        raise RuntimeError("a rank that sees none of its own keys")
     block_q, keys = q[:, :, block.queries], kv[:, :, :, block.keys]
     return context_kernels.forward(ring.kernel, block_q, keys, block.mask, ring.scale)
 

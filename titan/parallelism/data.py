@@ -13,8 +13,9 @@ several times the traffic; an error term needs the bytes that are saved (docs/pr
 """
 
 # No postponed annotations here: DDP reads those of its communication hook as types.
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -203,7 +204,9 @@ def _keep_in_bf16(stage: nn.Module) -> None:
         stage: wrapped by FSDP, before its first step.
     """
     for parameter in _list_fsdp_parameters(stage):
-        parameter.to_accumulated_grad_if_needed = _Keeper(parameter, parameter.to_accumulated_grad_if_needed)
+        parameter.to_accumulated_grad_if_needed = partial(
+            _keep_gradient, parameter, parameter.to_accumulated_grad_if_needed
+        )
 
 
 def add_computed_gradients(stage: nn.Module) -> None:
@@ -232,19 +235,13 @@ def free_reduced_gradients(stage: FSDPModule) -> None:
         retained.clear()
 
 
-class _Keeper:
-    """Replaces the method of a parameter of FSDP that casts its first gradient of a step for accumulation."""
-
-    def __init__(self, parameter: Any, cast: Any) -> None:
-        self.parameter, self.cast = parameter, cast
-
-    def __call__(self) -> None:
-        """Make a bf16 gradient the sum; let FSDP cast any other."""
-        unsharded = self.parameter._unsharded_param
-        if unsharded.grad is None or unsharded.grad.dtype != torch.bfloat16:
-            self.cast()
-            return
-        self.parameter.unsharded_accumulated_grad, unsharded.grad = unsharded.grad, None
+def _keep_gradient(parameter: Any, cast: Callable[[], None]) -> None:
+    """Replace a parameter's method of FSDP that casts its first gradient of a step: a bf16 one is the sum as it is."""
+    unsharded = parameter._unsharded_param
+    if unsharded.grad is None or unsharded.grad.dtype != torch.bfloat16:
+        cast()
+        return
+    parameter.unsharded_accumulated_grad, unsharded.grad = unsharded.grad, None
 
 
 def _list_fsdp_parameters(stage: nn.Module) -> Iterator[Any]:

@@ -174,6 +174,7 @@ class Strategy:
         "whole parameters; null: as parameters of no group",
         at_least=1,
     )
+
     _target_: str = field(init=False, default="")  # so that ids and run.yaml tell groups of equal settings apart
 
     def __post_init__(self) -> None:
@@ -274,6 +275,7 @@ class ExpertExchange:
     """
 
     uses_threads: ClassVar[bool] = False
+
     _target_: str = field(init=False, default="")
 
     def __post_init__(self) -> None:

@@ -121,13 +121,9 @@ def _check_match(name: str, group: Strategy, names: Sequence[str]) -> None:
         if not any(fnmatchcase(module, pattern) for module in (*names, "head") if module != BLOCKS):
             raise ConfigError(
                 f"parallelism.groups.{name}.match={format_value(group.match)}: no module of the model matches "
-                f"{pattern}; names are such as {names[0]}, {_find_deepest(names)} and "
+                f"{pattern}; names are such as {names[0]}, {max(names, key=lambda module: module.count('.'))} and "
                 f"{names[-1]}{suggest_pattern(pattern, names)}"
             )
-
-
-def _find_deepest(names: Sequence[str]) -> str:
-    return max(names, key=lambda name: name.count("."))
 
 
 def _check_shards(name: str, group: Strategy, layout: Layout) -> None:
