@@ -132,8 +132,11 @@ class World:
             return layout_mesh
         if shards not in self.data_meshes:
             replicas = self.layout.replicate * self.layout.sharded // shards
-            inner_sizes = {"replicate": replicas, "shard": shards, "tensor": self.layout.tensor}
-            self.data_meshes[shards] = _build_data_mesh(self, {"pipeline": self.layout.pipeline, **inner_sizes})
+            sizes = {"pipeline": self.layout.pipeline, "replicate": replicas, "shard": shards}
+            sizes["tensor"] = self.layout.tensor
+            groups = {name: _create_group_along(sizes, (name,), self.timeout) for name in ("replicate", "shard")}
+            mesh = _build_mesh(self, sizes, groups)
+            self.data_meshes[shards] = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
         return self.data_meshes[shards]
 
     def broadcast_rows(self, rows: Tensor) -> Tensor:
@@ -273,24 +276,12 @@ def _build_expert_mesh(world: World) -> DeviceMesh:
     sizes = {"pipeline": layout.pipeline, "replicate": layout.replicate, "shard": layout.expert_shards}
     sizes["expert"] = layout.expert
     exchange = split_group(list_groups_along(sizes, ("expert",)), world.timeout, urgent=True)
-    return _rebuild_mesh(world, sizes, ("shard",), {"expert": exchange})
+    shards = _create_group_along(sizes, ("shard",), world.timeout)
+    return _build_mesh(world, sizes, {"expert": exchange, "shard": shards})
 
 
-def _build_data_mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Return the dimensions replicate (where it is above one) and shard of a mesh of all ranks with other sizes."""
-    mesh = _rebuild_mesh(world, sizes, ("replicate", "shard"))
-    return mesh["replicate", "shard"] if sizes["replicate"] > 1 else mesh["shard"]
-
-
-def _rebuild_mesh(
-    world: World,
-    sizes: Mapping[str, int],
-    new_dims: tuple[str, ...],
-    given_groups: Mapping[str, Any] | None = None,
-) -> DeviceMesh:
-    """Return a mesh of all ranks with other sizes; dimensions neither new nor with a given group are the weights'."""
-    new_groups: dict[str, Any] = {name: _create_group_along(sizes, (name,), world.timeout) for name in new_dims}
-    new_groups |= given_groups or {}
+def _build_mesh(world: World, sizes: Mapping[str, int], new_groups: Mapping[str, Any]) -> DeviceMesh:
+    """Return a mesh of all ranks with other sizes; dimensions without a new group are those of the weights' mesh."""
     names = tuple(name for name, size in sizes.items() if size > 1 or name in new_groups)
     groups: list[Any] = [new_groups.get(name) or world.get_group(name) for name in names]
     ranks = torch.arange(world.layout.devices, dtype=torch.int).view([sizes[name] for name in names])

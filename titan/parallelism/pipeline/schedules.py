@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from titan.config.settings import suggest_nearest
@@ -162,46 +163,31 @@ def _order_1f1b(rank: int, ranks: int, stages_per_rank: int, microbatches: int) 
     return _alternate_passes(turns, turns, ranks - 1 - rank)
 
 
-def _order_interleaved(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
+def _order_interleaved(
+    rank: int, ranks: int, stages_per_rank: int, microbatches: int, ahead: int, splits_backward: bool = False
+) -> Sequence[Cell]:
     """Order: 1F1B with several stages per rank (Narayanan et al., Megatron-LM, arXiv:2104.04473, 2021).
 
-    A rank runs two forward passes more before its first backward pass than the next rank, as Megatron-LM does
-    (megatron/core/pipeline_parallel/schedules.py), so that messages travel beside computation.
+    A round runs about as many micro-batches as there are ranks through all stages.
+
+    Args:
+        ahead: how many forward passes more than the next rank a rank runs before its first backward pass. Megatron-LM
+            runs two (megatron/core/pipeline_parallel/schedules.py), so that messages travel beside computation. One is
+            the least that keeps all ranks busy: the first rank has `ranks` - 1 fewer stages' inputs in flight, and each
+            message is awaited as soon as it is sent.
+        splits_backward: weights follow inputs `rank` steps later (ZB1P with several stages, Qi et al., Zero Bubble).
     """
-    forward, backward, first_turns = _order_rounds(rank, ranks, stages_per_rank, microbatches)
-    return _alternate_passes(forward, backward, first_turns + 2 * (ranks - 1 - rank))
-
-
-def _order_shallow_interleaved(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """Order: the same with one forward pass more than the next rank, which is the least that keeps all ranks busy.
-
-    The first rank has `ranks` - 1 fewer stages' inputs in flight. Each message is awaited as soon as it is sent.
-    """
-    forward, backward, first_turns = _order_rounds(rank, ranks, stages_per_rank, microbatches)
-    return _alternate_passes(forward, backward, first_turns + ranks - 1 - rank)
-
-
-def _order_interleaved_zero_bubble(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """Order: ZB1P with several stages per rank; weights follow inputs `rank` steps later (Qi et al., Zero Bubble)."""
-    forward, backward, first_turns = _order_rounds(rank, ranks, stages_per_rank, microbatches)
-    return _alternate_passes(forward, backward, first_turns + ranks - 1 - rank, lag=rank)
+    size = microbatches // count_rounds(ranks, microbatches)
+    stages = range(rank, ranks * stages_per_rank, ranks)
+    rounds = [range(start, start + size) for start in range(0, microbatches, size)]
+    forward = [(s, m) for each in rounds for s in stages for m in each]
+    backward = [(s, m) for each in rounds for s in reversed(stages) for m in each]
+    warmup = (stages_per_rank - 1) * size + ahead * (ranks - 1 - rank)
+    return _alternate_passes(forward, backward, warmup, lag=rank if splits_backward else None)
 
 
 Turns: TypeAlias = list[tuple[int, int]]
 """Pairs of stage and micro-batch, in order."""
-
-
-def _order_rounds(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Turns, Turns, int]:
-    """Return the forward and backward order of interleaved schedules, and the count before the last stage's first turn.
-
-    A round runs about as many micro-batches as there are ranks through all stages.
-    """
-    size = microbatches // count_rounds(ranks, microbatches)
-    stages = range(rank, ranks * stages_per_rank, ranks)
-    turns = [range(start, start + size) for start in range(0, microbatches, size)]
-    forward = [(s, m) for turn in turns for s in stages for m in turn]
-    backward = [(s, m) for turn in turns for s in reversed(stages) for m in turn]
-    return forward, backward, (stages_per_rank - 1) * size
 
 
 def _alternate_passes(forward: Turns, backward: Turns, warmup: int, lag: int | None = None) -> list[Cell]:
@@ -270,10 +256,10 @@ def _number_actions(tokens: Iterable[Token]) -> Iterator[Action]:
 ORDER_FUNCTIONS: dict[str, Callable[[int, int, int, int], Sequence[Cell]]] = {
     "GPipe": _order_gpipe,
     "1F1B": _order_1f1b,
-    "Interleaved1F1B": _order_interleaved,
-    "ShallowInterleaved1F1B": _order_shallow_interleaved,
+    "Interleaved1F1B": partial(_order_interleaved, ahead=2),
+    "ShallowInterleaved1F1B": partial(_order_interleaved, ahead=1),
     "LoopedBFS": _order_looped_bfs,
-    "InterleavedZeroBubble": _order_interleaved_zero_bubble,
+    "InterleavedZeroBubble": partial(_order_interleaved, ahead=1, splits_backward=True),
     "ZBVZeroBubble": _order_zbv,
     "DualPipeV": _order_dual_pipe_v,
 }
