@@ -398,31 +398,30 @@ def sizes(parts: list[range]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("costs", "count", "first", "last", "expected"),
+    ("costs", "count", "last", "expected"),
     [
-        pytest.param([1] * 126, 16, 0, 2, [8] * 15 + [6], id="a large head"),
-        pytest.param([1] * 10, 4, 0, 0, [2, 2, 3, 3], id="earlier stages have fewer"),
-        pytest.param([0.1] * 10, 4, 0, 0, [2, 2, 3, 3], id="sums of equal fractions are equal"),
-        pytest.param([1] * 4, 4, 9, 9, [1] * 4, id="one layer each"),
-        pytest.param([1] * 8, 1, 3, 3, [8], id="one stage"),
-        pytest.param([5, 1, 1, 1], 2, 0, 0, [1, 3], id="an expensive layer"),
-        pytest.param([1, 5, 2, 3], 3, 0, 0, [1, 1, 2], id="the cheapest before the most even"),
-        pytest.param([1] * 8, 4, 3, 0, [1, 2, 2, 3], id="a large embedding"),
-        pytest.param([0, 0, 0], 2, 0, 0, [1, 2], id="for nothing"),
+        pytest.param([1] * 126, 16, 2, [8] * 15 + [6], id="a large head"),
+        pytest.param([1] * 10, 4, 0, [2, 2, 3, 3], id="earlier stages have fewer"),
+        pytest.param([0.1] * 10, 4, 0, [2, 2, 3, 3], id="sums of equal fractions are equal"),
+        pytest.param([1] * 4, 4, 9, [1] * 4, id="one layer each"),
+        pytest.param([1] * 8, 1, 3, [8], id="one stage"),
+        pytest.param([5, 1, 1, 1], 2, 0, [1, 3], id="an expensive layer"),
+        pytest.param([1, 5, 2, 3], 3, 0, [1, 1, 2], id="the cheapest before the most even"),
+        pytest.param([4, *[1] * 7], 4, 0, [1, 2, 2, 3], id="a large embedding"),
+        pytest.param([0, 0, 0], 2, 0, [1, 2], id="for nothing"),
     ],
 )
-def test_split(costs: list[float], count: int, first: float, last: float, expected: list[int]) -> None:
-    assert sizes(arithmetic.split_layers(costs, count, first, last)) == expected
+def test_split(costs: list[float], count: int, last: float, expected: list[int]) -> None:
+    assert sizes(arithmetic.split_layers(costs, count, last)) == expected
 
 
 COST = st.one_of(st.integers(0, 6), st.sampled_from([0.25, 0.5, 1.75]))
 
 
-@given(st.lists(COST, min_size=1, max_size=8), st.integers(1, 8), COST, COST)
-def test_split_is_the_best_of_all(costs: list[float], count: int, first: float, last: float) -> None:
+@given(st.lists(COST, min_size=1, max_size=8), st.integers(1, 8), COST)
+def test_split_is_the_best_of_all(costs: list[float], count: int, last: float) -> None:
     assume(count <= len(costs))
     whole = [int(cost * 4) for cost in costs]
-    whole[0] += int(first * 4)
     whole[-1] += int(last * 4)
 
     def merit(cuts: tuple[int, ...]) -> tuple[int, int, list[int]]:
@@ -430,7 +429,7 @@ def test_split_is_the_best_of_all(costs: list[float], count: int, first: float, 
         sums = [sum(whole[a:b]) for a, b in bounds]
         return max(sums), sum(x * x for x in sums), [b - a for a, b in bounds]
 
-    found = arithmetic.split_layers(costs, count, first, last)
+    found = arithmetic.split_layers(costs, count, last)
     best = min(map(merit, itertools.combinations(range(1, len(costs)), count - 1)))
     assert sizes(found) == best[2]
 
@@ -446,11 +445,6 @@ def test_by_layers_is_even(layers: int, count: int) -> None:
 def test_explicit() -> None:
     assert arithmetic.split_at(12, 4, (4, 8, 11)) == [range(0, 4), range(4, 8), range(8, 11), range(11, 12)]
     assert arithmetic.split_at(3, 1, ()) == [range(3)]
-
-
-def test_negative_costs_are_no_costs() -> None:
-    with pytest.raises(ValueError, match="negative"):
-        arithmetic.split_layers([1, -1], 1)
 
 
 # ---- errors ----

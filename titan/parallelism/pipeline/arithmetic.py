@@ -48,7 +48,7 @@ DIGITS = 12
 # ---- layers to stages, stages to ranks ----
 
 
-def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+def split_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> list[range]:
     """Split layers into stages so that the most expensive stage is as cheap as possible.
 
     Exact. Among such splits the most even one is taken (the least sum of squared costs), and among those the one whose
@@ -56,7 +56,6 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: 
 
     Args:
         costs: of each layer, 0 or more, in any unit.
-        first: the first stage's cost in addition to its layers (the embedding).
         last: the last stage's cost in addition to its layers (norm and head).
 
     Returns:
@@ -64,15 +63,14 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: 
 
     Raises:
         ConfigError: when there are more stages than layers.
-        ValueError: on a cost that is negative or not finite.
     """
     _check_stage_count(len(costs), stages)
-    return list(_split_balanced(tuple(costs), stages, first, last))
+    return list(_split_balanced(tuple(costs), stages, last))
 
 
 @functools.lru_cache(512)
-def _split_balanced(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[range, ...]:
-    ends = list(itertools.accumulate(_scale_to_integers(costs, first, last), initial=0))
+def _split_balanced(costs: tuple[float, ...], stages: int, last: float) -> tuple[range, ...]:
+    ends = list(itertools.accumulate(_scale_to_integers(costs, last), initial=0))
     max_cost = _find_least_maximum(ends, stages)
     layers = len(costs)
     rest, choices = {layers: 0}, []
@@ -141,16 +139,12 @@ def _check_stage_count(layers: int, stages: int) -> None:
         )
 
 
-def _scale_to_integers(costs: Sequence[float], first: float, last: float) -> list[int]:
+def _scale_to_integers(costs: Sequence[float], last: float) -> list[int]:
     """Return costs as integers in a common unit, so that equal sums compare equal."""
-    exact = [Fraction(cost) for cost in (*costs, first, last)]
-    if min(exact) < 0:
-        raise ValueError(f"a negative cost in {costs}, first {first}, last {last}")
+    exact = [Fraction(cost) for cost in costs]
+    exact[-1] += Fraction(last)
     unit = math.lcm(*(cost.denominator for cost in exact))
-    *sizes, first_cost, last_cost = [int(cost * unit) for cost in exact]
-    sizes[0] += first_cost
-    sizes[-1] += last_cost
-    return sizes
+    return [int(cost * unit) for cost in exact]
 
 
 def _find_least_maximum(ends: list[int], stages: int) -> int:

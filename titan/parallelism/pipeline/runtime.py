@@ -149,22 +149,25 @@ class Pipeline:
         self._connect_neighbours()
         self.losses: list[Tensor] = []
         self.scale = 1.0
-        self._schedules: dict[int, Any] = {}
-        self._built_stages: dict[int, list[_Stage]] = {}
+        self._schedules: dict[int, tuple[Any, list[_Stage]]] = {}
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """Run one step of the schedule; see `titan.training.train_step.MicrobatchRunner`."""
         self.scale = scale
         self.losses.clear()
         self.block_figures.clear()
-        tokens, targets = rows.tokens.flatten(0, 1), _flatten_rows(rows.targets)
+        fields: Any = rows
+        tokens, targets = fields.tokens.flatten(0, 1), fields.targets.flatten(0, 1)
         x = (tokens,) if 0 in self.stages else ()
         kwargs = {"targets": targets, "positions": _expand_positions(rows.positions, rows.tokens).flatten(0, 1)}
         if rows.documents is not None:
-            kwargs["document_ids"] = _flatten_rows(rows.documents)
-        schedule = self._get_schedule(len(rows.tokens))
+            kwargs["document_ids"] = rows.documents.flatten(0, 1)
+        count = len(rows.tokens)  # grows with the batch
+        if count not in self._schedules:
+            self._schedules[count] = self._build_schedule(count)
+        schedule, stages = self._schedules[count]
         schedule.step(*x, target=targets, return_outputs=False, **kwargs)
-        for stage in self._built_stages[len(rows.tokens)]:
+        for stage in stages:
             stage.finish_sends()
         return self._sum_losses()
 
@@ -235,15 +238,9 @@ class Pipeline:
         self.block_figures.append(figures)
         return attach_loss(hidden, extra, self.scale)
 
-    def _get_schedule(self, microbatches: int) -> Any:
-        """Return the schedule for a number of micro-batches, which grows with the batch."""
-        if microbatches not in self._schedules:
-            self._schedules[microbatches] = self._build_schedule(microbatches)
-        return self._schedules[microbatches]
-
-    def _build_schedule(self, microbatches: int) -> Any:
+    def _build_schedule(self, microbatches: int) -> tuple[Any, list[_Stage]]:
+        """Return the schedule for a number of micro-batches, and its stages."""
         shape, stages = self.shape, [self._build_stage(number, module) for number, module in self.stages.items()]
-        self._built_stages[microbatches] = stages
         common: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": self._record_loss, "scale_grads": False}
         if shape.schedule.endswith(".csv"):
             schedule: Any = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
@@ -260,7 +257,7 @@ class Pipeline:
         if hasattr(schedule, "_warmup_p2p"):  # since torch 2.13
             schedule._warmup_p2p = _set_static_shapes
         self.configure_schedule(schedule)
-        return schedule
+        return schedule, stages
 
     def _build_stage(self, number: int, module: nn.Module) -> _Stage:
         """Return a stage with known input and output shapes, so that torch need not run it to infer them."""
@@ -550,13 +547,6 @@ def list_torch_actions(shape: PipelineShape, stages_per_rank: int, microbatches:
     ranks = len(shape.owners) // stages_per_rank
     rows = order_actions(shape.schedule, ranks, stages_per_rank, microbatches)
     return {rank: [_Action.from_str(str(cell)) for cell in row] for rank, row in enumerate(rows)}
-
-
-def _flatten_rows(rows: Tensor | None) -> Tensor:
-    """Flatten micro-batches [microbatches, rows, T] to [microbatches * rows, T], as torch's schedules take them."""
-    if rows is None:
-        raise RuntimeError("a step without targets")
-    return rows.flatten(0, 1)
 
 
 def _expand_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
