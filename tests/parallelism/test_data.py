@@ -46,7 +46,7 @@ def build(config: Llama, wrap: str) -> TrainStep:
         wrapped = data.replicate(
             stage, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
         )
-    world = mesh.World(RankInfo(), Layout(), torch.device("cpu"))
+    world = mesh.RunContext(RankInfo(), Layout(), torch.device("cpu"))
     return TrainStep(
         (stage,), GradAccumulation(stage, wrapped, wrap == "fsdp-whole"), torch.optim.SGD(model.parameters()), world
     )

@@ -135,7 +135,7 @@ def _with_recompute(
         contexts: gives those of the forward pass and of the recomputation. No graph can hold `build_passes`.
         name: of the part. Parts have different code, because torch compiles eight graphs of the same code at most.
     """
-    options = {} if contexts is None else {"context_fn": contexts}
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def run_checkpointed(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)

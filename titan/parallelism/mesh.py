@@ -44,11 +44,9 @@ class World:
             includes context: its ranks hold different shards of the weights too), tensor. None for a single rank.
         expert_mesh: the dimensions of the experts' DTensors: pipeline and replicate where they are above one, shard and
             expert. None where experts are as other weights.
-        exchange: messages between all ranks outside of the process groups, from any thread; None where none are sent.
         timeout: seconds after which creating a group gives up, and an operation on it until `set_timeout`.
         groups: those of `get_group` that are in no mesh, so far.
         data_meshes: those of `data_mesh` so far, by their number of shards.
-        activity: what this rank does; see `titan.debug.watch`.
     """
 
     rank_info: RankInfo
@@ -56,11 +54,9 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
-    exchange: StoreExchange | None = None
     timeout: float = DEFAULT_TIMEOUT
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, compare=False)
     data_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False)
-    activity: Activity = field(default_factory=Activity, compare=False)
 
     @property
     def is_rank0(self) -> bool:
@@ -188,6 +184,19 @@ class World:
             dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
+class RunContext(World):
+    """A run's world, with what else its parts share on a rank.
+
+    Attributes:
+        exchange: messages between all ranks outside of the process groups, from any thread; None where none are sent.
+        activity: what this rank does; see `titan.debug.watch`.
+    """
+
+    exchange: StoreExchange | None = None
+    activity: Activity = field(default_factory=Activity, compare=False)
+
+
 def _select_device(rank_info: RankInfo, layout: Layout, device_type: str) -> torch.device:
     """Return this rank's device; where the launcher makes only one GPU visible to each rank, that one."""
     if device_type != "cuda":
@@ -210,7 +219,7 @@ def connect_world(
     timeout: float,
     store: Any = None,
     connect_exchange: bool = False,
-) -> World:
+) -> RunContext:
     """Join the process group, where there is more than one rank, and build the mesh.
 
     Args:
@@ -218,14 +227,14 @@ def connect_world(
         device_type: "cpu" or "cuda".
         timeout: of collective operations, in seconds.
         store: a store that the ranks have connected to already; None for a rendezvous at `rank_info.init_method`.
-        connect_exchange: whether ranks send each other messages outside of the process groups (`World.exchange`).
+        connect_exchange: whether ranks send each other messages outside of the process groups (`RunContext.exchange`).
 
     Raises:
         RunError: when there is no GPU for this rank.
     """
     device = _select_device(rank_info, layout, device_type)
     if rank_info.world_size == 1:
-        return World(rank_info, layout, device)
+        return RunContext(rank_info, layout, device)
     rendezvous = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": rank_info.init_method}
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
@@ -247,7 +256,9 @@ def connect_world(
     return world
 
 
-def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeout: float = DEFAULT_TIMEOUT) -> World:
+def build_world(
+    rank_info: RankInfo, layout: Layout, device: torch.device, timeout: float = DEFAULT_TIMEOUT
+) -> RunContext:
     """Return the world of a rank whose process group exists already; all ranks call it together.
 
     Args:
@@ -257,7 +268,7 @@ def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeo
     ranks = torch.arange(layout.devices, dtype=torch.int).view(tuple(degrees.values()))
     groups = [_create_group_along(degrees, (name,), timeout) for name in degrees]
     mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
-    world = World(rank_info, layout, device, mesh, timeout=timeout)
+    world = RunContext(rank_info, layout, device, mesh, timeout=timeout)
     world.get_group("context")  # a separate group, because in the weights' mesh context is a part of shard
     if layout.expert > 1:
         world = replace(world, expert_mesh=_build_expert_mesh(world))

@@ -49,8 +49,8 @@ class Microbatches(NamedTuple):
 
     def _select(self, index: int | slice) -> Microbatches:
         """Return the fields of some micro-batches; positions of all rows stay."""
-        shared = (part is None or part.dim() == 1 for part in self)
-        return Microbatches(*(part if whole else part[index] for part, whole in zip(self, shared, strict=True)))
+        fields: tuple[Any, ...] = self
+        return Microbatches(*(part if part is None or part.dim() == 1 else part[index] for part in fields))
 
     def select_microbatch(self, i: int) -> tuple[Any, ...]:
         """Return micro-batch i: the arguments of `ModelStage.forward`, without keys where there are none."""

@@ -15,8 +15,7 @@ from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.hooks import schema as hooks
 from titan.parallelism.pipeline.stage_plan import plan_stages
-from titan.parallelism.resolve_layout import resolve_layout
-from titan.parallelism.schema import Layout, Parallelism
+from titan.parallelism.schema import Layout, Parallelism, resolve_layout
 from titan.run import checks
 from titan.run.branch import apply_decay
 from titan.run.budget import apply_hours, apply_tokens

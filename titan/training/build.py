@@ -25,7 +25,7 @@ from titan.model.schema import Decoder
 from titan.optimizer.update_factors import build_optimizer
 from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
 from titan.parallelism.context_chunks import RowParts
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext, World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, create_p2p_groups
 from titan.parallelism.schema import Parallelism, Sharding, Strategy
 from titan.parallelism.strategy import is_in_group
@@ -41,7 +41,7 @@ Note = Callable[[str], None]
 
 
 def build_train_step(
-    run: Run, world: World, log: Note = lambda line: None, memory: AbstractContextManager[Any] | None = None
+    run: Run, world: RunContext, log: Note = lambda line: None, memory: AbstractContextManager[Any] | None = None
 ) -> TrainStep:
     """Build the train step of `run` on this rank.
 
@@ -416,7 +416,7 @@ def _log_low_precision(run: Run, world: World, note: Note) -> None:
         note(f"weights{gathered_count} gathered in {'float8' if gathered else precision.compute}")
 
 
-def _build_runner(stages: dict[int, ModelStage], run: Run, world: World) -> MicrobatchRunner:
+def _build_runner(stages: dict[int, ModelStage], run: Run, world: RunContext) -> MicrobatchRunner:
     """Return what runs micro-batches through the stages."""
     advance = world.activity.record_progress
     if (group := world.get_group("pipeline")) is not None:

@@ -15,7 +15,7 @@ from titan.compile.backend import GraphLabel
 from titan.model.layers import IGNORED
 from titan.model.loss_terms import join_with_gradient, weigh_figures
 from titan.parallelism import data, norms, tensor
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.norms import count_replicas
 from titan.parallelism.pipeline.runtime import TiedWeights
@@ -181,7 +181,7 @@ class TrainStep:
     stages: tuple[ModelStage, ...]
     runner: MicrobatchRunner
     optimizer: torch.optim.Optimizer
-    world: World
+    world: RunContext
     scales: Float8Scales | None = None
     token_positions: Callable[[int], Tensor] | None = None
     tied_weights: TiedWeights | None = None

@@ -24,7 +24,7 @@ from titan.dataset.loader import Batch
 from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING
 from titan.hooks.calls import Hooks
 from titan.parallelism import norms
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
 from titan.run.attempts import Attempt
 from titan.run.run import Run
@@ -74,7 +74,7 @@ class Trainer:
         self,
         run: Run,
         attempt: Attempt,
-        world: World,
+        world: RunContext,
         train_step: TrainStep,
         stop: StopSource,
         reader: CheckpointReader | None = None,

@@ -28,7 +28,7 @@ from titan.dataset.loader import Batch
 from titan.debug.module_hooks import force_eager
 from titan.model.init_weights import Normal, init_parameter
 from titan.parallelism import data, norms
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.norms import local_tensor
 from titan.run.attempts import Attempt
@@ -91,7 +91,7 @@ def work(job: ReplayJob, rank_info: RankInfo) -> int:
     return 0
 
 
-def _open_start(job: ReplayJob, world: World) -> tuple[CheckpointReader | None, Attempt]:
+def _open_start(job: ReplayJob, world: RunContext) -> tuple[CheckpointReader | None, Attempt]:
     path = job.attempt.checkpoint
     if path is None:
         return None, job.attempt

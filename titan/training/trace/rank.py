@@ -190,17 +190,17 @@ def _sum_replicas(train_step: TrainStep, recorder: EventRecorder) -> None:
         parameter.register_post_accumulate_grad_hook(sum_bucket)  # type: ignore[no-untyped-call]
 
 
-def _map_streams(world: mesh.World) -> dict[str, str]:
+def _map_streams(world: mesh.RunContext) -> dict[str, str]:
     """Return the stream of each dimension's group, by the list of its ranks as text."""
     groups = {name: world.get_group(name) for name in ("pipeline", "replicate", "shard", "tensor", "context")}
     return {str(dist.get_process_group_ranks(group)): name for name, group in groups.items() if group is not None}
 
 
-def _build_world(run: Run, rank: int) -> mesh.World:
+def _build_world(run: Run, rank: int) -> mesh.RunContext:
     size = run.layout.devices
     rank_info = RankInfo(rank, size, rank % 8, "")
     if size == 1:
-        return mesh.World(rank_info, run.layout, DEVICE)
+        return mesh.RunContext(rank_info, run.layout, DEVICE)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     return mesh.build_world(rank_info, run.layout, DEVICE)
 
