@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.config.settings import setting
 from titan.config.text_kinds import Label
-from titan.model.counts import Matmul
 
 if TYPE_CHECKING:
     import torch
+
 
 CAPABILITY = {"float8": 8.9, "float8_rowwise": 8.9, "float8_rowwise_hp": 8.9, "mxfp8": 10.0}
 """The lowest CUDA compute capability with kernels for each format."""
@@ -158,11 +158,11 @@ class Precision:
         """Whether linear layers compute in 8 bits."""
         return self.matmuls != "compute"
 
-    def select_layers(self, layers: Mapping[str, Matmul], tensor: int = 1) -> Selection:
+    def select_layers(self, layers: Mapping[str, Any], tensor: int = 1) -> Selection:
         """Return which matmuls are in 8 bits.
 
         Args:
-            layers: a model's linear layers and experts, by the name of their module.
+            layers: a model's linear layers and experts (`titan.model.counts.Matmul`), by the name of their module.
             tensor: the tensor-parallel degree.
         """
         if not self.eight_bit:
@@ -171,7 +171,7 @@ class Precision:
         exclusions = {name: reason for name, reason in reasons.items() if reason}
         return Selection(tuple(name for name in layers if name not in exclusions), exclusions)
 
-    def select_gathered(self, layers: Mapping[str, Matmul], sharding: WeightSharding) -> tuple[str, ...]:
+    def select_gathered(self, layers: Mapping[str, Any], sharding: WeightSharding) -> tuple[str, ...]:
         """Return the linear layers whose weights FSDP all-gathers in float8 instead of the compute type.
 
         Those with per-tensor float8 scaling whose weights shard evenly, except the head, which is gathered alone or is
@@ -182,7 +182,7 @@ class Precision:
         quantized = (name for name in self.select_layers(layers, sharding.tensor).quantized if name != "head")
         return tuple(name for name in quantized if layers[name].split(sharding.tensor).outputs % sharding.sharded == 0)
 
-    def count_used_bytes(self, layers: Mapping[str, Matmul], sharding: WeightSharding) -> int:
+    def count_used_bytes(self, layers: Mapping[str, Any], sharding: WeightSharding) -> int:
         """Return the bytes of a tensor rank's weights as used, beside the stored ones: as FSDP gathers them, or casts.
 
         With per-tensor float8 scaling a weight that is not gathered is quantized in the matmul, and no cast is saved.
@@ -194,7 +194,7 @@ class Precision:
         element_bytes = {name: 1 if name in gathered else 0 if name in uncast else cast for name in layers}
         return sum(element_bytes[name] * layer.split(sharding.tensor).size for name, layer in layers.items())
 
-    def _find_exclusion(self, name: str, layer: Matmul) -> str | None:
+    def _find_exclusion(self, name: str, layer: Any) -> str | None:
         """Return why a linear layer stays in the compute type; None if it does not."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return "precision.skip"
