@@ -78,7 +78,10 @@ def shard_stage(
     if whole is not None:
         _wrap_modules([stage], Unit(["the rest of the model"], whole, False, {}), root_options)
     elif mesh is not None:
-        _shard_root(stage, mesh, root_options, prefetch)
+        DEFAULT.wrap([stage], mesh, root_options)
+        if isinstance(model.tok_embeddings, nn.Embedding) and not (model.config.tied and model.head is not None):
+            cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)
+        _set_prefetch(model, prefetch)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -105,15 +108,6 @@ def configure_exchange(stages: Sequence[nn.Module], buffers: int, separate: bool
         FSDPModule.set_separate_reduce_scatter_group(units)  # type: ignore[arg-type]
     for unit in units if symmetric else ():
         cast(FSDPModule, unit).set_symm_mem_for_comm()
-
-
-def _shard_root(stage: Any, mesh: DeviceMesh, options: Mapping[str, Any], prefetch: int) -> None:
-    """Shard what is in none of the units, and set what is gathered when."""
-    model = stage.model
-    DEFAULT.wrap([stage], mesh, options)
-    if isinstance(model.tok_embeddings, nn.Embedding) and not (model.config.tied and model.head is not None):
-        cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)
-    _set_prefetch(model, prefetch)
 
 
 def _wrap_modules(modules: list[nn.Module], unit: Unit, options: Any) -> None:

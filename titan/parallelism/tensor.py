@@ -53,7 +53,8 @@ def apply_tensor_plan(
             `sequence_parallel`.
         chunk: tokens whose logits exist at a time, split whatever `loss_parallel` is; None: those of all tokens.
     """
-    tied = _has_tied_weights(model)
+    has_both_ends = model.head is not None and model.tok_embeddings is not None
+    tied = has_both_ends and model.config.tied and model.head.weight is model.tok_embeddings.weight
     for name, style in model.tensor_plan().items():
         module = model.get_submodule(name)
         if regather and style == "region" and regather_input(module, mesh.get_group()):
@@ -119,12 +120,6 @@ def _all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def local_shard(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a layer's local shard; its gradient is of the same shard."""
     return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)
-
-
-def _has_tied_weights(model: Any) -> bool:
-    if model.head is None or model.tok_embeddings is None:
-        return False
-    return model.config.tied and model.head.weight is model.tok_embeddings.weight
 
 
 def _distribute_weight(module: nn.Module, mesh: DeviceMesh, placement: Placement, sums_gradient: bool = False) -> None:

@@ -146,17 +146,6 @@ def build_product(kind: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor
         return _build_mxfp8(emulate) if kind == "mxfp8" else _build_float8(RECIPES[kind], emulate)
 
 
-def _split_product(product: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """Return the parts of a product: torchao's function, what it takes after both operands, and whether the second one
-    is transposed."""
-    keywords = product.keywords
-    return (
-        (keywords["function"], keywords["arguments"], False)
-        if "arguments" in keywords
-        else (keywords["function"], (keywords["mm"], keywords["config"]), True)
-    )
-
-
 def compute_product_gradients(x: Tensor, grad: Tensor, weight: Tensor, product: Any) -> tuple[Tensor, Tensor]:
     """Return what torchao's function returns in its backward pass, without its forward pass.
 
@@ -171,8 +160,10 @@ def compute_product_gradients(x: Tensor, grad: Tensor, weight: Tensor, product: 
     Returns:
         The gradients of the input and of the weight.
     """
-    function, arguments, transposed = _split_product(product)
-    names = list(inspect.signature(function.forward).parameters)[3:]
+    keywords = product.keywords
+    function, transposed = keywords["function"], "arguments" not in keywords  # that of float8 takes weight.t()
+    arguments = (keywords["mm"], keywords["config"]) if transposed else keywords["arguments"]
+    names = list(inspect.signature(function.forward).parameters)[3:]  # after context and both operands
     saved = x, weight.t() if transposed else weight
     context = SimpleNamespace(saved_tensors=saved, **dict(zip(names, arguments, strict=True)))
     x_grad, weight_grad, *_ = function.backward(context, grad)
