@@ -128,11 +128,18 @@ class ExpertDispatch:
         sent_per_expert = count_experts(experts, count).view(self.group.size(), -1)
         received_per_expert = torch.empty_like(sent_per_expert)
         dist.all_to_all_single(received_per_expert, sent_per_expert, group=self.group)
-        if isinstance(experts, FakeTensor):  # as many as an even load has
-            even_counts = [len(experts) // self.group.size()] * self.group.size()
-            return received_per_expert, even_counts, even_counts
-        send_counts, receive_counts = torch.stack([sent_per_expert.sum(1), received_per_expert.sum(1)]).tolist()
-        return received_per_expert, send_counts, receive_counts
+        return received_per_expert, *_count_exchanged_rows(sent_per_expert, received_per_expert, len(experts))
+
+
+def _count_exchanged_rows(
+    sent_per_expert: Tensor, received_per_expert: Tensor, rows: int
+) -> tuple[list[int], list[int]]:
+    """Return the rows that go to each rank, and that come from it; of fake tensors as many as an even load has."""
+    if isinstance(sent_per_expert, FakeTensor):
+        even_counts = [rows // len(sent_per_expert)] * len(sent_per_expert)
+        return even_counts, even_counts
+    send_counts, receive_counts = torch.stack([sent_per_expert.sum(1), received_per_expert.sum(1)]).tolist()
+    return send_counts, receive_counts
 
 
 def exchanges_tokens(module: nn.Module) -> bool:
