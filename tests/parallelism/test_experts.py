@@ -12,6 +12,7 @@ from tests.checkpoint.test_manager import in_two_attempts
 from tests.support.composing import compose_test_run
 from tests.support.matrix import EXACT, LayoutCase, TrainedLayout
 from tests.support.matrix_experts import (
+    HALVES,
     LAYOUTS,
     MODELS,
     ChoiceMargin,
@@ -171,9 +172,12 @@ def test_any_layout_resumes_with_experts_load_and_bias(before: str, after: str, 
             id="groups",
         ),
         pytest.param(
-            ("parallelism=ep", "parallelism.halves=true", "training.global_batch=512", "training.seq_len=256"),
-            "parallelism.halves=true: needs micro-batches of two rows",
-            id="one-row",
+            ("parallelism=ep", "parallelism.halves=true"),
+            r"parallelism.halves=true: is an experiment now; give parallelism.halves=false \+exchange@para",
+            id="halves",
+        ),
+        pytest.param(
+            ("parallelism=ep", "parallelism.dispatcher=deepep"), "parallelism.dispatcher=deepep: is an ex", id="deepep"
         ),
     ],
 )
@@ -226,7 +230,7 @@ def test_experts_that_a_dense_model_lacks_are_warned_of(capsys: pytest.CaptureFi
     [
         thorough((), id="single"),
         pytest.param(LAYOUTS["ep"], id="ep"),
-        thorough((*LAYOUTS["ep"], "parallelism.halves=true", "memory=selective"), id="halves"),
+        thorough((*LAYOUTS["ep"], HALVES, "memory=selective"), id="halves"),
     ],
 )
 def test_compiled_blocks_learn_the_same(layout: tuple[str, ...], tmp_path: Path) -> None:

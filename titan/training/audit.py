@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from titan.debug.module_hooks import CompiledHook
 from titan.parallelism import data
 from titan.parallelism.fingerprints import fingerprint
-from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.norms import local_tensor
 from titan.parallelism.replicas import get_rank_name
 from titan.run.run import Run
 from titan.training.audit_verdict import Computation, Witness, judge

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from titan.debug.module_hooks import force_eager
 from titan.parallelism import data
-from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.norms import local_tensor
 from titan.run.run import Run
 from titan.training import layer_norms
 from titan.training.observe import Observer, StepRows

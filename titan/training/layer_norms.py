@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.parallelism.mesh import World
-from titan.parallelism.tensor_norms import count_replicas, sum_row_squares
+from titan.parallelism.norms import count_replicas, sum_row_squares
 from titan.training.train_step import TrainStep
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.norms import local_tensor
 
 UNWRITTEN = ("empty", "new_empty", "resize", "set_", "as_strided")
 """Beginnings of names of operations whose result has no value yet."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from titan.debug.module_hooks import ModuleHooks, StageCall, force_eager, iterate_submodules
 from titan.files.atomic import write_atomic
-from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.norms import local_tensor
 from titan.run.run import Run
 from titan.training.non_finite_op_mode import NonFiniteOpMode
 from titan.training.observe import compute_token_losses

@@ -113,7 +113,7 @@ class RunProfiler:
         """
         self.settings, self.staging, self.world, self.train_step = run.profile, run.staging, world, train_step
         self.predicted, self.show, self.tasks = predicted, show, tasks
-        self.has_pairs = run.parallelism.pairs  # whose backward passes another thread starts
+        self.has_threads = run.parallelism.exchange.uses_threads
         self.folder = Path(run.directory) / "profile"
         self.is_included = self.settings.includes(world.rank_info.rank)
         self.polled_at = 0.0
@@ -176,7 +176,7 @@ class RunProfiler:
             profile_memory=settings.memory,
             record_shapes=settings.shapes,
             with_stack=settings.stacks,
-            experimental_config=_ExperimentalConfig(profile_all_threads=self.has_pairs),
+            experimental_config=_ExperimentalConfig(profile_all_threads=self.has_threads),
         )
         self.profile.step_num = step  # so that ranges of steps have the run's numbers
         self.profile.current_action = self._choose_action(step)

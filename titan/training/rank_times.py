@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.console.numbers import format_rounded
-from titan.parallelism import collectives, context, context_ring
+from titan.parallelism import collectives, context_ring
 from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
 from titan.profile.schema import Profile
@@ -23,7 +23,7 @@ from titan.training.train_step import TrainStep
 Times = NDArray[np.float64]
 FIGURES = ("step_seconds", "data_seconds", "wait_seconds")
 """Of each rank: its step, and of that waiting for data and for other ranks."""
-WAIT_FUNCTIONS = tuple((module, "wait") for module in (collectives, context, context_ring))
+WAIT_FUNCTIONS = tuple((module, "wait") for module in (collectives, context_ring))
 """Where tensor and context parallelism wait for a collective."""
 
 

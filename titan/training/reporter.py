@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from titan.compile.graphs import GraphWatch
+from titan.compile.backend import GraphWatch
 from titan.console.progress import Progress
 from titan.console.text import sanitize_line
 from titan.dataset.mixture import RowMixture

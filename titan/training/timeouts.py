@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 
@@ -19,7 +19,7 @@ class Timeouts:
         seconds: the present timeout.
     """
 
-    def __init__(self, run: Run, attempt: Attempt, world: World) -> None:
+    def __init__(self, run: Run, attempt: Attempt, world: RunContext) -> None:
         """Take the settings, the first step of the attempt, and the ranks."""
         self.run, self.attempt, self.world, self.seconds = run, attempt, world, run.cluster.timeout
 

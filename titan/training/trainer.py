@@ -18,13 +18,13 @@ from torch import Tensor
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.state import init_optimizer_state
 from titan.cluster.heap import HeapTrimmer
-from titan.compile.graphs import GraphWatch
+from titan.compile.backend import GraphWatch
 from titan.dataset import corpora
 from titan.dataset.loader import Batch
 from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING
 from titan.hooks.calls import Hooks
-from titan.parallelism import grad_norm
-from titan.parallelism.mesh import World
+from titan.parallelism import norms
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
 from titan.run.attempts import Attempt
 from titan.run.run import Run
@@ -74,7 +74,7 @@ class Trainer:
         self,
         run: Run,
         attempt: Attempt,
-        world: World,
+        world: RunContext,
         train_step: TrainStep,
         stop: StopSource,
         reader: CheckpointReader | None = None,
@@ -196,7 +196,7 @@ class Trainer:
         gradients, norm = self.train_step.list_gradients(), metrics[SQUARES].sqrt()
         if self.masks_targets:  # how many targets count is known only now
             scale = tokens / metrics[VALID].clamp(min=1)
-            grad_norm.scale_gradients(gradients, scale.float())
+            norms.scale_gradients(gradients, scale.float())
             norm = norm * scale
         norm = norm.float()
         if self.hooks.has_method("before_optimizer"):  # it may change gradients
@@ -204,7 +204,7 @@ class Trainer:
             norm = self.train_step.compute_norm()
         self.layer_metrics.measure_gradients(self.step)
         if self.run.training.clip_norm is not None:
-            grad_norm.clip_gradients(gradients, norm, self.run.training.clip_norm)
+            norms.clip_gradients(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
         bad = ~torch.isfinite(metrics[LOSS] + norm)
         self.world.activity.enter_phase(UPDATING)

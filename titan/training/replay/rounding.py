@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan.model.init_weights import Normal, init_parameter
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.norms import local_tensor
 from titan.precision.schema import Precision
 
 SPACING = {"fp32": 2.0**-23, "bf16": 2.0**-7}

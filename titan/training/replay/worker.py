@@ -27,10 +27,10 @@ from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.debug.module_hooks import force_eager
 from titan.model.init_weights import Normal, init_parameter
-from titan.parallelism import data, grad_norm
-from titan.parallelism.grad_norm import local_tensor
-from titan.parallelism.mesh import World
+from titan.parallelism import data, norms
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.norms import local_tensor
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training.build import build_train_step
@@ -91,7 +91,7 @@ def work(job: ReplayJob, rank_info: RankInfo) -> int:
     return 0
 
 
-def _open_start(job: ReplayJob, world: World) -> tuple[CheckpointReader | None, Attempt]:
+def _open_start(job: ReplayJob, world: RunContext) -> tuple[CheckpointReader | None, Attempt]:
     path = job.attempt.checkpoint
     if path is None:
         return None, job.attempt
@@ -323,7 +323,7 @@ class Replayer(Trainer):
                 p.grad = torch.empty_like(p)
                 init_parameter(p.grad, f"{GRADIENT} of {name}", Normal(MADE_STD), 0)
         if (clip := self.run.training.clip_norm) is not None:
-            grad_norm.clip_gradients(self.train_step.list_gradients(), self.train_step.compute_norm(), clip)
+            norms.clip_gradients(self.train_step.list_gradients(), self.train_step.compute_norm(), clip)
         before = [local_tensor(p.detach()).clone() for _, p in parameters]
         self._scale_rates()
         self._update(torch.zeros((), dtype=torch.bool, device=self.world.device))

@@ -16,14 +16,14 @@ from titan.cluster.rank_info import RankInfo
 from titan.debug.switches import set_switches
 from titan.errors import ConfigError, RunError
 from titan.parallelism import mesh
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.run.run import Run
 from titan.training.signals import StopSignals
 from titan.training.worker import set_log_file, to_user_error
 
 
 @contextmanager
-def join_ranks(run: Run, rank_info: RankInfo) -> Iterator[tuple[World, StopSignals]]:
+def join_ranks(run: Run, rank_info: RankInfo) -> Iterator[tuple[RunContext, StopSignals]]:
     """Join the ranks of a job, and leave them at its end.
 
     Raises:
@@ -47,7 +47,7 @@ def join_ranks(run: Run, rank_info: RankInfo) -> Iterator[tuple[World, StopSigna
         set_log_file(None)  # the file of one rank is in a temporary directory
 
 
-def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -> CheckpointReader:
+def fetch_verified(run: Run, path: str, step: int, world: RunContext, setting: str) -> CheckpointReader:
     """Return the reader of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
 
     Args:
