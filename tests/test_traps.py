@@ -26,10 +26,10 @@ from titan.model import init_weights
 from titan.model.layers import Head, cross_entropy
 from titan.model.loss_terms import Objective
 from titan.model.schema import Llama
-from titan.parallelism import collectives, grad_norm, tensor
+from titan.parallelism import collectives, norms, tensor
 from titan.parallelism.mesh import World
+from titan.parallelism.norms import count_replicas
 from titan.parallelism.schema import Layout
-from titan.parallelism.tensor_norms import count_replicas
 
 
 @pytest.mark.full
@@ -74,7 +74,7 @@ def mixed(rank: int, world: int) -> tuple[float, float]:
     whole = distribute_tensor(values, mesh["shard"], [Replicate()], src_data_rank=None)
     all_ranks = World(RankInfo(rank, world, rank), Layout(shard=2, tensor=2), torch.device("cpu"))
     gradients = ((gradient, count_replicas(gradient, all_ranks)) for gradient in (cut, values, both, whole))
-    total = all_ranks.all_reduce(grad_norm.sum_squares(gradients, torch.device("cpu"))).sqrt()
+    total = all_ranks.all_reduce(norms.sum_squares(gradients, torch.device("cpu"))).sqrt()
     return total.item(), (4 * values.square().sum()).sqrt().item()
 
 

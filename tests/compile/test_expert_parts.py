@@ -18,8 +18,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import compose_tiny_run, compute_difference
 from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
-from titan.compile.backend import compile_stage
-from titan.compile.graphs import GraphLabel, GraphWatch, count_calls, label_calls
+from titan.compile.backend import GraphLabel, GraphWatch, compile_stage, count_calls, label_calls
 from titan.compile.schema import Compile
 from titan.model.layers import FeedForward
 from titan.model.parts import Part

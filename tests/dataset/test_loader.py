@@ -35,8 +35,8 @@ from titan.dataset.loader import (
 from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences
 from titan.dataset.shards import Corpus, open_corpus
 from titan.errors import RunError
-from titan.parallelism.data_shard import DataShard
 from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.schema import DataShard
 from titan.training.schema import Training
 
 SEQ_LEN = 4

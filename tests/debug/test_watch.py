@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from titan.debug.activity import COMPUTING, SAVING, STARTING, Activity
 from titan.debug.thread_state import ThreadState, read_thread_states
 from titan.debug.verdict import HangError, Messages, Verdict
 from titan.debug.watch import Watch
-from titan.parallelism import turns
 from titan.status import read_hang_sentence
 from titan.training.signals import StopSignals
 
@@ -124,21 +122,6 @@ def test_threads_are_found_with_their_layer() -> None:
     thread.join()
     assert found["data"].layer == "layers.3" and "in forward" in found["data"].line
     assert "in test_threads" in found["main"].line
-
-
-def test_the_main_thread_is_where_the_one_is_that_computes_in_its_place() -> None:
-    found = {}
-
-    class Layer:
-        def forward(self) -> None:
-            found.update(read_thread_states({id(self): "layers.7"}))
-
-    def wait_for_turn() -> None:
-        turns.note_exchange()
-        turns.hand_over()
-
-    turns.take_turns(wait_for_turn, Layer().forward, ThreadPoolExecutor(1))
-    assert found["main"].layer == "layers.7" and "in forward" in found["main"].line
 
 
 def test_reading_threads_keeps_none_of_their_variables() -> None:

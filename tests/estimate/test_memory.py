@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 from unittest import mock
 
@@ -13,7 +12,6 @@ import pytest
 from torch import Tensor
 
 from tests.support.composing import compose_test_run
-from tests.support.matrix import build_paired_schedule
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full, select_cases
 from titan.estimate import memory, pipeline_states
@@ -279,20 +277,6 @@ def test_schedules_that_split_backward(schedule: str, mode: str) -> None:
     estimated, found = both(run("blocks", "pp-first", *how), 0)
     too_high = CLOSE if mode == "none" else 0.1
     assert found.bytes * (1 - CLOSE) <= estimated <= found.bytes * (1 + too_high), str(found)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("mode", "rank"),
-    [("none", 0), full("none", 2), full("full", 0), ("full", 2), full("selective", 2)],
-)
-def test_pairs_need_what_both_passes_need(mode: str, rank: int, tmp_path: Path) -> None:
-    schedule = tmp_path / "paired.csv"
-    schedule.write_text(build_paired_schedule())
-    how = ("model=qwen3_moe_debug", "model.layers=8", "parallelism=pp", "parallelism.shard=2", "parallelism.expert=2",
-           f"parallelism.schedule={schedule}", "parallelism.pairs=true", "parallelism.microbatches=4")  # fmt: skip
-    estimated, found = both(run("blocks", "pp-first", *how, f"memory={mode}"), rank)
-    assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,6 @@ from tests.support.composing import compose_test_run
 from tests.support.measured_memory import CASES, list_words
 from titan.cluster import heap
 from titan.estimate import fit, overhead
-from titan.estimate.deep_ep_buffers import count_entries
-from titan.estimate.memory import Usage
-from titan.parallelism.schema import Layout
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs/memory.md").read_text().split())
 
@@ -53,32 +49,3 @@ def test_the_memory_of_experts_on_a_cpu_is_about_what_was_measured(name: str) ->
     run = compose_test_run([*list_words(CASES[name]), *precision])
     stated = fit.estimate_memory(run, run.layout, run.microbatches, "cpu").bytes / 2**20
     assert 0.95 <= stated / MEASURED[name] <= 1.22
-
-
-@pytest.mark.parametrize(
-    ("ranks", "top_k", "entries"),
-    [
-        pytest.param(4, 8, 4, id="a-rank-for-each-expert"),
-        pytest.param(8, 2, 8, id="one-node"),
-        pytest.param(64, 8, 80, id="eight-nodes"),
-        pytest.param(16, 2, 19, id="two-nodes"),
-    ],
-)
-def test_buffers_of_deep_ep_have_room_for_all_ranks_tokens(ranks: int, top_k: int, entries: int) -> None:
-    assert count_entries(ranks, 8, top_k) == entries
-
-
-@pytest.mark.full
-def test_a_plan_counts_the_buffers_of_deep_ep() -> None:
-    layout = Layout(shard=64, expert=64)
-    words = ["model=deepseek_v3_debug", "training.seq_len=4096", "training.global_batch=262144", "cluster=cpu"]
-    recipe = compose_test_run(words)
-    exchanged, sent = (
-        overhead.add_overhead(
-            replace(recipe, parallelism=replace(recipe.parallelism, dispatcher=name)), layout, 1, Usage("peak"), "cuda"
-        ).parts["communication"]
-        for name in ("alltoall", "deepep")
-    )
-    model = recipe.model
-    entry = 2 * model.dim + 12 * model.top_k  # type: ignore[attr-defined]
-    assert exchanged == 0 and sent == count_entries(64, 8, model.top_k) * 4096 * 32 * -(-entry // 32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,7 +30,7 @@ CASES = [pytest.param(model, layout, id=f"{model}-{layout}") for model in MODELS
 def elements(_: int, __: int, run: Run) -> int:
     """The elements of all weights on the first rank."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    step = build_train_step(run, dataclasses.replace(_build_world(run, 0), memory=lambda: fake))
+    step = build_train_step(run, _build_world(run, 0), memory=fake)
     weights = (p.to_local() if isinstance(p, DTensor) else p for p in step.parameters())
     found = sum(weight.numel() for weight in weights)
     dist.destroy_process_group()

@@ -20,7 +20,6 @@ from titan.estimate import plan as planning
 from titan.estimate.constants import load_constants
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.step_time import CAUSES, StepModel, StepTime, estimate_step
-from titan.parallelism.pipeline.schedules import SCHEDULES, compute_timetable, order_actions, simulate_order
 from titan.run.run import Run
 
 H100 = Hardware(
@@ -101,16 +100,6 @@ def test_more_microbatches_leave_a_pipeline_less_idle() -> None:
         parts = predicted(composed_run("pp", f"parallelism.microbatches={count}", "parallelism.idle=0.9")).parts
         idle.append(parts.get("pipeline idle", 0.0) / sum(parts.values()))
     assert idle == sorted(idle, reverse=True) and idle[0] == pytest.approx(3 / 7, rel=0.15)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_timetable_without_transfers_is_the_simulation(schedule: str) -> None:
-    actions = order_actions(schedule, 4, SCHEDULES[schedule].stages, 8)
-    costs = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
-    spans = compute_timetable(actions, lambda action: costs[action.kind])
-    assert max(span.end for span in spans) == simulate_order(actions).makespan
-    later = compute_timetable(actions, lambda action: costs[action.kind], hop=0.5)
-    assert max(span.end for span in later) > simulate_order(actions).makespan
 
 
 def test_a_matmul_takes_whole_tiles() -> None:

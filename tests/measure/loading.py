@@ -20,7 +20,7 @@ from titan.dataset.loader import BatchShape, Loader
 from titan.dataset.mixture import RowMixture
 from titan.dataset.permutation import Permutation
 from titan.dataset.schema import Synthetic
-from titan.parallelism.data_shard import DataShard
+from titan.parallelism.schema import DataShard
 from titan.training.schema import Training
 
 SEQ_LENS = (256, 2048, 8192)

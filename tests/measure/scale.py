@@ -312,7 +312,7 @@ def _measure_beat_reading(ranks: int, meter: CostMeter) -> None:
 def _measure_metrics(ranks: int, meter: CostMeter, rank: int) -> None:
     """Measure the metrics of a step: packing this rank's part, and reading the sum; per step."""
     run = compose_scale_run(ranks)
-    world = mesh.World(RankInfo(rank, ranks, rank % NODE), run.layout, torch.device("cpu"))
+    world = mesh.RunContext(RankInfo(rank, ranks, rank % NODE), run.layout, torch.device("cpu"))
     no_step: Any = None  # the step itself is not measured
     times = RankTimes(run.profile, world, no_step, compiled=False)
     batch = Batch(np.zeros((2, 1, 1, 4), np.int32), 0, 0, 1, 1, valid=3, pairs=16)

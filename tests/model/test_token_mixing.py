@@ -88,7 +88,7 @@ def smear_embeddings(model: Any) -> None:
     class Smeared(Changed):
         def forward(self, x: Tensor, positions: Any = None, document_ids: Any = None, valid: Any = None) -> Any:
             hidden = self.tok_embeddings(x)
-            inputs = self._build_block_inputs(document_ids, positions, hidden)
+            inputs = self.build_block_inputs(document_ids, positions, hidden)
             hidden = hidden + 0.1 * shift(hidden)
             for block in self.blocks():
                 hidden = block(hidden, *inputs)

@@ -20,7 +20,7 @@ from titan.model import init_weights
 from titan.model.schema import Llama
 from titan.parallelism import data
 from titan.parallelism.microbatches import Microbatches
-from titan.precision.cast import set_compute_dtype
+from titan.precision.low_precision import set_compute_dtype
 from titan.precision.schema import Precision
 from titan.training.trace.rank import trace_rank
 from titan.training.train_step import GradAccumulation, ModelStage

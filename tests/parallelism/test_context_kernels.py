@@ -252,11 +252,5 @@ def test_documents_need_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(by_flash[0], context_kernels.forward("flash", q, kv, KeyMask(causal=True))[0])
 
 
-def test_flex_needs_a_mask_of_blocks() -> None:
-    q, kv = inputs(8, 8)
-    with pytest.raises(ValueError, match="flex needs a block mask"):
-        context_kernels.forward("flex", q, kv, KeyMask(causal=True))
-
-
 def test_names_are_those_of_the_setting() -> None:
     assert {*GPU_KERNELS, "math"} == set(attention.BACKENDS)

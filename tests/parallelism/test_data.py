@@ -46,7 +46,7 @@ def build(config: Llama, wrap: str) -> TrainStep:
         wrapped = data.replicate(
             stage, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
         )
-    world = mesh.World(RankInfo(), Layout(), torch.device("cpu"))
+    world = mesh.RunContext(RankInfo(), Layout(), torch.device("cpu"))
     return TrainStep(
         (stage,), GradAccumulation(stage, wrapped, wrap == "fsdp-whole"), torch.optim.SGD(model.parameters()), world
     )
@@ -127,4 +127,4 @@ def test_one_rank_needs_nobody() -> None:
     assert (world.mesh, world.data_shard.rank, world.data_shard.ranks, world.is_rank0) == (None, 0, 1, True)
     assert world.all_gather_object("a") == ["a"]
     assert world.all_reduce(torch.tensor(3.0)) == 3
-    assert world.get_submesh("replicate", "shard") is None
+    assert world.get_mesh("replicate", "shard") is None

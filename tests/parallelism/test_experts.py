@@ -12,6 +12,7 @@ from tests.checkpoint.test_manager import in_two_attempts
 from tests.support.composing import compose_test_run
 from tests.support.matrix import EXACT, LayoutCase, TrainedLayout
 from tests.support.matrix_experts import (
+    HALVES,
     LAYOUTS,
     MODELS,
     ChoiceMargin,
@@ -165,9 +166,12 @@ def test_any_layout_resumes_with_experts_load_and_bias(before: str, after: str, 
             id="groups",
         ),
         pytest.param(
-            ("parallelism=ep", "parallelism.halves=true", "training.global_batch=512", "training.seq_len=256"),
-            "parallelism.halves=true: needs micro-batches of two rows",
-            id="one-row",
+            ("parallelism=ep", "parallelism.halves=true"),
+            r"parallelism.halves=true: is an experiment now; give parallelism.halves=false \+exchange@para",
+            id="halves",
+        ),
+        pytest.param(
+            ("parallelism=ep", "parallelism.dispatcher=deepep"), "parallelism.dispatcher=deepep: is an ex", id="deepep"
         ),
     ],
 )
@@ -180,7 +184,7 @@ def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str) ->
 def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
     layout = compose_test_run(["model=qwen3_moe_debug", "parallelism=3d", "parallelism.expert=-1"]).layout
     assert (layout.expert, layout.expert_shards, str(layout).split()[-2:]) == (4, 1, ["expert", "4"])
-    assert layout.list_groups("expert") == [range(4), range(4, 8)]
+    assert layout.list_groups("expert") == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.full
@@ -220,7 +224,7 @@ def test_experts_that_a_dense_model_lacks_are_warned_of(capsys: pytest.CaptureFi
     [
         full((), id="single"),
         pytest.param(LAYOUTS["ep"], id="ep"),
-        full((*LAYOUTS["ep"], "parallelism.halves=true", "memory=selective"), id="halves"),
+        full((*LAYOUTS["ep"], HALVES, "memory=selective"), id="halves"),
     ],
 )
 def test_compiled_blocks_learn_the_same(layout: tuple[str, ...], tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
-from titan.parallelism.grad_norm import clip_gradients, sum_squares
 from titan.parallelism.mesh import World
+from titan.parallelism.norms import clip_gradients, count_replicas, sum_squares
 from titan.parallelism.schema import Layout
-from titan.parallelism.tensor_norms import count_replicas
 
 SHAPES = [(5, 3), (8, 8), (7,), (1, 64), (2, 3, 4)]
 CPU = torch.device("cpu")

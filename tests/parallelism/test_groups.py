@@ -94,9 +94,9 @@ def test_a_group_has_the_ranks_that_differ_along_its_dimensions(
         for name in layout.mesh_degrees():
             assert members(world.get_group(name)) == along(name, *(["context"] if name == "shard" else []))
         if layout.context > 1:
-            assert members(world.context) == along("context")
+            assert members(world.get_group("context")) == along("context")
         if max(layout.pipeline, layout.context, layout.tensor) > 1:
-            assert members(world.model_parallel) == along("pipeline", "context", "tensor")
+            assert members(world.get_group("pipeline", "context", "tensor")) == along("pipeline", "context", "tensor")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_experts_are_divided_over_neighbours_within_a_replica_of_a_stage(
     replica = layout.shard * layout.context * layout.tensor
     for rank in range(layout.devices):
         fake(rank, layout.devices)
-        experts = mesh.build_world(RankInfo(rank, layout.devices, rank), layout, CPU).experts
+        experts = mesh.build_world(RankInfo(rank, layout.devices, rank), layout, CPU).expert_mesh
         assert experts is not None
         first, start = rank // layout.expert * layout.expert, rank // replica * replica
         assert members(experts.get_group("expert")) == list(range(first, first + layout.expert))

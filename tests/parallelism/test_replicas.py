@@ -50,7 +50,7 @@ def test_what_is_said_of_a_difference() -> None:
 def _compare(rank: int, size: int) -> list[Any]:
     """With 2 x 2 ranks: clean, then with a bit flipped in each tensor on rank 3; and what is not known."""
     world = build_world(RankInfo(rank, size), Layout(replicate=2, shard=2), torch.device("cpu"))
-    mesh, full = world.get_submesh("replicate", "shard"), torch.arange(16.0).view(4, 4)
+    mesh, full = world.get_mesh("replicate", "shard"), torch.arange(16.0).view(4, 4)
     assert mesh is not None
     placements = {"rows": [Replicate(), Shard(0)], "shards": [Shard(0), Shard(1)], "whole": [Replicate(), Replicate()]}
     tensors = {name: distribute_tensor(full, mesh, p, src_data_rank=None) for name, p in placements.items()}

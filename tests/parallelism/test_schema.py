@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.errors import ConfigError
-from titan.parallelism.resolve_layout import resolve_layout
-from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
+from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism, resolve_layout
 
 DEGREES = st.integers(1, 6)
 DEVICES = st.integers(1, 2048)

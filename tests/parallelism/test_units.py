@@ -20,7 +20,7 @@ from tests.support.tiers import full
 from titan.cluster import devices
 from titan.model.schema import Llama
 from titan.parallelism import units
-from titan.parallelism.strategy import Sharding, Strategy
+from titan.parallelism.schema import Sharding, Strategy
 from titan.run.run import Run
 
 LAYERS = 6

@@ -15,8 +15,8 @@ from tests.support.tiers import full, list_further
 from titan.model.expert_ops import multiply_grouped
 from titan.model.experts import ExpertLinear
 from titan.model.schema_moe import Qwen3Moe
-from titan.precision import grouped
-from titan.precision.cast import set_compute_dtype
+from titan.precision import low_precision
+from titan.precision.low_precision import set_compute_dtype
 from titan.precision.schema import Precision
 
 MOE = (
@@ -53,7 +53,7 @@ def computed(product: Any, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("kind", SMALL)
 def test_each_expert_is_a_linear_layer_of_rounded_operands(kind: str, compiled: bool) -> None:
     x, w, g = operands()
-    product = grouped.build_product(kind, emulate=True)
+    product = low_precision.build_expert_product(kind, emulate=True)
     function = torch.compile(product, fullgraph=True, backend="aot_eager") if compiled else product
     out, of_x, of_w = computed(function, x, w, g)
     for expert, (start, end) in enumerate(zip((0, *ENDS), ENDS, strict=False)):
@@ -72,7 +72,9 @@ def test_each_expert_is_a_linear_layer_of_rounded_operands(kind: str, compiled: 
 @pytest.mark.parametrize("kind", SMALL[:3])
 def test_emulation_computes_what_the_kernel_does(kind: str) -> None:
     """torch has the kernels of float8 for CPUs too."""
-    for one, other in zip(*(computed(grouped.build_product(kind, e), *operands()) for e in (True, False)), strict=True):
+    for one, other in zip(
+        *(computed(low_precision.build_expert_product(kind, e), *operands()) for e in (True, False)), strict=True
+    ):
         assert float((one.float() - other.float()).norm() / one.float().norm()) < 1e-2
 
 
@@ -85,7 +87,7 @@ def test_a_kernel_gets_a_multiple_of_rows_and_no_others_count() -> None:
 
     x, w, g = operands()
     x[ENDS[-1] :] = torch.nan  # rows that no expert gets may have any value
-    found = computed(lambda *args: grouped.multiply_padded(*args, 16, kernel), x, w, g)
+    found = computed(lambda *args: low_precision.multiply_padded(*args, 16, kernel), x, w, g)
     wanted = computed(multiply_grouped, x.nan_to_num(), w, g)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3 * float(other.abs().max()))

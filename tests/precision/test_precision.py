@@ -35,8 +35,7 @@ from titan.model.schema import Decoder, Llama, Qwen3
 from titan.precision import low_precision
 from titan.precision.low_precision import Float8Scales
 from titan.precision.low_precision import build_product as multiplication
-from titan.precision.schema import Precision
-from titan.precision.selection import WeightSharding
+from titan.precision.schema import Precision, WeightSharding
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 

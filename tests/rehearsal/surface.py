@@ -17,7 +17,7 @@ from tests.rehearsal import watch
 ON_DEVICE = {"on_gpu", "is_cuda"}
 NEED_KERNELS = {
     "titan/model/attention.py": {"_choose_flex"},
-    "titan/precision/grouped.py": {"_has_kernel", "_multiply_experts"},
+    "titan/precision/low_precision.py": {"_has_kernel", "_multiply_experts"},
 }
 """Functions whose lines need a kernel of a GPU: FlexAttention, and matmuls of float8 experts."""
 

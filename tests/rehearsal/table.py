@@ -20,6 +20,9 @@ EXPERTS = (
 )  # fmt: skip
 FP32, BF16 = (*DENSE, "precision=fp32"), (*DENSE, "precision=bf16")
 GENERATED = ("tokens=[1,2,3]", "max_tokens=4")
+HALVES, PAIRS = (
+    f"+parallelism.exchange._target_=experiments.expert_exchange.{name}" for name in ("halves.Halves", "pairs.Pairs")
+)
 SMALLER = "tests.rehearsal.smaller"
 MASKED = (*FP32, "dataset.mask_documents=true")
 MUON = (*FP32, "optimizer=muon")
@@ -86,7 +89,7 @@ EXPERTS_WAIT = "titan/parallelism/expert.py"
 """Ranks exchange how many rows each expert gets (docs/experts.md)."""
 LOOP_WAITS = "titan/model/expert_ops.py list_row_ranges"
 """In fp32 experts are computed one after another (docs/experts.md)."""
-OFFLOAD_WAITS = ("titan/parallelism/grad_norm.py", "titan/training/trainer.py Trainer._update")
+OFFLOAD_WAITS = ("titan/parallelism/norms.py", "titan/training/trainer.py Trainer._update")
 """The norm and the update are the host's (docs/memory.md)."""
 SAVED = ("checkpoint=async", "checkpoint.every=1")
 TRAINING = (
@@ -107,13 +110,13 @@ TRAINING = (
         devices=2, like="experts", waits=(EXPERTS_WAIT, LOOP_WAITS),
     ),
     Rehearsed(
-        "ep in halves", (*EXPERTS, "precision=fp32", "parallelism=ep", "parallelism.halves=true", "memory=full"),
+        "ep in halves", (*EXPERTS, "precision=fp32", "parallelism=ep", HALVES, "memory=full"),
         devices=2, like="experts", waits=(EXPERTS_WAIT, LOOP_WAITS),
     ),
     Rehearsed(
         "ep in pairs",
         (*EXPERTS, "model.layers=4", "precision=fp32", "parallelism=pp", "parallelism.shard=2", "parallelism.expert=2",
-         "parallelism.schedule=DualPipeV", "parallelism.pairs=true", "parallelism.microbatches=4", "memory=full"),
+         "parallelism.schedule=DualPipeV", PAIRS, "parallelism.microbatches=4", "memory=full"),
         devices=4, like="experts in four layers", waits=(EXPERTS_WAIT, LOOP_WAITS),
     ),
     Rehearsed("ep, bf16", (*EXPERTS, "precision=bf16", "parallelism=ep"), devices=2, waits=(EXPERTS_WAIT,)),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan.model import init_weights
 from titan.model.schema import Llama
-from titan.precision.cast import set_compute_dtype
+from titan.precision.low_precision import set_compute_dtype
 from titan.precision.schema import Precision
 from titan.training.train_step import ModelStage
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tests.support.runs import RankOutcome, compose_tiny_run, train_run
 from titan.checkpoint.manager import collect_compared, compare_replicas
 from titan.checkpoint.state import train_state_dict
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.norms import local_tensor
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 

@@ -183,10 +183,10 @@ def _step_optimizer(run: Run, world: Any) -> Tensors:
 
 def step_class(run: Run, settings: External) -> Tensors:
     """Step the class itself with all of its parameters; return what it has updated."""
-    from titan.parallelism.mesh import World
+    from titan.parallelism.mesh import RunContext
     from titan.parallelism.schema import Layout
 
-    world = World(RankInfo(0, 1, 0, ""), Layout(), torch.device("cpu"))
+    world = RunContext(RankInfo(0, 1, 0, ""), Layout(), torch.device("cpu"))
     named = dict(build_train_step(run, world).named_parameters())
     chosen = {n: p for n, p in named.items() if settings.choose_settings(n, p.dim()).orthogonal}
     constructor = load_constructor(settings.cls, dict(settings.args or {}))

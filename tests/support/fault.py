@@ -24,4 +24,6 @@ class Fault:
 
 
 def define_fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
-    return Fault(name, file, old, new, tuple(f"tests/{test}" for test in tests))
+    return Fault(
+        name, file, old, new, tuple(test if test.startswith("experiments/") else f"tests/{test}" for test in tests)
+    )

@@ -11,8 +11,8 @@ FAULTS = (
     define_fault(
         "groups: replicas of a group do not sum their gradients",
         "titan/parallelism/mesh.py",
-        'return mesh["replicate", "shard"] if sizes["replicate"] > 1 else mesh["shard"]',
-        'return mesh["shard"]',
+        'self.data_meshes[shards] = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]',
+        'self.data_meshes[shards] = mesh["shard"]',
         "parallelism/test_strategy.py::test_parameters_are_sharded_as_their_group_says_and_another_sharding_resumes",
     ),
     define_fault(

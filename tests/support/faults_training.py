@@ -83,7 +83,7 @@ DATA = (
     ),
     define_fault(
         "data order: ranks skip a row",
-        "titan/parallelism/data_shard.py",
+        "titan/parallelism/schema.py",
         "(self.rank + 1) * slots))",
         "(self.rank + 1) * slots - 1))",
         "dataset/test_loader.py::test_every_row_once_in_order_under_any_layout",
@@ -265,7 +265,7 @@ TRAINING = (
 PARALLELISM = (
     define_fault(
         "gradient norm: what several ranks have counts several times",
-        "titan/parallelism/grad_norm.py",
+        "titan/parallelism/norms.py",
         "_sum_shard_squares(shards).to(device) / replica_count",
         "_sum_shard_squares(shards).to(device)",
         "parallelism/test_grad_norm.py::test_cut_tensors_have_the_norm_of_the_whole",
@@ -286,7 +286,7 @@ PARALLELISM = (
     ),
     define_fault(
         "gradient norm: small ones are scaled up",
-        "titan/parallelism/grad_norm.py",
+        "titan/parallelism/norms.py",
         "torch.clamp(max_norm / (norm + 1e-6), max=1.0)",
         "max_norm / (norm + 1e-6)",
         "parallelism/test_grad_norm.py::test_plain_tensors_as_torch",
@@ -412,7 +412,7 @@ PARALLELISM = (
     ),
     define_fault(
         "precision: a norm is summed in the gradients' type",
-        "titan/parallelism/grad_norm.py",
+        "titan/parallelism/norms.py",
         "torch.linalg.vector_norm(shard, dim=-1, dtype=torch.float32)",
         "torch.linalg.vector_norm(shard, dim=-1)",
         "parallelism/test_grad_norm.py::test_gradients_in_bf16_are_summed_in_fp32",

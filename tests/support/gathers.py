@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -79,7 +78,7 @@ def _count(_: int, __: int, run: Run, has_mesh_per_parameter: bool) -> tuple[Pas
     fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), _Recorder()
     world = mesh.build_world(RankInfo(0, run.layout.devices, 0, ""), run.layout, torch.device("cpu"))
     with mock.patch.object(units, "HAS_MESH_PER_PARAMETER", has_mesh_per_parameter):
-        train_step = build_train_step(run, dataclasses.replace(world, memory=lambda: fake))
+        train_step = build_train_step(run, world, memory=fake)
     shape = (1, run.microbatch_rows, run.training.seq_len)
     with fake:
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from titan.model import experts, layers
 from titan.model.decoder import DecoderModel
-from titan.parallelism import collectives, context, data, grad_norm, tensor
+from titan.parallelism import collectives, context, data, norms, tensor
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.pipeline import runtime
 from titan.precision import low_precision
@@ -201,12 +201,12 @@ def _mask_last_target(original: Any) -> Any:
     return select
 
 
-def _reduce_in_bf16(original: Any) -> Any:
+def _reduce_in_bf16(passes: Any) -> Any:
     def reduce(x: Tensor, *args: Any) -> Tensor:
-        out: Tensor = original(x.bfloat16(), *args)
-        return out.to(x.dtype)
+        return collectives.reduce_scatter(x.bfloat16(), *args).to(x.dtype)
 
-    return reduce
+    whole = collectives.all_gather
+    return passes | {"reduce_scatter": (reduce, whole), "all_gather": (whole, reduce)}
 
 
 def _use_stale_weight(layer: str) -> Callable[[Any], Any]:
@@ -216,7 +216,7 @@ def _use_stale_weight(layer: str) -> Callable[[Any], Any]:
             if get_rank() == 1:
                 named = dict(step.named_parameters())
                 with torch.no_grad():
-                    grad_norm.local_tensor(named[layer]).mul_(0.99)
+                    norms.local_tensor(named[layer]).mul_(0.99)
 
         return restore
 
@@ -228,7 +228,7 @@ def _lose_state(key: str) -> Callable[[Any], Any]:
         def restore(run: Any, attempt: Any, step: Any, *rest: Any) -> None:
             original(run, attempt, step, *rest)
             for state in step.optimizer.state.values():
-                grad_norm.local_tensor(state[key]).zero_()
+                norms.local_tensor(state[key]).zero_()
 
         return restore
 
@@ -375,15 +375,12 @@ def _sum_twice(original: Any) -> Any:
     return sum_shared
 
 
-def _keep_own_chunk(original: Any) -> Any:
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (grads[0].chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None)
-
-    return staticmethod(backward)
+def _keep_own_chunk(passes: Any) -> Any:
+    return passes | {"all_gather": (collectives.all_gather, collectives._select_part)}
 
 
-def _forget_all_reduce(original: Any) -> Any:
-    return staticmethod(lambda ctx, *grads: (grads[0], None))
+def _forget_all_reduce(passes: Any) -> Any:
+    return passes | {"copy": (passes["copy"][0], lambda grad, dim, group: grad)}
 
 
 def _scale_keys_gradient(original: Any) -> Any:
@@ -425,11 +422,11 @@ def _skip_parameter(name: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         def update(self: Any, skipped: Tensor) -> None:
             named = dict(self.train_step.named_parameters())
-            kept = grad_norm.local_tensor(named[name].detach()).clone()
+            kept = norms.local_tensor(named[name].detach()).clone()
             original(self, skipped)
             if get_rank() in (1,) or not dist.is_initialized():
                 with torch.no_grad():
-                    grad_norm.local_tensor(named[name].detach()).copy_(kept)
+                    norms.local_tensor(named[name].detach()).copy_(kept)
 
         return update
 
@@ -505,18 +502,18 @@ FAULTS: tuple[LayoutFault, ...] = (
     LayoutFault("gradient of attention's keys", TTRACE, ("cp2", "cp2-ulysses"),
                 _replace_attention(_scale_keys_gradient), ("layers.3.attention*",)),
     LayoutFault("keys' gradient is not exchanged", TTRACE, ("cp2",),
-                replace(collectives._AllGather, "backward", _keep_own_chunk), ("layers.3.attention*",)),
+                replace(collectives, "_PASSES", _keep_own_chunk), ("layers.3.attention*",)),
     LayoutFault("gradient of an overlapped gather", TTRACE, ("tp2",),
-                replace(collectives._AllGather, "backward", _keep_own_chunk), HEAD),
+                replace(collectives, "_PASSES", _keep_own_chunk), HEAD),
     LayoutFault("gradient of a region is not reduced", TTRACE, ("tp2-whole",),
-                replace(collectives._CopyToRegion, "backward", _forget_all_reduce), HEAD),
+                replace(collectives, "_PASSES", _forget_all_reduce), HEAD),
     LayoutFault("scale of 8-bit matmuls of another group", TTRACE, ("tp2", "fsdp2"),
                 replace(low_precision, "_multiply_float8", _saturate), ("layers.*",), "float8"),
     LayoutFault("cast to 8 bits without scale", TTRACE, ("tp2", "fsdp2"),
                 replace(low_precision, "_multiply_float8", _underflow), ("layers.*",), "float8"),
     # TrainCheck
     LayoutFault("gradients clipped on one rank only", TRAINCHECK, ("tp2", "fsdp2-tp2"),
-                replace(grad_norm, "clip_gradients", _clip_on_first_rank), ("*.weight",)),
+                replace(norms, "clip_gradients", _clip_on_first_rank), ("*.weight",)),
     LayoutFault("optimizer of other parameters", TRAINCHECK, ("ddp2", "fsdp2", "pp2"),
                 replace(trainer.Trainer, "_update", _update_nothing), ("*.weight",)),
     LayoutFault("a parameter is frozen", TRAINCHECK, ("single", "tp2"),
@@ -553,7 +550,7 @@ FAULTS: tuple[LayoutFault, ...] = (
     LayoutFault("the pipeline scales the loss", MEGATRON, ("pp2", "fsdp2-pp2"),
                 replace(runtime.Pipeline, "backward", _scale_backward(0.5)), HEAD),
     LayoutFault("dtype of a region's sum", MEGATRON, ("tp2",),
-                replace(collectives, "reduce_scatter", _reduce_in_bf16), ("tok_embeddings",)),
+                replace(collectives, "_PASSES", _reduce_in_bf16), ("tok_embeddings",)),
     LayoutFault("gradient norm counts replicas", MEGATRON, ("tp2-whole", "cp2-tp2"),
                 replace(train_step, "count_replicas", _count_one_replica), ("grad_norm",)),
     LayoutFault("positions of a rank begin at zero", MEGATRON, ("cp2", "cp2-ring", "cp2-ulysses"),

@@ -99,6 +99,10 @@ SCIENCE = {
 }
 """What differs in the recipe: attention within documents; batches that grow; fewer rows than micro-batches of ranks, so
 that some compute rows that count nothing; choices that are dropped; one expert that gets all tokens."""
+HALVES, PAIRS = (
+    f"+parallelism.exchange._target_=experiments.expert_exchange.{name}" for name in ("halves.Halves", "pairs.Pairs")
+)
+"""Computation beside the exchange of tokens."""
 PLACES = ("ep", "ep_tp", "ep_cp", "ep_pp", "ep_hsdp", "ep_4d")
 
 
@@ -125,7 +129,7 @@ def _list_halves() -> Iterator[LayoutCase]:
         for index, layout in enumerate((*PLACES, "ep_zbv")):
             mode = ("none", "full", "selective")[(number + index) % (2 if layout == "ep_zbv" else 3)]
             count = 2 if layout in STAGES else 1
-            technique = ("parallelism.halves=true", f"memory={mode}", f"parallelism.microbatches={count}")
+            technique = (HALVES, f"memory={mode}", f"parallelism.microbatches={count}")
             yield LayoutCase(f"halves-{name}-{layout}-{mode}", (*LAYOUTS[layout], *technique), model=science)
 
 
@@ -135,7 +139,7 @@ def _list_pairs() -> Iterator[LayoutCase]:
     for number, (name, science) in enumerate(recipes.items()):
         for index, (layout, schedule) in enumerate(itertools.product(("ep_pp", "ep_4d"), ("DualPipeV", "paired"))):
             mode = ("none", "full", "selective")[(number + index) % (2 if schedule == "DualPipeV" else 3)]
-            technique = (f"parallelism.schedule={schedule}", "parallelism.pairs=true", f"memory={mode}")
+            technique = (f"parallelism.schedule={schedule}", PAIRS, f"memory={mode}")
             settings = (*LAYOUTS[layout], *technique, "parallelism.microbatches=4")
             yield LayoutCase(f"pairs-{name}-{layout}-{schedule}-{mode}", settings, model=science)
 

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from experiments.expert_exchange.deep_ep import ReceivedTokens
 from titan.parallelism import collectives
-from titan.parallelism.deep_ep import ReceivedTokens
 
 
 class OneCopyTransport:
-    """A `titan.parallelism.deep_ep.Transport` of all-to-alls; the order of received tokens is that of their ranks."""
+    """A transport (`experiments.expert_exchange.deep_ep`) of all-to-alls; received tokens are in their ranks' order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -50,3 +51,40 @@ class OneCopyTransport:
         tokens, sent, received, count = handle
         returned = collectives.exchange_rows(x, received, sent, self.group)
         return torch.zeros(count, x.shape[1]).index_add_(0, tokens, returned.float()).to(x.dtype)
+
+
+class CountingTransport(OneCopyTransport):
+    """Counts what is sent, by exchanges that selective checkpointing does not save, as it does not save DeepEP's."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self.sends, self.tokens_again = 0, 0
+
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int) -> ReceivedTokens:
+        """See `Transport.send`."""
+        self.sends += 1
+        received = super().send(x, experts, weights, count)
+        self.tokens_again = 0
+        return received
+
+    def send_again(self, x: Tensor, handle: Any) -> Tensor:
+        """See `Transport.send_again`."""
+        self.tokens_again += 1
+        tokens, sent, received, _ = handle
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x[tokens].contiguous(), received, sent, group=self.group)
+        return out
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that leave a rank in all-to-alls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_to_all_single" in str(func):
+            x, sent = args[0], args[2]
+            self.total += (len(x) - sent[dist.get_rank()]) * x[:1].nbytes  # its own rows stay
+        return func(*args, **(kwargs or {}))

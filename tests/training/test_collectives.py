@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.runs import compose_tiny_run, train_run
 from tests.support.tiers import full
-from titan.parallelism import grad_norm
+from titan.parallelism import norms
 from titan.training.trainer import Trainer
 
 STEPS = 2
@@ -21,7 +21,7 @@ STEPS = 2
 def counted(trainer: Trainer) -> dict[str, Any]:
     """Return what the rank counts from now on: its all-reduces by the size of their tensors, and its norms."""
     seen: dict[str, Any] = {"sizes": Counter(), "norms": []}
-    all_reduce, clip = dist.all_reduce, grad_norm.clip_gradients
+    all_reduce, clip = dist.all_reduce, norms.clip_gradients
 
     def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         seen["sizes"][tensor.dtype, tensor.numel()] += 1
@@ -31,7 +31,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
         seen["norms"].append(norm.clone())
         clip(gradients, norm, largest)
 
-    dist.all_reduce, grad_norm.clip_gradients = counting, noting  # for good: this is a rank's process
+    dist.all_reduce, norms.clip_gradients = counting, noting  # for good: this is a rank's process
     return seen
 
 

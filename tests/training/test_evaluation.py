@@ -27,7 +27,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences
 from titan.errors import ConfigError
 from titan.metrics.reader import read_records
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.run.run import Run
 from titan.training.evaluation.evaluator import build_eval_sets
 from titan.training.trainer import Trainer
@@ -172,7 +172,7 @@ def test_an_empty_set_is_reported(
     run, shown = compose_tiny_run(tmp_path, *settings), list[str]()
     corpus = prepared_folders.write_corpus(tmp_path / "corpus", [[[1] * 40]], validation=validation)
     mix = RowMixture((TokenSequences("one", corpus, 16, 9),), (MixturePhase(0, (BLOCK,)),))
-    world = World(RankInfo(), run.layout, torch.device("cpu"))
+    world = RunContext(RankInfo(), run.layout, torch.device("cpu"))
     sets = build_eval_sets(run, world, mix, shown.append, lambda: False)
     assert bool(sets) == (bool(validation) and not line)
     assert line in "".join(shown) and len(shown) == bool(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     world = mesh.build_world(RankInfo(rank, size, rank % 8, ""), run.layout, torch.device("cpu"))
-    train_step = build_train_step(run, dataclasses.replace(world, memory=lambda: fake))
+    train_step = build_train_step(run, world, memory=fake)
     shape = (run.microbatches, -(-run.rank_rows // run.microbatches), run.training.seq_len)
     with fake, MatmulFlops() as matmuls:
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))

@@ -18,7 +18,7 @@ from hypothesis.strategies import floats, integers, lists, tuples
 from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.schema import Layout
 from titan.profile.schema import Profile
 from titan.training.rank_times import RankTimes, SlowRanks, compute_peer_medians
@@ -64,7 +64,7 @@ def test_the_slow_rank_is_named(layout: str, settings: tuple[str, ...], tmp_path
 
 def test_waits_belong_to_the_step_in_which_they_came() -> None:
     none: Any = None
-    world = World(RankInfo(0, 2, 0), Layout(shard=2), torch.device("cpu"))
+    world = RunContext(RankInfo(0, 2, 0), Layout(shard=2), torch.device("cpu"))
     times = RankTimes(Profile(), world, none, compiled=False)
 
     def issue(step: int, waited: float, follows: bool = True) -> None:

@@ -16,8 +16,8 @@ from titan.dataset.mixture import RowMixture
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import init_weights, loss_terms
 from titan.optimizer.update_factors import build_optimizer
-from titan.parallelism.data_shard import DataShard
-from titan.precision.cast import set_compute_dtype
+from titan.parallelism.schema import DataShard
+from titan.precision.low_precision import set_compute_dtype
 from titan.run.run import Run
 
 

@@ -32,7 +32,7 @@ from titan.errors import RunError
 from titan.files.platform import die_with_parent
 from titan.metrics.recorder import peak_resident_gib
 from titan.parallelism import mesh
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.run import attempts
 from titan.run.lineage import prepare_data
 from titan.run.run import Run
@@ -82,13 +82,13 @@ def prepare_trial(run: Run) -> Trial:
     return run, attempt
 
 
-def connect_rank(run: Run, rank: int, ranks: int, init_method: str) -> World:
+def connect_rank(run: Run, rank: int, ranks: int, init_method: str) -> RunContext:
     """Return the world of one of a run's ranks."""
     info = RankInfo(rank, ranks, rank, init_method)
     return mesh.connect_world(info, run.layout, run.machine.device, run.cluster.timeout)
 
 
-def build_trainer(trial: Trial, world: World) -> Trainer:
+def build_trainer(trial: Trial, world: RunContext) -> Trainer:
     """Return the trainer of a run on one of its ranks."""
     run, attempt = trial
     return Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
@@ -118,7 +118,7 @@ def _measure_resident_gib(trials: Sequence[Trial], rank: int, ranks: int, init_m
     return {"0": max(world.all_gather_object(peak_resident_gib()))}
 
 
-def _time_steps(trainer: Trainer, world: World) -> float:
+def _time_steps(trainer: Trainer, world: RunContext) -> float:
     """Return the lower quartile of the steps' times: what disturbs a step makes it longer."""
     with trainer.loader:
         trainer.run_steps(WARM)

@@ -20,7 +20,7 @@ from titan.config.frozen_json import read_json, write_json
 from titan.debug.activity import Activity
 from titan.errors import ConfigError, RunError
 from titan.parallelism.exchange import StoreExchange
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 
 _UNREADABLE = "a message of another rank can't be read"
 _WORDS = (
@@ -81,7 +81,7 @@ class Coordinator:
         self.exchange = exchange
 
     @classmethod
-    def from_world(cls, world: World) -> Coordinator:
+    def from_world(cls, world: RunContext) -> Coordinator:
         """Return the coordinator of a rank of a world."""
         info = world.rank_info
         return cls(info.rank, info.world_size, world.exchange, world.activity)

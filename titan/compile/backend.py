@@ -1,22 +1,81 @@
 """Compile the stages of a model, with per-call values of torch settings that are otherwise global.
 
+torch shares graphs between equal parts, blocks, stages and builds of a process, so the calls of graphs are counted for
+the whole process too; `GraphWatch` compares the counts before and after a step. The calls are counted by the part that
+runs, and not by the part that a graph was compiled for: a backend for each part would keep torch from sharing them.
+
 The compiler's modules are imported inside functions, because importing them takes seconds that eager runs do not need.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
-from titan.compile.graphs import GraphLabel, count_calls, label_calls
 from titan.compile.schema import Compile
 from titan.model.experts import Experts
 from titan.model.parts import Part, is_one_part
+
+_NUMBERS = count()
+_CALLS: Counter[tuple[GraphLabel, int]] = Counter()
+
+
+class GraphLabel(NamedTuple):
+    """What a graph is of.
+
+    Attributes:
+        kind: of block, as the model names it, or another part of the model; empty: all blocks are of one kind.
+        part: of a block that is compiled in parts; empty: all of it.
+    """
+
+    kind: str = ""
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """The kind in a word: of blocks of one's own, whose kind lists their modules, the class."""
+        return self.kind[1:].partition(",")[0].partition(" ")[0] if self.kind.startswith(":") else self.kind or "blocks"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.part})" if self.part else self.name
+
+
+WHOLE = GraphLabel()
+_RUNNING: ContextVar[GraphLabel] = ContextVar("running", default=WHOLE)
+"""What runs in this thread."""
+
+
+def label_calls(label: GraphLabel, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function whose graphs are counted by what it is."""
+
+    def call_labelled(*args: Any, **kwargs: Any) -> Any:
+        token = _RUNNING.set(label)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _RUNNING.reset(token)
+
+    return call_labelled
+
+
+def count_calls(graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a new graph's function that counts its calls by what runs."""
+    number = next(_NUMBERS)
+
+    def call_graph(*args: Any) -> Any:
+        _CALLS[_RUNNING.get(), number] += 1
+        return graph(*args)
+
+    return call_graph
 
 
 @dataclass(frozen=True)
@@ -84,7 +143,7 @@ def _without_donated_buffers() -> Iterator[None]:
     with (
         config.patch({lowering_option: True} if hasattr(config, lowering_option) else {}),
         caching.patch(cache_key_tag=f"{caching.cache_key_tag} buffers kept"),  # type: ignore[attr-defined]
-        _patch_attribute(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
+        patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
     ):
         yield
 
@@ -99,19 +158,8 @@ def _without_rng_state() -> Iterator[None]:
     from torch._functorch import partitioners
 
     name = "has_recomputable_rng_ops"
-    with _patch_attribute(partitioners, name, lambda graph: False) if hasattr(partitioners, name) else nullcontext():
+    with patch.object(partitioners, name, lambda graph: False) if hasattr(partitioners, name) else nullcontext():
         yield
-
-
-@contextmanager
-def _patch_attribute(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace the attribute `name` of a module within this context."""
-    original = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 def compile_stage(
@@ -193,3 +241,29 @@ def _isolate_recompiles() -> dict[str, bool]:
     """
     parameters = inspect.signature(torch.compile).parameters
     return {"isolate_recompiles": True} if "isolate_recompiles" in parameters else {}
+
+
+class GraphWatch:
+    """Counts the graphs of each part that ran since it was made."""
+
+    def __init__(self, labels: Sequence[GraphLabel]) -> None:
+        """Take the parts that are compiled."""
+        self.labels = list(dict.fromkeys(labels))
+        self.earlier_calls = Counter(_CALLS)
+
+    def count_graphs(self) -> dict[GraphLabel, int]:
+        """Return how many different graphs of each part ran."""
+        graphs = Counter(key[0] for key, calls in _CALLS.items() if calls > self.earlier_calls[key])
+        return {label: graphs[label] for label in self.labels}
+
+    def describe(self) -> str:
+        """Return the graphs of each kind of block; empty where nothing is compiled."""
+        kinds: dict[str, list[str]] = {}
+        for label, graphs in self.count_graphs().items():
+            part = f"{label.part} {graphs}" if label.part else str(graphs)
+            kinds.setdefault(label.kind, []).append(part)
+        return "; ".join(f"{GraphLabel(kind).name}: {', '.join(parts)}" for kind, parts in kinds.items())
+
+    def list_missing(self) -> list[GraphLabel]:
+        """Return the parts of which no graph ran, though they are compiled."""
+        return [label for label, graphs in self.count_graphs().items() if graphs == 0]

@@ -31,6 +31,8 @@ PATHS: dict[str, str] = {
     "titan.optimizer.External": "titan.optimizer.external.schema.External",
     "titan.optimizer.Muon": "titan.optimizer.schema.Muon",
     "titan.optimizer.SGD": "titan.optimizer.schema.SGD",
+    "titan.parallelism.strategy.ModelSharding": "titan.parallelism.schema.ModelSharding",
+    "titan.parallelism.strategy.Strategy": "titan.parallelism.schema.Strategy",
     "titan.schedule.Constant": "titan.schedule.schema.Constant",
     "titan.schedule.Cosine": "titan.schedule.schema.Cosine",
     "titan.schedule.InverseSqrt": "titan.schedule.schema.InverseSqrt",

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
-from titan.parallelism.data_shard import KEY_BITS, DataShard
+from titan.parallelism.schema import KEY_BITS, DataShard
 from titan.training.schema import Training
 
 IGNORED = -100

@@ -32,7 +32,6 @@ SAVER, LOADER = "titan-checkpoint", "titan-loader"
 """How the names of the threads begin that write checkpoints and read data."""
 _COMPILER = ("/torch/_inductor/compile_fx", "/torch/_inductor/async_compile", "/torch/_dynamo/convert_frame")
 _MESSAGES = ("/titan/parallelism/exchange.py",)
-_TURNS = "/titan/parallelism/turns.py"
 _JOINING = ("/torch/distributed/rendezvous.py", "init_process_group", "split_group", "_create_group_along")
 _TRANSFERS = ("_wait_batch_p2p", "_transfer", "batch_isend_irecv")
 _MACHINERY = ("/torch/", "/threading.py", "/queue.py", "/concurrent/", "/titan/debug/", "/contextlib.py")
@@ -49,7 +48,6 @@ class ThreadState:
         exchanges: whether it waits for a message of another rank, outside of the process groups.
         joins: whether it joins a process group.
         transfers: whether it waits for a message between pipeline stages.
-        waits_for_turn: whether it waits while another thread computes.
     """
 
     line: str
@@ -58,7 +56,6 @@ class ThreadState:
     exchanges: bool = False
     joins: bool = False
     transfers: bool = False
-    waits_for_turn: bool = False
 
 
 def read_thread_states(names: Mapping[int, str]) -> dict[str, ThreadState]:
@@ -79,11 +76,10 @@ def _build_thread_states(frames: Mapping[int, FrameType], names: Mapping[int, st
     states = {
         role: _build_thread_state(frames[ident], names) for ident, role in threads.items() if role and ident in frames
     }
-    # where a thread is that computes a layer and has no role: on GPUs autograd starts it, as backward does not run in
-    # the main thread, and where ranks take turns another one computes in its place (`titan.parallelism.turns`)
+    # the layer of a thread that has no role: on GPUs autograd starts it, as backward does not run in the main thread
     others = (_build_thread_state(frame, names) for ident, frame in frames.items() if not threads.get(ident))
     if (inner := next((state for state in others if state.layer), None)) and (main := states.get("main")):
-        states["main"] = inner if main.waits_for_turn else replace(main, layer=main.layer or inner.layer)
+        states["main"] = replace(main, layer=main.layer or inner.layer)
     return states
 
 
@@ -107,7 +103,6 @@ def _build_thread_state(frame: FrameType, names: Mapping[int, str]) -> ThreadSta
         exchanges=any(file.endswith(_MESSAGES) for file, _ in codes),
         joins=any(file.endswith(_JOINING) or name in _JOINING for file, name in codes),
         transfers=any(name in _TRANSFERS for _, name in codes),
-        waits_for_turn=any(file.endswith(_TURNS) and name == "_await_turn" for file, name in codes),
     )
 
 

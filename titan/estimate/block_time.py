@@ -15,7 +15,6 @@ from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, find_weight_sharding
 from titan.estimate.regather import regathers_input
 from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes, count_row_bytes
-from titan.parallelism.schema import count_token_copies
 
 if TYPE_CHECKING:
     from titan.model.counts import Matmul
@@ -184,13 +183,6 @@ class BlockTime:
         work["host"] = self._estimate_host(len(parts))
         return BlockPass(work, len(parts) * self._launch_count)
 
-    def compute_least_seconds(self) -> tuple[float, float]:
-        """Return the least time of both passes: pairs may compute beside all exchanges of rows."""
-        passes = self.forward, self.backward
-        hidden = self.rank.recipe.parallelism.pairs and not self.rank.speeds.synchronous
-        forward, backward = (each.seconds - each.work["expert parallelism"] * hidden for each in passes)
-        return forward, backward
-
     @cached_property
     def recomputation(self) -> BlockPass:
         """What selective or full checkpointing recomputes of a block; nothing without checkpointing.
@@ -214,9 +206,8 @@ class BlockTime:
         work["matmuls"] = sum(self._estimate_matmul(name, self.layers[name], "forward") for name in recomputed_names)
         work["memory-bound"] = self.forward.work["memory-bound"]
         work["experts"] = self._estimate_experts("forward") * (1 if is_full else 2 / 3)  # one of w1 and w3 is saved
-        if is_full or self._sends_copies:  # not saved
-            work["expert parallelism"] = self._estimate_exposed_exchanges("forward")
         if is_full:
+            work["expert parallelism"] = self._estimate_exposed_exchanges("forward")  # of rows, which are not saved
             work["attention"] = self._attention_seconds[0]
             work["context parallelism"] = self._estimate_context_exchange("forward")
         work["tensor parallelism"] = (
@@ -269,7 +260,7 @@ class BlockTime:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
         rank, element = self.rank, self.rank.precision.bytes
         size = count_elementwise_bytes(rank.model, element, part, rank.tensor, rank.count_sequence_ranks(), self.layer)
-        exchange = rank.model, element, part, self.layer, 1 if self._sends_copies else rank.layout.expert
+        exchange = rank.model, element, part, self.layer, rank.layout.expert
         size += count_routing_bytes(*exchange) / rank.count_sequence_ranks()
         size *= rank.eager
         if rank.compiled and not rank.compiles_routing:
@@ -277,11 +268,6 @@ class BlockTime:
         return size * rank.tokens / rank.speeds.memory
 
     # ---- experts ----
-
-    @property
-    def _sends_copies(self) -> bool:
-        """Whether ranks send one copy of a token to each other, not a row for each expert."""
-        return self.rank.recipe.parallelism.dispatcher == "deepep"
 
     @cached_property
     def _expert_parameters(self) -> int:
@@ -324,56 +310,14 @@ class BlockTime:
         return matmuls + halves * router
 
     def _estimate_exposed_exchanges(self, *parts: str) -> float:
-        """Return the time that a pass' exchanges between expert ranks add to the computation beside them.
-
-        Shared experts compute beside one exchange. With halves of micro-batches, three in four run beside the other
-        half: attention, and the experts (`titan.model.halves`).
-        """
+        """Return what exchanges between expert ranks add to a pass; shared experts compute beside one of them."""
         if not self.experts or self.rank.layout.expert == 1:
             return 0.0
         dispatch, combine = self._estimate_exchanges()
-        if self.rank.speeds.synchronous or self._sends_copies:
+        if self.rank.speeds.synchronous:
             return dispatch + combine
         shared = sum(self._estimate_shared(part) for part in parts)
-        if not self.rank.recipe.parallelism.halves:
-            return max(0.0, dispatch - shared) + combine
-        experts, attention = self._estimate_sides(*parts)
-        pairs = ((dispatch, attention), (dispatch, experts), (combine, experts), (combine, 2 * shared))
-        return sum(max(0.0, exchange - beside) for exchange, beside in pairs) / 2
-
-    def estimate_paired_exchanges(self, kind: str) -> tuple[float, float]:
-        """Return the exposed time of the exchanges of a pass that takes turns (`titan.parallelism.turns`).
-
-        The other pass computes beside them: its experts beside the exchange of results, attention and what else is
-        between two layers of experts beside that of tokens. It is taken to be one of blocks of the same kind.
-
-        Args:
-            kind: F forward, B backward.
-
-        Returns:
-            Of a block's exchanges, and what more is exposed of the exchange beside which the other pass has no block's
-            attention left: forward its first one, backward its last one.
-        """
-        if not self.experts or self.rank.layout.expert == 1:
-            return 0.0, 0.0
-        own, other = FORWARD_AND_BACKWARD if kind == "F" else FORWARD_AND_BACKWARD[::-1]
-        experts, attention = self._estimate_sides(*other)
-        alone = 0.0
-        if kind == "F":
-            alone = self.recomputation.seconds
-            attention += alone
-        dispatch, combine = self._estimate_exchanges()
-        tokens = max(0.0, dispatch - sum(self._estimate_shared(part) for part in own))
-        exposed = max(0.0, tokens - attention)
-        return exposed + max(0.0, combine - experts), max(0.0, tokens - alone) - exposed
-
-    def _estimate_sides(self, *parts: str) -> tuple[float, float]:
-        """Return the time of a pass' experts, and that of attention and other matmuls, without the shared experts'."""
-        experts = sum(self._estimate_experts(part) for part in parts)
-        attention = self._attention_seconds[0 if parts == ("forward",) else 1]
-        attention -= sum(self._estimate_shared(part) for part in parts)
-        attention += sum(self._estimate_matmul(*item, part) for item in self.layers.items() for part in parts)
-        return experts, attention
+        return max(0.0, dispatch - shared) + combine
 
     def _estimate_shared(self, part: str) -> float:
         """Return the time of the shared experts' matmuls: forward, or the gradient of inputs or weights."""
@@ -383,9 +327,6 @@ class BlockTime:
     def _estimate_exchanges(self) -> tuple[float, float]:
         """Return the time of a pass' exchange of rows and their weights, and of that of results."""
         rows, row_bytes = self._expert_rows, self.rank.model.dim * self.rank.precision.bytes
-        if self._sends_copies:
-            rows *= count_token_copies(self._experts_per_token, self.rank.layout.expert) / self._experts_per_token
-            return self._estimate_exchange(rows * row_bytes), self._estimate_exchange(rows * row_bytes)
         combine = self._estimate_exchange(rows * row_bytes)
         return combine + self._estimate_exchange(rows * WEIGHT_BYTES), combine
 

@@ -17,8 +17,7 @@ from titan.estimate import memory, overhead
 from titan.estimate.memory import Usage
 from titan.estimate.rank_sizes import count_rank_rows
 from titan.parallelism.pipeline.stage_plan import find_default_stages, list_microbatch_counts, plan_stages
-from titan.parallelism.resolve_layout import resolve_layout
-from titan.parallelism.schema import Layout
+from titan.parallelism.schema import Layout, resolve_layout
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine

@@ -147,7 +147,11 @@ class LowerBounds:
             blocks = {kind: step.get_block(layers[0]) for kind, layers in self.recipe.model.kinds().items()}
             recomputes = option.mode not in ("none", "every_n")  # of every block
             return {
-                kind: (*block.compute_least_seconds(), block.recomputation.seconds if recomputes else 0.0)
+                kind: (
+                    block.forward.seconds,
+                    block.backward.seconds,
+                    block.recomputation.seconds if recomputes else 0.0,
+                )
                 for kind, block in blocks.items()
             }
 

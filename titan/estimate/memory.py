@@ -183,8 +183,8 @@ class _RankMemory(RankSizes):
 
     def iterate_phases(self, states: Iterable[State]) -> Iterator[Usage]:
         """Yield the phases at which memory can peak."""
-        for (index, kind, has_grads, beside), saved in self._find_most_saved(states).items():
-            yield from self._iterate_kind_phases(kind, self.stages[index], saved, has_grads, beside)
+        for (index, kind, has_grads), saved in self._find_most_saved(states).items():
+            yield from self._iterate_kind_phases(kind, self.stages[index], saved, has_grads)
         yield from self.iterate_end_phases()
 
     def iterate_action_phases(self, state: State) -> Iterator[Usage]:
@@ -195,7 +195,7 @@ class _RankMemory(RankSizes):
             yield self._estimate_forward_start(stage, state, saved - self._count_saved_bytes(stage))
             if stage.last:
                 yield self._estimate_blocks_end(stage, saved, state.has_grads)
-        yield from self._iterate_kind_phases(state.kind, stage, saved, state.has_grads, state.beside)
+        yield from self._iterate_kind_phases(state.kind, stage, saved, state.has_grads)
 
     def iterate_end_phases(self) -> Iterator[Usage]:
         """Yield the phases after the last micro-batch."""
@@ -203,56 +203,23 @@ class _RankMemory(RankSizes):
             yield self._estimate_reduce_scatter()
         yield self._estimate_optimizer_step()
 
-    def _iterate_kind_phases(
-        self, kind: str, stage: StageBlocks, saved: float, has_grads: bool, beside: int | None
-    ) -> Iterator[Usage]:
-        other = None if beside is None else self.stages[beside]
+    def _iterate_kind_phases(self, kind: str, stage: StageBlocks, saved: float, has_grads: bool) -> Iterator[Usage]:
         if kind == "F":
-            saved += 0.0 if other is None else self._size_backward_beside(stage, other)
             yield from self._iterate_forward(stage, saved, has_grads)
         elif kind == "B":
-            yield from self._iterate_backward(stage, saved, has_grads, other)
+            yield from self._iterate_backward(stage, saved, has_grads)
         else:
             yield from self._iterate_split_backward(stage, saved, kind, has_grads)
 
-    def _size_backward_beside(self, forward: StageBlocks, backward: StageBlocks) -> float:
-        """Return by how much the backward pass that takes turns with a forward pass has changed activations at its end.
-
-        Both do a block in two turns, so that the forward pass ends while as many blocks of backward are done, but one.
-        """
-        count, finished = len(backward.layers), len(forward.layers) - 1
-        unfinished = backward.layers[: max(0, count - finished)]
-        if not unfinished:
-            return -self._count_saved_bytes(backward)
-        head = self.head.saved + self.head_cast if backward.last else 0.0
-        working = max(activations for activations, *_ in self._list_backward_moments(unfinished))
-        return working + self.input - self._count_saved_by_blocks(backward.layers[len(unfinished) :]) - head
-
-    def _size_forward_beside(self, forward: StageBlocks | None, finished: int) -> float:
-        """Return the activations that a forward pass lacks while the backward pass beside it has done some blocks."""
-        if forward is None:
-            return 0.0
-        head = self.head.saved + self.head_cast if forward.last and finished < len(forward.layers) else 0.0
-        return -self._count_saved_by_blocks(forward.layers[finished + 1 :]) - head
-
-    def _size_attention_beside(self, forward: StageBlocks | None, finished: int) -> float:
-        """Return what a forward pass has saved of a further block, up to its experts, beside attention of backward.
-
-        The backward pass has by then freed what it had saved for experts.
-        """
-        following = NO_LAYERS if forward is None else forward.layers[finished + 1 : finished + 2]
-        routed = sum(self.get_block(layer).activations.routed for layer in following)
-        return max(0.0, self._count_saved_by_blocks(following) - 2 * routed)
-
-    def _find_most_saved(self, states: Iterable[State]) -> dict[tuple[int, str, bool, int | None], float]:
-        """Return the most bytes saved for backward by stage, kind of action, gradients, and stage that takes turns."""
+    def _find_most_saved(self, states: Iterable[State]) -> dict[tuple[int, str, bool], float]:
+        """Return the most bytes saved for backward by stage, kind of action, and whether there are gradients."""
         saved_by_stage = {index: self._count_saved_bytes(stage) for index, stage in self.stages.items()}
         awaiting_by_stage = {index: self._count_saved_for_weight_grads(stage) for index, stage in self.stages.items()}
-        most: dict[tuple[int, str, bool, int | None], float] = {}
+        most: dict[tuple[int, str, bool], float] = {}
         for state in states:
             saved = sum(count * saved_by_stage[stage_index] for stage_index, count in state.in_flight)
             saved += sum(count * awaiting_by_stage[stage_index] for stage_index, count in state.awaiting_weight_grads)
-            key = (state.stage, state.kind, state.has_grads, state.beside)
+            key = (state.stage, state.kind, state.has_grads)
             most[key] = max(most.get(key, 0.0), saved)
         return most
 
@@ -297,19 +264,16 @@ class _RankMemory(RankSizes):
             most_gathered = self._find_most_gathered(stage.layers, 2)
             yield base.add_parts("forward", gathered=self._count_gathered_bytes(most_gathered, stage.layers))
 
-    def _iterate_backward(
-        self, stage: StageBlocks, saved: float, has_grads: bool, beside: StageBlocks | None = None
-    ) -> Iterator[Usage]:
+    def _iterate_backward(self, stage: StageBlocks, saved: float, has_grads: bool) -> Iterator[Usage]:
         base = self._estimate_base().add_parts(activations=saved)
         if stage.last:
-            start = base.add_parts(activations=self._size_forward_beside(beside, 0))
-            yield from self._iterate_head_backward(start, stage, has_grads)
+            yield from self._iterate_head_backward(base, stage, has_grads)
             base = base.add_parts(activations=-self.head.saved - self.head_cast)
         else:
             base = base.add_parts(activations=-self._count_kept_output(stage))
         if len(stage.layers):
             head = self.head_elements if stage.last else 0.0
-            yield from self._iterate_block_backward(base, stage, head, has_grads, beside)
+            yield from self._iterate_block_backward(base, stage, head, has_grads)
         if stage.first:
             yield from self._iterate_embedding_gradient(base, stage, has_grads)
 
@@ -339,14 +303,10 @@ class _RankMemory(RankSizes):
             )
         yield head_done.add_parts("backward of the final norm", gradients=self._count_gradient_bytes(head, has_grads))
 
-    def _iterate_block_backward(
-        self, start: Usage, stage: StageBlocks, head: float, has_grads: bool, beside: StageBlocks | None
-    ) -> Iterator[Usage]:
+    def _iterate_block_backward(self, base: Usage, stage: StageBlocks, head: float, has_grads: bool) -> Iterator[Usage]:
         """Yield blocks of backward: during backward, and while gradients are reduced."""
         count, saved = len(stage.layers), self._count_saved_by_blocks(stage.layers)
         for finished in range(count) if self.each_block else self._select_distinct_blocks(stage.layers):
-            forward = self._size_forward_beside(beside, finished) + self._size_attention_beside(beside, finished)
-            base = start.add_parts(activations=forward)
             unfinished, reduced = stage.layers[: count - finished], stage.layers[count - finished :]
             block, gathered = self.get_block(unfinished[-1]), self._count_gathered_bytes(unfinished[-2:], unfinished)
             gradients = self._count_gradient_bytes(

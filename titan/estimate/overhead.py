@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titan.estimate.constants import load_constants
-from titan.estimate.deep_ep_buffers import count_deep_ep_bytes
 from titan.estimate.memory import (
     Usage,
     compute_received_share,
@@ -64,8 +63,7 @@ def add_overhead(
             * usage.parts.get("activations", 0.0)
         )
     if device != "cpu":
-        usage = usage.add_parts(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
-        return usage.add_parts(communication=count_deep_ep_bytes(recipe, layout, microbatches))
+        return usage.add_parts(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
     block = find_largest_block_activations(recipe, layout, microbatches)
     unused = FRAGMENTATION * usage.bytes
     if recipe.model.sum_over_blocks(recipe.model.expert_parameters):  # whose rows differ from step to step

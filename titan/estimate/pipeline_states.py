@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from titan.parallelism.pipeline.arithmetic import read_csv
+from titan.parallelism.pipeline.arithmetic import list_order
 from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
     Action,
     Cell,
-    Overlap,
     count_rounds,
     list_actions,
-    order_actions,
 )
 from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
 
@@ -42,7 +40,6 @@ class State(NamedTuple):
         in_flight: for each stage of the rank, micro-batches after forward and before backward, this one included.
         awaiting_weight_grads: for each stage of the rank, micro-batches after "I" and before "W", this one included.
         has_grads: whether the rank holds weight gradients of an earlier micro-batch.
-        beside: index of the stage whose action takes turns with this one (`parallelism.pairs`); None: none does.
     """
 
     stage: int
@@ -50,7 +47,6 @@ class State(NamedTuple):
     in_flight: tuple[tuple[int, int], ...]
     awaiting_weight_grads: tuple[tuple[int, int], ...]
     has_grads: bool
-    beside: int | None = None
 
 
 def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[list[State]]:
@@ -63,7 +59,7 @@ def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) ->
         return [[State(0, kind, ((0, 1),), ((0, 0),), has_earlier) for kind in "FB" for has_earlier in has_grads]]
     schedule, stages = parallelism.schedule, count_stages_per_rank(parallelism, ranks)
     limit = _limit_microbatches(schedule, ranks, microbatches)
-    return find_schedule_states(schedule, ranks, stages, limit, parallelism.pairs)
+    return find_schedule_states(schedule, ranks, stages, limit)
 
 
 def _limit_microbatches(schedule: str, ranks: int, microbatches: int) -> int:
@@ -76,14 +72,9 @@ def _limit_microbatches(schedule: str, ranks: int, microbatches: int) -> int:
 
 
 @lru_cache(1024)
-def find_schedule_states(
-    schedule: str, ranks: int, stages: int, microbatches: int, pairs: bool = False
-) -> list[list[State]]:
-    """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file.
-
-    With `pairs`, the actions that it runs at once take turns.
-    """
-    return [_list_largest_states(cells, pairs) for cells in list_cells(schedule, ranks, stages, microbatches)]
+def find_schedule_states(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[State]]:
+    """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file."""
+    return [_list_largest_states(cells) for cells in list_order(schedule, ranks, stages, microbatches)]
 
 
 def list_action_states(
@@ -97,17 +88,10 @@ def list_action_states(
         cells: list[Cell] = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
     else:
         stages = count_stages_per_rank(parallelism, ranks)
-        cells = list_cells(parallelism.schedule, ranks, stages, microbatches)[rank]
+        cells = list_order(parallelism.schedule, ranks, stages, microbatches)[rank]
     owned = _list_stages(cells)
-    states = (_build_state(owned, *each) for each in _replay_actions(cells, owned, parallelism.pairs))
+    states = (_build_state(owned, *each) for each in _replay_actions(cells, owned))
     return list(zip(_list_actions(cells), states, strict=True))
-
-
-def list_cells(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Cell]]:
-    """Return the entries of each rank in its order, for so many stages on each."""
-    if schedule.endswith(".csv"):
-        return [list(row) for row in read_csv(schedule).order]
-    return order_actions(schedule, ranks, stages, microbatches)
 
 
 def _list_actions(cells: list[Cell]) -> list[Action]:
@@ -122,35 +106,32 @@ Counts: TypeAlias = tuple[int, ...]
 """The counts of a state: micro-batches in flight of each stage, those awaiting weight gradients, and `has_grads`."""
 
 
-def _replay_actions(cells: list[Cell], stages: list[int], pairs: bool) -> Iterator[tuple[int, str, int | None, Counts]]:
-    """Yield the stage, the kind, the stage beside it and the state of a rank during each of its actions."""
+def _replay_actions(cells: list[Cell], stages: list[int]) -> Iterator[tuple[int, str, Counts]]:
+    """Yield the stage, the kind and the state of a rank during each of its actions."""
     index, size = {stage: i for i, stage in enumerate(stages)}, len(stages)
     counts = [0] * (2 * size + 1)
-    taking_turns = [cell.actions for cell in cells if isinstance(cell, Overlap) and cell.is_pair] if pairs else []
-    partners = {action: other.stage for pair in taking_turns for action, other in (pair, pair[::-1])}
-    for action in _list_actions(cells):
-        stage, kind, _ = action
+    for stage, kind, _ in _list_actions(cells):
         i = index[stage]
         counts[i] += (kind == "F") - (kind == "I")
         counts[size + i] += kind == "I"
-        yield stage, kind, partners.get(action), tuple(counts)
+        yield stage, kind, tuple(counts)
         if kind in "BW":
             counts[i if kind == "B" else size + i] -= 1
             counts[-1] = 1
 
 
-def _build_state(stages: list[int], stage: int, kind: str, beside: int | None, counts: Counts) -> State:
+def _build_state(stages: list[int], stage: int, kind: str, counts: Counts) -> State:
     in_flight = tuple(zip(stages, counts[: len(stages)], strict=True))
     awaiting = tuple(zip(stages, counts[len(stages) : -1], strict=True))
-    return State(stage, kind, in_flight, awaiting, bool(counts[-1]), beside)
+    return State(stage, kind, in_flight, awaiting, bool(counts[-1]))
 
 
-def _list_largest_states(cells: list[Cell], pairs: bool) -> list[State]:
+def _list_largest_states(cells: list[Cell]) -> list[State]:
     """Return the states that no other state of the same stages and kind equals or exceeds in every count."""
     stages = _list_stages(cells)
-    groups: dict[tuple[int, str, int | None], list[Counts]] = {}
-    for stage, kind, beside, counts in dict.fromkeys(_replay_actions(cells, stages, pairs)):
-        groups.setdefault((stage, kind, beside), []).append(counts)
+    groups: dict[tuple[int, str], list[Counts]] = {}
+    for stage, kind, counts in dict.fromkeys(_replay_actions(cells, stages)):
+        groups.setdefault((stage, kind), []).append(counts)
     states = []
     for key, group in groups.items():
         maximal: list[Counts] = []

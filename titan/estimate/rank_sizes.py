@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from titan.compile.compiler import read_torch_version
 from titan.estimate.regather import regathers_input
 from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, HeadActivations, RankBatch
-from titan.parallelism.pipeline.stage_gathers import MOST_GATHERED
 from titan.parallelism.pipeline.stage_plan import splits_backward
+from titan.parallelism.pipeline.timing import MOST_GATHERED
 from titan.parallelism.schema import count_key_repeats
 from titan.parallelism.strategy import count_shards
-from titan.precision.selection import WeightSharding
+from titan.precision.schema import WeightSharding
 
 if TYPE_CHECKING:
     from titan.model.schema import Decoder

@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING
 
 from titan.estimate.block_time import BlockTime, RankWork, SecondsByCause
 from titan.estimate.operations import Speeds, estimate_collective, estimate_matmul
-from titan.estimate.pipeline_states import list_cells
 from titan.estimate.rank_sizes import group_blocks
 from titan.estimate.roofline import count_update_bytes
-from titan.parallelism.pipeline.makespan import link_schedule
-from titan.parallelism.pipeline.schedules import Action, ActionSpan, Cell, Overlap, compute_timetable
-from titan.parallelism.pipeline.stage_gathers import MOST_GATHERED, count_schedule_gathers
+from titan.parallelism.pipeline.arithmetic import link_schedule
 from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
+from titan.parallelism.pipeline.timing import MOST_GATHERED, ActionSpan, LinkedOrder
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int]
 """Rows and columns of a weight."""
-PairedKind = tuple[int, str, bool]
-"""A stage, a kind of action, and whether it takes turns with another one."""
 CONTENTION = 0.15
 """Fraction of a collective's time by which it slows the computation beside it: it takes compute units and bandwidth."""
 FP32_SLOWDOWN = 15
@@ -141,19 +137,18 @@ class StepModel(RankWork):
 
     # ---- stages ----
 
-    def estimate_stage(self, layers: range, last: bool, kind: str, paired: bool = False) -> SecondsByCause:
+    def estimate_stage(self, layers: range, last: bool, kind: str) -> SecondsByCause:
         """Return the time of one micro-batch in a stage, without collectives on weights.
 
         Args:
             last: whether it has the head.
             kind: F forward, B backward, I the part of it for inputs, W the part for weights.
-            paired: whether the pass takes turns with another one.
         """
-        work, blocks = SecondsByCause(), self.group_block_times(layers)
+        work = SecondsByCause()
         if self.layout.pipeline > 1 and self.speeds.synchronous:
             work["host"] += self.speeds.host["pipeline"][0]
         is_forward, part = kind == "F", {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}[kind]
-        for block, size, recomputed in blocks:
+        for block, size, recomputed in self.group_block_times(layers):
             _add_parts(work, (block.forward if is_forward else block.backward).work, size * part)
             if kind in "BI":
                 work["recomputation"] += recomputed * block.recomputation.seconds
@@ -161,10 +156,6 @@ class StepModel(RankWork):
         embedding = [self.estimate_embedding(kind)] if layers.start == 0 else []
         for end in (*embedding, *ends) if is_forward else (*ends, *embedding):
             _add_parts(work, end, part)
-        if paired and not self.speeds.synchronous:
-            exchanges = [(block.estimate_paired_exchanges(kind), size) for block, size, _ in blocks]
-            work["expert parallelism"] = sum(size * each for (each, _), size in exchanges)
-            work["expert parallelism"] += max(more for (_, more), _ in exchanges)
         return work
 
     def estimate_embedding(self, kind: str) -> SecondsByCause:
@@ -256,44 +247,34 @@ class StepModel(RankWork):
 
     def estimate_pipeline(self, timetable: bool = True) -> tuple[SecondsByCause, tuple[ActionSpan, ...]]:
         """Return the time of the rank that is busy longest, and when each rank executes each action."""
-        layout, hop, placed, pairs = self.layout, self.estimate_send(), self.placed_stages, self._list_paired()
+        layout, hop, placed = self.layout, self.estimate_send(), self.placed_stages
         kinds = {
-            (stage, kind, paired): self.estimate_stage(layers, stage == len(placed) - 1, kind, paired)
+            (stage, kind): self.estimate_stage(layers, stage == len(placed) - 1, kind)
             for stage, (_, layers) in enumerate(placed)
             for kind in "FBIW"
-            for paired in ([False, True] if self.recipe.parallelism.pairs and kind in "FB" else [False])
         }
-        seconds, spans = {key: sum(parts.values()) for key, parts in kinds.items()}, list[ActionSpan]()
-
-        def find_key(action: Action) -> PairedKind:
-            return action.stage, action.kind, action in pairs
-
-        if timetable or self.recipe.parallelism.pairs:  # an action takes another time in a pair
-            spans = compute_timetable(self.list_actions(), lambda action: seconds[find_key(action)], hop)
-        if self.recipe.parallelism.pairs:
-            makespan, counts = max(span.end for span in spans), Counter(find_key(span.action) for span in spans)
-        else:
-            order = link_schedule(*self._get_schedule())
-            makespan = order.compute_makespan({(stage, kind): time for (stage, kind, _), time in seconds.items()}, hop)
-            counts = Counter({(*key, False): count for key, count in order.counts.items()})
+        seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
+        order = link_schedule(*self.get_schedule())
+        makespan = order.compute_makespan(seconds, hop)
         busy = {rank: SecondsByCause() for rank in range(layout.pipeline)}
-        for key, count in counts.items():
+        for key, count in order.counts.items():
             _add_parts(busy[placed[key[0]][0]], kinds[key], count)
-        rank, parts = self._find_busiest(busy)
+        rank, parts = self._find_busiest(busy, order)
         hops = 2 * hop * (layout.pipeline - 1)
         idle = max(0.0, makespan / self.speeds.turns - sum(busy[rank].values()))
         parts["pipeline transfers"] += min(hops, idle)
         parts["pipeline idle"] += max(0.0, idle - hops)
-        return parts, tuple(spans) if timetable else ()
+        spans = order.compute_timetable(lambda action: seconds[action[:2]], hop) if timetable else ()
+        return parts, tuple(spans)
 
-    def _find_busiest(self, busy: Mapping[int, SecondsByCause]) -> tuple[int, SecondsByCause]:
+    def _find_busiest(self, busy: Mapping[int, SecondsByCause], order: LinkedOrder) -> tuple[int, SecondsByCause]:
         """Return the rank that is busy longest with the exchanges of its weights, and its time with them."""
         owned = {rank: [layers for owner, layers in self.placed_stages if owner == rank] for rank in busy}
         totals = {rank: self._add_weight_exchanges(parts, owned[rank]) for rank, parts in busy.items()}
         per_rank = count_stages_per_rank(self.recipe.parallelism, self.layout.pipeline)
         if per_rank > MOST_GATHERED and self.recipe.parallelism.resolve_reshard(self.layout) is False:
             # torch's schedules gather stages again that they have freed: ahead, beside the actions of others
-            for rank, gathers in enumerate(count_schedule_gathers(*self._get_schedule())):
+            for rank, gathers in enumerate(order.gathers):
                 seconds = sum(
                     (count - 1) * size * block.gather_seconds
                     for stage, count in gathers.items()
@@ -302,21 +283,10 @@ class StepModel(RankWork):
                 totals[rank]["weights and gradients"] += self.estimate_exposed(sum(busy[rank].values()), seconds)
         return max(totals.items(), key=lambda entry: sum(entry[1].values()))
 
-    def _get_schedule(self) -> tuple[str, int, int, int]:
+    def get_schedule(self) -> tuple[str, int, int, int]:
         """Return the schedule, its ranks, the stages on each, and the micro-batches."""
         parallelism, ranks = self.recipe.parallelism, self.layout.pipeline
         return parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), self.microbatches
-
-    def list_actions(self) -> list[list[Cell]]:
-        """Return the actions of each pipeline rank."""
-        return list_cells(*self._get_schedule())
-
-    def _list_paired(self) -> set[Action]:
-        """Return the actions that take turns with another one."""
-        if not self.recipe.parallelism.pairs:
-            return set()
-        cells = (cell for row in self.list_actions() for cell in row)
-        return {action for cell in cells if isinstance(cell, Overlap) for action in cell.actions}
 
     def _add_weight_exchanges(self, busy: SecondsByCause, layers: Sequence[range]) -> SecondsByCause:
         """Return a rank's time with gathers at the start of a step and reductions at its end.

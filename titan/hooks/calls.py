@@ -14,7 +14,7 @@ from titan.console.text import format_error
 from titan.errors import ConfigError, RunError, find_own_code_error
 from titan.hooks.context import Context, Parameters
 from titan.hooks.schema import METRIC_PREFIX, MOMENTS
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.run import identity
 from titan.run.run import Run
 
@@ -30,7 +30,7 @@ class Hooks:
         latest_metrics: the last value of each own metric.
     """
 
-    def __init__(self, run: Run, world: World, parameters: Parameters) -> None:
+    def __init__(self, run: Run, world: RunContext, parameters: Parameters) -> None:
         """Build all hooks; `parameters` yields this rank's.
 
         Raises:

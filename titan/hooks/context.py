@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.parallelism import tensor_norms
+from titan.parallelism import norms
 from titan.parallelism.mesh import World
 from titan.run.run import Run
 
@@ -67,7 +67,7 @@ class Context:
         if rank_names not in self._names_of_all:
             names_by_rank = self._world.all_gather_object(rank_names)
             self._names_of_all[rank_names] = tuple(dict.fromkeys(name for names in names_by_rank for name in names))
-        return tensor_norms.compute_norms(tensors, self._names_of_all[rank_names], self._world)
+        return norms.compute_norms(tensors, self._names_of_all[rank_names], self._world)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; all ranks call it together."""

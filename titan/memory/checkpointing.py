@@ -89,12 +89,12 @@ def checkpoint_blocks(
         if memory.checkpointing == "full" or (
             memory.checkpointing == "every_n" and (first + index + 1) % memory.every == 0
         ):
-            block.forward = _with_recompute(block.forward, keeps=not is_one_part(block_parts))
+            block.forward = _with_recompute(block.forward, None if is_one_part(block_parts) else build_passes)
         elif memory.checkpointing == "selective" and (compiled or is_one_part(block_parts)):
             _checkpoint_parts(block_parts)
         elif memory.checkpointing == "selective":
-            contexts = _build_keeping_contexts(_count_matmuls(block.modules()))
-            block.forward = _with_contexts(block.forward, contexts)
+            contexts = _build_contexts(_count_matmuls(block.modules()))
+            block.forward = _with_recompute(block.forward, partial(_join_contexts, build_passes, contexts))
 
 
 def _checkpoint_gates(blocks: Sequence[nn.Module]) -> None:
@@ -116,7 +116,7 @@ def _checkpoint_parts(parts: Sequence[Part]) -> None:
     counts = [_count_matmuls(part.list_modules()) for part in parts]
     for number, part in enumerate(parts):
         contexts = _build_contexts(sum(counts), sum(counts[:number]))
-        part.replace(partial(_with_contexts, contexts=contexts, name=part.name))
+        part.replace(partial(_with_recompute, contexts=contexts, name=part.name))
 
 
 def _count_matmuls(modules: Iterable[nn.Module]) -> int:
@@ -124,33 +124,21 @@ def _count_matmuls(modules: Iterable[nn.Module]) -> int:
     return sum(isinstance(module, nn.Linear | Router | ExpertLinear) for module in modules)
 
 
-def _with_recompute(forward: Callable[..., Any], keeps: bool = False) -> Callable[..., Any]:
-    """Return a function that runs `forward`, and again in the backward pass.
+def _with_recompute(
+    forward: Callable[..., Any], contexts: Callable[[], Any] | None = None, name: str = ""
+) -> Callable[..., Any]:
+    """Return a function that runs `forward`, of a block or a part of one, and again in the backward pass.
 
     It is a function with a frame, at which the compiler can start; a partial of torch's `checkpoint` has none.
 
     Args:
-        keeps: whether values are kept for the recomputation (`titan.memory.kept_values`); no graph can hold that.
-    """
-    if keeps:
-        return _with_contexts(forward, build_passes)
-
-    def run_checkpointed(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
-
-    return run_checkpointed
-
-
-def _with_contexts(forward: Callable[..., Any], contexts: Callable[[], Any], name: str = "") -> Callable[..., Any]:
-    """As `_with_recompute`, in contexts of the forward pass and of the recomputation.
-
-    Args:
-        forward: of a block or a part of one.
+        contexts: gives those of the forward pass and of the recomputation. No graph can hold `build_passes`.
         name: of the part. Parts have different code, because torch compiles eight graphs of the same code at most.
     """
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def run_checkpointed(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     if name:
         run_checkpointed.__code__ = _copy_code(run_checkpointed.__code__, f"run_{name}")
@@ -184,13 +172,9 @@ def _build_contexts(matmuls: int, first: int = 0) -> Callable[[], Any]:
     return create_contexts
 
 
-def _build_keeping_contexts(matmuls: int) -> Callable[[], Any]:
-    """As `_build_contexts`, and keep values for the recomputation."""
-
-    def create_contexts() -> Any:
-        return tuple(map(_Contexts, build_passes(), _build_contexts(matmuls)()))
-
-    return create_contexts
+def _join_contexts(*builders: Callable[[], Any]) -> Any:
+    """Return the contexts of each pass of several builders, as one each."""
+    return tuple(map(_Contexts, *(build() for build in builders)))
 
 
 class _Contexts:

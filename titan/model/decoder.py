@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from titan.model import loss_terms
 from titan.model.core import find_cores
 from titan.model.experts import Router
-from titan.model.halves import split_inputs
 from titan.model.init_weights import Initializer, Normal, Ones
 from titan.model.layers import (
     Embedding,
@@ -60,7 +59,6 @@ class DecoderModel(nn.Module):
             and a mapping from these names to values of its tokens, float32 [B, t].
         counted: the number of figures that a block with experts counts of its tokens and returns as a third result,
             E + 1 (`titan.model.balance`); 0 in a model without experts.
-        in_halves: whether blocks compute a micro-batch in two halves (`titan.model.halves`).
         aliases: parameters that are replicas of a tied weight on another stage, with that weight's name.
     """
 
@@ -82,7 +80,6 @@ class DecoderModel(nn.Module):
         self.aliases: dict[str, str] = {}
         self.losses: Mapping[str, float] = {}
         self.counted = 0
-        self.in_halves = False
         if config.logit_cap is not None:
             self.head.complete_logits = partial(soft_cap, cap=config.logit_cap)
             loss_terms.set_head_loss(self.head, cap=config.logit_cap)
@@ -166,7 +163,7 @@ class DecoderModel(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)
         positions = positions.view(-1, positions.shape[-1])
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
-        inputs = self._build_block_inputs(document_ids, positions, hidden)
+        inputs = self.build_block_inputs(document_ids, positions, hidden)
         if self.losses or valid is not None:
             hidden, *values_and_counts = self._forward_with_losses(hidden, valid, *inputs)
             return hidden if valid is None else (hidden, *values_and_counts)
@@ -174,15 +171,9 @@ class DecoderModel(nn.Module):
             hidden = block(hidden, *inputs)
         return hidden if self.norm is None else self.norm(hidden)
 
-    def _build_block_inputs(self, document_ids: Tensor | None, positions: Tensor, hidden: Tensor) -> tuple[Any, ...]:
-        """Return cos, sin and mask of all blocks; where they compute halves, of each a tuple with one for each half."""
-        if not self.in_halves:
-            return (*self.compute_rotation(positions), self.build_masks(document_ids, positions, hidden.dtype))
-        halves = [
-            (*self.compute_rotation(half), self.build_masks(ids, half, hidden.dtype))
-            for ids, half in zip(*(split_inputs(t, len(hidden)) for t in (document_ids, positions)), strict=True)
-        ]
-        return tuple(zip(*halves, strict=True))
+    def build_block_inputs(self, document_ids: Tensor | None, positions: Tensor, hidden: Tensor) -> tuple[Any, ...]:
+        """Return cos, sin and mask of all blocks, for their input."""
+        return (*self.compute_rotation(positions), self.build_masks(document_ids, positions, hidden.dtype))
 
     def _forward_with_losses(self, hidden: Tensor, valid: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the blocks and the final norm, and collect the values and counts that blocks return."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.norms import local_tensor
 
 BUCKET = 1 << 22
 """Elements per bucket: four fp32 tensors of 16 MiB."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan.optimizer import matrix_gather, mixed_precision
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.norms import local_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic polynomial: steepest at zero; singular values converge to about 0.7 to 1.2."""

@@ -7,13 +7,12 @@ an exchange of rows may be waited for later (`start_exchange`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from titan.parallelism import turns
 
 _OPS = torch.ops._c10d_functional
 SEQUENCE_DIM = 1
@@ -83,24 +82,16 @@ class PendingExchange:
 
     def start(self, x: Tensor) -> None:
         """Start to send rows."""
-        turns.note_exchange()
         self.rows = _OPS.all_to_all_single(x.contiguous(), self.receive_counts, self.send_counts, self.group)
 
     def start_gradient(self, grad: Tensor) -> None:
         """Start to send the gradients of received rows back."""
-        turns.note_exchange()
         self.rows = _OPS.all_to_all_single(grad.contiguous(), self.send_counts, self.receive_counts, self.group)
 
     def take(self) -> Tensor:
-        """Wait for the rows that come to this rank, and return them; raises RuntimeError when none were sent.
-
-        Another computation that takes turns with this one runs first (`titan.parallelism.turns`).
-        """
-        turns.hand_over()
+        """Wait for the rows that come to this rank, and return them."""
         rows, self.rows = self.rows, None
-        if rows is None:
-            raise RuntimeError("an exchange of rows that has not started")
-        return wait(rows)
+        return wait(rows)  # type: ignore[arg-type]
 
     def finish(self) -> Tensor:
         """Return the received rows, differentiably; what autograd keeps does not refer to this object's `marker`."""
@@ -135,102 +126,91 @@ class _FinishExchange(torch.autograd.Function):
         return grads[0].new_empty(0), None
 
 
-def start_exchange(
-    x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup
-) -> PendingExchange:
+def start_exchange(x: Tensor, exchange: PendingExchange) -> PendingExchange:
     """As `exchange_rows`, but what is computed before `PendingExchange.finish` runs beside the exchange.
 
     In the backward pass the exchange of the gradient runs beside the gradients of the same operations.
     """
-    exchange = PendingExchange(send_counts, receive_counts, group)
     exchange.marker = _StartExchange.apply(x, exchange)  # type: ignore[no-untyped-call]
     return exchange
 
 
 def exchange_rows(x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send rows [sum(sending), D] to the group's ranks in order, and return those that came from them, in order."""
-    return start_exchange(x, send_counts, receive_counts, group).finish()
+    return start_exchange(x, PendingExchange(send_counts, receive_counts, group)).finish()
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group)
+class _Collective(torch.autograd.Function):
+    """A collective operation by its name in `_PASSES`."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return reduce_scatter(grads[0], ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return reduce_scatter(x, dim, group)
+    def forward(ctx: Any, x: Tensor, name: str, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.name, ctx.dim, ctx.group = name, dim, group
+        return _PASSES[name][0](x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_gather(grads[0], ctx.dim, ctx.group), None, None
+        return _PASSES[ctx.name][1](grads[0], ctx.dim, ctx.group), None, None, None
 
 
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_reduce(grads[0], ctx.group), None
+def _sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return all_reduce(x, group)
 
 
-class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
+def _select_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
-class _GatherFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group)
+def _all_to_all(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    sizes = [x.shape[0] // group.size()] * group.size()
+    return wait(_OPS.all_to_all_single(x.contiguous(), sizes, sizes, group.group_name))
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0].chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None
+
+_PASSES: dict[str, tuple[Callable[[Tensor, int, dist.ProcessGroup], Tensor], ...]] = {
+    "all_gather": (all_gather, reduce_scatter),
+    "reduce_scatter": (reduce_scatter, all_gather),
+    "copy": (lambda x, dim, group: x.view_as(x), _sum),
+    "sum": (_sum, lambda grad, dim, group: grad),
+    "gather": (all_gather, _select_part),
+    "all_to_all": (_all_to_all, _all_to_all),
+    "share": (lambda x, dim, group: x.view_as(x), lambda grad, dim, group: grad / group.size()),
+}
+"""The forward and the backward pass of each operation."""
 
 
 def all_gather_autograd(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """All-gather along `dim`; ranks use the result for different things, so the gradient is reduce-scattered."""
-    out: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return out
+    return _Collective.apply(x, "all_gather", dim, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter_autograd(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter along `dim`; the gradient is all-gathered."""
-    out: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return out
+    return _Collective.apply(x, "reduce_scatter", dim, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def copy_to_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the same tensor; ranks use it for different things, so the gradient is all-reduced."""
-    out: Tensor = _CopyToRegion.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return _Collective.apply(x, "copy", 0, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce; all ranks use the result for the same thing, so the gradient passes unchanged."""
-    out: Tensor = _ReduceFromRegion.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return _Collective.apply(x, "sum", 0, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_from_region(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """All-gather along `dim`; all ranks use the result for the same thing, so each takes its part of the gradient."""
-    out: Tensor = _GatherFromRegion.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return out
+    return _Collective.apply(x, "gather", dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_to_all_autograd(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send the j-th of `size` equal parts of x along dimension 0 to rank j; receive theirs in rank order.
+
+    The gradient takes the same way back.
+    """
+    return _Collective.apply(x, "all_to_all", 0, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def share_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the same tensor; each rank has an equal part of its gradient."""
+    return _Collective.apply(x, "share", 0, group)  # type: ignore[no-any-return, no-untyped-call]

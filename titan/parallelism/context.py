@@ -30,16 +30,14 @@ from titan.model.core import TitanCore
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
 from titan.model.masks import DocumentTokens, build_masks, select_mask
 from titan.parallelism import context_chunks, context_kernels
-from titan.parallelism.collectives import all_gather, all_gather_autograd, wait
+from titan.parallelism.collectives import all_gather, all_gather_autograd, all_to_all_autograd
 from titan.parallelism.context_core import split_cores
 from titan.parallelism.context_kernels import KeyMask
-from titan.parallelism.context_ring import make_ring_mask, ring_attention
+from titan.parallelism.context_ring import attend_ring, make_ring_mask
 from titan.parallelism.schema import count_key_repeats
 
 Method = Literal["allgather", "ulysses", "ring"]
 """How queries attend to the keys of other ranks."""
-
-_ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single
 
 Mask = Any
 """A method's document mask; None for one document per row, where the kernel is not flex."""
@@ -120,31 +118,6 @@ def _make_allgather_mask(core: ContextAttention, ids: Tensor | None, positions: 
 # --- ulysses
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all_equal(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _all_to_all_equal(grads[0], ctx.group), None
-
-
-def _all_to_all_equal(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sizes = [x.shape[0] // group.size()] * group.size()
-    return wait(_ALL_TO_ALL(x.contiguous(), sizes, sizes, group.group_name))
-
-
-def all_to_all_autograd(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send the j-th of `size` equal parts of x along dimension 0 to rank j; receive theirs in rank order.
-
-    The gradient takes the same way back.
-    """
-    out: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
-
-
 def _attend_ulysses(core: ContextAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Attend with some of the heads, over whole rows."""
     group, size, repeats = core.group, core.group.size(), count_key_repeats(k.shape[1], core.group.size())
@@ -169,24 +142,13 @@ def _make_ulysses_mask(core: ContextAttention, ids: Tensor | None, positions: Te
     return None if row_ids is None else document_mask(row_ids, dtype)
 
 
-# --- ring
-
-
-def _attend_ring(core: ContextAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    return ring_attention(q, k, v, mask, core.group, core.balance, core.kernel, core.scale)
-
-
-def _make_ring_mask(core: ContextAttention, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
-    return make_ring_mask(ids, positions, core.group, core.balance, core.kernel)
-
-
 # --- the module
 
 
 _METHODS = {
     "allgather": (_attend_allgather, _make_allgather_mask),
     "ulysses": (_attend_ulysses, _make_ulysses_mask),
-    "ring": (_attend_ring, _make_ring_mask),
+    "ring": (attend_ring, make_ring_mask),
 }
 
 

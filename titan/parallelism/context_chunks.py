@@ -6,8 +6,17 @@ a token is, so with `balance` rank r has chunks r and 2 * size - 1 - r of 2 * si
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from titan.model.balance import RowExchange
+from titan.parallelism import collectives
+
+TOKEN_DIM = 1
+"""The dimension of tokens in [B, T, ...]."""
 
 
 def list_chunks(size: int, rank: int, balance: bool) -> tuple[int, ...]:
@@ -42,3 +51,36 @@ def split_rows(rows: Tensor, size: int, dim: int, balance: bool) -> Tensor:
     """Split whole rows along `dim` into the parts of all ranks, [size, ...]; the inverse of `join_rows`."""
     pieces = rows.chunk(2 * size if balance else size, dim)
     return torch.stack([torch.cat([pieces[c] for c in list_chunks(size, rank, balance)], dim) for rank in range(size)])
+
+
+@dataclass(frozen=True)
+class RowParts(RowExchange):
+    """The ranks of context and tensor, of which each has a part of every row (`titan.model.balance.RowExchange`).
+
+    Attributes:
+        group: the ranks, those of tensor adjacent.
+        context: ranks of context parallelism.
+        tensor: ranks of tensor parallelism that split what a context rank has of a row.
+        balance: whether a rank has a head and a tail.
+    """
+
+    group: dist.ProcessGroup
+    context: int
+    tensor: int
+    balance: bool
+
+    def sum_counts(self, counts: Tensor) -> Tensor:
+        """Return the sum of counts [B, ...] over the ranks."""
+        return collectives.all_reduce(counts, self.group)
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """Return whole rows [B, T, ...] in order, from this rank's tokens [B, t, ...]."""
+        parts = collectives.all_gather(x[None], 0, self.group).chunk(self.context)
+        rows = torch.stack([torch.cat(part.unbind(), TOKEN_DIM) for part in parts])
+        return join_rows(rows, TOKEN_DIM - x.dim(), self.balance and self.context > 1)
+
+    def select_part(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of whole rows [B, T, ...]."""
+        context, tensor = divmod(self.group.rank(), self.tensor)
+        context_tokens = split_rows(x, self.context, TOKEN_DIM, self.balance and self.context > 1)[context]
+        return context_tokens.chunk(self.tensor, TOKEN_DIM)[tensor]

@@ -10,7 +10,7 @@ Shapes: B rows, H query and K key heads of width d (H / K query heads share a ke
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,12 +47,12 @@ class KeyMask(NamedTuple):
     Attributes:
         causal: queries have the positions of the keys (t = s) and see no later ones.
         ids: int64 [B, t] and [B, s]; a query sees keys of its own id only. None: all. Only the formula reads them.
-        blocks: what FlexAttention takes instead of both.
+        blocks: the `BlockMask` that FlexAttention takes instead of both.
     """
 
     causal: bool
     ids: Ids = None
-    blocks: BlockMask | None = None
+    blocks: Any = None
 
 
 def choose_kernel(
@@ -90,7 +90,7 @@ def forward(kernel: str, q: Tensor, kv: Tensor, mask: KeyMask, scale: float | No
     """
     k, v = kv.unbind()
     if kernel == "flex":
-        return attention.attend_with_lse(q, k, v, _require_block_mask(mask), scale)
+        return attention.attend_with_lse(q, k, v, mask.blocks, scale)
     if kernel == "math" or mask.ids is not None:
         tiles = [
             _formula_forward(q[:, :, rows], k, v, _find_visible_keys(rows, k, mask), scale)
@@ -106,7 +106,7 @@ def backward(kernel: str, queries: QueryState, kv: Tensor, mask: KeyMask, scale:
     """Return a block's part of the gradients of q, k and v; for the arguments see `forward`."""
     k, v = kv.unbind()
     if kernel == "flex":
-        return _flex_backward(queries, k, v, _require_block_mask(mask), scale)
+        return _flex_backward(queries, k, v, mask.blocks, scale)
     if kernel == "math" or mask.ids is not None:
         return _formula_backward_tiled(queries, k, v, mask, scale)
     _, gradients = KERNELS[_resolve_kernel(kernel, queries[1])]
@@ -235,12 +235,6 @@ KERNELS = {
 
 
 # --- FlexAttention
-
-
-def _require_block_mask(mask: KeyMask) -> BlockMask:
-    if mask.blocks is None:
-        raise ValueError("flex needs a block mask")
-    return mask.blocks
 
 
 def _flex_backward(queries: QueryState, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None) -> Gradients:

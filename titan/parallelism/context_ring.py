@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -34,53 +33,41 @@ BLOCK_LISTS = tuple(
 _ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single
 
 
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: tuple[Tensor, ...] | None,
-    group: dist.ProcessGroup,
-    balance: bool,
-    kernel: str,
-    scale: float | None = None,
-) -> Tensor:
+def attend_ring(core: Any, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, ...] | None) -> Tensor:
     """Return the attention of this rank's queries to the keys of all ranks: [B, H, t, d].
 
     Args:
+        core: a `titan.parallelism.context.ContextAttention`.
         q: [B, H, t, d].
         k: [B, K, t, d], of the same tokens.
         v: [B, K, t, d], of the same tokens.
         mask: what `make_ring_mask` returns.
-        balance: see `titan.parallelism.context_chunks`.
-        kernel: see `titan.parallelism.context_kernels.choose_kernel`.
-        scale: factor of scores; None: d ** -0.5.
     """
-    ring = (group.group_name, group.rank(), group.size(), balance, kernel, scale)
+    ring = (core.group.group_name, core.group.rank(), core.group.size(), core.balance, core.kernel, core.scale)
     out: Tensor = torch.ops.titan.ring_attention(q, torch.stack((k, v)), list(mask or ()), *ring)[0]
     return out
 
 
-def make_ring_mask(
-    ids: Tensor | None, positions: Tensor, group: dist.ProcessGroup, balance: bool, kernel: str
-) -> tuple[Tensor, ...] | None:
+def make_ring_mask(core: Any, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
     """Return the mask of a round, as tensors that a custom operation can take; None where nothing but causality masks.
 
     Args:
+        core: as of `attend_ring`.
         ids: document ids of this rank's tokens, int64 [B, t]; None: one document per row.
         positions: [1 or B, t], for the number of this rank's tokens.
-        balance: see `ring_attention`.
-        kernel: see `ring_attention`.
+        dtype: of the queries, for other methods.
 
     Returns:
         The document ids of all ranks, [size, B, t]. For flex also the positions of all ranks, [size, t], and the lists
         of a block mask of this rank's queries and each rank's keys, [size * B, ...].
     """
+    group = core.group
     size, length = group.size(), positions.shape[1]
-    if kernel != "flex":
+    if core.kernel != "flex":
         return None if ids is None else (all_gather(ids[None], 0, group),)
     all_ids = positions.new_zeros(size, 1, length) if ids is None else all_gather(ids[None], 0, group)
     row = torch.arange(length * size, device=positions.device)
-    all_positions = context_chunks.split_rows(row, size, -1, balance)
+    all_positions = context_chunks.split_rows(row, size, -1, core.balance)
     queries = DocumentTokens(all_ids[group.rank()].repeat(size, 1), all_positions[group.rank(), None])
     keys = DocumentTokens(all_ids.flatten(0, 1), all_positions.repeat_interleave(all_ids.shape[1], 0))
     mask = find_visible_blocks(queries, keys, make_mask_mod(queries, keys))
@@ -172,10 +159,8 @@ def _ring_forward(q: Tensor, kv: Tensor, mask: list[Tensor], ring: _Ring) -> Res
     return out.to(q.dtype), lse
 
 
-def _attend(q: Tensor, kv: Tensor, block: _Block | None, ring: _Ring) -> Results:
+def _attend(q: Tensor, kv: Tensor, block: Any, ring: _Ring) -> Results:
     """Return the output and lse of a block's queries and keys; a rank always attends to its own keys."""
-    if block is None:
-        raise RuntimeError("a rank that sees none of its own keys")
     block_q, keys = q[:, :, block.queries], kv[:, :, :, block.keys]
     return context_kernels.forward(ring.kernel, block_q, keys, block.mask, ring.scale)
 
@@ -243,13 +228,7 @@ def _run_round(
     Args:
         q: [B, H, t, d].
         kv: this rank's keys and values, [2, B, K, t, d].
-        mask: see `make_ring_mask`.
-        name: of the process group.
-        rank: of this rank in the group.
-        size: of the group.
-        balance: see `ring_attention`.
-        kernel: see `ring_attention`.
-        scale: see `ring_attention`.
+        mask: see `make_ring_mask`; what follows are the fields of `_Ring`.
 
     Returns:
         The output [B, H, t, d], and lse [B, H, t], in the type of sums, which has no gradient.

@@ -1,11 +1,21 @@
 """Data parallelism: FSDP2 (`fully_shard`), HSDP and DDP.
 
 Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward.
+
+FSDP computes a gradient in the type in which its weight is gathered, and adds those of several micro-batches up in the
+type in which ranks reduce them, fp32. `_keep_in_bf16` lets the sum have the gradient's type instead, half as many
+bytes: an addition of bf16 tensors is computed in fp32 and rounded to nearest. The reduction copies the sum into its
+fp32 buffer, so the sums over ranks, and gradients as the optimizer has them, stay fp32.
+
+From 256 equal gradients on, a further one is lost: runs with more than 128 micro-batches are rejected
+(`titan.run.checks`). Stochastic rounding loses none, but has 1.4 times the error below 128, needs random numbers and
+several times the traffic; an error term needs the bytes that are saved (docs/precision.md has the figures).
 """
 
 # No postponed annotations here: DDP reads those of its communication hook as types.
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from titan.errors import RunError
-from titan.parallelism import accumulation
-from titan.parallelism.strategy import DEFAULT, ModelSharding, Sharding
+from titan.parallelism.schema import DEFAULT, ModelSharding, Sharding
 from titan.parallelism.units import Unit, build_placement_options, list_units
 
 
@@ -69,13 +78,16 @@ def shard_stage(
     if whole is not None:
         _wrap_modules([stage], Unit(["the rest of the model"], whole, False, {}), root_options)
     elif mesh is not None:
-        _shard_root(stage, mesh, root_options, prefetch)
+        DEFAULT.wrap([stage], mesh, root_options)
+        if isinstance(model.tok_embeddings, nn.Embedding) and not (model.config.tied and model.head is not None):
+            cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)
+        _set_prefetch(model, prefetch)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     if accumulate_dtype == torch.bfloat16:
-        accumulation.keep_in_bf16(stage)
+        _keep_in_bf16(stage)
 
 
 def configure_exchange(stages: Sequence[nn.Module], buffers: int, separate: bool, symmetric: bool) -> None:
@@ -96,15 +108,6 @@ def configure_exchange(stages: Sequence[nn.Module], buffers: int, separate: bool
         FSDPModule.set_separate_reduce_scatter_group(units)  # type: ignore[arg-type]
     for unit in units if symmetric else ():
         cast(FSDPModule, unit).set_symm_mem_for_comm()
-
-
-def _shard_root(stage: Any, mesh: DeviceMesh, options: Mapping[str, Any], prefetch: int) -> None:
-    """Shard what is in none of the units, and set what is gathered when."""
-    model = stage.model
-    DEFAULT.wrap([stage], mesh, options)
-    if isinstance(model.tok_embeddings, nn.Embedding) and not (model.config.tied and model.head is not None):
-        cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)
-    _set_prefetch(model, prefetch)
 
 
 def _wrap_modules(modules: list[nn.Module], unit: Unit, options: Any) -> None:
@@ -186,6 +189,63 @@ def reshard_parameters(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _keep_in_bf16(stage: nn.Module) -> None:
+    """Let FSDP accumulate bf16 gradients in bf16; those of other types stay in the type of the reduction.
+
+    Args:
+        stage: wrapped by FSDP, before its first step.
+    """
+    for parameter in _list_fsdp_parameters(stage):
+        parameter.to_accumulated_grad_if_needed = partial(
+            _keep_gradient, parameter, parameter.to_accumulated_grad_if_needed
+        )
+
+
+def add_computed_gradients(stage: nn.Module) -> None:
+    """Add what a backward pass computed to what FSDP has accumulated.
+
+    FSDP does so at the end of a block's backward pass. Where that computes gradients of weights later than those of
+    activations, they would be added up in their own type, beside the sum, until the block's next backward pass.
+    """
+    for parameter in _list_fsdp_parameters(stage):
+        if hasattr(parameter, "_unsharded_param"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def free_reduced_gradients(stage: FSDPModule) -> None:
+    """Free the inputs of a stage's last reduce-scatters, which the present stream waits for.
+
+    FSDP frees them when the same stage reduces again, or at the end of a step.
+    """
+    state: Any = stage._get_fsdp_state()
+    retained = getattr(state._comm_ctx, "reduce_scatter_states", ())  # none before the first forward pass
+    for reduction in retained:
+        if reduction.event is not None:
+            state._device_handle.current_stream().wait_event(reduction.event)
+    if retained:
+        retained.clear()
+
+
+def _keep_gradient(parameter: Any, cast: Callable[[], None]) -> None:
+    """Replace a parameter's method of FSDP that casts its first gradient of a step: a bf16 one is the sum as it is."""
+    unsharded = parameter._unsharded_param
+    if unsharded.grad is None or unsharded.grad.dtype != torch.bfloat16:
+        cast()
+        return
+    parameter.unsharded_accumulated_grad, unsharded.grad = unsharded.grad, None
+
+
+def _list_fsdp_parameters(stage: nn.Module) -> Iterator[Any]:
+    """Yield FSDP's records of the parameters of a stage."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there is one
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                yield from () if group is None else group.fsdp_params
 
 
 def _all_reduce_hook(

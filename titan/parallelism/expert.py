@@ -37,9 +37,8 @@ from titan.model.expert_ops import (
 from titan.model.experts import Compute, Dispatcher, ExpertLinear, MixtureOfExperts, dispatch
 from titan.model.steps import Steps, run_steps
 from titan.parallelism import collectives
-from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport
 from titan.parallelism.mesh import World
-from titan.parallelism.strategy import Strategy
+from titan.parallelism.schema import ExpertExchange, Strategy
 from titan.parallelism.tensor import local_shard
 
 EXPERTS = "feed_forward.experts"
@@ -63,9 +62,8 @@ class ExpertSharding(Strategy):
 
     def mesh(self, world: World) -> DeviceMesh:
         """See `Strategy.mesh`."""
-        if world.experts is None:
-            raise RuntimeError(f"{world.layout}: experts are as other weights")
-        return world.experts["replicate", "shard"] if world.layout.replicate > 1 else world.experts["shard"]
+        mesh: Any = world.get_mesh("replicate", "shard", experts=True)
+        return mesh  # type: ignore[no-any-return]
 
     def dimension(self, name: str, shape: Sequence[int]) -> int:
         """Shard along the dimension of experts where a rank has enough of them, else along the next one if it fits."""
@@ -79,7 +77,13 @@ class ExpertSharding(Strategy):
 
 
 class ExpertDispatch:
-    """Computes tokens by the experts of a group of ranks; see `titan.model.experts.dispatch`."""
+    """Computes tokens by the experts of a group of ranks; see `titan.model.experts.dispatch`.
+
+    Attributes:
+        pending_type: what starts an exchange of rows and waits for it.
+    """
+
+    pending_type = collectives.PendingExchange
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Take the ranks, of which each has an equal number of consecutive experts."""
@@ -96,20 +100,21 @@ class ExpertDispatch:
         """See `titan.model.experts.SteppedDispatcher`."""
         received_per_expert, send_counts, receive_counts = keep(lambda: self._exchange_counts(experts.flatten(), count))
         order = sort_choices(experts, sum(send_counts))
-        counts = send_counts, receive_counts, self.group
-        pending = collectives.start_exchange(expand_tokens(x, order), *counts)
-        pending_weights = (
-            None if weights is None else collectives.start_exchange(select_weights(weights, order), *counts)
-        )
+        counts = send_counts, receive_counts
+        pending = self._start_exchange(expand_tokens(x, order), *counts)
+        pending_weights = None if weights is None else self._start_exchange(select_weights(weights, order), *counts)
         yield "dispatch"
         by_expert, by_rank = transpose_segments(received_per_expert, sum(receive_counts))
         rows = permute_rows(pending.finish(), by_expert, by_rank)
         row_weights = None if pending_weights is None else permute_rows(pending_weights.finish(), by_expert, by_rank)
         out = compute(rows, row_weights, received_per_expert.sum(0).cumsum(0).to(torch.int32), exact=True)
         out = permute_rows(out, by_rank, by_expert)
-        result = collectives.start_exchange(out, receive_counts, send_counts, self.group)
+        result = self._start_exchange(out, receive_counts, send_counts)
         yield "combine"
         return sum_rows(result.finish(), order)
+
+    def _start_exchange(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Any:
+        return collectives.start_exchange(x, self.pending_type(send_counts, receive_counts, self.group))
 
     def _exchange_counts(self, experts: Tensor, count: int) -> tuple[Tensor, list[int], list[int]]:
         """Return the rows of each rank and local expert that come here, and the rows to and from each rank.
@@ -142,25 +147,25 @@ def exchanges_tokens(module: nn.Module) -> bool:
     return isinstance(module, MixtureOfExperts) and module.dispatch is not dispatch
 
 
-def shard_experts(model: Any, mesh: DeviceMesh, dispatcher: str = "alltoall") -> None:
+def shard_experts(model: Any, mesh: DeviceMesh, exchange: ExpertExchange) -> None:
     """Divide the experts of a model, built on meta, over a mesh of one dimension.
 
     Args:
         model: its blocks may have a `titan.model.experts.MixtureOfExperts`.
-        dispatcher: of `titan.parallelism.schema.Parallelism`.
+        exchange: how tokens reach them.
     """
-    exchange = _build_dispatcher(dispatcher, mesh.get_group())
+    dispatcher = _build_dispatcher(exchange, mesh.get_group())
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            layer.dispatch = exchange
+            layer.dispatch = dispatcher
             for module in layer.experts.children():
                 _shard_weight(module, mesh)
 
 
 @functools.cache
-def _build_dispatcher(dispatcher: str, group: dist.ProcessGroup) -> Dispatcher:
-    """Return what all layers of all stages send their tokens by: DeepEP's buffers are gigabytes."""
-    return AddingDispatch(group, DeepEPTransport(group)) if dispatcher == "deepep" else ExpertDispatch(group)
+def _build_dispatcher(exchange: ExpertExchange, group: dist.ProcessGroup) -> Dispatcher:
+    """Return what all layers of all stages send their tokens by: buffers may be gigabytes."""
+    return exchange.build(group) or ExpertDispatch(group)
 
 
 def _shard_weight(module: nn.Module, mesh: DeviceMesh) -> None:

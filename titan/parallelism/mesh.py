@@ -7,9 +7,7 @@ argument.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -25,9 +23,8 @@ from titan.cluster import heap
 from titan.cluster.rank_info import RankInfo
 from titan.debug.activity import Activity
 from titan.errors import RunError
-from titan.parallelism.data_shard import DataShard
 from titan.parallelism.exchange import TIMEOUT_MARGIN, StoreExchange
-from titan.parallelism.schema import Layout
+from titan.parallelism.schema import DataShard, Layout, list_groups_along
 
 MODEL_PARALLEL = ("pipeline", "context", "tensor")
 """The dimensions of the ranks that compute the same rows."""
@@ -45,30 +42,21 @@ class World:
         device: where this rank computes.
         mesh: the dimensions of the weights' DTensors whose degree is above one: pipeline, replicate, shard (which
             includes context: its ranks hold different shards of the weights too), tensor. None for a single rank.
-        context: the ranks that share a row; None without context parallelism.
-        model_parallel: the ranks (pipeline, context, tensor) that compute the same rows, of which one reads them; None
-            where each rank computes different rows.
-        exchange: messages between all ranks outside of the process groups, from any thread; None where none are sent.
-        timeout: seconds after which creating a group gives up, and an operation on it until `set_timeout`.
-        memory: the context in which weights get their memory: a simulation's fake tensors, for example.
-        experts: the dimensions of the experts' DTensors: pipeline and replicate where they are above one, shard and
+        expert_mesh: the dimensions of the experts' DTensors: pipeline and replicate where they are above one, shard and
             expert. None where experts are as other weights.
+        timeout: seconds after which creating a group gives up, and an operation on it until `set_timeout`.
+        groups: those of `get_group` that are in no mesh, so far.
         data_meshes: those of `data_mesh` so far, by their number of shards.
-        activity: what this rank does; see `titan.debug.watch`.
     """
 
     rank_info: RankInfo
     layout: Layout
     device: torch.device
     mesh: DeviceMesh | None = None
-    context: dist.ProcessGroup | None = None
-    model_parallel: dist.ProcessGroup | None = None
-    exchange: StoreExchange | None = None
+    expert_mesh: DeviceMesh | None = None
     timeout: float = DEFAULT_TIMEOUT
-    memory: Callable[[], AbstractContextManager[Any]] = nullcontext
-    experts: DeviceMesh | None = None
+    groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, compare=False)
     data_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False)
-    activity: Activity = field(default_factory=Activity, compare=False)
 
     @property
     def is_rank0(self) -> bool:
@@ -86,7 +74,7 @@ class World:
     @property
     def reads_data(self) -> bool:
         """Whether this rank reads its rows: the first of the ranks that compute the same rows."""
-        return not any(self.get_coordinate(name) for name in ("pipeline", "context", "tensor"))
+        return not any(map(self.get_coordinate, MODEL_PARALLEL))
 
     @property
     def counts_loss(self) -> bool:
@@ -97,18 +85,27 @@ class World:
         """Return this rank's coordinate along a dimension of the layout."""
         return self.layout.compute_coordinates(self.rank_info.rank)[name]
 
-    def get_submesh(self, *names: str) -> DeviceMesh | None:
-        """Return the submesh of the weights' mesh with those of `names` that it has; None when it has none of them."""
-        dims = () if self.mesh is None else self.mesh.mesh_dim_names or ()
-        present_names = tuple(n for n in names if n in dims)
-        if not present_names or self.mesh is None:
+    def get_mesh(self, *names: str, experts: bool = False) -> DeviceMesh | None:
+        """Return the dimensions `names` of the weights' or the experts' mesh, those that it has; None without any."""
+        mesh = self.expert_mesh if experts else self.mesh
+        dims = () if mesh is None else mesh.mesh_dim_names or ()
+        present_names = tuple(name for name in names if name in dims)
+        if mesh is None or not present_names:
             return None
-        return self.mesh[present_names] if present_names != dims else self.mesh
+        return mesh[present_names] if present_names != dims else mesh
 
-    def get_group(self, name: str) -> dist.ProcessGroup | None:
-        """Return the process group of one dimension of the weights' mesh; None when the mesh lacks it."""
-        mesh = self.get_submesh(name)
-        return None if mesh is None else mesh.get_group()
+    def get_group(self, *names: str) -> dist.ProcessGroup | None:
+        """Return the ranks whose coordinates differ along some dimensions of the layout only; None for this one alone.
+
+        `shard` alone includes context, as in the weights' mesh. The first call for several dimensions creates a group:
+        all ranks make it together.
+        """
+        names = tuple(name for name in names if getattr(self.layout, name) > 1) if len(names) > 1 else names
+        if len(names) == 1 and (mesh := self.get_mesh(*names, experts=names == ("expert",))) is not None:
+            return mesh.get_group()
+        if names not in self.groups and any(getattr(self.layout, name) > 1 for name in names):
+            self.groups[names] = _create_group_along(self.layout.degrees(), names, self.timeout)
+        return self.groups.get(names)
 
     def data_mesh(self, shards: int) -> DeviceMesh:
         """Return the data-parallel ranks (replicate, shard and context) as dimensions replicate and shard.
@@ -124,33 +121,24 @@ class World:
         Raises:
             RuntimeError: where no weights are sharded.
         """
-        layout_mesh = self.get_submesh("replicate", "shard")
+        layout_mesh = self.get_mesh("replicate", "shard")
         if layout_mesh is None:
             raise RuntimeError(f"{self.layout}: no weights are sharded")
         if shards == self.layout.sharded:
             return layout_mesh
         if shards not in self.data_meshes:
             replicas = self.layout.replicate * self.layout.sharded // shards
-            inner_sizes = {"replicate": replicas, "shard": shards, "tensor": self.layout.tensor}
-            self.data_meshes[shards] = _build_data_mesh(self, {"pipeline": self.layout.pipeline, **inner_sizes})
+            sizes = {"pipeline": self.layout.pipeline, "replicate": replicas, "shard": shards}
+            sizes["tensor"] = self.layout.tensor
+            groups = {name: _create_group_along(sizes, (name,), self.timeout) for name in ("replicate", "shard")}
+            mesh = _build_mesh(self, sizes, groups)
+            self.data_meshes[shards] = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
         return self.data_meshes[shards]
-
-    def get_group_along(self, *names: str) -> dist.ProcessGroup | None:
-        """Return the ranks whose coordinates differ along some dimensions of the layout only; None for this one alone.
-
-        All ranks call it together: along several dimensions it creates a group.
-        """
-        names = tuple(name for name in names if getattr(self.layout, name) > 1)
-        if self.model_parallel is not None and names == tuple(n for n in MODEL_PARALLEL if getattr(self.layout, n) > 1):
-            return self.model_parallel
-        if len(names) > 1:
-            return _create_group_along(self.layout.degrees(), names, self.timeout)
-        return None if not names else self.context if names == ("context",) else self.get_group(names[0])
 
     def broadcast_rows(self, rows: Tensor) -> Tensor:
         """Broadcast `rows` in place, from the rank that reads them to the other model-parallel ranks."""
-        if self.model_parallel is not None:
-            dist.broadcast(rows, group=self.model_parallel, group_src=0)
+        if (group := self.get_group(*MODEL_PARALLEL)) is not None:
+            dist.broadcast(rows, group=group, group_src=0)
         return rows
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -196,6 +184,19 @@ class World:
             dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
+class RunContext(World):
+    """A run's world, with what else its parts share on a rank.
+
+    Attributes:
+        exchange: messages between all ranks outside of the process groups, from any thread; None where none are sent.
+        activity: what this rank does; see `titan.debug.watch`.
+    """
+
+    exchange: StoreExchange | None = None
+    activity: Activity = field(default_factory=Activity, compare=False)
+
+
 def _select_device(rank_info: RankInfo, layout: Layout, device_type: str) -> torch.device:
     """Return this rank's device; where the launcher makes only one GPU visible to each rank, that one."""
     if device_type != "cuda":
@@ -218,7 +219,7 @@ def connect_world(
     timeout: float,
     store: Any = None,
     connect_exchange: bool = False,
-) -> World:
+) -> RunContext:
     """Join the process group, where there is more than one rank, and build the mesh.
 
     Args:
@@ -226,14 +227,14 @@ def connect_world(
         device_type: "cpu" or "cuda".
         timeout: of collective operations, in seconds.
         store: a store that the ranks have connected to already; None for a rendezvous at `rank_info.init_method`.
-        connect_exchange: whether ranks send each other messages outside of the process groups (`World.exchange`).
+        connect_exchange: whether ranks send each other messages outside of the process groups (`RunContext.exchange`).
 
     Raises:
         RunError: when there is no GPU for this rank.
     """
     device = _select_device(rank_info, layout, device_type)
     if rank_info.world_size == 1:
-        return World(rank_info, layout, device)
+        return RunContext(rank_info, layout, device)
     rendezvous = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": rank_info.init_method}
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
@@ -255,7 +256,9 @@ def connect_world(
     return world
 
 
-def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeout: float = DEFAULT_TIMEOUT) -> World:
+def build_world(
+    rank_info: RankInfo, layout: Layout, device: torch.device, timeout: float = DEFAULT_TIMEOUT
+) -> RunContext:
     """Return the world of a rank whose process group exists already; all ranks call it together.
 
     Args:
@@ -265,11 +268,12 @@ def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeo
     ranks = torch.arange(layout.devices, dtype=torch.int).view(tuple(degrees.values()))
     groups = [_create_group_along(degrees, (name,), timeout) for name in degrees]
     mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
-    # a separate group, because in the weights' mesh context is a part of shard
-    context = _create_group_along(layout.degrees(), ("context",), timeout) if layout.context > 1 else None
-    world = World(rank_info, layout, device, mesh, context, timeout=timeout)
-    world = replace(world, experts=_build_expert_mesh(world) if layout.expert > 1 else None)
-    return replace(world, model_parallel=world.get_group_along(*MODEL_PARALLEL))
+    world = RunContext(rank_info, layout, device, mesh, timeout=timeout)
+    world.get_group("context")  # a separate group, because in the weights' mesh context is a part of shard
+    if layout.expert > 1:
+        world = replace(world, expert_mesh=_build_expert_mesh(world))
+    world.get_group(*MODEL_PARALLEL)
+    return world
 
 
 def _build_expert_mesh(world: World) -> DeviceMesh:
@@ -282,25 +286,13 @@ def _build_expert_mesh(world: World) -> DeviceMesh:
     layout = world.layout
     sizes = {"pipeline": layout.pipeline, "replicate": layout.replicate, "shard": layout.expert_shards}
     sizes["expert"] = layout.expert
-    exchange = split_group(_list_groups_along(sizes, ("expert",)), world.timeout, urgent=True)
-    return _rebuild_mesh(world, sizes, ("shard",), {"expert": exchange})
+    exchange = split_group(list_groups_along(sizes, ("expert",)), world.timeout, urgent=True)
+    shards = _create_group_along(sizes, ("shard",), world.timeout)
+    return _build_mesh(world, sizes, {"expert": exchange, "shard": shards})
 
 
-def _build_data_mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Return the dimensions replicate (where it is above one) and shard of a mesh of all ranks with other sizes."""
-    mesh = _rebuild_mesh(world, sizes, ("replicate", "shard"))
-    return mesh["replicate", "shard"] if sizes["replicate"] > 1 else mesh["shard"]
-
-
-def _rebuild_mesh(
-    world: World,
-    sizes: Mapping[str, int],
-    new_dims: tuple[str, ...],
-    given_groups: Mapping[str, Any] | None = None,
-) -> DeviceMesh:
-    """Return a mesh of all ranks with other sizes; dimensions neither new nor with a given group are the weights'."""
-    new_groups: dict[str, Any] = {name: _create_group_along(sizes, (name,), world.timeout) for name in new_dims}
-    new_groups |= given_groups or {}
+def _build_mesh(world: World, sizes: Mapping[str, int], new_groups: Mapping[str, Any]) -> DeviceMesh:
+    """Return a mesh of all ranks with other sizes; dimensions without a new group are those of the weights' mesh."""
     names = tuple(name for name, size in sizes.items() if size > 1 or name in new_groups)
     groups: list[Any] = [new_groups.get(name) or world.get_group(name) for name in names]
     ranks = torch.arange(world.layout.devices, dtype=torch.int).view([sizes[name] for name in names])
@@ -314,19 +306,8 @@ def _create_group_along(sizes: Mapping[str, int], names: tuple[str, ...], timeou
         sizes: the size of every dimension, outermost first.
         timeout: see `split_group`.
     """
-    lists = _list_groups_along(sizes, names)
+    lists = list_groups_along(sizes, names)
     return dist.group.WORLD if len(lists) == 1 else split_group(lists, timeout)  # type: ignore[return-value]
-
-
-def _list_groups_along(sizes: Mapping[str, int], names: tuple[str, ...]) -> list[list[int]]:
-    """Return the ranks of each group whose coordinates differ along `names` only."""
-    ranks = torch.arange(math.prod(sizes.values())).view(tuple(sizes.values()))
-    inner = [list(sizes).index(name) for name in names]
-    outer = [dim for dim in range(len(sizes)) if dim not in inner]
-    lists: list[list[int]] = (
-        ranks.permute(*outer, *inner).reshape(-1, math.prod(sizes[name] for name in names)).tolist()
-    )
-    return lists
 
 
 def split_group(
@@ -342,13 +323,10 @@ def split_group(
         timeout: seconds after which the creation gives up, and an operation on the group.
         parent: the group to split; None: all ranks.
         urgent: with NCCL, let the group's kernels run before those of computation.
-
-    Raises:
-        RuntimeError: without a process group to split, or when this rank is in none of the groups.
     """
-    group_timeout, parent_group = timedelta(seconds=timeout), parent or dist.group.WORLD
-    if parent_group is None:
-        raise RuntimeError("no process group to split: init_process_group was not called")
+    group_timeout = timedelta(seconds=timeout)
+    parent_group: Any = parent or dist.group.WORLD
+    group: Any
     if parent_group.bound_device_id is not None:  # NCCL with eager initialisation
         parent_ranks = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(parent_group))}
         group = dist.split_group(
@@ -360,6 +338,4 @@ def split_group(
     else:
         member_ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)
         group = dist.new_group(list(member_ranks), timeout=group_timeout, use_local_synchronization=True)
-    if group is None:
-        raise RuntimeError("this rank is in none of the groups")
-    return group
+    return group  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan.parallelism.data_shard import KEY_BITS
+from titan.parallelism.schema import KEY_BITS
 
 
 class Microbatches(NamedTuple):
@@ -47,28 +47,19 @@ class Microbatches(NamedTuple):
             parts.append(plane)
         return torch.stack(parts)
 
+    def _select(self, index: int | slice) -> Microbatches:
+        """Return the fields of some micro-batches; positions of all rows stay."""
+        fields: tuple[Any, ...] = self
+        return Microbatches(*(part if part is None or part.dim() == 1 else part[index] for part in fields))
+
     def select_microbatch(self, i: int) -> tuple[Any, ...]:
         """Return micro-batch i: the arguments of `ModelStage.forward`, without keys where there are none."""
-        positions = self.positions
-        return (
-            self.tokens[i],
-            None if self.targets is None else self.targets[i],
-            positions[i] if positions is not None and positions.dim() > 1 else positions,
-            None if self.documents is None else self.documents[i],
-            *(() if self.keys is None else (self.keys[i],)),
-        )
+        fields = self._select(i)
+        return tuple(fields[:4]) if fields.keys is None else tuple(fields)
 
     def iterate_microbatches(self) -> Iterator[Microbatches]:
         """Yield one micro-batch after another, each as rows of one micro-batch."""
-        for i in range(len(self.tokens)):
-            positions = self.positions
-            yield Microbatches(
-                self.tokens[i : i + 1],
-                None if self.targets is None else self.targets[i : i + 1],
-                positions[i : i + 1] if positions is not None and positions.dim() > 1 else positions,
-                None if self.documents is None else self.documents[i : i + 1],
-                None if self.keys is None else self.keys[i : i + 1],
-            )
+        return (self._select(slice(i, i + 1)) for i in range(len(self.tokens)))
 
     def select_tokens(self, indices: Tensor) -> Microbatches:
         """Return the tokens of each row at `indices`, int64 [T], with their positions."""

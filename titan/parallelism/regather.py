@@ -145,15 +145,13 @@ class _ProjectByLayer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         gathered = collectives.all_gather(x, SEQUENCE_DIM, ctx.group)
-        total: Tensor | None = None
+        total: Any = None
         weight_grads: list[Tensor] = []
         for grad, weight, product in reversed(list(zip(grads, weights, ctx.products, strict=True))):
             part, weight_grad = _compute_layer_gradients(gathered, grad, weight, product)
             total = part if total is None else total.add_(part)
             del part  # else it is in memory beside the next one
             weight_grads.insert(0, weight_grad)
-        if total is None:
-            raise ValueError("no layers")
         return collectives.reduce_scatter(total, SEQUENCE_DIM, ctx.group), None, None, *weight_grads
 
 
@@ -186,14 +184,12 @@ def compute_gradients(grads: list[Tensor], x: Tensor, weights: list[Tensor], ran
 
 def _sum_input_gradients(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
     """Return the gradient of the gathered input [B, T, D], the last layer's first, as autograd adds them up."""
-    total: Tensor | None = None
+    total: Any = None
     for grad, weight in zip(reversed(grads), reversed(weights), strict=True):
         part = grad.flatten(0, -2) @ weight
         total = part if total is None else total.add_(part)
         del part  # else it is in memory beside the next one
-    if total is None:
-        raise ValueError("no layers")
-    return total.view(*grads[0].shape[:-1], -1)
+    return total.view(*grads[0].shape[:-1], -1)  # type: ignore[no-any-return]
 
 
 def _make_fake_gradients(grads: list[Tensor], x: Tensor, weights: list[Tensor], ranks: int, group: str) -> list[Tensor]:

@@ -32,8 +32,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan.errors import DifferingRanksError, RunError
 from titan.numerics.fingerprints import fingerprint
-from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.mesh import World
+from titan.parallelism.norms import local_tensor
 
 STAGES = ("all", "tied")
 """Which stages of a pipeline have a tensor that several have: all, or those at both ends."""
@@ -174,9 +174,9 @@ class Prints:
         self.bytes = sum(t.nbytes for t, compared in zip(locals_, self.is_compared, strict=True) if compared)
 
     def sum_group(self, indices: Sequence[int]) -> Tensor:
-        """Return the sum of some fingerprints, each times an odd factor of its name: int64 [1]."""
+        """Return the sum of some fingerprints, each times an odd factor of its name: int64 []."""
         factors = torch.tensor([self.factors[i] | 1 for i in indices], dtype=torch.int64).to(self.values.device)
-        return (self.values[list(indices)] * factors).sum()[None]
+        return (self.values[list(indices)] * factors).sum()
 
     def list_groups(self) -> list[tuple[dist.ProcessGroup, list[int]]]:
         """Return the groups within the stage with the indices of what they compare, in the same order on its ranks."""
@@ -190,8 +190,12 @@ class Prints:
 
 
 def _hash_kind(name: str, tensor: Tensor) -> int:
-    """Return a number of a tensor's name, dtype and local shape, the same in all processes: 62 bits."""
-    text = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+    """Return a number of a tensor's name, dtype and local shape."""
+    return _hash_text(f"{name} {tensor.dtype} {tuple(tensor.shape)}")
+
+
+def _hash_text(text: str) -> int:
+    """Return a number that is the same in all processes: 62 bits."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
@@ -217,8 +221,9 @@ def find_difference(
     stages = stages or {}
     prints, second = Prints(tensors, world, stages), Prints(copies or {}, world, stages)
     groups = prints.list_groups()
-    flags = [_differs(prints.sum_group(indices), group) for group, indices in groups]
-    stage_differs = _compare_stages(prints) | _compare_copies(prints, second)
+    flags = [_differ(prints.sum_group(indices), group) for group, indices in groups]
+    first = [prints.names.index(name) for name in second.names]
+    stage_differs = _compare_stages(prints) | (prints.values[first] != second.values).any()
     all_flags = torch.stack([*flags, stage_differs])
     anywhere = all_flags.any().long()
     dist.all_reduce(anywhere, dist.ReduceOp.MAX)
@@ -229,17 +234,11 @@ def find_difference(
     return _find_odd_ranks(prints, second, _list_differing(prints, differing, bool(stage_differs)))
 
 
-def _differs(total: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return whether a sum, int64 [1], differs between the ranks of a group, bool []."""
-    both = torch.cat([total, ~total])
+def _differ(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return whether each of some values, int64, differs between the ranks of a group."""
+    both = torch.stack([values, ~values])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     return both[0] != ~both[1]
-
-
-def _compare_copies(prints: Prints, second: Prints) -> Tensor:
-    """Return whether a second copy on this rank differs from the first one, bool []."""
-    first = [prints.names.index(name) for name in second.names]
-    return (prints.values[first] != second.values).any()
 
 
 def _compare_stages(prints: Prints) -> Tensor:
@@ -251,7 +250,7 @@ def _compare_stages(prints: Prints) -> Tensor:
         indices = [i for i, name in enumerate(prints.names) if prints.stages.get(name) == word]
         if indices:
             total = prints.sum_group(indices)
-            both[row], has_any[row] = torch.cat([total, ~total]), True
+            both[row], has_any[row] = torch.stack([total, ~total]), True
     if group is not None:
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     return (has_any & (both[:, 0] != ~both[:, 1])).any()
@@ -267,21 +266,14 @@ def _list_differing(
     found = {i for i, name in enumerate(prints.names) if stage_differs and name in prints.stages}
     has_equal_names = True
     for group, members in groups:
-        if not _has_equal_names(prints, members, group):
+        # names, types and shapes, in order
+        digest = _hash_text(" ".join(str(prints.factors[index]) for index in members))
+        if _differ(torch.tensor(digest, device=prints.values.device), group).item():
             has_equal_names = False
             continue
-        values = prints.values[members]
-        both = torch.stack([values, ~values])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-        found |= {i for i, differs in zip(members, (both[0] != ~both[1]).tolist(), strict=True) if differs}
+        differing = _differ(prints.values[members], group).tolist()
+        found |= {i for i, differs in zip(members, differing, strict=True) if differs}
     return [prints.names[index] for index in sorted(found)[:MAX_NAMES]] if has_equal_names else None
-
-
-def _has_equal_names(prints: Prints, members: Sequence[int], group: dist.ProcessGroup) -> bool:
-    """Return whether the ranks of a group compare tensors of the same names, types and shapes, in the same order."""
-    text = " ".join(str(prints.factors[index]) for index in members)
-    digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
-    return not _differs(torch.tensor([digest], device=prints.values.device), group).item()
 
 
 def _find_odd_ranks(prints: Prints, second: Prints, suspects: Sequence[str] | None) -> ReplicaDifference:

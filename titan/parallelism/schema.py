@@ -1,19 +1,53 @@
-"""The parallelism axis: degrees and their arithmetic. Free of torch."""
+"""The parallelism axis: degrees and their arithmetic, and strategies of sharding. Free of torch until used."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from titan.config.settings import setting
-from titan.config.text_kinds import Input
+from titan.config.kinds import get_kind
+from titan.config.settings import format_value, setting
+from titan.config.text_kinds import Input, Label
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
-from titan.parallelism.strategy import ModelSharding, Strategy, find_model_sharding
 
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+KEY_BITS = 31
+"""Bits of each of the two numbers that the key of a row is stored as."""
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 """The mesh's dimensions, outermost first: ranks that are adjacent along the last one are adjacent in a node."""
+
+
+RULE_ORDER = ("tensor", "context", "pipeline", "replicate", "shard")
+"""The order in which degrees that are "auto" take devices."""
+
+
+@dataclass(frozen=True)
+class DataShard:
+    """Shard `rank` of the `ranks` equal shards that the rows of a step are divided into."""
+
+    rank: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError when the rank is not in [0, ranks)."""
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank {self.rank} of {self.ranks}")
+
+    def count_slots(self, rows: int) -> int:
+        """Return the number of rows that each rank computes in a step of `slice_rows` rows, padding included."""
+        return -(-rows // self.ranks)
+
+    def slice_rows(self, rows: int) -> range:
+        """Return this rank's range of a step's `slice_rows` rows."""
+        slots = self.count_slots(rows)
+        return range(min(rows, self.rank * slots), min(rows, (self.rank + 1) * slots))
 
 
 @dataclass(frozen=True)
@@ -72,21 +106,28 @@ class Layout:
             rank, coordinates[name] = divmod(rank, degree)
         return coordinates
 
-    def list_groups(self, name: str) -> list[range]:
+    def list_groups(self, name: str) -> list[list[int]]:
         """Return the ranks that communicate along a dimension, or share experts, group by group."""
-        if name == "expert":
-            return [range(first, first + self.expert) for first in range(0, self.devices, self.expert)]
-        names = list(self.degrees())
-        step = math.prod(degree for n, degree in self.degrees().items() if names.index(n) > names.index(name))
-        width = step * getattr(self, name)
-        return [
-            range(first + i, first + i + width, step) for first in range(0, self.devices, width) for i in range(step)
-        ]
+        neighbours = {"others": self.devices // self.expert, "expert": self.expert}
+        return list_groups_along(neighbours if name == "expert" else self.degrees(), (name,))
 
     def __str__(self) -> str:
         degrees = self.degrees() | {"expert": self.expert}
         parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         return " x ".join(parts) or "one device"
+
+
+def list_groups_along(sizes: Mapping[str, int], names: Collection[str]) -> list[list[int]]:
+    """Return the ranks of each group whose coordinates differ along `names` only.
+
+    Args:
+        sizes: the size of every dimension, outermost first.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, coordinates in enumerate(product(*map(range, sizes.values()))):
+        others = tuple(at for name, at in zip(sizes, coordinates, strict=True) if name not in names)
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
@@ -117,6 +158,155 @@ class StagePlan:
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
 
+class Sharding(NamedTuple):
+    """A strategy and the ranks that it shards over."""
+
+    strategy: Strategy
+    mesh: DeviceMesh | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How the modules of a group are sharded: the ranks (`mesh`), the dimension and the wrapper.
+
+    Of nested modules that a group matches, the outermost one is wrapped.
+    """
+
+    match: tuple[Label, ...] = setting(help="patterns of module names, such as ['layers.*.feed_forward','head']")
+    shard: int | None = setting(
+        None,
+        "ranks that each parameter is sharded over, with replicas on the other data-parallel ranks; 1: every rank has "
+        "whole parameters; null: as parameters of no group",
+        at_least=1,
+    )
+
+    _target_: str = field(init=False, default="")  # so that ids and run.yaml tell groups of equal settings apart
+
+    def __post_init__(self) -> None:
+        """Record which class this is."""
+        object.__setattr__(self, "_target_", get_kind(type(self)))
+
+    def build(self, world: Any) -> Sharding:
+        """Return the strategy with its mesh in a `titan.parallelism.mesh.World`; all ranks call it, see `mesh`."""
+        return Sharding(self, self.mesh(world))
+
+    def shards(self, layout: Layout) -> int:
+        """Return the number of ranks that a parameter is sharded over; it divides that of data-parallel ranks."""
+        return self.shard or layout.sharded
+
+    def mesh(self, world: Any) -> DeviceMesh:
+        """Return the ranks: dimensions replicate (where it is above one) and shard.
+
+        All ranks call it together, also those that have none of the group's modules, since it may create groups.
+        """
+        mesh: DeviceMesh = world.data_mesh(self.shards(world.layout))
+        return mesh
+
+    def dimension(self, name: str, shape: Sequence[int]) -> int:
+        """Return the dimension along which a parameter is sharded; ranks must divide any but the first.
+
+        Args:
+            name: its name in the whole model.
+            shape: its shape, of this tensor rank's part.
+        """
+        return 0
+
+    def wrap(self, modules: list[nn.Module], mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
+        """Wrap modules that are gathered together; their parameters are still on the meta device.
+
+        Args:
+            modules: one, or the embedding and the head where their weight is tied.
+            mesh: of `mesh`.
+            options: further arguments of `torch.distributed.fsdp.fully_shard`.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(modules, mesh=mesh, **options)
+
+    def describe(self, mesh: DeviceMesh) -> str:
+        """Return in a few words how the group is sharded over its mesh."""
+        class_prefix = f"{self._target_}, " if type(self) is not Strategy else ""
+        replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 and mesh.size(0) > 1 else ""
+        return f"{class_prefix}sharded over {mesh.size(-1)} rank{'s' if mesh.size(-1) > 1 else ''}{replicas}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSharding(Strategy):
+    """A strategy that shards the whole model in another way than `fully_shard`, as the only group.
+
+    `wrap` is called for each unit, the innermost first, and last for the stage, whose remaining parameters it shards
+    too. Afterwards
+
+    - every parameter is a DTensor with its former name, over `mesh` and, where it was a DTensor over tensor ranks, over
+      both: the placements of `fully_shard`, so that any checkpoint resumes;
+    - the backward pass of each micro-batch adds the sum over the ranks of the mesh to a parameter's gradient.
+
+    Modules are compiled when they are called first, with what `wrap` did to them.
+    """
+
+    match: tuple[Label, ...] = setting(("*",), "patterns of module names: ['*'], all of them")
+
+    def compiler_settings(self) -> dict[str, Any]:
+        """Return the settings of `torch._inductor.config`, by name, with which a stage is compiled."""
+        return {}
+
+    def wrap(self, modules: list[nn.Module], mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
+        """Shard the parameters of modules; see the class.
+
+        Args:
+            modules: as in `Strategy.wrap`, or the stage.
+            mesh: of `mesh`.
+            options: `mp_policy` with the types in which weights are gathered and gradients reduced, and
+                `reshard_after_forward`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.wrap")
+
+
+DEFAULT = Strategy(match=())
+"""The strategy of modules that no group matches."""
+
+
+def find_model_sharding(groups: Iterable[Strategy]) -> ModelSharding | None:
+    """Return the strategy that shards the whole model in another way than FSDP; None: FSDP does."""
+    return next((group for group in groups if isinstance(group, ModelSharding)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertExchange:
+    """How tokens reach experts on other ranks; its methods do as titan does, and a class of one's own replaces some.
+
+    Attributes:
+        uses_threads: whether passes are started from other threads, which profiles record then.
+    """
+
+    uses_threads: ClassVar[bool] = False
+
+    _target_: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        """Record which class this is."""
+        object.__setattr__(self, "_target_", get_kind(type(self)))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is another exchange than titan's."""
+        return type(self) is not ExpertExchange
+
+    def build(self, group: Any) -> Any:
+        """Return the `titan.model.experts.Dispatcher` of all layers of all stages; None: titan's.
+
+        Args:
+            group: the ranks that share experts, of which each has an equal number of consecutive ones.
+        """
+        return None
+
+    def change_model(self, model: Any) -> None:
+        """Change a stage's model on the meta device, before its blocks are checkpointed and compiled."""
+
+    def configure_schedule(self, schedule: Any, device: Any) -> None:
+        """Change one of torch's pipeline schedules before its first step on a rank's device."""
+
+
 def _make_degree(help: str) -> int | str:
     help += "; -1: all devices that are left, auto: by rule"
     degree: int | str = setting(1, help, words=("auto",), at_least=-1)
@@ -139,20 +329,14 @@ class Parallelism:
         words=("auto",),
         at_least=-1,
     )
+    exchange: ExpertExchange = setting(
+        ExpertExchange(), "with expert: how tokens reach experts, in place of titan's all-to-all", later=True
+    )
     dispatcher: Literal["alltoall", "deepep"] = setting(
-        "alltoall",
-        "with expert: how tokens reach experts: alltoall: a row for each of their experts; deepep: one copy for each "
-        "rank, which adds its experts' results (CUDA, bf16, the package deep_ep)",
+        "alltoall", "deepep is an experiment: see parallelism.exchange and experiments/expert_exchange"
     )
-    halves: bool = setting(
-        False,
-        "with expert: blocks compute a micro-batch in two halves of its rows, each beside the exchanges of the other",
-    )
-    pairs: bool = setting(
-        False,
-        "with expert and a schedule that has pairs, such as DualPipeV: the forward pass of a micro-batch and the "
-        "backward pass of another compute beside each other's exchanges",
-    )
+    halves: bool = setting(False, "true is an experiment, as deepep of parallelism.dispatcher")
+    pairs: bool = setting(False, "true is an experiment, as deepep of parallelism.dispatcher")
     microbatches: int | str = setting(
         "auto",
         "micro-batches that a rank's rows are split into; auto: as few as memory allows",
@@ -238,6 +422,13 @@ class Parallelism:
             raise ConfigError(
                 "parallelism.expert=0: must be 1 or more, or -1 for all ranks of shard, context and tensor."
             )
+        for name, usual, choice in (("dispatcher", "alltoall", "deep_ep"), ("halves", False, ""), ("pairs", False, "")):
+            if (value := getattr(self, name)) != usual:
+                raise ConfigError(
+                    f"parallelism.{name}={format_value(value)}: is an experiment now; give "
+                    f"parallelism.{name}={format_value(usual)} +exchange@parallelism.exchange={choice or name}, with "
+                    "experiments/expert_exchange/conf in hydra.searchpath."
+                )
 
     @property
     def model_sharding(self) -> ModelSharding | None:
@@ -273,9 +464,57 @@ class Parallelism:
         return layout.context * head_and_tail * (layout.tensor if self.sequence_parallel else 1)
 
 
-def count_token_copies(top_k: float, ranks: int) -> float:
-    """Return the ranks that have an expert of a token, on average, if each of its experts is on any of the ranks."""
-    return float(ranks * (1 - (1 - 1 / ranks) ** top_k))
+def resolve_layout(parallelism: Parallelism, devices: int | None, limits: Mapping[str, int]) -> Layout:
+    """Resolve -1 and "auto" to numbers.
+
+    Args:
+        devices: ranks in all; None where the layout decides (on a CPU): then each open degree is 2, so that any
+            composition can be tried with the fewest ranks.
+        limits: the largest useful degree of each dimension that is "auto" (default 2).
+
+    Raises:
+        ConfigError: when the degrees don't multiply to `devices`.
+    """
+    degrees: dict[str, int | str] = {name: getattr(parallelism, name) for name in DIMENSIONS}
+    layout = _choose_fewest_ranks(degrees, limits) if devices is None else _divide_devices(degrees, devices, limits)
+    if devices is not None and layout.devices != devices:
+        raise ConfigError(
+            f"parallelism: {layout} makes {format_plural(layout.devices, 'rank')}, but there are "
+            f"{format_plural(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
+            f"cluster.devices={layout.devices}."
+        )
+    return replace(layout, expert=_resolve_expert_degree(parallelism, layout, limits))
+
+
+def _choose_fewest_ranks(degrees: Mapping[str, int | str], limits: Mapping[str, int]) -> Layout:
+    """Return the layout with each open degree 2; one that is "auto" is 1 where its limit is odd."""
+    fewest = {name: math.gcd(2, limits.get(name, 2)) if d == "auto" else 2 for name, d in degrees.items()}
+    return Layout(**{name: fewest[name] if d in (-1, "auto") else int(d) for name, d in degrees.items()})
+
+
+def _divide_devices(degrees: Mapping[str, int | str], devices: int, limits: Mapping[str, int]) -> Layout:
+    """Return the layout whose open degrees divide what the others leave; its product may differ from `devices`."""
+    resolved = dict(degrees)
+    if resolved["shard"] == "auto" and -1 not in resolved.values():
+        resolved["shard"] = -1
+    remaining = devices // math.prod(int(d) for d in resolved.values() if d not in (-1, "auto"))
+    open_count = sum(d in (-1, "auto") for d in resolved.values())
+    for name in (name for name in RULE_ORDER if resolved[name] == "auto"):
+        open_count -= 1
+        largest = math.gcd(max(1, remaining), limits.get(name, 2))
+        # the largest that leaves two for each of the others
+        fitting = (d for d in range(largest, 0, -1) if largest % d == 0 and remaining // d >= 2**open_count)
+        resolved[name] = next(fitting, 1)
+        remaining //= int(resolved[name])
+    return Layout(**{name: max(1, remaining) if d == -1 else int(d) for name, d in resolved.items()})
+
+
+def _resolve_expert_degree(parallelism: Parallelism, layout: Layout, limits: Mapping[str, int]) -> int:
+    ranks = layout.sharded * layout.tensor
+    replicates_tokens = layout.tensor > 1 and not parallelism.sequence_parallel
+    auto = 1 if replicates_tokens else math.gcd(ranks, limits.get("expert", 1))
+    resolved: dict[int | str, int] = {-1: ranks, "auto": auto}
+    return resolved.get(parallelism.expert) or int(parallelism.expert)
 
 
 def count_key_repeats(heads: int, size: int) -> int:

@@ -1,4 +1,4 @@
-"""Strategies: how FSDP shards the parameters of a group of modules, a user's own among them. Free of torch until used.
+"""Groups of modules that FSDP shards by a strategy of their own: which modules are in which. Free of torch.
 
 FSDP gathers the parameters of one module at a time. By default these modules are the blocks, the embedding, the head
 and the rest, all sharded by one strategy: over all data-parallel ranks, along the first dimension.
@@ -7,135 +7,16 @@ and the rest, all sharded by one strategy: over all data-parallel ranks, along t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titan.config.kinds import get_kind
-from titan.config.settings import format_value, setting, suggest_pattern
-from titan.config.text_kinds import Label
+from titan.config.settings import format_value, suggest_pattern
 from titan.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from titan.parallelism.mesh import World
-    from titan.parallelism.schema import Layout
+from titan.parallelism.schema import Layout
+from titan.parallelism.schema import ModelSharding as ModelSharding
+from titan.parallelism.schema import Strategy as Strategy
 
 BLOCKS = "layers"
 """The name of the collection of blocks, which is no module that computes."""
-
-
-class Sharding(NamedTuple):
-    """A strategy and the ranks that it shards over."""
-
-    strategy: Strategy
-    mesh: DeviceMesh | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """How the modules of a group are sharded: the ranks (`mesh`), the dimension and the wrapper.
-
-    Of nested modules that a group matches, the outermost one is wrapped.
-    """
-
-    match: tuple[Label, ...] = setting(help="patterns of module names, such as ['layers.*.feed_forward','head']")
-    shard: int | None = setting(
-        None,
-        "ranks that each parameter is sharded over, with replicas on the other data-parallel ranks; 1: every rank has "
-        "whole parameters; null: as parameters of no group",
-        at_least=1,
-    )
-    _target_: str = field(init=False, default="")  # so that ids and run.yaml tell groups of equal settings apart
-
-    def __post_init__(self) -> None:
-        """Record which class this is."""
-        object.__setattr__(self, "_target_", get_kind(type(self)))
-
-    def build(self, world: World) -> Sharding:
-        """Return the strategy with its mesh; all ranks call it together, see `mesh`."""
-        return Sharding(self, self.mesh(world))
-
-    def shards(self, layout: Layout) -> int:
-        """Return the number of ranks that a parameter is sharded over; it divides that of data-parallel ranks."""
-        return self.shard or layout.sharded
-
-    def mesh(self, world: World) -> DeviceMesh:
-        """Return the ranks: dimensions replicate (where it is above one) and shard.
-
-        All ranks call it together, also those that have none of the group's modules, since it may create groups.
-        """
-        return world.data_mesh(self.shards(world.layout))
-
-    def dimension(self, name: str, shape: Sequence[int]) -> int:
-        """Return the dimension along which a parameter is sharded; ranks must divide any but the first.
-
-        Args:
-            name: its name in the whole model.
-            shape: its shape, of this tensor rank's part.
-        """
-        return 0
-
-    def wrap(self, modules: list[nn.Module], mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
-        """Wrap modules that are gathered together; their parameters are still on the meta device.
-
-        Args:
-            modules: one, or the embedding and the head where their weight is tied.
-            mesh: of `mesh`.
-            options: further arguments of `torch.distributed.fsdp.fully_shard`.
-        """
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(modules, mesh=mesh, **options)
-
-    def describe(self, mesh: DeviceMesh) -> str:
-        """Return in a few words how the group is sharded over its mesh."""
-        class_prefix = f"{self._target_}, " if type(self) is not Strategy else ""
-        replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 and mesh.size(0) > 1 else ""
-        return f"{class_prefix}sharded over {mesh.size(-1)} rank{'s' if mesh.size(-1) > 1 else ''}{replicas}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSharding(Strategy):
-    """A strategy that shards the whole model in another way than `fully_shard`, as the only group.
-
-    `wrap` is called for each unit, the innermost first, and last for the stage, whose remaining parameters it shards
-    too. Afterwards
-
-    - every parameter is a DTensor with its former name, over `mesh` and, where it was a DTensor over tensor ranks, over
-      both: the placements of `fully_shard`, so that any checkpoint resumes;
-    - the backward pass of each micro-batch adds the sum over the ranks of the mesh to a parameter's gradient.
-
-    Modules are compiled when they are called first, with what `wrap` did to them.
-    """
-
-    match: tuple[Label, ...] = setting(("*",), "patterns of module names: ['*'], all of them")
-
-    def compiler_settings(self) -> dict[str, Any]:
-        """Return the settings of `torch._inductor.config`, by name, with which a stage is compiled."""
-        return {}
-
-    def wrap(self, modules: list[nn.Module], mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
-        """Shard the parameters of modules; see the class.
-
-        Args:
-            modules: as in `Strategy.wrap`, or the stage.
-            mesh: of `mesh`.
-            options: `mp_policy` with the types in which weights are gathered and gradients reduced, and
-                `reshard_after_forward`.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.wrap")
-
-
-DEFAULT = Strategy(match=())
-"""The strategy of modules that no group matches."""
-
-
-def find_model_sharding(groups: Iterable[Strategy]) -> ModelSharding | None:
-    """Return the strategy that shards the whole model in another way than FSDP; None: FSDP does."""
-    return next((group for group in groups if isinstance(group, ModelSharding)), None)
 
 
 def assign_groups(names: Iterable[str], groups: Mapping[str, Strategy]) -> dict[str, str]:
@@ -240,13 +121,9 @@ def _check_match(name: str, group: Strategy, names: Sequence[str]) -> None:
         if not any(fnmatchcase(module, pattern) for module in (*names, "head") if module != BLOCKS):
             raise ConfigError(
                 f"parallelism.groups.{name}.match={format_value(group.match)}: no module of the model matches "
-                f"{pattern}; names are such as {names[0]}, {_find_deepest(names)} and "
+                f"{pattern}; names are such as {names[0]}, {max(names, key=lambda module: module.count('.'))} and "
                 f"{names[-1]}{suggest_pattern(pattern, names)}"
             )
-
-
-def _find_deepest(names: Sequence[str]) -> str:
-    return max(names, key=lambda name: name.count("."))
 
 
 def _check_shards(name: str, group: Strategy, layout: Layout) -> None:

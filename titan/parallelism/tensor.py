@@ -35,7 +35,7 @@ from titan.model.loss_terms import (
 )
 from titan.parallelism import collectives
 from titan.parallelism.collectives import SEQUENCE_DIM
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.norms import local_tensor
 from titan.parallelism.regather import regather_input
 
 MAX_FLAT_BYTES = 2**22
@@ -60,13 +60,14 @@ def apply_tensor_plan(
             `sequence_parallel`.
         chunk: tokens whose logits exist at a time, split whatever `loss_parallel` is; None: those of all tokens.
     """
-    tied = _has_tied_weights(model)
+    has_both_ends = model.head is not None and model.tok_embeddings is not None
+    tied = has_both_ends and model.config.tied and model.head.weight is model.tok_embeddings.weight
     for name, style in model.tensor_plan().items():
         module = model.get_submodule(name)
         if regather and style == "region" and regather_input(module, mesh.get_group()):
             continue
         if not isinstance(getattr(module, "weight", None), DTensor):  # experts may be divided over ranks already
-            _STYLES[style](module, mesh, sequence_parallel)
+            _apply_style(style, module, mesh, sequence_parallel)
     if tied:
         model.head.weight = model.tok_embeddings.weight
     if isinstance(model.head, Head):
@@ -128,12 +129,6 @@ def local_shard(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)
 
 
-def _has_tied_weights(model: Any) -> bool:
-    if model.head is None or model.tok_embeddings is None:
-        return False
-    return model.config.tied and model.head.weight is model.tok_embeddings.weight
-
-
 def _distribute_weight(module: nn.Module, mesh: DeviceMesh, placement: Placement, sums_gradient: bool = False) -> None:
     """Distribute a module's weight; `sums_gradient`: each rank's gradient is a part of a sum until the step's end."""
     weight = module.get_parameter("weight")
@@ -141,44 +136,28 @@ def _distribute_weight(module: nn.Module, mesh: DeviceMesh, placement: Placement
     module.get_weight, module.sums_gradient = local_shard, sums_gradient  # type: ignore[assignment]
 
 
-def _apply_vocab(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute_weight(module, mesh, Shard(0))
+_PLACEMENTS: dict[str, Placement | None] = {
+    "vocab": Shard(0),
+    "region": None,
+    "colwise": Shard(0),
+    "rowwise": Shard(1),
+    "sequence": Replicate(),
+    "heads": Replicate(),
+}
+"""How the weight of each style of a plan is split."""
+
+
+def _apply_style(style: str, module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    """Split a module's weight, and let it begin or end a region where its style says so."""
+    if (placement := _PLACEMENTS[style]) is not None:
+        sums_gradient = style == "heads" or (style == "sequence" and sequence)
+        _distribute_weight(module, mesh, placement, sums_gradient)
     if isinstance(module, nn.Embedding):
         module.lookup = partial(_look_up_shard, rank=mesh.get_local_rank())  # type: ignore[assignment]
+    if style == "rowwise" or isinstance(module, nn.Embedding):
         module.register_forward_hook(_LeaveRegion(mesh.get_group(), sequence))
-    else:
+    elif style in ("region", "vocab"):
         module.register_forward_pre_hook(_EnterRegion(mesh.get_group(), sequence))
-
-
-def _apply_region(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    module.register_forward_pre_hook(_EnterRegion(mesh.get_group(), sequence))
-
-
-def _apply_colwise(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute_weight(module, mesh, Shard(0))
-
-
-def _apply_rowwise(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute_weight(module, mesh, Shard(1))
-    module.register_forward_hook(_LeaveRegion(mesh.get_group(), sequence))
-
-
-def _apply_sequence(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute_weight(module, mesh, Replicate(), sums_gradient=sequence)
-
-
-def _apply_heads(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute_weight(module, mesh, Replicate(), sums_gradient=True)
-
-
-_STYLES = {
-    "vocab": _apply_vocab,
-    "region": _apply_region,
-    "colwise": _apply_colwise,
-    "rowwise": _apply_rowwise,
-    "sequence": _apply_sequence,
-    "heads": _apply_heads,
-}
 
 
 class _EnterRegion:
@@ -221,17 +200,6 @@ def _gather_logits(logits: Tensor, complete: Callable[[Tensor], Tensor], group: 
     return complete(collectives.gather_from_region(logits, -1, group))
 
 
-class _DivideGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0] / ctx.ranks, None
-
-
 class _SplitVocabulary(Vocabulary):
     """A rank's part of a vocabulary that is split over a group."""
 
@@ -248,8 +216,7 @@ class _SplitVocabulary(Vocabulary):
         return collectives.gather_from_region(x, -1, self.group)
 
     def share_gradient(self, x: Tensor) -> Tensor:
-        out: Tensor = _DivideGradient.apply(x, self.ranks)  # type: ignore[no-untyped-call]
-        return out
+        return collectives.share_gradient(x, self.group)
 
 
 def _compute_gathered_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:

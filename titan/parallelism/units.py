@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from titan.errors import RunError
-from titan.parallelism.grad_norm import local_tensor
-from titan.parallelism.strategy import BLOCKS, DEFAULT, Sharding, Strategy, assign_groups, list_module_names
+from titan.parallelism.norms import local_tensor
+from titan.parallelism.schema import DEFAULT, Sharding, Strategy
+from titan.parallelism.strategy import BLOCKS, assign_groups, list_module_names
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -63,7 +64,9 @@ def list_units(model: Any, mesh: DeviceMesh | None, groups: Mapping[str, Shardin
     default = Sharding(DEFAULT, mesh)
     outer = [Unit(names, shardings.get(names[0], default), r, {}) for names, r in _list_outer_modules(model, reshard)]
     inner: list[Unit] = []
-    for name in sorted(shardings.keys() - {n for unit in outer for n in unit.names}, key=_order_outermost_first):
+    for name in sorted(
+        shardings.keys() - {n for unit in outer for n in unit.names}, key=lambda name: (name.count("."), name)
+    ):
         around = _find_enclosing_unit([*outer, *inner], name)
         if around is not None and _joins(shardings[name], around):
             around.inner[name] = shardings[name]
@@ -88,10 +91,6 @@ def _list_outer_modules(model: Any, reshard: bool | int) -> Iterator[tuple[list[
         return
     for name in end_names:
         yield [name], False if name == "head" else reshard
-
-
-def _order_outermost_first(name: str) -> tuple[int, str]:
-    return name.count("."), name
 
 
 def _find_enclosing_unit(units: list[Unit], name: str) -> Unit | None:
@@ -171,15 +170,12 @@ def _build_rank_choice(unit: Unit) -> Callable[[Sharding, Shard], Any]:
 
 
 def _list_groups(sharding: Sharding) -> tuple[Any, ...]:
-    mesh = sharding.mesh
-    return () if mesh is None else tuple(mesh.get_group(dimension) for dimension in range(mesh.ndim))
+    return () if sharding.mesh is None else tuple(sharding.mesh.get_all_groups())
 
 
 def _describe_ranks(sharding: Sharding) -> Any:
     """Return FSDP's description of a mesh of one dimension, or of two, replicate and shard."""
-    mesh = sharding.mesh
-    if mesh is None:
-        raise RuntimeError(f"{sharding.strategy._target_}: no ranks to shard over")
+    mesh: Any = sharding.mesh
     if mesh.ndim == 1:
         return FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)

@@ -28,7 +28,7 @@ from torch.distributed import _functional_collectives as functional
 BLOCKING = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 """Collectives of torch.distributed that titan and FSDP call."""
 BACKWARD = "titan-backward"
-"""How the name of the thread begins that starts backward passes of pairs (`titan.parallelism.pipeline.pairs`)."""
+"""How the name of a thread begins that starts backward passes (`titan.parallelism.schema.ExpertExchange`)."""
 
 
 class Waits:

@@ -24,9 +24,8 @@ from titan.estimate.regather import list_regather_obstacles
 from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
 from titan.parallelism import strategy
-from titan.parallelism.pipeline.stage_plan import list_overlaps, plan_stages
-from titan.precision.schema import CAPABILITY, HARDWARE
-from titan.precision.selection import QUANT_BLOCK
+from titan.parallelism.pipeline.stage_plan import plan_stages
+from titan.precision.schema import CAPABILITY, HARDWARE, QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
 from titan.run.model_limits import TECHNIQUES, check_limits
 from titan.weights.hf_config import FAMILIES, OWN_MODELS
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
     Faults = Iterator[str]
 
-DEEP_EP_CAPABILITY, DEEP_EP_MULTIPLE, DEEP_EP_TOP_K = 9.0, 8, 32
-"""What DeepEP's kernels need: the compute capability, the number that divides a token's width, the most experts."""
 EXCHANGE_TORCH = (2, 13)
 """The first release of torch whose FSDP has the settings of `_list_exchange_faults`."""
 
@@ -146,86 +143,6 @@ def _list_precision_faults(run: Run, remote: bool) -> Faults:
         yield (
             f"{label}: a micro-batch of a rank has {tokens} tokens, and weight gradients need a multiple of "
             f"{multiple}; give another training.seq_len or training.global_batch."
-        )
-
-
-def _list_dispatcher_faults(run: Run, remote: bool) -> Faults:
-    """DeepEP where it can't run; one rank that has all experts exchanges nothing."""
-    machine, model, top_k = run.machine, run.model, getattr(run.model, "top_k", 0)
-    if run.parallelism.dispatcher != "deepep":
-        return
-    if run.layout.expert == 1:
-        warn_once("parallelism.dispatcher=deepep: has no effect, because no ranks share experts.")
-        return
-    capability = machine.capability or DEEP_EP_CAPABILITY
-    needs = []
-    if machine.device != "cuda" or capability < DEEP_EP_CAPABILITY:
-        needs.append(
-            f"needs CUDA and a Hopper GPU or newer, and the machine has {machine.name}; give one such as cluster=h100"
-        )
-    if run.precision.compute != "bf16":
-        needs.append(f"computes in bf16, and precision.compute={run.precision.compute}; give precision=bf16")
-    if model.dim % DEEP_EP_MULTIPLE:
-        needs.append(f"model.dim={model.dim} is no multiple of {DEEP_EP_MULTIPLE}; change it")
-    if top_k > DEEP_EP_TOP_K:
-        needs.append(f"a token has at most {DEEP_EP_TOP_K} experts, and model.top_k={top_k}; change it")
-    if not remote and importlib.util.find_spec("deep_ep") is None:
-        needs.append("needs the package deep_ep, version 2; install it from github.com/deepseek-ai/DeepEP")
-    for need in needs:
-        yield f"parallelism.dispatcher=deepep: {need}, or parallelism.dispatcher=alltoall."
-
-
-def _list_halves_faults(run: Run, remote: bool) -> Faults:
-    """Halves of micro-batches of one row; where nothing is exchanged they are whole."""
-    if not run.parallelism.halves:
-        return
-    if run.layout.expert == 1:
-        warn_once("parallelism.halves=true: has no effect, because no ranks share experts.")
-        return
-    if run.parallelism.dispatcher == "deepep":
-        yield (
-            "parallelism.halves=true: nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
-            "parallelism.dispatcher=alltoall, or parallelism.halves=false."
-        )
-    if run.microbatch_rows < 2:
-        yield (
-            f"parallelism.halves=true: needs micro-batches of two rows on each rank, and with "
-            f"parallelism.microbatches={run.microbatches} they have one; give fewer, a larger training.global_batch, "
-            "or parallelism.halves=false."
-        )
-
-
-def _list_pairs_faults(run: Run, remote: bool) -> Faults:
-    """Pairs that take turns where there is no exchange or no pair, or where something else is beside it."""
-    parallelism = run.parallelism
-    if not parallelism.pairs:
-        return
-    way_out = "or parallelism.pairs=false."
-    if run.layout.expert == 1:
-        yield (
-            "parallelism.pairs=true: no ranks share experts, so that nothing is exchanged; give "
-            f"parallelism.expert=auto, {way_out}"
-        )
-    if parallelism.dispatcher == "deepep":
-        yield (
-            "parallelism.pairs=true: nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
-            f"parallelism.dispatcher=alltoall, {way_out}"
-        )
-    if parallelism.halves:
-        yield (
-            "parallelism.pairs=true: parallelism.halves=true computes beside the same exchanges; give "
-            f"parallelism.halves=false, {way_out}"
-        )
-    overlaps = list_overlaps(parallelism) if run.layout.pipeline > 1 else []
-    if not overlaps:
-        yield (
-            "parallelism.pairs=true: the pipeline's schedule has no pairs; give parallelism=pp "
-            f"parallelism.schedule=DualPipeV, {way_out}"
-        )
-    if other := next((overlap for overlap in overlaps if not overlap.is_pair), None):
-        yield (
-            f"parallelism.pairs=true: {other} in parallelism.schedule={parallelism.schedule} is no forward and "
-            f"backward pass of two stages; correct it, {way_out}"
         )
 
 
@@ -406,6 +323,8 @@ def _list_expert_faults(run: Run, remote: bool) -> Faults:
     """Expert parallelism that experts or ranks can't be divided for."""
     degree, layout, experts = run.layout.expert, run.layout, getattr(run.model, "experts", 0)
     label, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
+    if run.parallelism.exchange.is_own and degree == 1:
+        warn_once("parallelism.exchange: has no effect, because no ranks share experts.")
     if not experts and run.parallelism.expert == "auto":
         warn_once(
             "parallelism.expert=auto: has no effect, because the model has no experts; choose parallelism=fsdp, or a "
@@ -461,9 +380,9 @@ def _list_memory_faults(run: Run, remote: bool) -> Faults:
 
 
 CHECKS = (
-    _list_split_faults, _list_growth_faults, _list_precision_faults, _list_dispatcher_faults, _list_halves_faults,
-    _list_pairs_faults, _list_exchange_faults, _list_accumulation_faults, _list_audit_faults, _list_tensor_faults,
-    _list_context_faults, _list_attention_faults, _list_sharding_faults, _list_expert_faults, _list_memory_faults,
+    _list_split_faults, _list_growth_faults, _list_precision_faults, _list_exchange_faults, _list_accumulation_faults,
+    _list_audit_faults, _list_tensor_faults, _list_context_faults, _list_attention_faults, _list_sharding_faults,
+    _list_expert_faults, _list_memory_faults,
 )  # fmt: skip
 """In the order in which they are asked; machine, memory and compiler come after them."""
 

@@ -21,8 +21,7 @@ from titan.estimate import fit
 from titan.files.run_directory import check_length, check_name
 from titan.hooks import schema as hooks
 from titan.parallelism.pipeline.stage_plan import plan_stages
-from titan.parallelism.resolve_layout import resolve_layout
-from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
+from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism, resolve_layout
 from titan.run.budget import apply_decay, apply_hours, apply_learning_rate, apply_tokens
 from titan.run.checks import check_run
 from titan.run.compile_scope import choose_scope

@@ -18,7 +18,7 @@ from titan.console.numbers import format_count
 from titan.console.text import redact_nested
 from titan.estimate.rank_sizes import count_rank_rows, find_weight_sharding
 from titan.parallelism.schema import DIMENSIONS, Layout, StagePlan
-from titan.precision.selection import WeightSharding
+from titan.precision.schema import WeightSharding
 from titan.run.schema import Recipe
 
 

@@ -27,7 +27,7 @@ from titan.model.schema import Llama
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
-from titan.parallelism.schema import Layout, Parallelism
+from titan.parallelism.schema import ExpertExchange, Layout, Parallelism
 from titan.profile.schema import Profile
 from titan.run.model_limits import require_tokens
 from titan.run.resolve import resolve
@@ -96,7 +96,7 @@ def widen_run(shrunk: Shrunk) -> Run:
     target, run = shrunk.target, shrunk.run
     layout = replace(target.layout, pipeline=run.layout.pipeline)
     model = _replace_known(target.model, layers=run.model.layers, first_dense=getattr(run.model, "first_dense", None))
-    kept = ("microbatches", "stages", "split", "dispatcher", "symmetric_memory", "async_tensor")
+    kept = ("microbatches", "stages", "split", "exchange", "symmetric_memory", "async_tensor")
     settings: dict[str, Any] = {name: getattr(run.parallelism, name) for name in kept}
     starts = tuple(first for first, _ in run.staging.layers[1:])  # the widths decide where stages of equal cost begin
     settings |= {**layout.degrees(), "expert": layout.expert, "starts": starts}
@@ -227,7 +227,7 @@ def _shrink_parallelism(run: Run, layout: Layout, microbatches: int) -> Parallel
         starts=(),
         split="layers" if old.starts else old.split,
         reshard=2 if isinstance(old.reshard, int) else old.reshard,
-        dispatcher="alltoall",
+        exchange=ExpertExchange(),
         symmetric_memory=False,
         async_tensor=False,
     )
@@ -256,7 +256,7 @@ UNCOVERED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
         "kernels that the compiler makes: graphs run as they are (aot_eager)",
         lambda run: run.compile.scope != "off" and run.compile.backend == "inductor",
     ),
-    ("parallelism.dispatcher=deepep: tokens travel by all-to-all", lambda run: run.parallelism.dispatcher == "deepep"),
+    ("parallelism.exchange: tokens travel by titan's all-to-all", lambda run: run.parallelism.exchange.is_own),
     (
         "training.attention: the CPU's kernel computes it, with the same masks",
         lambda run: run.training.attention not in ("auto", "math"),

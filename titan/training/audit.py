@@ -33,8 +33,8 @@ from titan.debug.module_hooks import ModuleHooks, StageCall
 from titan.numerics.differences import compare_figures
 from titan.numerics.fingerprints import fingerprint
 from titan.parallelism import data
-from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.norms import local_tensor
 from titan.parallelism.replicas import RankName, ReplicaDifference, get_rank_name
 from titan.run.run import Run
 from titan.training.train_step import TrainStep

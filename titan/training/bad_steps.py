@@ -24,8 +24,8 @@ from titan.dataset.mixture import RowMixture
 from titan.debug.module_hooks import ModuleHooks, StageCall, force_eager, iterate_submodules
 from titan.errors import RunError
 from titan.files.atomic import write_atomic
-from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.norms import local_tensor
 from titan.run.run import Run
 from titan.training.observe import compute_token_losses
 from titan.training.step_metrics import StepResult

@@ -7,33 +7,32 @@ stages, precision, tensor, context, activation checkpointing, compile, FSDP, ini
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from titan.compile.backend import compile_stage
-from titan.compile.graphs import GraphLabel
+from titan.compile.backend import GraphLabel, compile_stage
 from titan.errors import ConfigError
 from titan.estimate.regather import regathers_input
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, balance, init_weights, loss_terms
 from titan.model.core import KeyValueCore, RecurrentCore, find_cores, iterate_cores
-from titan.model.halves import compute_in_halves
 from titan.model.parts import Part, list_parts
 from titan.model.schema import Decoder
 from titan.optimizer.update_factors import build_optimizer
 from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
-from titan.parallelism.mesh import World
+from titan.parallelism.context_chunks import RowParts
+from titan.parallelism.mesh import RunContext, World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, create_p2p_groups
-from titan.parallelism.row_parts import RowParts
-from titan.parallelism.schema import Parallelism
-from titan.parallelism.strategy import Sharding, Strategy, is_in_group
+from titan.parallelism.schema import Parallelism, Sharding, Strategy
+from titan.parallelism.strategy import is_in_group
 from titan.parallelism.units import list_units, list_units_inside_blocks
 from titan.precision import low_precision
-from titan.precision.cast import set_compute_dtype
+from titan.precision.low_precision import set_compute_dtype
 from titan.precision.schema import Precision
 from titan.run.run import Run
 from titan.training.expert_load import build_expert_load
@@ -42,11 +41,14 @@ from titan.training.train_step import GradAccumulation, MicrobatchRunner, ModelS
 Note = Callable[[str], None]
 
 
-def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
+def build_train_step(
+    run: Run, world: RunContext, log: Note = lambda line: None, memory: AbstractContextManager[Any] | None = None
+) -> TrainStep:
     """Build the train step of `run` on this rank.
 
     Args:
         log: called with one line for each transformation.
+        memory: the context in which weights get their memory: a simulation's fake tensors, for example.
 
     Raises:
         ConfigError: when the chosen attention kernel can't run.
@@ -74,7 +76,7 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
         add_note(line)
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, init in zip(stages.values(), initializers, strict=True):
-        with world.memory():
+        with memory or nullcontext():
             init_weights.materialise_model(stage.model, init, run.training.seed, device)
             stage.model.init_buffers(world.device)  # buffers are never offloaded
     if description := run.optimizer.describe():
@@ -127,7 +129,7 @@ def _decide(run: Run, world: World) -> _Choices:
     parallelism, layout = run.parallelism, run.layout
     gathered = run.precision.select_gathered(run.model.linear_layers(), run.weight_sharding)
     return _Choices(
-        fsdp=None if layout.only_replicated else world.get_submesh("replicate", "shard"),
+        fsdp=None if layout.only_replicated else world.get_mesh("replicate", "shard"),
         reshard=parallelism.resolve_reshard(layout),
         prefetch=parallelism.resolve_prefetch(layout),
         accumulates_whole=parallelism.accumulates_whole(layout),
@@ -177,7 +179,7 @@ def _build_row_exchange(model: Any, run: Run, world: World) -> balance.RowExchan
     """Return the exchange that lets routers see complete rows; a collective: all ranks call it."""
     names = ("context", "tensor") if _has_split_rows(run) else ("context",)
     needed = model.counted and balance.needs_whole_rows(run.model)
-    if not needed or (group := world.get_group_along(*names)) is None:
+    if not needed or (group := world.get_group(*names)) is None:
         return balance.RowExchange()
     layout = run.layout
     return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
@@ -203,12 +205,12 @@ def _transform_stage(
         regather=choices.regather,
     )
     attention.set_kernels(model, run.training.attention, world.device, use_flex=run.training.attention == "flex")
-    if world.context is not None:
-        context.replace_attention(model, parallelism.context_method, world.context, parallelism.balance, choices.kernel)
-    hands_on = world.context is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
-    if parallelism.halves and run.layout.expert > 1:
-        compute_in_halves(model.blocks())
-        model.in_halves = True
+    if (context_group := world.get_group("context")) is not None:
+        method, kernel = parallelism.context_method, choices.kernel
+        context.replace_attention(model, method, context_group, parallelism.balance, kernel)
+    hands_on = context_group is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
+    if run.layout.expert > 1:
+        parallelism.exchange.change_model(model)
     parts = _list_block_parts(model, mesh, groups, choices.reshard)
     first, is_compiled = int(next(iter(model.layers))), run.compile.scope != "off"
     own_sharding = parallelism.model_sharding
@@ -274,9 +276,9 @@ def _apply_precision_and_tensor(
     """
     set_compute_dtype(model, precision, quantized, sharded)
     loss_terms.set_head_loss(model.head, terms, chunk, model.config.logit_cap)
-    if world.experts is not None:
-        expert.shard_experts(model, world.experts["expert"], parallelism.dispatcher)
-    if (mesh := world.get_submesh("tensor")) is not None:
+    if (expert_mesh := world.get_mesh("expert", experts=True)) is not None:
+        expert.shard_experts(model, expert_mesh, parallelism.exchange)
+    if (mesh := world.get_mesh("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.enable_async_tensor(mesh)
         sequence, loss_parallel = parallelism.sequence_parallel, parallelism.loss_parallel
@@ -296,8 +298,7 @@ def build_for_generation(schema: Decoder, precision: Precision, world: World) ->
     with torch.device("meta"):
         model = schema.build().to(precision.dtype)
     _apply_precision_and_tensor(model, precision, Parallelism(sequence_parallel=False, loss_parallel=False), world)
-    with world.memory():
-        init_weights.allocate_model(model, world.device)
+    init_weights.allocate_model(model, world.device)
     return model.requires_grad_(False)
 
 
@@ -324,12 +325,12 @@ def _choose_attention_kernel(run: Run, world: World) -> str:
 
 def _merges_blocks(run: Run, world: World) -> bool:
     """Whether attention is merged from blocks of keys, for which a kernel has to return the logsumexp too."""
-    gathers = world.context is not None and run.parallelism.context_method == "allgather"
+    gathers = world.layout.context > 1 and run.parallelism.context_method == "allgather"
     return _uses_ring_attention(run, world) or (gathers and not run.dataset.mask_documents)
 
 
 def _uses_ring_attention(run: Run, world: World) -> bool:
-    return world.context is not None and run.parallelism.context_method == "ring"
+    return world.layout.context > 1 and run.parallelism.context_method == "ring"
 
 
 def _has_chunks(run: Run) -> bool:
@@ -378,10 +379,8 @@ def _describe_layout(
         methods += ["states that are handed on"] if any(isinstance(core, RecurrentCore) for core in cores) else []
         balanced = ", balanced" if parallelism.balance else ""
         yield f"context parallel over {layout.context} ranks by {' and '.join(methods)}{balanced}"
-    if parallelism.halves and layout.expert > 1:
-        yield "blocks compute micro-batches in two halves, each beside the exchange of the other's tokens"
-    if parallelism.pairs:
-        yield "the schedule's pairs take turns, each pass beside the exchange of the other's tokens"
+    if parallelism.exchange.is_own and layout.expert > 1:
+        yield f"tokens exchanged by {parallelism.exchange._target_}"
     yield f"attention kernel: {_describe_attention(run, world, choices.kernel)}"
     if run.training.loss_chunk:
         yield f"logits and loss in chunks of {run.training.loss_chunk:,} tokens"
@@ -414,20 +413,17 @@ def _describe_low_precision(run: Run, choices: _Choices) -> Iterator[str]:
         yield f"weights{gathered_count} gathered in {'float8' if gathered else precision.compute}"
 
 
-def _build_runner(stages: dict[int, ModelStage], run: Run, world: World, choices: _Choices) -> MicrobatchRunner:
+def _build_runner(stages: dict[int, ModelStage], run: Run, world: RunContext, choices: _Choices) -> MicrobatchRunner:
     """Return what runs micro-batches through the stages."""
     advance = world.activity.record_progress
-    if run.staging.count > 1:
-        group = world.get_group("pipeline")
-        if group is None:
-            raise RuntimeError("several stages, but no pipeline group")
+    if (group := world.get_group("pipeline")) is not None:
         shape = _build_pipeline_shape(run, choices)
         losses = len(run.training.terms), StageWithLosses.count_block_sums(next(iter(stages.values())).model)
-        return Pipeline(
-            stages, shape, group, world.device, create_p2p_groups(shape, group, world.timeout), losses, advance
-        )
+        configure = partial(run.parallelism.exchange.configure_schedule, device=world.device)
+        groups = create_p2p_groups(shape, group, world.timeout)
+        return Pipeline(stages, shape, group, world.device, groups, losses, advance, configure)
     stage: nn.Module = stages[0]
-    mesh = world.get_submesh("replicate")
+    mesh = world.get_mesh("replicate")
     wrapped = data.replicate(stage, mesh) if world.layout.only_replicated and mesh is not None else stage
     return GradAccumulation(stage, wrapped, choices.accumulates_whole, advance)
 
@@ -442,14 +438,13 @@ def _build_pipeline_shape(run: Run, choices: _Choices) -> PipelineShape:
         split=run.layout.tensor if run.parallelism.sequence_parallel else 1,
         dtype=run.precision.dtype,
         accumulates_whole=choices.accumulates_whole,
-        pairs=run.parallelism.pairs,
         reshards=choices.reshard is not False,
     )
 
 
 def _build_token_positions(run: Run, world: World) -> Callable[[int], Tensor] | None:
     """Return what gives this rank's positions of a row of some length; None where ranks have whole rows."""
-    if world.context is None:
+    if world.layout.context == 1:
         return None
     size, rank = run.layout.context, world.get_coordinate("context")
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from titan.debug.module_hooks import force_eager
 from titan.parallelism import data
-from titan.parallelism.grad_norm import local_tensor
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
-from titan.parallelism.tensor_norms import count_replicas, sum_row_squares
+from titan.parallelism.norms import count_replicas, local_tensor, sum_row_squares
 from titan.run.run import Run
 from titan.training.observe import Observer, StepRows
 from titan.training.train_step import TrainStep
@@ -149,7 +148,7 @@ def iterate_parameters(train_step: TrainStep) -> Iterator[tuple[str, nn.Paramete
     return ((name, p) for name, p in train_step.named_parameters() if p is not replica)
 
 
-def sum_squares(parts: Iterable[tuple[str, Tensor, Tensor]], layers: Sequence[str], world: World) -> Tensor:
+def sum_squares(parts: Iterable[tuple[str, Tensor, Tensor]], layers: Sequence[str], world: RunContext) -> Tensor:
     """Return this rank's part of the squares' sum of each layer, float64 [layers] on its device.
 
     Args:

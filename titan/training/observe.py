@@ -22,7 +22,7 @@ from titan.debug.module_hooks import ModuleHooks, StageCall, find_compiled_parts
 from titan.model.layers import IGNORED
 from titan.model.masks import chunk_ids
 from titan.parallelism import collectives
-from titan.parallelism.tensor_norms import sum_row_squares
+from titan.parallelism.norms import sum_row_squares
 from titan.training.replay.observation import TokenLoss
 from titan.training.train_step import TrainStep
 
@@ -257,7 +257,7 @@ class Observer(ModuleHooks):
         documents = torch.zeros_like(positions) if documents is None else documents
         query_ids = torch.stack([positions.expand(rows, -1), documents.expand(rows, -1)])
         keys, key_ids = k, query_ids
-        if (group := self.train_step.world.context) is not None:
+        if (group := self.train_step.world.get_group("context")) is not None:
             keys, key_ids = collectives.all_gather(k, 2, group), collectives.all_gather(query_ids, 2, group)
         return compute_largest_logit(q[:count], keys[:count], query_ids[:, :count], key_ids[:, :count])
 

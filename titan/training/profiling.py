@@ -27,7 +27,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from titan.dataset.loader import Loader
 from titan.estimate.traced.events import ACTIONS, AFTER, BEFORE, NONE, OUTSIDE, Region
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.profile import summary, trace
 from titan.profile.breakdown import DATA_RANGE, compute_breakdowns
 from titan.run.run import Run
@@ -98,7 +98,7 @@ class RunProfiler:
     def __init__(
         self,
         run: Run,
-        world: World,
+        world: RunContext,
         train_step: TrainStep,
         predicted: Mapping[str, float],
         show: Callable[[str], None],
@@ -113,7 +113,7 @@ class RunProfiler:
         """
         self.settings, self.staging, self.world, self.train_step = run.profile, run.staging, world, train_step
         self.predicted, self.show, self.tasks = predicted, show, tasks
-        self.has_pairs = run.parallelism.pairs  # whose backward passes another thread starts
+        self.has_threads = run.parallelism.exchange.uses_threads
         self.folder = Path(run.directory) / "profile"
         self.is_included = self.settings.includes(world.rank_info.rank)
         self.polled_at = 0.0
@@ -176,7 +176,7 @@ class RunProfiler:
             profile_memory=settings.memory,
             record_shapes=settings.shapes,
             with_stack=settings.stacks,
-            experimental_config=_ExperimentalConfig(profile_all_threads=self.has_pairs),
+            experimental_config=_ExperimentalConfig(profile_all_threads=self.has_threads),
         )
         self.profile.step_num = step  # so that ranges of steps have the run's numbers
         self.profile.current_action = self._choose_action(step)

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.console.numbers import format_rounded
-from titan.parallelism import collectives, context, context_ring
-from titan.parallelism.mesh import World
+from titan.parallelism import collectives, context_ring
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.schema import Layout
 from titan.profile.schema import Profile
 from titan.profile.waits import Waits
@@ -23,14 +23,14 @@ from titan.training.train_step import TrainStep
 Times = NDArray[np.float64]
 FIGURES = ("step_seconds", "data_seconds", "wait_seconds")
 """Of each rank: its step, and of that waiting for data and for other ranks."""
-WAIT_FUNCTIONS = tuple((module, "wait") for module in (collectives, context, context_ring))
+WAIT_FUNCTIONS = tuple((module, "wait") for module in (collectives, context_ring))
 """Where tensor and context parallelism wait for a collective."""
 
 
 class RankTimes:
     """Measures this rank's times, and reads those of all ranks."""
 
-    def __init__(self, settings: Profile, world: World, train_step: TrainStep, compiled: bool) -> None:
+    def __init__(self, settings: Profile, world: RunContext, train_step: TrainStep, compiled: bool) -> None:
         """Take the settings, and start to measure where there are several ranks."""
         self.rank, self.world_size = world.rank_info.rank, world.rank_info.world_size
         self.is_on = settings.rank_times and self.world_size > 1

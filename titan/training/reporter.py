@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.cluster.known_devices import look_up_peak_tflops
-from titan.compile.graphs import GraphWatch
+from titan.compile.backend import GraphWatch
 from titan.config.kinds import get_kind
 from titan.console.progress import Progress
 from titan.console.text import sanitize_line

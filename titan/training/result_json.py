@@ -20,7 +20,7 @@ from titan.metrics.reader import METRICS
 from titan.metrics.recorder import peak_memory_gib, replace_non_finite
 from titan.metrics.svg import plot_losses
 from titan.model import sampling
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training.evaluation.averages import use_evaluation_weights
@@ -42,7 +42,7 @@ class RunEnd:
     ended_by: Mapping[str, Any]
 
 
-def find_ended_by(hooks: Hooks, world: World) -> dict[str, Any]:
+def find_ended_by(hooks: Hooks, world: RunContext) -> dict[str, Any]:
     """Return which hook ended the run and why, as `ended_by`; all ranks call it together."""
     requests = world.all_gather_object(hooks.stop_request)
     hook, reason = next(request for request in requests if request is not None)
@@ -52,7 +52,7 @@ def find_ended_by(hooks: Hooks, world: World) -> dict[str, Any]:
 def build_result(
     run: Run,
     attempt: Attempt,
-    world: World,
+    world: RunContext,
     end: RunEnd,
     latest_metrics: Mapping[str, float],
     speed: Mapping[str, float | None],

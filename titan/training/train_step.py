@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from titan.compile.graphs import GraphLabel
+from titan.compile.backend import GraphLabel
 from titan.model.layers import IGNORED
 from titan.model.loss_terms import join_with_gradient, weigh_figures
-from titan.parallelism import data, grad_norm, tensor
-from titan.parallelism.mesh import World
+from titan.parallelism import data, norms, tensor
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.norms import count_replicas
 from titan.parallelism.pipeline.runtime import Pipeline, TiedWeights
-from titan.parallelism.tensor_norms import count_replicas
 from titan.precision.low_precision import Float8Scales
 from titan.training.expert_load import ExpertLoad
 
@@ -178,13 +178,13 @@ class TrainStep:
         terms: names of the loss terms: of the logits, then of the model's blocks.
         num_block_sums: how many of the last figures of the loss each tensor rank sums over its own tokens.
         expert_load: what is done with the counts of experts; None for a model without.
-        graph_labels: what is compiled; see `titan.compile.graphs`.
+        graph_labels: what is compiled; see `titan.compile.backend`.
     """
 
     stages: tuple[ModelStage, ...]
     runner: MicrobatchRunner
     optimizer: torch.optim.Optimizer
-    world: World
+    world: RunContext
     scales: Float8Scales | None = None
     token_positions: Callable[[int], Tensor] | None = None
     tied_weights: TiedWeights | None = None
@@ -276,7 +276,7 @@ class TrainStep:
         """Return this rank's part of the sum of squares of all gradients, a float64 scalar on its device."""
         replica = self.tied_weights.last if self.tied_weights is not None else None  # counted as the embedding's
         gradients = (p.grad for p in self.parameters() if p.grad is not None and p is not replica)
-        return grad_norm.sum_squares(((g, count_replicas(g, self.world)) for g in gradients), self.device)
+        return norms.sum_squares(((g, count_replicas(g, self.world)) for g in gradients), self.device)
 
     def compute_norm(self) -> Tensor:
         """Return the 2-norm of all gradients, an fp32 scalar that is equal on every rank and to one device's."""

@@ -18,14 +18,14 @@ from torch import Tensor
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.state import init_optimizer_state
 from titan.cluster.heap import HeapTrimmer
-from titan.compile.graphs import GraphWatch
+from titan.compile.backend import GraphWatch
 from titan.dataset import corpora
 from titan.dataset.loader import Batch, BatchShape, Loader
 from titan.dataset.mixture import RowMixture
 from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING
 from titan.hooks.calls import Hooks
-from titan.parallelism import grad_norm
-from titan.parallelism.mesh import World
+from titan.parallelism import norms
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
 from titan.run.attempts import Attempt
 from titan.run.run import Run
@@ -70,7 +70,7 @@ class Trainer:
         self,
         run: Run,
         attempt: Attempt,
-        world: World,
+        world: RunContext,
         train_step: TrainStep,
         stop: StopSignals,
         reader: CheckpointReader | None = None,
@@ -194,7 +194,7 @@ class Trainer:
         gradients, norm = self.train_step.list_gradients(), metrics[SQUARES].sqrt()
         if self.masks_targets:  # how many targets count is known only now
             scale = tokens / metrics[VALID].clamp(min=1)
-            grad_norm.scale_gradients(gradients, scale.float())
+            norms.scale_gradients(gradients, scale.float())
             norm = norm * scale
         norm = norm.float()
         if self.hooks.has_method("before_optimizer"):  # it may change gradients
@@ -203,7 +203,7 @@ class Trainer:
         self.layer_metrics.measure_gradients(self.step)
         self.watch.see_gradients()
         if self.run.training.clip_norm is not None:
-            grad_norm.clip_gradients(gradients, norm, self.run.training.clip_norm)
+            norms.clip_gradients(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
         bad = ~torch.isfinite(metrics[LOSS] + norm)
         self.world.activity.enter_phase(UPDATING)
@@ -391,7 +391,7 @@ def count_hook_seconds(run: Run) -> float:
 class Timeouts:
     """Sets the timeout of all groups of this rank; all ranks call its methods together."""
 
-    def __init__(self, run: Run, attempt: Attempt, world: World) -> None:
+    def __init__(self, run: Run, attempt: Attempt, world: RunContext) -> None:
         """Take the settings, the first step of the attempt, and the ranks."""
         self.run, self.attempt, self.world, self.seconds = run, attempt, world, run.cluster.timeout
 
@@ -418,7 +418,7 @@ class Timeouts:
 
 
 def build_loader(
-    run: Run, mix: RowMixture, world: World, step: int, show: Callable[[str], None], stopped: Callable[[], bool]
+    run: Run, mix: RowMixture, world: RunContext, step: int, show: Callable[[str], None], stopped: Callable[[], bool]
 ) -> Loader:
     """Return what yields the batches of the steps after `step`; see `Loader` for the arguments."""
     return Loader(

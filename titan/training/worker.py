@@ -30,7 +30,7 @@ from titan.debug.verdict import HangError
 from titan.debug.watch import Watch
 from titan.errors import ConfigError, RunError, describe_compiler_error, find_own_code_error
 from titan.parallelism import mesh
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import MODEL_PARALLEL, RunContext
 from titan.run import identity
 from titan.run.attempts import Attempt, use_previous_checkpoint
 from titan.run.run import Run
@@ -88,7 +88,7 @@ def work(
         return exit_code
 
 
-def _connect_ranks(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) -> World:
+def _connect_ranks(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) -> RunContext:
     """Join the process group and build this rank's groups."""
     if run.machine.device == "cuda":
         record_nccl_timeouts(Path(run.directory))
@@ -97,7 +97,7 @@ def _connect_ranks(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) 
     return mesh.connect_world(rank_info, run.layout, run.machine.device, timeout, store, exchanges)
 
 
-def _build_trainer(run: Run, attempt: Attempt, world: World, stop: StopSignals, watch: Watch) -> Trainer:
+def _build_trainer(run: Run, attempt: Attempt, world: RunContext, stop: StopSignals, watch: Watch) -> Trainer:
     """Build what trains, from the checkpoint that the attempt resumes from; the watcher learns its groups and names."""
     attempt, reader = _resolve_checkpoint(run, attempt, world)
     rank = world.rank_info
@@ -165,16 +165,14 @@ def _find_timeout_setting(run: Run, seconds: float) -> str:
     return "cluster.timeout" if seconds == run.cluster.timeout else "cluster.step_timeout"
 
 
-def list_groups(world: World) -> dict[str, RankGroup]:
+def list_groups(world: RunContext) -> dict[str, RankGroup]:
     """Return this rank's process groups by their names, with the dimensions of the layout that they run along."""
     names = list(world.layout.mesh_degrees()) if world.mesh is not None else []
     named_groups = [("world", dist.group.WORLD), *((name, world.get_group(name)) for name in names)]
-    named_groups += [("context", world.context), ("model parallel", world.model_parallel)]
+    named_groups += [("context", world.get_group("context")), ("model parallel", world.get_group(*MODEL_PARALLEL))]
     named_groups += [(name, m[name].get_group()) for m in world.data_meshes.values() for name in m.mesh_dim_names or ()]
-    experts = world.experts
-    named_groups += [
-        (f"experts' {name}", experts[name].get_group()) for name in ("shard", "expert") if experts is not None
-    ]
+    expert_meshes = {name: world.get_mesh(name, experts=True) for name in ("shard", "expert")}
+    named_groups += [(f"experts' {name}", m.get_group()) for name, m in expert_meshes.items() if m is not None]
     groups: dict[str, RankGroup] = {}
     for name, group in named_groups if names else ():
         if group is not None and (group.group_name not in groups or [name] == names):
@@ -182,7 +180,7 @@ def list_groups(world: World) -> dict[str, RankGroup]:
     return groups
 
 
-def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> tuple[Attempt, CheckpointReader | None]:
+def _resolve_checkpoint(run: Run, attempt: Attempt, world: RunContext) -> tuple[Attempt, CheckpointReader | None]:
     """Return the attempt with an intact checkpoint: the one that it names, or the last complete one before it.
 
     The checkpoint's reader goes to the trainer, which restores from it.
@@ -264,7 +262,7 @@ def _explain_out_of_memory(run: Run, error: Exception) -> str:
 
 
 @contextmanager
-def join_ranks(run: Run, rank_info: RankInfo) -> Iterator[tuple[World, StopSignals]]:
+def join_ranks(run: Run, rank_info: RankInfo) -> Iterator[tuple[RunContext, StopSignals]]:
     """Join the ranks of a job, and leave them at its end.
 
     Raises:
@@ -288,7 +286,7 @@ def join_ranks(run: Run, rank_info: RankInfo) -> Iterator[tuple[World, StopSigna
         set_log_file(None)  # the file of one rank is in a temporary directory
 
 
-def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -> CheckpointReader:
+def fetch_verified(run: Run, path: str, step: int, world: RunContext, setting: str) -> CheckpointReader:
     """Return the reader of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
 
     Args:

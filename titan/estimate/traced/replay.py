@@ -21,7 +21,9 @@ from titan.estimate.step_time import CONTENTION, StepModel, StepTime, scale_to_n
 from titan.estimate.traced import memory
 from titan.estimate.traced.events import COMPUTE, Event, StepTrace
 from titan.estimate.traced.memory import LiveMemory, ReservedMemory
-from titan.parallelism.pipeline.schedules import Action, ActionSpan, compute_timetable
+from titan.parallelism.pipeline.arithmetic import link_schedule
+from titan.parallelism.pipeline.schedules import Action
+from titan.parallelism.pipeline.timing import ActionSpan
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
@@ -273,7 +275,7 @@ def build_traced_step(
             return owner[action.stage].actions.get((action.stage, action.kind, action.microbatch), 0.0)
 
         model = StepModel(recipe, layout, microbatches, speeds)
-        spans = compute_timetable(model.list_actions(), find_seconds, model.estimate_send())
+        spans = link_schedule(*model.get_schedule()).compute_timetable(find_seconds, model.estimate_send())
         longest = max(times, key=lambda time: sum(time.parts.values()) - time.busy)
         parts = SecondsByCause(longest.parts)
         parts["pipeline idle"] += max(span.end for span in spans) - longest.busy

@@ -35,7 +35,7 @@ from titan.optimizer.external.state import (
     nest_state,
     probe_templates,
 )
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.norms import local_tensor
 
 REST = {"betas": (0.9, 0.95), "eps": 1e-8}
 """AdamW's settings for parameters that a class does not update: titan's defaults."""

@@ -1,7 +1,7 @@
 """The arithmetic of pipelines: the layers of each stage, the rank of each stage, the number of micro-batches.
 
 A model's layers are split into stages (`split_layers`, `split_evenly`, `split_at`), which are placed on ranks
-(`place_stages`). The order of the ranks' actions is that of a schedule: one of torch's
+(`place_stages`). The order of the ranks' actions is that of a schedule (`list_order`): one of torch's
 (`titan.parallelism.pipeline.schedules`), or a user's from a CSV file (`read_csv`). `choose_microbatches` chooses the
 number of micro-batches, `check_schedule` raises ConfigError early for what torch would reject later. Free of torch.
 """
@@ -26,39 +26,20 @@ from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
     Action,
     Cell,
-    DeadlockError,
     Overlap,
     PipelineSchedule,
-    Timeline,
-    compute_idle_share,
     count_rounds,
     find_schedule,
     list_actions,
     order_actions,
-    simulate_order,
 )
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Cell",
-    "DeadlockError",
-    "Overlap",
-    "PipelineSchedule",
-    "ScheduleTable",
-    "Timeline",
-    "check_schedule",
-    "choose_microbatches",
-    "compute_idle_share",
-    "find_schedule",
-    "order_actions",
-    "place_stages",
-    "read_csv",
-    "simulate_order",
-    "split_at",
-    "split_evenly",
-    "split_layers",
-]
+from titan.parallelism.pipeline.timing import (
+    DeadlockError,
+    LinkedOrder,
+    compute_idle_share,
+    compute_order_idle,
+    link_order,
+)
 
 DIGITS = 12
 """Shares of time that agree to so many digits count as equal."""
@@ -67,7 +48,7 @@ DIGITS = 12
 # ---- layers to stages, stages to ranks ----
 
 
-def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+def split_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> list[range]:
     """Split layers into stages so that the most expensive stage is as cheap as possible.
 
     Exact. Among such splits the most even one is taken (the least sum of squared costs), and among those the one whose
@@ -75,7 +56,6 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: 
 
     Args:
         costs: of each layer, 0 or more, in any unit.
-        first: the first stage's cost in addition to its layers (the embedding).
         last: the last stage's cost in addition to its layers (norm and head).
 
     Returns:
@@ -83,15 +63,14 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: 
 
     Raises:
         ConfigError: when there are more stages than layers.
-        ValueError: on a cost that is negative or not finite.
     """
     _check_stage_count(len(costs), stages)
-    return list(_split_balanced(tuple(costs), stages, first, last))
+    return list(_split_balanced(tuple(costs), stages, last))
 
 
 @functools.lru_cache(512)
-def _split_balanced(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[range, ...]:
-    ends = list(itertools.accumulate(_scale_to_integers(costs, first, last), initial=0))
+def _split_balanced(costs: tuple[float, ...], stages: int, last: float) -> tuple[range, ...]:
+    ends = list(itertools.accumulate(_scale_to_integers(costs, last), initial=0))
     max_cost = _find_least_maximum(ends, stages)
     layers = len(costs)
     rest, choices = {layers: 0}, []
@@ -160,16 +139,12 @@ def _check_stage_count(layers: int, stages: int) -> None:
         )
 
 
-def _scale_to_integers(costs: Sequence[float], first: float, last: float) -> list[int]:
+def _scale_to_integers(costs: Sequence[float], last: float) -> list[int]:
     """Return costs as integers in a common unit, so that equal sums compare equal."""
-    exact = [Fraction(cost) for cost in (*costs, first, last)]
-    if min(exact) < 0:
-        raise ValueError(f"a negative cost in {costs}, first {first}, last {last}")
+    exact = [Fraction(cost) for cost in costs]
+    exact[-1] += Fraction(last)
     unit = math.lcm(*(cost.denominator for cost in exact))
-    *sizes, first_cost, last_cost = [int(cost * unit) for cost in exact]
-    sizes[0] += first_cost
-    sizes[-1] += last_cost
-    return sizes
+    return [int(cost * unit) for cost in exact]
 
 
 def _find_least_maximum(ends: list[int], stages: int) -> int:
@@ -396,13 +371,40 @@ def _check_order(forward: list[int]) -> int:
 
 def _compute_idle(rows: list[tuple[Cell, ...]]) -> float:
     try:
-        return simulate_order(rows).idle
+        return compute_order_idle(rows)
     except DeadlockError as error:
         rank, cell = next(iter(error.waiting.items()))
         raise _InvalidScheduleError(
             f"the order deadlocks: row {rank + 1} waits at {cell} for an action that comes too late; "
             "put it after what it needs"
         ) from None
+
+
+# ---- orders of named schedules and of files ----
+
+
+def list_order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
+    """Return the actions of each rank of one of torch's schedules, or of a CSV file, which has its own numbers.
+
+    Raises:
+        ConfigError: as `order_actions` and `read_csv` do.
+        ValueError: as `order_actions` does.
+    """
+    if schedule.endswith(".csv"):
+        return [list(row) for row in read_csv(schedule).order]
+    return order_actions(schedule, ranks, stages_per_rank, microbatches)
+
+
+def link_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> LinkedOrder:
+    """Return the linked order of `list_order`."""
+    if schedule.endswith(".csv"):  # the file may change
+        return link_order(read_csv(schedule).order)
+    return _link_named_schedule(schedule, ranks, stages_per_rank, microbatches)
+
+
+@functools.lru_cache(256)
+def _link_named_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> LinkedOrder:
+    return link_order(order_actions(schedule, ranks, stages_per_rank, microbatches))
 
 
 # ---- checks ----

@@ -6,12 +6,12 @@ see one scalar from the last stage, and logits never leave it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,8 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils.checkpoint import GraphExecGroup
 
 from titan.model.loss_terms import attach_loss
-from titan.parallelism import accumulation, mesh
-from titan.parallelism.grad_norm import local_tensor
-from titan.parallelism.pipeline.pairs import PairRunner
+from titan.parallelism import data, mesh
+from titan.parallelism.norms import local_tensor
 from titan.parallelism.pipeline.schedules import find_schedule, order_actions
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ class PipelineShape:
         split: ranks that hidden states are split over along the sequence between stages (sequence parallelism).
         dtype: of the hidden states.
         accumulates_whole: FSDP keeps unsharded gradients until the step's last micro-batch; else it reduces after each.
-        pairs: whether the schedule's pairs take turns (`titan.parallelism.pipeline.pairs`).
         reshards: FSDP frees gathered weights after each pass of a block.
     """
 
@@ -63,7 +61,6 @@ class PipelineShape:
     split: int
     dtype: torch.dtype
     accumulates_whole: bool = True
-    pairs: bool = False
     reshards: bool = False
 
     def empty_hidden(self, rows: int, length: int, device: torch.device | str) -> Tensor:
@@ -132,6 +129,7 @@ class Pipeline:
         groups: P2PGroups | None = None,
         loss_counts: tuple[int, int] = (0, 0),
         advance: Callable[[], None] = lambda: None,
+        configure_schedule: Callable[[Any], None] = lambda schedule: None,
     ) -> None:
         """Take this rank's stages, and connect to its neighbours; all ranks of the pipeline call it together.
 
@@ -140,8 +138,9 @@ class Pipeline:
             groups: see `create_p2p_groups`; messages without one use `group`.
             loss_counts: the number of loss terms of the logits, and of figures of the model's blocks.
             advance: called when a stage begins with a micro-batch.
+            configure_schedule: changes one of torch's schedules before its first step.
         """
-        self.advance = advance
+        self.advance, self.configure_schedule = advance, configure_schedule
         self.term_count, self.block_figure_count = loss_counts
         self.block_figures: list[Tensor] = []
         self.stages, self.shape, self.group, self.device = dict(sorted(stages.items())), shape, group, device
@@ -150,23 +149,25 @@ class Pipeline:
         self._connect_neighbours()
         self.losses: list[Tensor] = []
         self.scale = 1.0
-        self.pair_runner = PairRunner(device) if shape.pairs else None
-        self._schedules: dict[int, Any] = {}
-        self._built_stages: dict[int, list[_Stage]] = {}
+        self._schedules: dict[int, tuple[Any, list[_Stage]]] = {}
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """Run one step of the schedule; see `titan.training.train_step.MicrobatchRunner`."""
         self.scale = scale
         self.losses.clear()
         self.block_figures.clear()
-        tokens, targets = rows.tokens.flatten(0, 1), _flatten_rows(rows.targets)
+        fields: Any = rows
+        tokens, targets = fields.tokens.flatten(0, 1), fields.targets.flatten(0, 1)
         x = (tokens,) if 0 in self.stages else ()
         kwargs = {"targets": targets, "positions": _expand_positions(rows.positions, rows.tokens).flatten(0, 1)}
         if rows.documents is not None:
-            kwargs["document_ids"] = _flatten_rows(rows.documents)
-        schedule = self._get_schedule(len(rows.tokens))
+            kwargs["document_ids"] = rows.documents.flatten(0, 1)
+        count = len(rows.tokens)  # grows with the batch
+        if count not in self._schedules:
+            self._schedules[count] = self._build_schedule(count)
+        schedule, stages = self._schedules[count]
         schedule.step(*x, target=targets, return_outputs=False, **kwargs)
-        for stage in self._built_stages[len(rows.tokens)]:
+        for stage in stages:
             stage.finish_sends()
         return self._sum_losses()
 
@@ -237,15 +238,9 @@ class Pipeline:
         self.block_figures.append(figures)
         return attach_loss(hidden, extra, self.scale)
 
-    def _get_schedule(self, microbatches: int) -> Any:
-        """Return the schedule for a number of micro-batches, which grows with the batch."""
-        if microbatches not in self._schedules:
-            self._schedules[microbatches] = self._build_schedule(microbatches)
-        return self._schedules[microbatches]
-
-    def _build_schedule(self, microbatches: int) -> Any:
+    def _build_schedule(self, microbatches: int) -> tuple[Any, list[_Stage]]:
+        """Return the schedule for a number of micro-batches, and its stages."""
         shape, stages = self.shape, [self._build_stage(number, module) for number, module in self.stages.items()]
-        self._built_stages[microbatches] = stages
         common: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": self._record_loss, "scale_grads": False}
         if shape.schedule.endswith(".csv"):
             schedule: Any = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
@@ -261,9 +256,8 @@ class Pipeline:
             _gather_by_block(schedule)
         if hasattr(schedule, "_warmup_p2p"):  # since torch 2.13
             schedule._warmup_p2p = _set_static_shapes
-        if self.pair_runner is not None:
-            self.pair_runner.register(schedule)
-        return schedule
+        self.configure_schedule(schedule)
+        return schedule, stages
 
     def _build_stage(self, number: int, module: nn.Module) -> _Stage:
         """Return a stage with known input and output shapes, so that torch need not run it to infer them."""
@@ -320,12 +314,12 @@ class _Stage(PipelineStage):
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         """Describe the messages of all micro-batches without their buffers."""
-        with _without_memory(self):
+        with patch.object(self, "device", torch.device("meta")):
             return super()._prepare_forward_infra(*args, **kwargs)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         """Describe the messages of all micro-batches without their buffers."""
-        with _without_memory(self):
+        with patch.object(self, "device", torch.device("meta")):
             return super()._prepare_backward_infra(*args, **kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -333,7 +327,7 @@ class _Stage(PipelineStage):
         self.advance()
         self._drop_arrived()
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        _free_buffers(self.args_recv_info[fwd_chunk_id])
+        _replace_buffers(self.args_recv_info[fwd_chunk_id], "meta")
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
@@ -345,12 +339,12 @@ class _Stage(PipelineStage):
         self._finish_send("F", bwd_chunk_id)  # it has arrived, since its gradient is here
         self._drop_arrived()
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
-        _free_buffers(self.grad_recv_info.get(bwd_chunk_id, ()))
+        _replace_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
         if loss is not None:
             loss.detach_()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        _allocate_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        _replace_buffers(self.args_recv_info[fwd_chunk_id], self.device)
         return [use_direction_group(op, self.groups) for op in super().get_fwd_recv_ops(fwd_chunk_id)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -361,7 +355,7 @@ class _Stage(PipelineStage):
         return self._send("F", fwd_chunk_id, ops)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        _allocate_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        _replace_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return [use_direction_group(op, self.groups) for op in super().get_bwd_recv_ops(bwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -401,7 +395,7 @@ class _Stage(PipelineStage):
         """
         with GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        accumulation.add_computed_gradients(self.submod)
+        data.add_computed_gradients(self.submod)
 
 
 class _ShardedStage(_Stage):
@@ -422,7 +416,7 @@ class _ShardedStage(_Stage):
         if not isinstance(module, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         for other in self.others:
-            accumulation.free_reduced_gradients(other)
+            data.free_reduced_gradients(other)
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(self.reshards)
         module.set_requires_gradient_sync(self.reduces)
@@ -436,14 +430,10 @@ def _gather_by_block(schedule: Any) -> None:
     if not isinstance(schedule, _PipelineScheduleRuntime):
         return
 
-    def begin_stage(action: Any, ctx: Any) -> None:
-        ctx.schedule_ref.unsharded_stages.add(action.stage_index)
-
-    def end_stage(action: Any, ctx: Any) -> None:
-        ctx.schedule_ref.unsharded_stages.discard(action.stage_index)
-
-    schedule.register_custom_function(_ComputationType.UNSHARD, begin_stage)
-    schedule.register_custom_function(_ComputationType.RESHARD, end_stage)
+    for kind, note in ((_ComputationType.UNSHARD, set.add), (_ComputationType.RESHARD, set.discard)):
+        schedule.register_custom_function(
+            kind, lambda action, ctx, note=note: note(ctx.schedule_ref.unsharded_stages, action.stage_index)
+        )
 
 
 class _KeepGraph(torch.autograd.Function):
@@ -462,32 +452,14 @@ def _keep_graph(output: Tensor) -> Tensor:
     return kept
 
 
-@contextmanager
-def _without_memory(stage: PipelineStage) -> Iterator[None]:
-    """Let a stage create tensors without memory."""
-    device, stage.device = stage.device, torch.device("meta")
-    try:
-        yield
-    finally:
-        stage.device = device
+def _replace_buffers(messages: Sequence[Any], device: torch.device | str) -> None:
+    """Create the buffers of messages on a device; those of used messages, which a graph may still need, on "meta".
 
-
-def _allocate_buffers(messages: Sequence[Any], device: torch.device) -> None:
-    """Create the buffers of messages that are about to be received."""
-    for buffer, message in _list_buffers(messages):
-        message.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
-
-
-def _free_buffers(messages: Sequence[Any]) -> None:
-    """Drop the buffers of messages that were used; the stage's graph may still need what they hold."""
-    for buffer, message in _list_buffers(messages):
-        message.buffer = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
-
-
-def _list_buffers(messages: Sequence[Any]) -> list[tuple[Tensor, Any]]:
-    """Return messages with their buffers; the inputs of the first stage and missing gradients have none."""
-    buffers = [(getattr(message, "buffer", None), message) for message in messages]
-    return [(buffer, message) for buffer, message in buffers if buffer is not None]
+    The inputs of the first stage and missing gradients have none.
+    """
+    for message in messages:
+        if (buffer := getattr(message, "buffer", None)) is not None:
+            message.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
 
 
 def use_direction_group(op: dist.P2POp, groups: P2PGroups) -> dist.P2POp:
@@ -575,13 +547,6 @@ def list_torch_actions(shape: PipelineShape, stages_per_rank: int, microbatches:
     ranks = len(shape.owners) // stages_per_rank
     rows = order_actions(shape.schedule, ranks, stages_per_rank, microbatches)
     return {rank: [_Action.from_str(str(cell)) for cell in row] for rank, row in enumerate(rows)}
-
-
-def _flatten_rows(rows: Tensor | None) -> Tensor:
-    """Flatten micro-batches [microbatches, rows, T] to [microbatches * rows, T], as torch's schedules take them."""
-    if rows is None:
-        raise RuntimeError("a step without targets")
-    return rows.flatten(0, 1)
 
 
 def _expand_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:

@@ -1,16 +1,15 @@
-"""Pipeline schedules: the order in which each rank runs micro-batches through its stages, and how long that takes.
+"""Pipeline schedules: the order in which each rank runs micro-batches through its stages. Free of torch.
 
-`SCHEDULES` has the properties of each schedule, `order_actions` returns its actions, and `simulate_order`
-computes the idle time of that or any other order. Free of torch.
+`SCHEDULES` has the properties of each schedule, `order_actions` returns its actions.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from titan.config.settings import suggest_nearest
@@ -97,18 +96,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Overlap:
-    """Actions that a rank may run at once.
-
-    They run one after another, or in turns (`titan.parallelism.turns`); results are sent after the last.
-    """
+    """Actions that a rank may run at once: they run one after another, and results are sent after the last."""
 
     actions: tuple[Action, ...]
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether these are the forward pass of one stage and the whole backward pass of another."""
-        kinds, stages = "".join(sorted(action.kind for action in self.actions)), {a.stage for a in self.actions}
-        return kinds == "BF" and len(stages) == len(self.actions)
 
     def __str__(self) -> str:
         return f"({';'.join(map(str, self.actions))})OVERLAP_F_B"
@@ -123,9 +113,6 @@ def list_actions(cell: Cell) -> tuple[Action, ...]:
     if cell is None:
         return ()
     return cell.actions if isinstance(cell, Overlap) else (cell,)
-
-
-# ---- the orders of schedules ----
 
 
 def find_schedule(schedule: str) -> PipelineSchedule:
@@ -176,46 +163,31 @@ def _order_1f1b(rank: int, ranks: int, stages_per_rank: int, microbatches: int) 
     return _alternate_passes(turns, turns, ranks - 1 - rank)
 
 
-def _order_interleaved(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
+def _order_interleaved(
+    rank: int, ranks: int, stages_per_rank: int, microbatches: int, ahead: int, splits_backward: bool = False
+) -> Sequence[Cell]:
     """Order: 1F1B with several stages per rank (Narayanan et al., Megatron-LM, arXiv:2104.04473, 2021).
 
-    A rank runs two forward passes more before its first backward pass than the next rank, as Megatron-LM does
-    (megatron/core/pipeline_parallel/schedules.py), so that messages travel beside computation.
+    A round runs about as many micro-batches as there are ranks through all stages.
+
+    Args:
+        ahead: how many forward passes more than the next rank a rank runs before its first backward pass. Megatron-LM
+            runs two (megatron/core/pipeline_parallel/schedules.py), so that messages travel beside computation. One is
+            the least that keeps all ranks busy: the first rank has `ranks` - 1 fewer stages' inputs in flight, and each
+            message is awaited as soon as it is sent.
+        splits_backward: weights follow inputs `rank` steps later (ZB1P with several stages, Qi et al., Zero Bubble).
     """
-    forward, backward, first_turns = _order_rounds(rank, ranks, stages_per_rank, microbatches)
-    return _alternate_passes(forward, backward, first_turns + 2 * (ranks - 1 - rank))
-
-
-def _order_shallow_interleaved(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """Order: the same with one forward pass more than the next rank, which is the least that keeps all ranks busy.
-
-    The first rank has `ranks` - 1 fewer stages' inputs in flight. Each message is awaited as soon as it is sent.
-    """
-    forward, backward, first_turns = _order_rounds(rank, ranks, stages_per_rank, microbatches)
-    return _alternate_passes(forward, backward, first_turns + ranks - 1 - rank)
-
-
-def _order_interleaved_zero_bubble(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """Order: ZB1P with several stages per rank; weights follow inputs `rank` steps later (Qi et al., Zero Bubble)."""
-    forward, backward, first_turns = _order_rounds(rank, ranks, stages_per_rank, microbatches)
-    return _alternate_passes(forward, backward, first_turns + ranks - 1 - rank, lag=rank)
+    size = microbatches // count_rounds(ranks, microbatches)
+    stages = range(rank, ranks * stages_per_rank, ranks)
+    rounds = [range(start, start + size) for start in range(0, microbatches, size)]
+    forward = [(s, m) for each in rounds for s in stages for m in each]
+    backward = [(s, m) for each in rounds for s in reversed(stages) for m in each]
+    warmup = (stages_per_rank - 1) * size + ahead * (ranks - 1 - rank)
+    return _alternate_passes(forward, backward, warmup, lag=rank if splits_backward else None)
 
 
 Turns: TypeAlias = list[tuple[int, int]]
 """Pairs of stage and micro-batch, in order."""
-
-
-def _order_rounds(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Turns, Turns, int]:
-    """Return the forward and backward order of interleaved schedules, and the count before the last stage's first turn.
-
-    A round runs about as many micro-batches as there are ranks through all stages.
-    """
-    size = microbatches // count_rounds(ranks, microbatches)
-    stages = range(rank, ranks * stages_per_rank, ranks)
-    turns = [range(start, start + size) for start in range(0, microbatches, size)]
-    forward = [(s, m) for turn in turns for s in stages for m in turn]
-    backward = [(s, m) for turn in turns for s in reversed(stages) for m in turn]
-    return forward, backward, (stages_per_rank - 1) * size
 
 
 def _alternate_passes(forward: Turns, backward: Turns, warmup: int, lag: int | None = None) -> list[Cell]:
@@ -284,169 +256,11 @@ def _number_actions(tokens: Iterable[Token]) -> Iterator[Action]:
 ORDER_FUNCTIONS: dict[str, Callable[[int, int, int, int], Sequence[Cell]]] = {
     "GPipe": _order_gpipe,
     "1F1B": _order_1f1b,
-    "Interleaved1F1B": _order_interleaved,
-    "ShallowInterleaved1F1B": _order_shallow_interleaved,
+    "Interleaved1F1B": partial(_order_interleaved, ahead=2),
+    "ShallowInterleaved1F1B": partial(_order_interleaved, ahead=1),
     "LoopedBFS": _order_looped_bfs,
-    "InterleavedZeroBubble": _order_interleaved_zero_bubble,
+    "InterleavedZeroBubble": partial(_order_interleaved, ahead=1, splits_backward=True),
     "ZBVZeroBubble": _order_zbv,
     "DualPipeV": _order_dual_pipe_v,
 }
 """The function that returns each schedule's order, from rank, ranks, stages per rank and micro-batches."""
-
-
-# ---- time ----
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The duration of an order.
-
-    Attributes:
-        makespan: from the first action's start to the last one's end, in the unit of the costs.
-        ranks: each rank's idle share of the makespan.
-        idle: the mean of these.
-    """
-
-    makespan: float
-    ranks: tuple[float, ...]
-    idle: float
-
-
-class DeadlockError(ValueError):
-    """Raised for an order that deadlocks.
-
-    Attributes:
-        waiting: the next entry of each rank that is not done, by rank.
-    """
-
-    def __init__(self, waiting: dict[int, Action | Overlap]) -> None:
-        super().__init__(", ".join(f"rank {rank} waits at {cell}" for rank, cell in waiting.items()))
-        self.waiting = waiting
-
-
-def simulate_order(
-    actions: Sequence[Sequence[Cell]], forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0
-) -> Timeline:
-    """Simulate an order: each rank runs its actions one after another, each as soon as its inputs exist.
-
-    Forward of a stage needs the forward of the previous stage, backward (also of inputs alone) the stage's own forward
-    and the backward of the next stage, backward of weights that of inputs, of the same micro-batch. The results of an
-    overlap are available after all of it. Sending takes no time.
-
-    Args:
-        actions: of each rank, in its order.
-        forward: the time of a forward pass at any stage.
-        backward_input: the time of a backward pass for inputs; a full backward pass takes both parts.
-        backward_weight: the time of a backward pass for weights.
-
-    Raises:
-        DeadlockError: when no rank can continue.
-    """
-    costs = {"F": forward, "I": backward_input, "W": backward_weight, "B": backward_input + backward_weight}
-    simulation = _Simulation(actions, lambda action: costs[action.kind])
-    simulation.run()
-    busy = [sum(costs[action.kind] for cell in row for action in list_actions(cell)) for row in actions]
-    makespan = max(simulation.clocks, default=0.0)
-    shares = tuple((makespan - time) / makespan if makespan else 0.0 for time in busy)
-    return Timeline(makespan, shares, math.fsum(shares) / max(1, len(shares)))
-
-
-@dataclass(frozen=True)
-class ActionSpan:
-    """When a rank executes an action, in seconds from the start of the step."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-def compute_timetable(
-    actions: Sequence[Sequence[Cell]], cost: Callable[[Action], float], hop: float = 0.0
-) -> list[ActionSpan]:
-    """Return when each rank executes each of its actions.
-
-    Args:
-        actions: of each rank, in its order.
-        cost: seconds of an action.
-        hop: seconds to send a result to a stage on another rank.
-
-    Raises:
-        DeadlockError: when no rank can continue.
-    """
-    simulation = _Simulation(actions, cost, hop)
-    simulation.run()
-    return simulation.spans
-
-
-def compute_idle_share(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> float:
-    """Return the idle share of the ranks' time, where backward takes twice as long as forward, half of it for weights.
-
-    Exact: in closed form where micro-batches fill the pipeline, otherwise by simulation.
-
-    Raises:
-        ConfigError: as `order_actions` does.
-        ValueError: as `order_actions` does.
-    """
-    kind = find_schedule(schedule)
-    if kind.allows(ranks, stages_per_rank, microbatches) and kind.fills(ranks, microbatches):
-        return kind.least_idle(ranks, stages_per_rank, microbatches)
-    return simulate_order(order_actions(schedule, ranks, stages_per_rank, microbatches)).idle
-
-
-class _Simulation:
-    """The state of a simulation: a clock for each rank, and when the result of each action is available."""
-
-    def __init__(self, rows: Sequence[Sequence[Cell]], cost: Callable[[Action], float], hop: float = 0.0) -> None:
-        self.cost, self.hop = cost, hop
-        self.spans: list[ActionSpan] = []
-        self.owner = {
-            action.stage: rank for rank, row in enumerate(rows) for cell in row for action in list_actions(cell)
-        }
-        self.last_stage = max(
-            (action.stage for row in rows for cell in row for action in list_actions(cell)), default=0
-        )
-        self.clocks = [0.0] * len(rows)
-        self.queues = [deque(cell for cell in row if cell is not None) for row in rows]
-        self.finish_times: dict[tuple[str, int, int], float] = {}  # a full backward is entered as that of inputs
-
-    def run(self) -> None:
-        """Advance each rank as far as possible, until all are done."""
-        while any(self.queues):
-            if not sum(self._advance_rank(rank) for rank in range(len(self.queues))):
-                raise DeadlockError({rank: cells[0] for rank, cells in enumerate(self.queues) if cells})
-
-    def _advance_rank(self, rank: int) -> bool:
-        cells, initial_count = self.queues[rank], len(self.queues[rank])
-        while cells and self._run_cell(rank, cells[0]):
-            cells.popleft()
-        return len(cells) < initial_count
-
-    def _run_cell(self, rank: int, cell: Action | Overlap) -> bool:
-        """Run a rank's next entry, if its inputs are available, and advance the clock."""
-        time, actions, spans = self.clocks[rank], list_actions(cell), list[ActionSpan]()
-        for action in actions:
-            ready_times = [self._find_ready_time(dependency, rank) for dependency in self._list_dependencies(action)]
-            if None in ready_times:
-                return False
-            start = max([time, *(ready for ready in ready_times if ready is not None)])
-            time = start + self.cost(action)
-            spans.append(ActionSpan(rank, action, start, time))
-        self.clocks[rank] = time
-        self.spans += spans
-        for stage, kind, m in actions:
-            self.finish_times["I" if kind == "B" else kind, stage, m] = time
-        return True
-
-    def _find_ready_time(self, dependency: tuple[str, int, int], rank: int) -> float | None:
-        """Return when a rank has a result; None if it is not computed yet."""
-        ready = self.finish_times.get(dependency)
-        return ready if ready is None or self.owner[dependency[1]] == rank else ready + self.hop
-
-    def _list_dependencies(self, action: Action) -> list[tuple[str, int, int]]:
-        stage, kind, m = action
-        if kind == "F":
-            return [("F", stage - 1, m)] if stage else []
-        if kind == "W":
-            return [("I", stage, m)]
-        return [("F", stage, m), *([("I", stage + 1, m)] if stage < self.last_stage else [])]

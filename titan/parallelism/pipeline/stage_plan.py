@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
-from titan.parallelism.pipeline import arithmetic
-from titan.parallelism.pipeline.schedules import Cell, Overlap
+from titan.parallelism.pipeline import arithmetic, schedules, timing
 from titan.parallelism.schema import Layout, Parallelism, StagePlan
 
 if TYPE_CHECKING:
@@ -25,12 +23,12 @@ def list_microbatch_counts(parallelism: Parallelism, layout: Layout, rows: int) 
     Raises:
         ConfigError: when the schedule needs more micro-batches than there are rows.
     """
-    if _is_custom(parallelism):
-        return [arithmetic.read_csv(parallelism.schedule).microbatches]
+    if (table := _read_table(parallelism)) is not None:
+        return [table.microbatches]
     ranks, per_rank = layout.pipeline, count_stages_per_rank(parallelism, layout.pipeline)
     least = arithmetic.choose_microbatches(parallelism.schedule, ranks, per_rank, rows, parallelism.idle)
     if least is None:
-        count = _count_stages(parallelism, layout)
+        count = _count_stages(parallelism, layout, None)
         arithmetic.check_schedule(
             parallelism.schedule, ranks, count, 2 * count
         )  # raises when the stages are the reason
@@ -39,7 +37,7 @@ def list_microbatch_counts(parallelism: Parallelism, layout: Layout, rows: int) 
             f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
             "schedule such as GPipe."
         )
-    kind = arithmetic.find_schedule(parallelism.schedule)
+    kind = schedules.find_schedule(parallelism.schedule)
     return [least, *(n for n in range(least + 1, rows + 1) if kind.allows(ranks, per_rank, n))]
 
 
@@ -55,8 +53,8 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
     ranks, schedule = layout.pipeline, parallelism.schedule
     if ranks == 1:
         return _single_stage(parallelism, model.layers)
-    table = arithmetic.read_csv(schedule) if _is_custom(parallelism) else None
-    count = _count_stages(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
+    table = _read_table(parallelism)
+    count = _count_stages(parallelism, layout, table)
     arithmetic.check_schedule(schedule, ranks, count, microbatches)
     if parallelism.stages == "auto" and count > model.layers:
         raise ConfigError(
@@ -68,8 +66,8 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
     if table is not None:
         return StagePlan(schedule, layers, table.owners, table.splits_backward, table.idle)
     owners = tuple(arithmetic.place_stages(schedule, ranks, count))
-    idle = arithmetic.compute_idle_share(schedule, ranks, count // ranks, microbatches)
-    return StagePlan(schedule, layers, owners, arithmetic.find_schedule(schedule).splits_backward, idle)
+    idle = timing.compute_idle_share(schedule, ranks, count // ranks, microbatches)
+    return StagePlan(schedule, layers, owners, schedules.find_schedule(schedule).splits_backward, idle)
 
 
 @lru_cache(256)
@@ -81,8 +79,8 @@ def assign_layers(
     Raises:
         ConfigError: when there are too few layers.
     """
-    table = arithmetic.read_csv(parallelism.schedule) if _is_custom(parallelism) else None
-    count = _count_stages(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
+    table = _read_table(parallelism)
+    count = _count_stages(parallelism, layout, table)
     if table is None:
         arithmetic.check_schedule(parallelism.schedule, layout.pipeline, count, 2 * count)
     owners = table.owners if table else arithmetic.place_stages(parallelism.schedule, layout.pipeline, count)
@@ -92,20 +90,8 @@ def assign_layers(
 
 def splits_backward(parallelism: Parallelism) -> bool:
     """Whether the schedule computes the gradients of inputs and of weights in two passes."""
-    if _is_custom(parallelism):
-        return arithmetic.read_csv(parallelism.schedule).splits_backward
-    return arithmetic.find_schedule(parallelism.schedule).splits_backward
-
-
-def list_overlaps(parallelism: Parallelism) -> list[Overlap]:
-    """Return what the schedule runs at once; of one with a name, as on two ranks."""
-    order: Sequence[Sequence[Cell]]
-    if _is_custom(parallelism):
-        order = arithmetic.read_csv(parallelism.schedule).order
-    else:
-        count = arithmetic.find_schedule(parallelism.schedule).stages
-        order = arithmetic.order_actions(parallelism.schedule, 2, count, 2 * count)
-    return [cell for row in order for cell in row if isinstance(cell, Overlap)]
+    table = _read_table(parallelism)
+    return (schedules.find_schedule(parallelism.schedule) if table is None else table).splits_backward
 
 
 def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
@@ -114,8 +100,8 @@ def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
     Raises:
         ConfigError: when the settings ask for several stages.
     """
-    if not _is_custom(parallelism):
-        arithmetic.find_schedule(parallelism.schedule)
+    if not parallelism.schedule.endswith(".csv"):
+        schedules.find_schedule(parallelism.schedule)
     if parallelism.stages not in ("auto", 1) or parallelism.starts:
         name = "starts" if parallelism.starts else "stages"
         value = list(parallelism.starts) if parallelism.starts else parallelism.stages
@@ -136,15 +122,15 @@ def _split_layers(starts: tuple[int, ...], split: str, model: Decoder, seq_len: 
     return arithmetic.split_layers(costs, count, last=model.head_flops())
 
 
-def _is_custom(parallelism: Parallelism) -> bool:
-    return parallelism.schedule.endswith(".csv")
+def _read_table(parallelism: Parallelism) -> arithmetic.ScheduleTable | None:
+    """Return the schedule of a file; None for one with a name."""
+    return arithmetic.read_csv(parallelism.schedule) if parallelism.schedule.endswith(".csv") else None
 
 
-def _count_stages(parallelism: Parallelism, layout: Layout) -> int:
-    """Return the number of stages."""
-    if parallelism.stages == "auto":
-        return layout.pipeline * count_stages_per_rank(parallelism, layout.pipeline)
-    return int(parallelism.stages)
+def _count_stages(parallelism: Parallelism, layout: Layout, table: arithmetic.ScheduleTable | None) -> int:
+    if parallelism.stages != "auto":
+        return int(parallelism.stages)
+    return layout.pipeline * find_default_stages(parallelism) if table is None else table.stages
 
 
 def count_stages_per_rank(parallelism: Parallelism, ranks: int) -> int:
@@ -156,5 +142,5 @@ def count_stages_per_rank(parallelism: Parallelism, ranks: int) -> int:
 
 def find_default_stages(parallelism: Parallelism) -> int:
     """Return the schedule's default number of stages per rank."""
-    schedule = arithmetic.SCHEDULES.get(parallelism.schedule)
+    schedule = schedules.SCHEDULES.get(parallelism.schedule)
     return schedule.stages if schedule else 1

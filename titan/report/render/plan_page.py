@@ -55,7 +55,7 @@ from titan.report.render.plan_text import (
 )
 
 if TYPE_CHECKING:
-    from titan.parallelism.pipeline.schedules import ActionSpan
+    from titan.parallelism.pipeline.timing import ActionSpan
 
 ROW, NARROW_ROW, TOP = 26.0, 40.0, 6.0
 """Height of a row of the waterfall, in a narrow one with its text above the bar, and the room above charts of rows."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titan.checkpoint.state import AVERAGE
 from titan.optimizer.evaluation_weights import HasEvaluationWeights, compute_evaluation_weights
 from titan.parallelism import data
-from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.norms import local_tensor
 from titan.precision.low_precision import unwrap_tensor
 from titan.training.train_step import TrainStep
 

@@ -24,7 +24,7 @@ from titan.evaluation.items import TaskItem, read_texts
 from titan.evaluation.schema import ValidationSet
 from titan.evaluation.scores import Request, TaskScore, build_requests, compute_scores
 from titan.model.layers import IGNORED
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
 from titan.training.evaluation.averages import MovingAverage, use_evaluation_weights
@@ -142,7 +142,7 @@ class EvalSet:
 
 
 def build_eval_sets(
-    run: Run, world: World, mix: RowMixture, show: Callable[[str], None], stopped: Callable[[], bool]
+    run: Run, world: RunContext, mix: RowMixture, show: Callable[[str], None], stopped: Callable[[], bool]
 ) -> dict[str, EvalSet]:
     """Return the evaluation set of each source that has one: `evaluation.tokens` of each.
 
@@ -178,7 +178,7 @@ def build_eval_sets(
     return sets
 
 
-def build_file_sets(run: Run, world: World, tokenizer: Tokenizer | None) -> dict[str, EvalSet]:
+def build_file_sets(run: Run, world: RunContext, tokenizer: Tokenizer | None) -> dict[str, EvalSet]:
     """Return the sets of `evaluation.sets` by their names.
 
     Raises:
@@ -195,7 +195,7 @@ def build_file_sets(run: Run, world: World, tokenizer: Tokenizer | None) -> dict
     return sets
 
 
-def _build_eval_set(run: Run, world: World, fields: NDArray[np.int32], token_bytes: NDArray[np.uint16]) -> EvalSet:
+def _build_eval_set(run: Run, world: RunContext, fields: NDArray[np.int32], token_bytes: NDArray[np.uint16]) -> EvalSet:
     """Return the set of whole rows, which all ranks have read; of these the rank keeps its own, in micro-batches."""
     targets = fields[TARGETS][fields[TARGETS] != IGNORED]
     total, shard, size = fields.shape[1], world.data_shard, run.microbatch_rows
@@ -209,7 +209,7 @@ def _build_eval_set(run: Run, world: World, fields: NDArray[np.int32], token_byt
     return EvalSet(rows, targets.size, text_bytes)
 
 
-def evaluate_sets(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
+def evaluate_sets(train_step: TrainStep, world: RunContext, sets: Mapping[str, EvalSet]) -> dict[str, float]:
     """Return the mean loss per token and bits per byte, over all sources and, where there are several, of each.
 
     With the model's `evaluation_figures`, over all sources. All ranks call it together.
@@ -232,7 +232,7 @@ def evaluate_sets(train_step: TrainStep, world: World, sets: Mapping[str, EvalSe
     return metrics | {f"evaluation/{name}/loss": total / count for name, total in zip(names, totals[1:], strict=True)}
 
 
-def evaluate_files(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
+def evaluate_files(train_step: TrainStep, world: RunContext, sets: Mapping[str, EvalSet]) -> dict[str, float]:
     """Return loss, perplexity and bits per byte of each set of a file; all ranks call it together."""
     metrics: dict[str, float] = {}
     for name, eval_set in sets.items():

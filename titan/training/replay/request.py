@@ -266,8 +266,8 @@ def _explain_unpinned(run: Run) -> str:
         return f"routers are inside of compiled code with compile={run.compile.scope}; add compile=off."
     if run.layout.pipeline > 1 and (kind := run.memory.checkpointing) != "none":
         return f"a pipeline recomputes earlier micro-batches with memory.checkpointing={kind}; add memory=none."
-    if run.parallelism.halves:
-        return "halves of micro-batches call no router as a module; add parallelism.halves=false."
+    if run.parallelism.exchange.is_own:
+        return "parallelism.exchange of one's own may call no router as a module; leave it out."
     return ""
 
 

@@ -30,9 +30,9 @@ from titan.model.init_weights import Normal, init_parameter
 from titan.numerics.differences import GRADIENT, START, STATE, UPDATE, Fingerprint, Key, Samples
 from titan.numerics.fingerprints import fingerprint_tensor, gather_tensor
 from titan.parallelism import data
-from titan.parallelism.grad_norm import local_tensor
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
+from titan.parallelism.norms import local_tensor
 from titan.precision.schema import Precision
 from titan.run.attempts import Attempt
 from titan.run.run import Run
@@ -101,7 +101,7 @@ class Replayer(StepWatch):
     """Has a trainer train to a step, and watches that step; what it saw is written to a file of this rank."""
 
     def __init__(
-        self, run: Run, attempt: Attempt, world: World, stop: StopSignals, reader: CheckpointReader | None
+        self, run: Run, attempt: Attempt, world: RunContext, stop: StopSignals, reader: CheckpointReader | None
     ) -> None:
         """Build the run's train step and trainer."""
         self.run, self.world, self.train_step = run, world, build_train_step(run, world, log.info)

@@ -72,9 +72,8 @@ def trace_rank(run: Run, rank: int, device: str, fuses_loss: bool = False) -> St
         ConfigError: when code of the step asks for the value of a tensor.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    world = dataclasses.replace(_build_world(run, rank), memory=lambda: fake)
-    groups = {name: world.get_group(name) for name in ("pipeline", "replicate", "shard", "tensor")}
-    groups["context"] = world.context
+    world = _build_world(run, rank)
+    groups = {name: world.get_group(name) for name in ("pipeline", "replicate", "shard", "tensor", "context")}
     streams = {str(dist.get_process_group_ranks(group)): name for name, group in groups.items() if group is not None}
     recorder = EventRecorder(streams, device)
     try:
@@ -86,7 +85,7 @@ def trace_rank(run: Run, rank: int, device: str, fuses_loss: bool = False) -> St
             stack.enter_context(mock.patch.object(data, "replicate", lambda stage, mesh: stage))
             block_of: dict[int, int] = {}
             stack.enter_context(record_streams(recorder, block_of))
-            train_step = build_train_step(run, world)
+            train_step = build_train_step(run, world, memory=fake)
             if fuses_loss:
                 fuse_losses(stage.model.head for stage in train_step.stages)
             for stage in train_step.stages:
@@ -189,11 +188,11 @@ def _sum_replicas(train_step: TrainStep, recorder: EventRecorder) -> None:
         parameter.register_post_accumulate_grad_hook(sum_bucket)  # type: ignore[no-untyped-call]
 
 
-def _build_world(run: Run, rank: int) -> mesh.World:
+def _build_world(run: Run, rank: int) -> mesh.RunContext:
     size = run.layout.devices
     rank_info = RankInfo(rank, size, rank % 8, "")
     if size == 1:
-        return mesh.World(rank_info, run.layout, DEVICE)
+        return mesh.RunContext(rank_info, run.layout, DEVICE)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     return mesh.build_world(rank_info, run.layout, DEVICE)
 

@@ -12,7 +12,6 @@ from torch.utils import checkpoint
 
 from titan.debug.module_hooks import CompiledHook
 from titan.estimate.traced.events import AFTER, BEFORE, NONE, OUTSIDE, Region
-from titan.parallelism import turns
 from titan.parallelism.pipeline import runtime
 from titan.training.train_step import GradAccumulation, ModelStage
 
@@ -134,7 +133,6 @@ def follow_regions(listener: RegionListener, stages: dict[int, ModelStage], spli
             stack.callback(StageRegions(listener, stage, number, split_backward).remove)
         runner = GradAccumulation.backward
         stack.enter_context(mock.patch.object(GradAccumulation, "backward", _leave_region_after(listener, runner)))
-        stack.enter_context(mock.patch.object(turns, "hand_over", _keep_region(listener, turns.hand_over)))
         stack.enter_context(mock.patch.object(checkpoint, "_recomputation_hook", _build_recomputation_hook(listener)))
         for name, kind in kinds.items():
             original = getattr(runtime._Stage, name)
@@ -151,17 +149,6 @@ def _leave_region_after(listener: RegionListener, function: Any) -> Any:
         return result
 
     return run_function
-
-
-def _keep_region(listener: RegionListener, hand_over: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that hands over to a computation in another region, after which the region is as before."""
-
-    def hand_over_from_region() -> None:
-        region = listener.region
-        hand_over()
-        listener.region = region
-
-    return hand_over_from_region
 
 
 def _build_recomputation_hook(listener: RegionListener) -> type:

@@ -11,17 +11,18 @@ Shapes: N tokens of the rank, R received tokens, K experts of a token, D hidden 
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from titan.errors import ConfigError
 from titan.memory.kept_values import keep
 from titan.model.experts import Compute, dispatch
-from titan.parallelism import collectives
-from titan.parallelism.schema import count_token_copies
+from titan.parallelism.schema import ExpertExchange
 
 
 class ReceivedTokens(NamedTuple):
@@ -113,11 +114,12 @@ class AddingDispatch:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int, compute: Compute) -> Tensor:
         """See `titan.model.experts.dispatch`; `compute` has the experts of this rank."""
-        transport = TracedTransport(self.group) if isinstance(x, FakeTensor) else self.transport
-        received = ReceivedTokens(*_Send.apply(x, weights, experts, count, transport))  # type: ignore[no-untyped-call]
+        received = ReceivedTokens(
+            *_Send.apply(x, weights, experts, count, self.transport)  # type: ignore[no-untyped-call]
+        )
         local_count = count // self.group.size()
         results = dispatch(received.x, received.experts, received.weights, local_count, compute, received.rows)
-        out: Tensor = _Add.apply(results, transport, received.handle)  # type: ignore[no-untyped-call]
+        out: Tensor = _Add.apply(results, self.transport, received.handle)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -170,39 +172,15 @@ class DeepEPTransport:
         )
 
 
-class TracedTransport:
-    """Exchanges as many fake rows as an even load has, so that a trace of a step has the exchange and its memory."""
+@dataclass(frozen=True, kw_only=True)
+class DeepEP(ExpertExchange):
+    """DeepEP's kernels in place of titan's all-to-all; needs CUDA, bf16 and the package deep_ep, version 2."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Take the ranks."""
-        self.group = group
-
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int) -> ReceivedTokens:
-        """See `Transport.send`."""
-        (tokens, top_k), ranks = experts.shape, self.group.size()
-        per_rank = round(tokens * count_token_copies(top_k, ranks) / ranks)
-
-        def exchange(sent: Tensor) -> Tensor:
-            return self._exchange(sent, ranks * per_rank)
-
-        received_x = exchange(x)  # first: selective checkpointing saves exchanges by their number, and repeats this one
-        received_weights = None if weights is None else exchange(weights)
-        return ReceivedTokens(received_x, exchange(experts), received_weights, tokens * top_k, (tokens, per_rank))
-
-    def send_again(self, x: Tensor, handle: Any) -> Tensor:
-        """See `Transport.send_again`."""
-        return self._exchange(x, self.group.size() * handle[1])
-
-    def add(self, x: Tensor, weights: Tensor | None, handle: Any) -> tuple[Tensor, Tensor | None]:
-        """See `Transport.add`."""
-
-        def exchange(sent: Tensor) -> Tensor:
-            self._exchange(sent, sent.shape[0])
-            return sent.new_empty(handle[0], *sent.shape[1:])
-
-        return exchange(x), None if weights is None else exchange(weights)
-
-    def _exchange(self, x: Tensor, rows: int) -> Tensor:
-        """Return what so many rows become that ranks exchange evenly; x may have fewer, of which copies are sent."""
-        counts = [rows // self.group.size()] * self.group.size()
-        return collectives.exchange_rows(x.new_empty(rows, *x.shape[1:]), counts, counts, self.group)
+    def build(self, group: dist.ProcessGroup) -> AddingDispatch:
+        """See `ExpertExchange.build`."""
+        if importlib.util.find_spec("deep_ep") is None or not torch.cuda.is_available():
+            raise ConfigError(
+                "parallelism.exchange=deep_ep: needs CUDA and the package deep_ep, version 2; install it from "
+                "github.com/deepseek-ai/DeepEP, or leave parallelism.exchange out."
+            )
+        return AddingDispatch(group, DeepEPTransport(group))

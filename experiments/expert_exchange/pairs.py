@@ -1,5 +1,5 @@
 """Pairs of a pipeline's schedule: the forward pass of a micro-batch in one stage of a rank, and the backward pass of
-another one in another stage, which take turns (`titan.parallelism.turns`).
+another one in another stage, which take turns (`experiments.expert_exchange.turns`).
 
 torch runs them one after another, or calls a function that may do otherwise (`register_custom_function`). Messages to
 other ranks come before and after both, as in torch's own order.
@@ -9,15 +9,62 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining.schedules import FORWARD, OVERLAP_F_B, _wait_batch_p2p
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from titan.parallelism.turns import take_turns
+from experiments.expert_exchange.turns import hand_over, note_exchange, take_turns
+from titan.parallelism.collectives import PendingExchange
+from titan.parallelism.expert import ExpertDispatch
+from titan.parallelism.schema import ExpertExchange
 from titan.profile.waits import BACKWARD
+
+
+class TurnedExchange(PendingExchange):
+    """An exchange of rows beside which the other computation of a pair runs."""
+
+    def start(self, x: Tensor) -> None:
+        """See `PendingExchange.start`."""
+        note_exchange()
+        super().start(x)
+
+    def start_gradient(self, grad: Tensor) -> None:
+        """See `PendingExchange.start_gradient`."""
+        note_exchange()
+        super().start_gradient(grad)
+
+    def take(self) -> Tensor:
+        """See `PendingExchange.take`; another computation that takes turns with this one runs first."""
+        hand_over()
+        return super().take()
+
+
+class TurnedDispatch(ExpertDispatch):
+    """Titan's all-to-all with such exchanges."""
+
+    pending_type = TurnedExchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(ExpertExchange):
+    """Pairs of a pipeline's schedule take turns, each pass beside the exchange of the other's tokens."""
+
+    uses_threads: ClassVar[bool] = True
+
+    def build(self, group: dist.ProcessGroup) -> TurnedDispatch:
+        """See `ExpertExchange.build`."""
+        return TurnedDispatch(group)
+
+    def configure_schedule(self, schedule: Any, device: torch.device) -> None:
+        """See `ExpertExchange.configure_schedule`; a schedule without pairs stays as it is."""
+        if hasattr(schedule, "register_custom_function"):
+            schedule.register_custom_function(OVERLAP_F_B, PairRunner(device).run_pair)
 
 
 class PairRunner:
@@ -26,10 +73,6 @@ class PairRunner:
     def __init__(self, device: torch.device) -> None:
         """Take the rank's device."""
         self.executor = ThreadPoolExecutor(1, BACKWARD, _use_device, (device,))
-
-    def register(self, schedule: Any) -> None:
-        """Let one of torch's schedules run its pairs by this."""
-        schedule.register_custom_function(OVERLAP_F_B, self.run_pair)
 
     def run_pair(self, pair: Any, context: Any) -> None:
         """Run a pair; see torch's `register_custom_function`."""

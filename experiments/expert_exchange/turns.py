@@ -83,7 +83,7 @@ def take_turns(first: Callable[[], Any], second: Callable[[], Any], executor: Ex
     """Run two computations in turns, the first one in this thread.
 
     Args:
-        first: hands over where `PendingExchange` waits.
+        first: hands over where `experiments.expert_exchange.pairs.TurnedExchange` waits.
         second: likewise.
         executor: runs the second one in another thread.
 

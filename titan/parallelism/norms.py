@@ -1,17 +1,21 @@
-"""The gradient's norm and its clipping, over plain tensors and DTensors alike.
+"""Norms of gradients and of single tensors, and clipping, over plain tensors and DTensors alike, on every layout.
 
-Each rank sums the squares of what it has, divided by the number of ranks that have the same, in float64. The sum over
-all ranks is one number of the vector that ranks sum in each step anyway, so that the norm takes no further
-collective operation, and all ranks clip by bitwise the same factor.
+For the gradient's norm each rank sums the squares of what it has, divided by the number of ranks that have the same,
+in float64. The sum over all ranks is one number of the vector that ranks sum in each step anyway, so that the norm
+takes no further collective operation, and all ranks clip by bitwise the same factor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from titan.parallelism.mesh import World
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -27,7 +31,7 @@ def sum_squares(gradients: Iterable[tuple[Tensor, float]], device: torch.device)
 
     Args:
         gradients: plain tensors and DTensors, sharded or replicated, each with the number of ranks that have the same
-            part (`titan.parallelism.tensor_norms.count_replicas`).
+            part (`count_replicas`).
         device: of the result; without gradients it is zero.
     """
     groups: dict[float, list[Tensor]] = {}
@@ -61,3 +65,35 @@ def _sum_shard_squares(shards: list[Tensor]) -> Tensor:
     else:
         norms = torch.stack(torch._foreach_norm(shards, dtype=torch.float32))
     return norms.double().square().sum()
+
+
+def sum_row_squares(tensor: Tensor) -> Tensor:
+    """Return the sum of squares along the last dimension, float64; float32 norms keep low precision from overflow."""
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
+    return norms.double().square()
+
+
+def count_replicas(tensor: Tensor, world: World) -> float:
+    """Return the number of ranks that hold the same part of a tensor."""
+    parts = 1
+    if isinstance(tensor, DTensor):
+        for dimension, placement in enumerate(tensor.placements):
+            parts *= 1 if placement.is_replicate() else tensor.device_mesh.size(dimension)
+    return world.rank_info.world_size / world.layout.pipeline / parts
+
+
+@torch.no_grad()
+def compute_norms(tensors: Mapping[str, Tensor], names: Sequence[str], world: World) -> dict[str, Tensor]:
+    """Return the 2-norm of each whole tensor, float64 scalars on the device; all ranks call it together.
+
+    Args:
+        tensors: this rank's parts, by name.
+        names: the tensors of all ranks, in one order.
+    """
+    sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
+    indices = {name: index for index, name in enumerate(names)}
+    for name, tensor in tensors.items():
+        sums[indices[name]] = (sum_row_squares(local_tensor(tensor)).sum() / count_replicas(tensor, world)).to(
+            world.device
+        )
+    return dict(zip(names, world.all_reduce(sums).sqrt(), strict=True))

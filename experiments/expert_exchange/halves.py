@@ -13,14 +13,17 @@ Shapes: B rows, T tokens of a row, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan.model.experts import MixtureOfExperts, MoeBlock
 from titan.model.steps import interleave_steps
+from titan.parallelism.schema import ExpertExchange
 
 
 def split_rows(rows: int) -> list[int]:
@@ -36,10 +39,21 @@ def split_inputs(tensor: Tensor | None, rows: int) -> list[Any]:
     return list(torch.split(tensor, sizes))
 
 
-def compute_in_halves(blocks: Sequence[nn.Module]) -> None:
-    """Let blocks take for `cos`, `sin` and `mask` tuples with one of each half, and compute halves."""
-    for block in blocks:
-        block.forward = _interleave_halves(block) if _takes_turns(block) else _compute_one_by_one(block.forward)
+@dataclass(frozen=True, kw_only=True)
+class Halves(ExpertExchange):
+    """Blocks that compute in halves, with titan's all-to-all."""
+
+    def change_model(self, model: Any) -> None:
+        """Let blocks take for `cos`, `sin` and `mask` tuples with one of each half, and compute halves."""
+        model.build_block_inputs = partial(_build_inputs, model.build_block_inputs)
+        for block in model.blocks():
+            block.forward = _interleave_halves(block) if _takes_turns(block) else _compute_one_by_one(block.forward)
+
+
+def _build_inputs(build: Any, document_ids: Tensor | None, positions: Tensor, hidden: Tensor) -> tuple[Any, ...]:
+    """Return of each input of all blocks a tuple with one for each half."""
+    halves = zip(*(split_inputs(tensor, len(hidden)) for tensor in (document_ids, positions, hidden)), strict=True)
+    return tuple(zip(*(build(*half) for half in halves), strict=True))
 
 
 def _takes_turns(block: Any) -> bool:

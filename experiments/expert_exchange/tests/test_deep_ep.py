@@ -1,8 +1,7 @@
-"""An exchange that adds before it sends: what it computes, how much it sends, and where it is refused."""
+"""An exchange that adds before it sends: what it computes, how much it sends, and how it calls DeepEP."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,39 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.composing import compose_test_run
-from tests.support.one_copy import OneCopyTransport
+from experiments.expert_exchange.deep_ep import AddingDispatch, DeepEP, DeepEPTransport
+from tests.support.one_copy import CountingTransport, OneCopyTransport, SentBytes
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
-from titan.config import warning
 from titan.errors import ConfigError
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model.experts import MixtureOfExperts, Router
 from titan.model.parts import Part
-from titan.parallelism import expert
-from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport, ReceivedTokens
 from titan.parallelism.expert import ExpertDispatch
-from titan.parallelism.schema import count_token_copies
 
 RANKS, EXPERTS, TOP_K, DIM, TOKENS = 2, 8, 4, 256, 64
-
-
-class SentBytes(TorchDispatchMode):
-    """Counts the bytes that leave a rank in all-to-alls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "all_to_all_single" in str(func):
-            x, sent = args[0], args[2]
-            self.total += (len(x) - sent[dist.get_rank()]) * x[:1].nbytes  # its own rows stay
-        return func(*args, **(kwargs or {}))
 
 
 def build_layer(rank: int, dispatch: Callable[..., Tensor], scale_inputs: bool) -> MixtureOfExperts:
@@ -95,35 +74,6 @@ def test_one_copy_for_each_rank_computes_the_same_and_sends_less(
     for found in run_ranks(compare, RANKS, scale_inputs, capacity):
         assert found["difference"] < 1e-6
         assert found["copies"] < share * found["rows"]
-
-
-def test_tokens_go_to_fewer_ranks_than_they_have_experts() -> None:
-    assert count_token_copies(1, 8) == pytest.approx(1)
-    assert count_token_copies(8, 8) == pytest.approx(8 * (1 - (7 / 8) ** 8)) == pytest.approx(5.25, abs=0.01)
-    assert count_token_copies(8, 1) == 1
-
-
-class CountingTransport(OneCopyTransport):
-    """Counts what is sent, by exchanges that selective checkpointing does not save, as it does not save DeepEP's."""
-
-    def __init__(self, group: Any) -> None:
-        super().__init__(group)
-        self.sends, self.tokens_again = 0, 0
-
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int) -> ReceivedTokens:
-        """See `Transport.send`."""
-        self.sends += 1
-        received = super().send(x, experts, weights, count)
-        self.tokens_again = 0
-        return received
-
-    def send_again(self, x: Tensor, handle: Any) -> Tensor:
-        """See `Transport.send_again`."""
-        self.tokens_again += 1
-        tokens, sent, received, _ = handle
-        out = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(out, x[tokens].contiguous(), received, sent, group=self.group)
-        return out
 
 
 def recompute(rank: int, world: int, checkpointing: Any, scale_inputs: bool) -> tuple[tuple[int, int], list[Tensor]]:
@@ -193,49 +143,6 @@ def test_deep_ep_is_called_as_its_version_2_declares(monkeypatch: pytest.MonkeyP
     assert summed["topk_weights"].shape == (TOKENS, TOP_K) and summed["topk_weights"].dtype == torch.float32
 
 
-DEEPEP = ("model=qwen3_moe_debug", "parallelism=ep", "parallelism.dispatcher=deepep", "precision=bf16")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("settings", "remote", "message"),
-    [
-        pytest.param((), False, "needs CUDA and a Hopper", id="cpu"),
-        pytest.param(("cluster=h100", "precision=fp32"), True, "computes in bf16", id="precision"),
-        pytest.param(("cluster=a100", "cluster.devices=8"), True, "needs CUDA and a Hopper", id="capability"),
-        pytest.param(("cluster=h100", "model.dim=252", "model.head_dim=64"), True, "multiple of 8", id="dim"),
-        pytest.param(("cluster=h100", "model.experts=64", "model.top_k=33"), True, "at most 32", id="top-k"),
-    ],
-)
-def test_where_deep_ep_cannot_run_it_is_refused(settings: tuple[str, ...], remote: bool, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"parallelism.dispatcher=deepep: .*{message}"):
-        compose_test_run([*DEEPEP, *settings], remote=remote)
-
-
-@pytest.mark.full
-def test_a_cluster_that_has_the_package_is_planned_without_it() -> None:
-    assert importlib.util.find_spec("deep_ep") is None
-    run = compose_test_run([*DEEPEP, "cluster=h100", "cluster.devices=8"], remote=True)
-    assert run.layout.expert == 8
-
-
-@pytest.mark.full
-def test_without_expert_parallelism_it_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    warning.warn_once.cache_clear()
-    compose_test_run(["model=qwen3_moe_debug", "parallelism.dispatcher=deepep"])
-    assert "parallelism.dispatcher=deepep: has no effect" in capsys.readouterr().err
-
-
-def share_buffers(rank: int, world: int) -> bool:
-    """Whether the layers of two stages have one dispatcher."""
-    mesh = init_device_mesh("cpu", (world,))
-    stages = []
-    for _ in range(2):
-        with torch.device("meta"):
-            stages.append(MixtureOfExperts(16, 8, Router(16, 4, 2)))
-        expert.shard_experts(stages[-1], mesh, "deepep")
-    return stages[0].dispatch is stages[1].dispatch
-
-
-def test_stages_of_a_rank_share_buffers() -> None:
-    assert run_ranks(share_buffers, 2) == [True, True]
+def test_without_the_package_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="exchange=deep_ep: needs CUDA and"):
+        DeepEP().build(None)  # type: ignore[arg-type]
