@@ -8,8 +8,8 @@ from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
 from titan.evidence import answers
 from titan.evidence.campaign import Campaign, Changes, Idea, SeedPair, find_size
-from titan.report.render.charts import Bar, Chart, draw_bar_chart
-from titan.report.render.document import Bullets, Figures, Report, Section, Table, Words, format_page
+from titan.report.render.charts import Bar, draw_bar_chart
+from titan.report.render.document import Bullets, Chart, Figures, Report, Section, Table, Words, format_page
 
 GROUPS = (
     ("confirming", "Being confirmed", "They passed the screen; seeds that nothing has used decide."),

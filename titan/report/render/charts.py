@@ -17,6 +17,7 @@ from titan.console.numbers import format_rounded, format_tick
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Scale
 from titan.report.findings import Comparison
+from titan.report.render.document import Chart
 from titan.report.render.table_data import compute_step_ms, find_peak_memory, format_answer
 
 Box = tuple[float, float, float, float]
@@ -73,25 +74,6 @@ class ChartSize:
 
 WIDE = ChartSize(880, 400, 70, 30, 210)
 NARROW = ChartSize(360, 320, 50, 16, 32, is_narrow=True)
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart with its heading and caption, as HTML that is escaped.
-
-    Attributes:
-        title: its heading.
-        caption: the sentences below it.
-        html: the chart.
-        wide: whether it takes the whole width of the page.
-        narrow_html: the chart for phones; empty where `html` fits all screens.
-    """
-
-    title: str
-    caption: str
-    html: str
-    wide: bool = True
-    narrow_html: str = ""
 
 
 def build_chart(title: str, caption: str, draw: Callable[[ChartSize], str]) -> Chart:

@@ -10,10 +10,11 @@ from typing import Any
 from titan.console.numbers import format_fixed, format_plural, format_rounded
 from titan.report import rank
 from titan.report.findings import Comparison, RunPrediction, RunResult, Variant
-from titan.report.render.charts import Chart, draw_memory_bars, draw_pareto, draw_speed, format_marks
+from titan.report.render.charts import draw_memory_bars, draw_pareto, draw_speed, format_marks
 from titan.report.render.curves import draw_differences, draw_settings, draw_training_loss, draw_validation_loss
 from titan.report.render.document import (
     Bullets,
+    Chart,
     Column,
     Commands,
     Figures,

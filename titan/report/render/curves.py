@@ -19,7 +19,6 @@ from titan.metrics.svg import POINTS, SMOOTHING_SHARE, Frame, Label, Points, thi
 from titan.report import rank
 from titan.report.findings import Comparison, RunResult
 from titan.report.render.charts import (
-    Chart,
     ChartSize,
     LegendEntry,
     build_chart,
@@ -30,6 +29,7 @@ from titan.report.render.charts import (
     format_variant_legend,
     name_line,
 )
+from titan.report.render.document import Chart
 
 POINTS_IN_ALL = 40_000
 """The most points of a chart: with very many runs each curve gets fewer."""

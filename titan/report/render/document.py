@@ -20,15 +20,12 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from titan.console.text import escape
 
-if TYPE_CHECKING:
-    from titan.report.render.charts import Chart
-    from titan.report.render.plan_text import FigureText
-
 Mood = Literal["", "good", "bad", "open"]
+MOODS: dict[str, Mood] = {"": "", "fits": "good", "fits closely": "open", "does not fit": "bad"}
 GAP = "  "
 NARROWEST = 20
 """The fewest columns of a terminal for labels of rows, if they need them."""
@@ -56,6 +53,52 @@ class Cell:
     def format_line(self) -> str:
         """Return value and detail in one line."""
         return f"{self.main} {self.detail}".strip()
+
+
+class FigureText(NamedTuple):
+    """A figure as text: its name, its value, the unit, its interval, what it is compared with, and whether it fits."""
+
+    name: str
+    value: str
+    unit: str = ""
+    interval: str = ""
+    note: str = ""
+    verdict: str = ""
+
+    @property
+    def mood(self) -> Mood:
+        """Whether the verdict is good or bad."""
+        return MOODS[self.verdict]
+
+    @property
+    def cell(self) -> Cell:
+        """The figure in a table."""
+        return Cell(" ".join(filter(None, (self.value, self.unit, self.note))), self.interval, self.mood, self.verdict)
+
+    def format_line(self) -> str:
+        """Return the figure in one line, without its name."""
+        interval = f"({self.interval})" if self.interval else ""
+        verdict = f", {self.verdict}" if self.mood in ("open", "bad") else ""
+        return " ".join(filter(None, (self.value, self.unit, interval, self.note))) + verdict
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its heading and caption, as HTML that is escaped.
+
+    Attributes:
+        title: its heading.
+        caption: the sentences below it.
+        html: the chart.
+        wide: whether it takes the whole width of the page.
+        narrow_html: the chart for phones; empty where `html` fits all screens.
+    """
+
+    title: str
+    caption: str
+    html: str
+    wide: bool = True
+    narrow_html: str = ""
 
 
 @dataclass(frozen=True)

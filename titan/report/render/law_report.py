@@ -15,10 +15,11 @@ from titan.metrics import svg
 from titan.metrics.svg import Frame, Label
 from titan.report.law_findings import LawFindings, RungFindings
 from titan.report.law_runs import describe_table
-from titan.report.render.charts import Chart, ChartSize, LegendEntry, build_chart, draw_level, format_legend
+from titan.report.render.charts import ChartSize, LegendEntry, build_chart, draw_level, format_legend
 from titan.report.render.document import (
     NARROW_STYLES,
     Bullets,
+    Chart,
     Figures,
     Report,
     Section,

@@ -19,7 +19,6 @@ from titan.metrics.svg import Frame, Scale
 from titan.report.render import charts
 from titan.report.render.charts import (
     REST,
-    Chart,
     ChartSize,
     LegendEntry,
     ParetoSpot,
@@ -30,6 +29,7 @@ from titan.report.render.charts import (
     format_legend,
     name_line,
 )
+from titan.report.render.document import Chart
 from titan.report.render.plan_text import CLOSELY, PlanOutcome, fits_closely
 
 if TYPE_CHECKING:

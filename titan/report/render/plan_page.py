@@ -17,7 +17,6 @@ from titan.report.render import plan_memory
 from titan.report.render.charts import (
     REST,
     Bar,
-    Chart,
     ChartSize,
     LegendEntry,
     build_chart,
@@ -28,8 +27,10 @@ from titan.report.render.charts import (
 from titan.report.render.document import (
     Cards,
     Cell,
+    Chart,
     Column,
     Figures,
+    FigureText,
     Grid,
     Pairs,
     Report,
@@ -41,7 +42,6 @@ from titan.report.render.document import (
 from titan.report.render.plan_memory import ActionPhases, choose_time_unit
 from titan.report.render.plan_text import (
     CLOSELY,
-    FigureText,
     PlanOutcome,
     fits_closely,
     format_figure,

@@ -6,7 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.estimate.plan import SECONDS_PER_DAY, Plan, PredictedValue, build_interval, list_memory_parts
@@ -15,7 +15,7 @@ from titan.estimate.search import PredictedLayout, SearchOutcome, list_overrides
 from titan.estimate.step_time import StepTime
 from titan.estimate.traced.events import describe_region
 from titan.estimate.traced.replay import TracedStep
-from titan.report.render.document import Cell, Mood
+from titan.report.render.document import MOODS, FigureText, Mood
 from titan.run.budget import describe_hours
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 UNITS = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440}
 """Units of a run's time, and how many days they have."""
 TRAIN = "python -m titan.train"
-MOODS: dict[str, Mood] = {"": "", "fits": "good", "fits closely": "open", "does not fit": "bad"}
 """The mood of each verdict on memory."""
 CLOSELY = "the interval reaches beyond the device"
 PRECISE = 0.05
@@ -121,33 +120,6 @@ class PlanOutcome:
         replaced = {word.partition("=")[0] for word in extra}
         kept_arguments = [word for word in self.arguments if word.lstrip("+").partition("=")[0] not in replaced]
         return f"{TRAIN} {shlex.join([*kept_arguments, *extra])}".rstrip()
-
-
-class FigureText(NamedTuple):
-    """A figure as text: its name, its value, the unit, its interval, what it is compared with, and whether it fits."""
-
-    name: str
-    value: str
-    unit: str = ""
-    interval: str = ""
-    note: str = ""
-    verdict: str = ""
-
-    @property
-    def mood(self) -> Mood:
-        """Whether the verdict is good or bad."""
-        return MOODS[self.verdict]
-
-    @property
-    def cell(self) -> Cell:
-        """The figure in a table."""
-        return Cell(" ".join(filter(None, (self.value, self.unit, self.note))), self.interval, self.mood, self.verdict)
-
-    def format_line(self) -> str:
-        """Return the figure in one line, without its name."""
-        interval = f"({self.interval})" if self.interval else ""
-        verdict = f", {self.verdict}" if self.mood in ("open", "bad") else ""
-        return " ".join(filter(None, (self.value, self.unit, interval, self.note))) + verdict
 
 
 def format_figure(name: str, figure: PredictedValue, unit: str = "", note: str = "") -> FigureText:

@@ -9,8 +9,8 @@ import numpy as np
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Label
 from titan.numerics.differences import Difference
-from titan.report.render.charts import Chart, ChartSize, build_chart, draw_level
-from titan.report.render.document import Bullets, Figures, Report, Section, Table, format_page
+from titan.report.render.charts import ChartSize, build_chart, draw_level
+from titan.report.render.document import Bullets, Chart, Figures, Report, Section, Table, format_page
 from titan.training.replay.questions import Answers
 
 FLOOR = 1e-9
