@@ -84,17 +84,21 @@ def measure_matmul(matmul: GroupedMatmul, device: str, rounds: int, repeats: int
     import torch
 
     from titan.bench.bare_loop import time_work
-    from titan.model import grouped
+    from titan.model import expert_ops
 
     tensors = _make_tensors(matmul, device)
     sides = (
         partial(
-            _run_both_passes, grouped.multiply_in_loop, grouped.compute_weight_grad_in_loop, *tensors, repeats=repeats
+            _run_both_passes,
+            expert_ops.multiply_in_loop,
+            expert_ops.compute_weight_grad_in_loop,
+            *tensors,
+            repeats=repeats,
         ),
         partial(
             _run_both_passes,
-            grouped.multiply_with_kernel,
-            grouped.compute_weight_grad_with_kernel,
+            expert_ops.multiply_with_kernel,
+            expert_ops.compute_weight_grad_with_kernel,
             *tensors,
             repeats=repeats,
         ),

@@ -10,14 +10,19 @@ import torch
 
 from tests.measure import command, expert_traffic, experts
 from tests.support.composing import compose_test_run
-from titan.model import grouped
+from titan.model import expert_ops
 
 
 @pytest.mark.parametrize("product", [pytest.param(each, id=each.title) for each in experts.MATMULS[:2]])
 def test_a_loop_computes_what_a_grouped_matmul_does(product: experts.GroupedMatmul) -> None:
     x, weight, grad, ends = experts._make_tensors(product, "cpu")
-    torch.testing.assert_close(grouped.multiply_with_kernel(x, weight, ends), grouped.multiply_in_loop(x, weight, ends))
-    both = (grouped.compute_weight_grad_with_kernel(x, grad, ends), grouped.compute_weight_grad_in_loop(x, grad, ends))
+    torch.testing.assert_close(
+        expert_ops.multiply_with_kernel(x, weight, ends), expert_ops.multiply_in_loop(x, weight, ends)
+    )
+    both = (
+        expert_ops.compute_weight_grad_with_kernel(x, grad, ends),
+        expert_ops.compute_weight_grad_in_loop(x, grad, ends),
+    )
     torch.testing.assert_close(*both)
     assert ends[-1] == product.rows == len(x) and ends.unique().numel() > 1
 
