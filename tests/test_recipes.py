@@ -6,6 +6,7 @@ import dataclasses
 import re
 import socket
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -220,8 +221,10 @@ def test_no_recipe_is_left_out() -> None:
     assert FILES["recipe"] == sorted([*PUBLISHED, "train_1b", "train_8b", "train_70b", "train_405b"])
 
 
-ROW = re.compile(r"^\| `(\w+)` \|(?:[^|]+\|){6} ([\d.]+) \|", re.MULTILINE)
-DOCUMENTED = ROW.findall((CONF.parent / "docs" / "grids.md").read_text().partition("#### For training")[0])
+ROW = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \|(?:[^|]+\|){3} ([\d., ]+) \|", re.MULTILINE)
+"""Recipes of a row, and the memory of each, or of all."""
+ROWS = ROW.findall((CONF.parent / "docs" / "grids.md").read_text().partition("#### For training")[0])
+DOCUMENTED = [pair for names, gib in ROWS for pair in zip(re.findall(r"\w+", names), cycle(gib.split(", ")))]
 
 
 @pytest.mark.parametrize(("name", "gib"), [full(*row, id=row[0]) for row in DOCUMENTED])

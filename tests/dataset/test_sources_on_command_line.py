@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +20,44 @@ from titan.errors import ConfigError
 from titan.run.identity import select_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+POEMS = """
+from dataclasses import dataclass
+
+from titan.config.settings import setting
+from titan.dataset.documents import Source, SourcePart, content_digest
+from titan.dataset.schema import Dataset
+
+
+class Volumes(Source):
+    name = "volumes"
+
+    def __init__(self, count):
+        self.count = count
+
+    def digest(self, memo=None):  # the content that the settings and the code name, such as that of files
+        return content_digest("volumes", 1, self.count)
+
+    def parts(self):  # read independently, by several processes; one part by default
+        return [SourcePart(f"volume {i}", location=(i,)) for i in range(self.count)]
+
+    def documents(self, part):
+        yield f"Volume {part.location[0]}: roses are red."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poems(Dataset):
+    count: int = setting(3, "number of volumes", at_least=1)
+
+    def build(self):
+        return Volumes(self.count)
+"""
+"""A module with a source of several parts, as a user writes it; docs/data.md has another one."""
 
 
 @pytest.fixture
 def poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The documentation's module with a source, and a folder with its YAML file."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), flags=re.S)
-    (tmp_path / "poems_of_mine.py").write_text(code)
+    """A module with a source, and a folder with its YAML file."""
+    (tmp_path / "poems_of_mine.py").write_text(POEMS)
     (tmp_path / "conf" / "dataset").mkdir(parents=True)
     (tmp_path / "conf" / "dataset" / "poems.yaml").write_text("# Poems of mine.\n_target_: poems_of_mine.Poems\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,14 @@ def test_the_documentation_lists_what_is_proven() -> None:
     table = text.partition("### The matrix")[2].partition("### bf16")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines() if line.startswith("| ")]
     suffixes = {"both": ("", " (tied)"), "yes": (" (tied)",), "no": ("",)}
-    listed = [name + suffix for names, _, tied in cells[2:] for name in names.split(", ") for suffix in suffixes[tied]]
+    listed = []
+    for names, others, tied in cells[2:]:
+        alone = names.split(", ")
+        if others.startswith("each other"):
+            found = [" ".join(chosen) for size in (1, 2, 3) for chosen in combinations(alone, size)]
+        else:
+            found = alone + [f"{name} {other}" for other in filter(None, others.split(", ")) for name in alone]
+        listed += [name + suffix for name in found for suffix in suffixes[tied]]
     proven = [
         case.name + (" (tied)" if case.tied else "") for case in (*list_layouts(), *list_schedules(), *list_variants())
     ]

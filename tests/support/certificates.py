@@ -1,6 +1,6 @@
 """Certificates of all recipes, and of models and layouts: `python -m tests.support.certificates [NAME ...]`.
 
-It prints a row of docs/trust.md for each; exit code 1 where a layout is not proven.
+It prints a row for each; exit code 1 where a layout is not proven.
 """
 
 from __future__ import annotations

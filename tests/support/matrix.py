@@ -1,7 +1,7 @@
 """The layouts that are proven equal to one device: every mix of up to three dimensions, four at once, all schedules.
 
-`python -m tests.support.matrix` measures all of them and prints one line for each; docs/trust.md has the worst of
-each group.
+`python -m tests.support.matrix` measures all of them and prints one line for each; docs/trust.md lists them,
+and has the worst.
 """
 
 from __future__ import annotations
