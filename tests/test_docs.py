@@ -246,6 +246,8 @@ def test_command(
         monkeypatch.setattr(campaign.TitanTrainer, "train", draw_losses)  # trained in tests/commands/test_campaign.py
         opening = next(c.words for c in commands(ROOT / "docs" / "campaigns.md") if "open" in c.words)
         assert campaign.main(list(opening[opening.index("titan.campaign") + 1 :])) == 0
+        if "withdraw" in words:  # an idea that is not judged yet
+            assert campaign.main(["study", "try", "optimizer.lr=2e-3", "pairs=1"]) == 0
         assert campaign.main(words[words.index("titan.campaign") + 1 :]) == 2 * command.refused
     elif "titan.compare" in words:
         request.getfixturevalue("compared")

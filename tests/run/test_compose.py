@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
 CHOICES = [(axis, choice) for axis, choice in FILES if axis not in OPTIONAL_GROUPS]
 """Choices on one axis; recipes and sweeps choose on several, see test_recipes.py."""
-NEEDED = {"hub": ["dataset.name=x"]}
+NEEDED = {"hub": ["dataset.name=x"], "external": ["optimizer.cls=torch.optim.Adafactor"]}
 NEEDED |= {kind: ["dataset.path=x"] for kind in ("text", "jsonl", "parquet", "chat", "prepared")}
 NEEDED["mixture"] = ["+dataset@dataset.sources.a=stdlib", "dataset.weights={a: 1}"]
 
