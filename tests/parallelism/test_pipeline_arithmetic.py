@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -86,9 +87,8 @@ def parsed(text: str) -> list[list[Cell]]:
 
 def _parse_cell(word: str) -> Cell:
     """An action as torch writes it, such as 0F0 or (1F1;1B0)OVERLAP_F_B."""
-    action = torch_schedules._Action.from_str(word)
-    parts = [Action(a.stage_index, str(a.computation_type), a.microbatch_index) for a in action.sub_actions or [action]]
-    return Overlap(tuple(parts)) if action.sub_actions else parts[0]
+    actions = tuple(Action(int(stage), kind, int(m)) for stage, kind, m in re.findall("([0-9])([A-Z])([0-9])", word))
+    return Overlap(actions) if len(actions) > 1 else actions[0]
 
 
 # ---- torch's schedules ----
