@@ -92,12 +92,6 @@ def commands(page: Path) -> list[DocumentedCommand]:
     return found
 
 
-def schedule() -> str:
-    """The schedule that the page on parallelism shows."""
-    (table,) = re.findall(r"```csv\n(.*?)```", (ROOT / "docs" / "parallelism.md").read_text(), flags=re.S)
-    return str(table)
-
-
 def ladder() -> str:
     """The table that the page on laws shows."""
     (table,) = re.findall(r"```csv\n(.*?)```", (ROOT / "docs" / "laws.md").read_text(), flags=re.S)
@@ -159,7 +153,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus").mkdir()
     (folder / "corpus" / "a.txt").write_text(text)
     (folder / "corpus" / "b.jsonl").write_text('{"content": "one two three", "text": "four five six seven"}\n' * 300)
-    (folder / "mine.csv").write_text(schedule())
     (folder / "ladder.csv").write_text(ladder())
     (folder / "site" / "cluster").mkdir(parents=True)
     (folder / "site" / "cluster" / "ours.yaml").write_text(site())

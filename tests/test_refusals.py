@@ -357,7 +357,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("parallelism=pp parallelism.stages=3", "parallelism.stages=3|1F1B|give 2"),
     ("parallelism=pp parallelism.schedule=1f1b", "schedule=1f1b|choose one of auto, GPipe, 1F1B"),
     ("parallelism=fsdp parallelism.schedule=Gpipe", "schedule=Gpipe|'GPipe'"),
-    ("parallelism=pp parallelism.schedule=mine.csv", "schedule=mine.csv|no such file"),
+    ("parallelism=pp parallelism.schedule=mine.csv", "schedule=mine.csv|by its name, one of auto, GPipe, 1F1B"),
     ("parallelism=pp parallelism.pipeline=512 cluster.devices=512", "512 stages|6 layers|smaller parallelism.pipeline"),
     ("cluster.price=inf", "cluster.price=inf: must be above 0 and finite"),
     ("parallelism=pp parallelism.microbatches=1", "parallelism.microbatches=1|at least as many as stages|give 2"),

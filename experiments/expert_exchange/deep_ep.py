@@ -163,13 +163,8 @@ class DeepEPTransport:
         import deep_ep
 
         self.capacity = x.shape[0]
-        self.buffer = deep_ep.ElasticBuffer(
-            self.group,
-            num_max_tokens_per_rank=self.capacity,
-            hidden=x.shape[1],
-            num_topk=top_k,
-            deterministic=True,
-        )
+        sizes = {"num_max_tokens_per_rank": self.capacity, "hidden": x.shape[1], "num_topk": top_k}
+        self.buffer = deep_ep.ElasticBuffer(self.group, **sizes, deterministic=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from tests.support import layout_faults, proof_faults
 from tests.support.composing import compose_test_run
-from tests.support.matrix import build_custom_schedule
 from titan import api, prove
 from titan.cluster.devices import detect_machine
 from titan.errors import ConfigError
@@ -203,17 +202,6 @@ SAME = [
 def test_a_certificate_is_for_a_layout_and_a_recipe(overrides: tuple[str, ...], same: bool, run: Any) -> None:
     other = compose_test_run([*PLAIN, "parallelism=fsdp", *overrides])
     assert (certificate.compute_key(run) == certificate.compute_key(other)) == same
-
-
-@pytest.mark.full
-def test_a_certificate_expires_with_a_file_of_actions(tmp_path: Path) -> None:
-    schedule = tmp_path / "actions.csv"
-    keys = []
-    for content in (build_custom_schedule(), build_custom_schedule().replace("0F0,0F1,0B0", "0F0,0F1,,0B0")):
-        schedule.write_text(content)
-        words = ("parallelism=pp", f"parallelism.schedule={schedule}", "parallelism.microbatches=4")
-        keys.append(certificate.compute_key(compose_test_run([*PLAIN, *words])))
-    assert keys[0] != keys[1]
 
 
 @pytest.mark.full

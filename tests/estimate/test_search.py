@@ -196,13 +196,6 @@ def test_bounds_hold_for_memory_modes_that_are_typed(mode: str) -> None:
 
 
 @pytest.mark.full
-def test_a_schedule_from_a_file_is_not_searched() -> None:
-    run = made("8-devices")
-    with pytest.raises(ConfigError, match=r"parallelism.schedule=a.csv: a search compares schedules by name"):
-        search_layouts(run, 8, run.machine, typed={"schedule": "a.csv"})
-
-
-@pytest.mark.full
 def test_settings_that_no_layout_has_are_named() -> None:
     run, typed = made("8-devices"), {"stages": 7, "checkpointing": "full"}
     with pytest.raises(ConfigError, match=r"has parallelism.stages=7 memory.checkpointing=full; leave one of them out"):

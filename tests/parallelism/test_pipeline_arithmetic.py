@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
-import random
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,7 +21,7 @@ from titan.errors import ConfigError
 from titan.parallelism.pipeline import arithmetic
 from titan.parallelism.pipeline.runtime import PipelineShape, list_torch_actions
 from titan.parallelism.pipeline.schedules import SCHEDULES, Action, Cell, Overlap, list_actions, order_actions
-from titan.parallelism.pipeline.timing import DeadlockError, compute_idle_share, compute_order_idle, link_order
+from titan.parallelism.pipeline.timing import compute_idle_share, compute_order_idle, link_order
 
 NAMES = list(SCHEDULES)
 TORCH_NAMES = [name for name, kind in SCHEDULES.items() if kind.in_torch]
@@ -82,15 +80,15 @@ def _performed(name: str, ranks: int, count: int, rank: int) -> list[str]:
     return list(schedule._stage.done)
 
 
-def written(order: Iterable[Iterable[object]], path: Path) -> Path:
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(order)
-    return path
-
-
 def parsed(text: str) -> list[list[Cell]]:
     """Rows of actions, such as "0F0 0B0 | 1F0 1B0"."""
-    return [[arithmetic._parse_cell(word, 1, 1) for word in row.split()] for row in text.split("|")]
+    return [[_parse_cell(word) for word in row.split()] for row in text.split("|")]
+
+
+def _parse_cell(word: str) -> Cell:
+    """An action as torch writes it, such as 0F0 or (1F1;1B0)OVERLAP_F_B."""
+    actions = tuple(Action(int(stage), kind, int(m)) for stage, kind, m in re.findall("([0-9])([A-Z])([0-9])", word))
+    return Overlap(actions) if len(actions) > 1 else actions[0]
 
 
 # ---- torch's schedules ----
@@ -153,25 +151,6 @@ def test_facts_are_those_of_torch(name: str) -> None:
         assert arithmetic.place_stages(name, 4, 4 * kind.stages) == [owners[stage] for stage in range(4 * kind.stages)]
     laps = generate_stage_to_rank_mapping(3, 15, kind.placement)
     assert arithmetic.place_stages(name, 3, 15) == [laps[stage] for stage in range(15)]
-
-
-@pytest.mark.parametrize("name", TORCH_NAMES)
-@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 10)])
-def test_csv_of_torch_is_read(name: str, ranks: int, count: int, tmp_path: Path) -> None:
-    laps = SCHEDULES[name].stages
-    if name in SINGLE:
-        path = written(torch_order(name, ranks, laps, count), tmp_path / "order.csv")
-    else:
-        path = tmp_path / "order.csv"
-        torch_schedule(name, ranks, laps, count)._dump_csv(path, format="compute_only")
-    table = arithmetic.read_csv(path)
-    kept = [[cell for cell in row if cell is not None] for row in table.order]
-    assert kept == order_actions(name, ranks, laps, count)
-    assert (table.ranks, table.stages, table.microbatches) == (ranks, ranks * laps, count)
-    assert list(table.owners) == arithmetic.place_stages(name, ranks, ranks * laps)
-    assert table.splits_backward == SCHEDULES[name].splits_backward
-    assert table.idle == compute_idle_share(name, ranks, laps, count)
-    arithmetic.check_schedule(str(path), ranks, ranks * laps, count)
 
 
 # ---- time ----
@@ -268,42 +247,6 @@ def test_times_account_for_all_actions(chosen: tuple[str, int, int, int], costs:
     assert count_seconds(rows, costs) >= max(laps * count * sum(costs), ranks * laps * (costs[0] + costs[1]))
     actions = [(action.stage, action.kind) for row in rows for cell in row for action in list_actions(cell)]
     assert arithmetic.link_schedule(*chosen).counts == Counter(actions)
-
-
-def test_a_file_may_change(tmp_path: Path) -> None:
-    counts = []
-    for count in (2, 4):
-        path = written(order_actions("1F1B", 2, 1, count), tmp_path / "order.csv")
-        counts.append(arithmetic.link_schedule(str(path), 2, 1, count).counts[0, "F"])
-    assert counts == [2, 4]
-
-
-@given(numbers(), st.randoms(use_true_random=False))
-def test_a_file_is_accepted_when_torch_accepts_it(chosen: tuple[str, int, int, int], dice: random.Random) -> None:
-    """Orders with some actions exchanged: deadlocks to torch are deadlocks here, and no others."""
-    _, ranks, laps, count = chosen
-    order = [[str(cell) for cell in row] for row in order_actions(*chosen)]
-    for _ in range(dice.randint(0, 2)):
-        row = dice.choice(order)
-        i, j = dice.randrange(len(row)), dice.randrange(len(row))
-        row[i], row[j] = row[j], row[i]
-    with mock.patch("builtins.open", mock.mock_open(read_data="\n".join(",".join(row) for row in order))):
-        mine, theirs = _verdict(lambda: arithmetic.read_csv("x.csv")), _verdict(lambda: _loaded(ranks, laps, count))
-    assert mine == theirs or "out of order" in mine, (mine, theirs)
-
-
-def _loaded(ranks: int, laps: int, count: int) -> None:
-    mine = [FakeStage(lap * ranks, ranks, ranks * laps) for lap in range(laps)]
-    runtime: Any = torch_schedules._PipelineScheduleRuntime
-    runtime(mine, count)._load_csv("x.csv")
-
-
-def _verdict(attempt: Any) -> str:
-    try:
-        attempt()
-    except (ConfigError, AssertionError, IndexError) as error:  # torch can fail to print what it refuses
-        return "out of order" if "out of order" in str(error) else "no"
-    return "yes"
 
 
 # ---- schedules that torch lacks ----
@@ -476,7 +419,7 @@ def test_explicit() -> None:
         pytest.param(
             lambda: arithmetic.check_schedule("1F1C", 4, 4, 8), ["schedule=1F1C", "did you mean '1F1B'?"], id="misspelt"
         ),
-        pytest.param(lambda: arithmetic.check_schedule("x", 4, 4, 8), ["schedule=x", "GPipe", ".csv"], id="unknown"),
+        pytest.param(lambda: arithmetic.check_schedule("x", 4, 4, 8), ["schedule=x", "GPipe"], id="unknown"),
         pytest.param(
             lambda: arithmetic.check_schedule("ZBVZeroBubble", 4, 4, 8),
             ["parallelism.stages=4", "2 stages on each rank", "give 8", "parallelism.pipeline=4"],
@@ -526,71 +469,9 @@ def _plain(sentence: str, words: list[str]) -> None:
         assert word in sentence
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        pytest.param("", ["empty"], id="empty file"),
-        pytest.param("0F0,0B0\n1F0,,1X0", ["row 2, column 3", "'1X0'", "0F3"], id="unreadable"),
-        pytest.param("0F0,0B", ["row 1, column 2", "'0B'"], id="no micro-batch"),
-        pytest.param("0F0,0B0x", ["row 1, column 2", "'0B0x'"], id="more than an action"),
-        pytest.param("0F0,0SEND_F0,0B0", ["column 2", "sending"], id="communication"),
-        pytest.param("0F0,(0B0;1F)OVERLAP_F_B", ["column 2"], id="unreadable overlap"),
-        pytest.param("0F0,0F0,0B0", ["0F0", "twice"], id="twice"),
-        pytest.param("0F0,0B0,0F1", ["0B1 is missing"], id="backward missing"),
-        pytest.param("0F0,0B0,0F2,0B2", ["0F1 is missing"], id="micro-batch missing"),
-        pytest.param("0F0,0B0,0F999999999", ["0F1 is missing"], id="far too many"),
-        pytest.param("0F0,0F1,0B0,0B1\n1F0,1B0", ["1F1 is missing"], id="forward missing"),
-        pytest.param("0F0,1B0,0B0\n1F0", ["stage 1", "rows 1 and 2"], id="a stage on two ranks"),
-        pytest.param("0F0,0B0\n,,\n1F0,1B0", ["row 2", "rank"], id="a rank without a stage"),
-        pytest.param("0F0,0B0\n2F0,2B0", ["no stage 1"], id="a stage that is nowhere"),
-        pytest.param("0F0,0W0", ["0W0", "without 0I0"], id="weights without inputs"),
-        pytest.param("0F0,0I0", ["0I0", "without 0W0"], id="inputs without weights"),
-        pytest.param("0F0,0B0,0W0", ["0W0", "0B0", "either"], id="both"),
-        pytest.param("0F0,0W0,0I0", ["deadlocks", "row 1", "0W0"], id="weights before inputs"),
-        pytest.param("0F0,0B0\n1B0,1F0", ["deadlocks", "row 1", "0B0"], id="backward before forward"),
-        pytest.param("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", ["deadlocks"], id="each waits for the other"),
-        pytest.param("0F1,0F0,0B0,0B1", ["micro-batch 1", "out of order"], id="losses out of turn"),
-    ],
-)
-def test_refused_files(text: str, words: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "order.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as raised:
-        arithmetic.check_schedule(str(path), 2, 2, 2)
-    _plain(str(raised.value), [f"parallelism.schedule={path}", *words])
-
-
-def test_files_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
-    for path, word in ((tmp_path / "none.csv", "no such file"), (tmp_path, "can't be read")):
-        with pytest.raises(ConfigError, match=word):
-            arithmetic.read_csv(path)
-    binary = tmp_path / "binary.csv"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="can't be read"):
-        arithmetic.read_csv(binary)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "count", "microbatches", "words"),
-    [
-        pytest.param(4, 2, 2, ["parallelism.pipeline=4", "2 ranks", "pipeline=2"], id="ranks"),
-        pytest.param(2, 4, 2, ["parallelism.stages=4", "2 stages", "stages=2"], id="stages"),
-        pytest.param(2, 2, 8, ["parallelism.microbatches=8", "4 micro-batches", "microbatches=4"], id="micro-batches"),
-    ],
-)
-def test_files_have_their_own_numbers(
-    ranks: int, count: int, microbatches: int, words: list[str], tmp_path: Path
-) -> None:
-    path = written(order_actions("1F1B", 2, 1, 4), tmp_path / "order.csv")
-    with pytest.raises(ConfigError) as raised:
-        arithmetic.check_schedule(str(path), ranks, count, microbatches)
-    _plain(str(raised.value), words)
-
-
 def test_a_deadlock_tells_who_waits() -> None:
-    with pytest.raises(DeadlockError) as deadlock:
+    with pytest.raises(ValueError, match="the order deadlocks: rank 0 at 0B0, rank 1 at 1B0"):
         link_order(parsed("0F0 0B0 | 1B0 1F0"))
-    assert deadlock.value.waiting == {0: Action(0, "B", 0), 1: Action(1, "B", 0)}
 
 
 def test_orders_of_impossible_numbers_are_errors() -> None:

@@ -69,20 +69,6 @@ def test_remainders_stay_remainders_and_chunks_stay_chunks(tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_all_stages_of_a_file_of_actions_are_kept(tmp_path: Path) -> None:
-    rows = [[], []]  # type: ignore[var-annotated]
-    for stage in range(6):
-        rows[stage % 2] += [f"{stage}F{m}" for m in range(2)]
-    for stage in reversed(range(6)):
-        rows[stage % 2] += [f"{stage}B{m}" for m in range(2)]
-    (tmp_path / "six.csv").write_text("\n".join(",".join(row) for row in rows) + "\n")
-    schedule = f"parallelism.schedule={tmp_path / 'six.csv'}"
-    small = ("model=debug", "cluster=cpu", "dataset=synthetic", "parallelism=pp", "parallelism.pipeline=2")
-    run = shrink(tmp_path, *small, schedule, "parallelism.stages=6", "parallelism.microbatches=2").run
-    assert run.staging.count == 6 and run.layout.pipeline == 2
-
-
-@pytest.mark.full
 def test_a_deepseek_keeps_its_kinds_of_blocks_and_groups(tmp_path: Path) -> None:
     model = shrink(tmp_path, *DEEPSEEK, "parallelism.expert=8").run.model
     assert (model.first_dense, model.groups, model.topk_groups, model.shared_experts) == (1, 2, 1, 1)  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,7 +16,6 @@ from titan.scaling.early_stopping import (
     find_stop,
     list_shape_settings,
     rank,
-    replay_stops,
 )
 
 LENGTH, DECAYED, EARLY = 100, 80, 20
@@ -61,14 +58,6 @@ def test_few_earlier_variants_give_no_margin() -> None:
     assert find_stop(behind, make_field()) is not None
     assert find_stop(behind, make_field()[: FEWEST_EARLIER - 1]) is None
     assert find_stop(behind, []) is None
-
-
-def test_a_replay_counts_what_is_saved_and_lost() -> None:
-    result = replay_stops([*make_field(), make("tail", 5.0, 9.0, 9.0)])
-    assert result.stopped == (*(f"v{k}" for k in range(1, 10)), "tail") and not result.lost
-    assert result.saved == pytest.approx(10 * (LENGTH - DECAYED) / (11 * LENGTH))
-    fooled = [*(dataclasses.replace(v, end=v.end + 1) for v in make_field()), make("late", 5.0, 9.0, 2.0)]
-    assert replay_stops(fooled).lost == ("late",)
 
 
 @pytest.mark.parametrize(

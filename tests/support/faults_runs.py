@@ -579,7 +579,7 @@ LADDERS = (
         "commands/test_law.py::test_runs_are_a_table",
     ),
     define_fault(
-        "early losses: stopping is offered where learning rates differ",
+        "early stopping: trials that differ in the learning rate end before its decay",
         "titan/scaling/early_stopping.py",
         "if name not in SHAPELESS and",
         "if False and",

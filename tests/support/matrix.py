@@ -29,7 +29,6 @@ from tests.support.runs import (
     select_weights,
     train_run,
 )
-from titan.parallelism.pipeline.schedules import Action, order_actions
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 
@@ -96,7 +95,7 @@ def list_layouts() -> Iterator[LayoutCase]:
 
 def list_schedules() -> Iterator[LayoutCase]:
     """Every schedule alone, with shard, with tensor and with both; untied and tied."""
-    for schedule in (*SCHEDULES, "custom"):
+    for schedule in SCHEDULES:
         for mix in ((), ("shard",), ("tensor",), ("shard", "tensor")):
             name = " ".join([schedule, *(DIMENSIONS[d] for d in mix)])
             degrees = tuple(f"parallelism.{d}=2" for d in ("pipeline", *mix))
@@ -413,32 +412,8 @@ def train_case(
 ) -> TrainedLayout:
     """Train a case for three steps; None: one device. `prepare`: see `tests.support.runs.train_run`."""
     settings = (*science, *(case.settings if case else ()))
-    for name, build in CUSTOM_SCHEDULES.items():
-        path = folder / f"{name}.csv"
-        path.write_text(build())
-        settings = tuple(s.replace(f"schedule={name}", f"schedule={path}") for s in settings)
     run, start = compose_tiny_run(folder / "run", *RECIPE, *settings), time.monotonic()
     return TrainedLayout(run, train_run(run, prepare), time.monotonic() - start)
-
-
-def build_custom_schedule() -> str:
-    """A CSV of two ranks and two stages, with four micro-batches: the last backward passes are split."""
-    first = "0F0,0F1,0B0,0F2,0I1,0F3,0W1,0B2,0B3"
-    second = "1F0,1B0,1F1,1I1,1F2,1W1,1B2,1F3,1B3"
-    return f"{first}\n{second}\n"
-
-
-def build_paired_schedule() -> str:
-    """A CSV of DualPipeV on two ranks, with four micro-batches, whose backward passes are whole."""
-    rows = []
-    for row in order_actions("DualPipeV", 2, 2, 4):
-        cells = [cell._replace(kind="B") if isinstance(cell, Action) and cell.kind == "I" else cell for cell in row]
-        rows.append(",".join(str(cell) for cell in cells if not (isinstance(cell, Action) and cell.kind == "W")))
-    return "\n".join(rows)
-
-
-CUSTOM_SCHEDULES = {"custom": build_custom_schedule, "paired": build_paired_schedule}
-"""CSV files by their names in `parallelism.schedule`."""
 
 
 def compare_layouts(got: TrainedLayout, reference: TrainedLayout) -> dict[str, float]:

@@ -43,7 +43,6 @@ def make_curves(steps: int, seed: int, gain: float = 0.0, rounding: float = 0.0)
         steps=numbers,
         tokens=numbers.astype(float) * TOKENS,
         losses=shared + away,
-        learning_rates=np.full(steps, 1e-3),
         device_hours=numbers / 3600,
         validation_steps=at,
         validation_tokens=at.astype(float) * TOKENS,

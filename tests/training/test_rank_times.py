@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median, mode
 from typing import Any
@@ -21,6 +22,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.parallelism.mesh import RunContext
 from titan.parallelism.schema import Layout
 from titan.profile.schema import Profile
+from titan.profile.waits import BACKWARD, Waits
 from titan.training.rank_times import RankTimes, SlowRanks, compute_peer_medians
 from titan.training.trainer import Trainer
 
@@ -139,3 +141,12 @@ def test_the_median_of_others(pairs: list[tuple[int, float]]) -> None:
     for rank, value in enumerate(values):
         others = [v for i, v in enumerate(values) if groups[i] == groups[rank] and i != rank]
         assert found[rank] == pytest.approx(median(others) if others else value)
+
+
+def test_the_wait_of_a_backward_pass_in_its_thread_counts() -> None:
+    waits = Waits(torch.device("cpu"), compiled=False)
+    wait = waits._wrap_function(lambda: None)
+    for name in (BACKWARD, "another"):
+        with ThreadPoolExecutor(1, name) as threads:
+            threads.submit(wait).result()
+    assert len(waits.take_waits()) == 1

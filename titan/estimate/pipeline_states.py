@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from titan.parallelism.pipeline.arithmetic import list_order
 from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
     Action,
     Cell,
     count_rounds,
     list_actions,
+    order_actions,
 )
 from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
 
@@ -64,17 +64,17 @@ def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) ->
 
 def _limit_microbatches(schedule: str, ranks: int, microbatches: int) -> int:
     """Return so many micro-batches that a schedule passes through all its states; rounds keep their size."""
-    kind = SCHEDULES.get(schedule)
-    if schedule in ALL_FORWARD or kind is None:
+    if schedule in ALL_FORWARD:
         return microbatches
-    size = microbatches // count_rounds(ranks, microbatches) if kind.microbatches == "rounds" else ranks
+    in_rounds = SCHEDULES[schedule].microbatches == "rounds"
+    size = microbatches // count_rounds(ranks, microbatches) if in_rounds else ranks
     return min(microbatches, size * STEADY_STATE)
 
 
 @lru_cache(1024)
 def find_schedule_states(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[State]]:
-    """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file."""
-    return [_list_largest_states(cells) for cells in list_order(schedule, ranks, stages, microbatches)]
+    """Return the largest states of each rank under a schedule."""
+    return [_list_largest_states(cells) for cells in order_actions(schedule, ranks, stages, microbatches)]
 
 
 def list_action_states(
@@ -88,7 +88,7 @@ def list_action_states(
         cells: list[Cell] = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
     else:
         stages = count_stages_per_rank(parallelism, ranks)
-        cells = list_order(parallelism.schedule, ranks, stages, microbatches)[rank]
+        cells = order_actions(parallelism.schedule, ranks, stages, microbatches)[rank]
     owned = _list_stages(cells)
     states = (_build_state(owned, *each) for each in _replay_actions(cells, owned))
     return list(zip(_list_actions(cells), states, strict=True))

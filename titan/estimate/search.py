@@ -40,7 +40,7 @@ from titan.estimate.rank_sizes import GIB
 from titan.estimate.refine import UNCHANGED, CorrectionFactors
 from titan.estimate.regather import list_regather_obstacles, regathers_input
 from titan.estimate.step_time import StepTime, estimate_step
-from titan.parallelism.pipeline.schedules import SCHEDULES
+from titan.parallelism.pipeline.schedules import SCHEDULES, find_schedule
 from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
 from titan.parallelism.schema import Layout
 
@@ -104,11 +104,7 @@ def search_layouts(
         ConfigError: when a figure of the hardware is missing, no layout has the settings, or none fits.
     """
     typed = typed or {}
-    if (schedule := typed.get("schedule", "1F1B")) not in SCHEDULES:
-        raise ConfigError(
-            f"parallelism.schedule={schedule}: a search compares schedules by name; give one of "
-            f"{', '.join(SCHEDULES)}, or leave out plan.search=true."
-        )
+    find_schedule(typed.get("schedule", "1F1B"))
     space = _Space(recipe, devices, machine, accepts, factors, typed, show)
     if not space.ordered:
         raise ConfigError(_explain_no_layout(recipe, devices, machine, typed))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from titan.config.kinds import get_kind
 from titan.config.settings import format_value, setting
-from titan.config.text_kinds import Input, Label
+from titan.config.text_kinds import Label
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 
@@ -135,7 +135,7 @@ class StagePlan:
     """The stages of a pipeline; without one there is a single stage.
 
     Attributes:
-        schedule: its name, or a CSV file.
+        schedule: its name.
         layers: first layer and end of each stage.
         owners: the pipeline rank of each stage.
         splits_backward: whether gradients of inputs and of weights are computed in two passes.
@@ -389,10 +389,7 @@ class Parallelism:
         "allgather", "how parts of a sequence attend to each other: allgather, ulysses or ring"
     )
     balance: bool = setting(True, "with context: give each rank a chunk of the row's head and one of its tail")
-    schedule: Input = setting(
-        "auto",
-        "pipeline schedule: a name or a CSV file of actions; auto: 1F1B, or GPipe where ranks have too few rows for it",
-    )
+    schedule: Label = setting("auto", "pipeline schedule; auto: 1F1B, or GPipe where ranks have too few rows for it")
     stages: int | str = setting(
         "auto", "stages in all; auto: as few as the schedule can have", words=("auto",), at_least=1
     )

@@ -96,7 +96,6 @@ class Curves:
         steps: of training.
         tokens: read up to the end of each step.
         losses: of training; NaN where a loss was not finite.
-        learning_rates: the learning rate of each step; NaN where it was not recorded.
         device_hours: spent up to the end of each step, stalls and lost steps included, start-up not.
         validation_steps: the steps after which the validation set was evaluated; [evaluations], as the next ones.
         validation_tokens: read up to then.
@@ -107,7 +106,6 @@ class Curves:
     steps: NDArray[np.int64]
     tokens: Numbers
     losses: Numbers
-    learning_rates: Numbers
     device_hours: Numbers
     validation_steps: NDArray[np.int64]
     validation_tokens: Numbers

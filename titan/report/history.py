@@ -126,7 +126,6 @@ class History:
             steps=self.steps.step,
             tokens=self.steps.tokens,
             losses=self.steps.loss,
-            learning_rates=self.steps.lr,
             device_hours=self.device_hours,
             validation_steps=np.array([v["step"] for v in records], dtype=np.int64),
             validation_tokens=build_column("tokens"),

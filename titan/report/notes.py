@@ -1,46 +1,31 @@
 """What a reader has to know beside the answers: notes on a variant and on the whole comparison.
 
-Among them: which figures of files and tasks are not compared, as their content differs; and how alike the early losses
-and the ends of variants rank these runs, and what stopping early would have saved. The rule for stopping is that of
-`titan.scaling.early_stopping`, replayed on the variants of a comparison.
+Among them: which figures of files and tasks are not compared, as their content differs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from titan.console.numbers import format_plural, format_tokens
+from titan.console.numbers import format_plural
 from titan.report import statistics
-from titan.report.align import collect_differing_settings, find_common_measure
+from titan.report.align import find_common_measure
 from titan.report.collect import CollectedRuns
 from titan.report.estimate import Member, average_by_seed, classify_unfinished, format_speed_settings
-from titan.report.findings import RunResult
 from titan.report.rank import VariantCandidate, find_fitting, has_settings
 from titan.run import evaluated, identity
-from titan.scaling.early_stopping import (
-    FEWEST_EARLIER,
-    Trajectory,
-    examine_position,
-    find_decay,
-    list_shape_settings,
-    replay_stops,
-)
 from titan.sweep.ledger import SweepSpec
 
 NAMED_RUNS, NAMED_VARIANTS = 6, 4
 """Runs and variants that a note names."""
 INCOMPARABLE_RUNS = 4
 """Runs that a note on figures names."""
-WINDOWS = 20
-"""Parts of a run over which training losses are averaged, where it was not validated before its end."""
-LEAST_VARIANTS = 8
-"""Finished variants without which nothing is said of early losses."""
 
 
 def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantCandidate) -> tuple[str, ...]:
@@ -193,7 +178,6 @@ def list_comparison_notes(
         notes.append(
             "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
         )
-    notes += _note_early_losses(candidates)
     return (*notes, *(_note_seeds_needed(candidates, margin) if candidates else []))
 
 
@@ -302,102 +286,3 @@ def _group_by_content(runs: Sequence[Member], name: str) -> dict[tuple[str, str]
 def _list_runs(names: Sequence[str]) -> str:
     remainder = f" and {len(names) - INCOMPARABLE_RUNS} more" if len(names) > INCOMPARABLE_RUNS else ""
     return ", ".join(names[:INCOMPARABLE_RUNS]) + remainder
-
-
-# ---- early losses ----
-
-
-def _note_early_losses(candidates: Sequence[VariantCandidate]) -> list[str]:
-    """Return a sentence on the early losses of a comparison's finished variants; none where they are too few.
-
-    It has the rank correlation at the first position at which all may stop, and what stopping would have done.
-    """
-    variants = _build_trajectories(candidates)
-    positions = sorted(set.intersection(*({*v.losses} - {v.length} for v in variants))) if variants else []
-    if len(variants) < LEAST_VARIANTS or not positions:
-        return []
-    shapes = list_shape_settings(collect_differing_settings([candidate.group for candidate in candidates]))
-    allowed = [at for at in positions if all(variant.may_stop(at, not shapes) for variant in variants)]
-    shown = allowed[0] if allowed else positions[-1]
-    correlation = np.nan_to_num(examine_position(variants, shown, same_shape=True).correlation)  # equal: no ranks
-    sentence = (
-        f"early losses, after {format_tokens(shown)} tokens, rank the {len(variants)} variants as the ends do: "
-        f"{correlation:.2f} (rank correlation)"
-    )
-    if shapes:
-        sentence += f"; the variants differ in {', '.join(shapes[:4])}, which changes the shape of the curve"
-    if not allowed:
-        return [f"{sentence}, and none has a loss between the decay of its rate and its end: stopping is not offered"]
-    return [f"{sentence}; {_describe_replay(variants, not shapes)}"]
-
-
-def _describe_replay(variants: Sequence[Trajectory], same_shape: bool) -> str:
-    """Return what stopping early would have done."""
-    if len(variants) <= FEWEST_EARLIER:
-        return f"stopping is offered from {FEWEST_EARLIER + 1} variants on"
-    when = "" if same_shape else " after the decay of the learning rate"
-    result = replay_stops(variants, same_shape)
-    if result.lost:
-        return f"the margin rule would have stopped {len(result.lost)} that ended best so far{when}: it is not offered"
-    if not result.stopped:
-        return f"the margin rule would have stopped none of them{when}"
-    return (
-        f"the margin rule (hydra.sweeper.pruner=margin) would have stopped {len(result.stopped)} of them{when}, "
-        f"saved {100 * result.saved:.0f} % of the tokens and kept each best one, on these runs"
-    )
-
-
-def _build_trajectories(candidates: Sequence[VariantCandidate]) -> list[Trajectory]:
-    """Return the losses of variants by tokens, the mean of their finished runs; none where no measure compares all."""
-
-    def has_ended(run: RunResult) -> bool:
-        is_known = run.validation is not None and bool(np.isfinite(run.validation))
-        return run.state == "finished" and run.decayed and is_known
-
-    finished = [[m for m in candidate.members if has_ended(m.run)] for candidate in candidates]
-    labels = [candidate.group.label for candidate in candidates]
-    pairs = [(label, members) for label, members in zip(labels, finished, strict=True) if members]
-    measures = {find_common_measure(members[0].raw, pairs[0][1][0].raw) for _, members in pairs}
-    if not measures or None in measures:
-        return []
-    built = [_average_runs(label, members, "bits per byte" in measures) for label, members in pairs]
-    return [variant for variant in built if variant is not None]
-
-
-def _average_runs(name: str, members: Sequence[Member], by_bytes: bool) -> Trajectory | None:
-    """Return the mean trajectory of a variant's runs, at the tokens that all have; None without any early loss."""
-    runs = [member.run for member in members]
-    ends = [run.bits if by_bytes else run.validation for run in runs]
-    losses = [_collect_losses(run, by_bytes) for run in runs]
-    shared = sorted(set.intersection(*({*by_tokens} for by_tokens in losses)))
-    if None in ends or not shared:
-        return None
-    means = {tokens: float(np.mean([by_tokens[tokens] for by_tokens in losses])) for tokens in shared}
-    decays = []  # the tokens from which on the learning rate has decayed
-    for curves in (run.curves for run in runs):
-        peak = float(np.nanmax(curves.learning_rates)) if np.isfinite(curves.learning_rates).any() else 0.0
-        decays.append(find_decay(curves.tokens, curves.learning_rates / peak) if peak > 0 else math.inf)
-    return Trajectory(name, means, max(run.tokens for run in runs), float(np.mean(ends)), max(decays))  # type: ignore[arg-type]
-
-
-def _collect_losses(run: RunResult, by_bytes: bool) -> Mapping[int, float]:
-    """Return a run's losses before its end, by tokens.
-
-    They are its validations, else means of the training loss; these only where all validate on the same set, so that
-    they learn from the same data.
-    """
-    curves = run.curves
-    early = np.isfinite(curves.validation_tokens) & (curves.validation_tokens < run.tokens)
-    tokens, losses = curves.validation_tokens[early], (curves.bits_per_byte if by_bytes else curves.validation)[early]
-    if not len(tokens) and not by_bytes:
-        tokens, losses = _average_windows(run)
-    return {int(at): float(loss) for at, loss in zip(tokens, losses, strict=True) if np.isfinite(loss)}
-
-
-def _average_windows(run: RunResult) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]:
-    """Return the tokens at the ends of the parts of a run but the last, and the mean training loss of each part."""
-    curves, width = run.curves, max(1, run.steps // WINDOWS)
-    ends = np.arange(1, WINDOWS) * width - 1
-    ends = ends[ends < len(curves.steps)]
-    means = [float(np.mean(curves.losses[end + 1 - width : end + 1])) for end in ends]
-    return curves.tokens[ends], np.array(means)

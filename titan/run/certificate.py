@@ -24,7 +24,7 @@ from titan.files.atomic import write_atomic
 from titan.parallelism.schema import DIMENSIONS
 from titan.run import identity
 from titan.run.run import Run, as_config
-from titan.run.shrink import has_uneven_rows, is_custom_schedule
+from titan.run.shrink import has_uneven_rows
 
 KEY = "certificate"
 """Its key in run.yaml."""
@@ -68,7 +68,7 @@ def compute_key(run: Run) -> str:
         "layout": run.layout.degrees() | {"expert": run.layout.expert},
         "rows": (min(2, run.microbatches), min(2, run.microbatch_rows), has_uneven_rows(run)),
         "stages": run.staging.layers,
-        "schedule": _read_schedule(run.parallelism.schedule),
+        "schedule": run.parallelism.schedule,
         "masks": run.dataset.mask_documents,
         "async": run.checkpoint.mode == "async",
         "device": run.machine.device,
@@ -79,13 +79,6 @@ def compute_key(run: Run) -> str:
 
 def _list_classes(value: Any) -> list[tuple[str, str]]:
     return [(name, get_kind(found)) for name, found in identity.find_classes(value)]
-
-
-def _read_schedule(schedule: str) -> str:
-    """Return a schedule's name, or the digest of a file of actions, which may change."""
-    if not is_custom_schedule(schedule):
-        return schedule
-    return hashlib.sha256(untrusted.read_regular_file(Path(schedule).expanduser())).hexdigest()
 
 
 def _describe_code(run: Run) -> dict[str, Any]:

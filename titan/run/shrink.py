@@ -68,7 +68,7 @@ def shrink_run(target: Run, machine: Machine, directory: str) -> Shrunk:
     if layout.devices > MOST_RANKS:
         raise ConfigError(
             f"parallelism: the shrunk layout, {layout}, has {format_plural(layout.devices, 'rank')}, more than "
-            f"{MOST_RANKS}: a schedule from a file keeps its pipeline ranks; prove one with fewer."
+            f"{MOST_RANKS}; prove a layout with fewer dimensions."
         )
     recipe = _shrink_recipe(target, layout)
     try:
@@ -130,9 +130,7 @@ def shrink_layout(run: Run) -> Layout:
     """
     old, settings = run.layout, run.parallelism
     degrees = {name: min(2, degree) for name, degree in old.degrees().items()}
-    if is_custom_schedule(settings.schedule):
-        degrees["pipeline"] = old.pipeline
-    elif run.staging.count == old.pipeline:
+    if run.staging.count == old.pipeline:
         degrees["pipeline"] = min(3, old.pipeline)
     if settings.context_method == "ring":
         degrees["context"] = min(3, old.context)
@@ -195,8 +193,6 @@ def _build_cluster(ranks: int) -> Cluster:
 
 def count_microbatches(run: Run, layout: Layout) -> int:
     """Return the micro-batches of the shrunk run: several where the run has several."""
-    if is_custom_schedule(run.parallelism.schedule) and layout.pipeline > 1:
-        return run.microbatches
     if layout.pipeline > 1:
         return 2 * layout.pipeline
     return min(2, run.microbatches)
@@ -347,20 +343,13 @@ def count_layers(run: Run, layout: Layout) -> int:
     return layers + (1 if model.layers % run.staging.count else 0)
 
 
-def is_custom_schedule(schedule: str) -> bool:
-    """Return whether a pipeline's schedule is a file of actions."""
-    return schedule.lower().endswith(".csv")
-
-
 def has_uneven_rows(run: Run) -> bool:
     """Return whether a step's rows leave a remainder over ranks and micro-batches."""
     return run.training.global_batch // run.training.seq_len % (run.layout.data_ranks * run.microbatches) > 0
 
 
 def count_stages(run: Run, layout: Layout) -> int:
-    """Return the stages in all: of several on a pipeline rank two are kept, but those of a file all."""
-    if is_custom_schedule(run.parallelism.schedule):
-        return run.staging.count
+    """Return the stages in all: of several on a pipeline rank two are kept."""
     return layout.pipeline * min(2, run.staging.count // run.layout.pipeline)
 
 

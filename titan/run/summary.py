@@ -129,7 +129,7 @@ def _describe_dimensions(run: Run) -> dict[str, str]:
         layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
         batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
         lines["  stages"] = (
-            f"layers {' | '.join(_abbreviate_list(layers))}; {run.staging.schedule.rpartition('/')[2]} with {batches}, "
+            f"layers {' | '.join(_abbreviate_list(layers))}; {run.staging.schedule} with {batches}, "
             f"ranks idle {run.staging.idle:.0%} of a step"
         )
     return lines

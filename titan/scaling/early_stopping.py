@@ -130,32 +130,6 @@ def find_stop(variant: Trajectory, earlier: Sequence[Trajectory], same_shape: bo
     return None
 
 
-@dataclass(frozen=True)
-class StoppingReplay:
-    """What the rule would have done to variants that ran to their ends.
-
-    Attributes:
-        variants: how many were replayed.
-        stopped: names of those that would have been stopped, each after all others.
-        lost: names of those that would have been stopped after all that end worse: each is then the best.
-        saved: the share of all steps, or tokens, that would not have been taken, each after all others.
-    """
-
-    variants: int
-    stopped: tuple[str, ...]
-    lost: tuple[str, ...]
-    saved: float
-
-
-def replay_stops(variants: Sequence[Trajectory], same_shape: bool = False) -> StoppingReplay:
-    """Replay the rule on two or more variants that have ended: each is the new one, with no part in the margin."""
-    stops = {v.name: find_stop(v, [other for other in variants if other is not v], same_shape) for v in variants}
-    saved = sum(v.length - stop.position for v in variants if (stop := stops[v.name]) is not None)
-    lost = [v.name for v in variants if find_stop(v, [other for other in variants if other.end > v.end], same_shape)]
-    stopped = tuple(name for name, stop in stops.items() if stop is not None)
-    return StoppingReplay(len(variants), stopped, tuple(lost), saved / sum(v.length for v in variants))
-
-
 def rank(values: ArrayLike) -> NDArray[np.float64]:
     """Return the rank of each value, from 1; equal values share the mean of their ranks; [n] each."""
     values = np.asarray(values, dtype=np.float64)

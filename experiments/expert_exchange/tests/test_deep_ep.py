@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,10 +45,8 @@ def compare(rank: int, world: int, scale_inputs: bool, capacity: float | None) -
     """The largest relative difference of results and gradients, and the bytes that each exchange sends."""
     group: Any = dist.group.WORLD
     figures, sides = dict[str, float](), list[list[Tensor]]()
-    for name, dispatch in (
-        ("rows", ExpertDispatch(group)),
-        ("copies", AddingDispatch(group, OneCopyTransport(group))),
-    ):
+    dispatches = {"rows": ExpertDispatch(group), "copies": AddingDispatch(group, OneCopyTransport(group))}
+    for name, dispatch in dispatches.items():
         layer = build_layer(rank, dispatch, scale_inputs)
         layer.balance.capacity = capacity
         x = torch.randn(1, TOKENS, DIM, generator=torch.Generator().manual_seed(rank)).requires_grad_()
@@ -93,52 +92,37 @@ def recompute(rank: int, world: int, checkpointing: Any, scale_inputs: bool) -> 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_a_recomputation_sends_tokens_only(checkpointing: str, scale_inputs: bool) -> None:
     expected = run_ranks(recompute, RANKS, "none", scale_inputs)
-    for (counts, found), (counts_once, once) in zip(
-        run_ranks(recompute, RANKS, checkpointing, scale_inputs), expected, strict=True
-    ):
+    found_again = run_ranks(recompute, RANKS, checkpointing, scale_inputs)
+    for (counts, found), (counts_once, once) in zip(found_again, expected, strict=True):
         assert counts_once == (2, 2)  # the gradients of two results
         assert counts == (2, 4)  # and the tokens of two recomputations
         assert all(torch.equal(a, b) for a, b in zip(found, once, strict=True))
 
 
-class RecordedBuffer:
-    """Records how titan calls DeepEP's buffer, whose arguments and results are those of its version 2."""
-
-    calls: ClassVar[list[tuple[str, dict[str, Any]]]] = []
-
-    def __init__(self, group: Any, **options: Any) -> None:
-        self.calls.append(("create", options))
-
-    def dispatch(self, x: Tensor, topk_idx: Any = None, **options: Any) -> Any:
-        """One rank that keeps all tokens, whose first half of the experts it has."""
-        self.calls.append(("dispatch", options))
-        if topk_idx is None:
-            return x, None, None, options["handle"], None
-        received = topk_idx.where(topk_idx < EXPERTS // 2, -1)
-        handle = SimpleNamespace(num_recv_tokens_per_expert_list=torch.bincount(received[received >= 0]).tolist())
-        return x, received, options["topk_weights"], handle, None
-
-    def combine(self, x: Tensor, handle: Any, topk_weights: Any = None) -> Any:
-        """The same tokens."""
-        self.calls.append(("combine", {"topk_weights": topk_weights}))
-        return x, topk_weights, None
+def dispatch_alone(x: Tensor, topk_idx: Any = None, topk_weights: Any = None, handle: Any = None, **_: Any) -> Any:
+    """One rank that keeps all tokens, whose first half of the experts it has; called as DeepEP's version 2 is."""
+    if topk_idx is None:
+        return x, None, None, handle, None
+    received = topk_idx.where(topk_idx < EXPERTS // 2, -1)
+    handle = SimpleNamespace(num_recv_tokens_per_expert_list=torch.bincount(received[received >= 0]).tolist())
+    return x, received, topk_weights, handle, None
 
 
 def test_deep_ep_is_called_as_its_version_2_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = SimpleNamespace(ElasticBuffer=RecordedBuffer, topk_idx_t=torch.int64)
+    library = Mock(topk_idx_t=torch.int64)
+    library.ElasticBuffer.return_value.dispatch = Mock(side_effect=dispatch_alone)
+    library.ElasticBuffer.return_value.combine.side_effect = lambda x, handle, topk_weights: (x, topk_weights, None)
     monkeypatch.setitem(sys.modules, "deep_ep", library)
-    monkeypatch.setattr(RecordedBuffer, "calls", [])
     group: Any = SimpleNamespace(size=lambda: 2)
     layer = build_layer(0, AddingDispatch(group, DeepEPTransport(group)), scale_inputs=False)
     x = torch.randn(1, TOKENS, DIM, requires_grad=True)
     layer(x)[0].sum().backward()
     layer(x[:, :10])
-    kinds = [name for name, _ in RecordedBuffer.calls]
-    assert kinds == ["create", "dispatch", "combine", "dispatch", "combine", "dispatch", "combine"]
-    assert RecordedBuffer.calls[0][1] == {
-        "num_max_tokens_per_rank": TOKENS, "hidden": DIM, "num_topk": TOP_K, "deterministic": True
-    }  # fmt: skip
-    first, again, summed = (RecordedBuffer.calls[i][1] for i in (1, 3, 4))
+    calls = [(name.rpartition(".")[2], options) for name, _, options in library.mock_calls]
+    assert [name for name, _ in calls] == ["ElasticBuffer", *["dispatch", "combine"] * 3]
+    sizes = {"num_max_tokens_per_rank": TOKENS, "hidden": DIM, "num_topk": TOP_K}
+    assert calls[0][1] == sizes | {"deterministic": True}
+    first, again, summed = (calls[i][1] for i in (1, 3, 4))
     assert (first["num_experts"], first["expert_alignment"], again.keys()) == (EXPERTS, 1, {"handle"})
     assert summed["topk_weights"].shape == (TOKENS, TOP_K) and summed["topk_weights"].dtype == torch.float32
 

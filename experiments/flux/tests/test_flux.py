@@ -23,12 +23,7 @@ from experiments.flux.schema import Flux
 from experiments.flux.text import embed_caption, embed_words
 from tests.support.composing import compose_test_run
 from tests.support.ranks import run_ranks
-from tests.support.runs import (
-    compute_difference,
-    read_step_records,
-    select_weights,
-    train_run,
-)
+from tests.support.runs import compute_difference, read_step_records, select_weights, train_run
 from tests.support.tiers import full
 from titan import generate, replay
 from titan.errors import ConfigError

@@ -28,14 +28,9 @@ def figures(run: Run) -> list[dict[str, float]]:
 def call(measure: Measure, step: int, gradients: dict[str, Tensor]) -> dict[str, Any]:
     """Call a hook as the platform does; what it logs."""
     logged: dict[str, Any] = {}
-    measure.before_optimizer(
-        SimpleNamespace(  # type: ignore[arg-type]
-            step=step,
-            named_gradients=lambda: gradients.items(),
-            norms=lambda tensors: {name: tensor.double().norm() for name, tensor in tensors.items()},
-            log=logged.__setitem__,
-        )
-    )
+    moment: Any = SimpleNamespace(step=step, named_gradients=lambda: gradients.items(), log=logged.__setitem__)
+    moment.norms = lambda tensors: {name: tensor.double().norm() for name, tensor in tensors.items()}
+    measure.before_optimizer(moment)
     return logged
 
 

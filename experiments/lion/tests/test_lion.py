@@ -41,9 +41,7 @@ def test_its_settings_are_part_of_the_ids() -> None:
 
 @pytest.mark.full
 def test_layouts_learn_the_same(tmp_path: Path) -> None:
-    runs = [
-        compose_tiny_run(tmp_path / layout, *LION, "checkpoint=off", layout=layout) for layout in ("single", "fsdp2")
-    ]
+    runs = [compose_tiny_run(tmp_path / name, *LION, "checkpoint=off", layout=name) for name in ("single", "fsdp2")]
     for run in runs:
         train_run(run)
     alone, split = ([line["loss"] for line in read_step_records(run)] for run in runs)

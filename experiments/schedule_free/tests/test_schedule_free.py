@@ -137,9 +137,6 @@ def validations(run: Run) -> list[float]:
     return [line["validation_loss"] for line in lines if "validation_loss" in line]
 
 
-LAYOUTS = {"fsdp": ["parallelism=fsdp"], "3d": ["parallelism=3d"]}
-
-
 @pytest.mark.parametrize("layout", ["fsdp", full("3d")])
 @pytest.mark.full
 def test_layouts_evaluate_the_same_and_resume_each_other(tmp_path: Path, layout: str) -> None:
@@ -150,7 +147,7 @@ def test_layouts_evaluate_the_same_and_resume_each_other(tmp_path: Path, layout:
     first, second = in_two_attempts(parts, parts)
     assert are_identical(second[0].first, first[0].last)
     assert are_identical(second[0].last, whole.last) and read_learned_values(parts) == read_learned_values(alone)
-    _, second = in_two_attempts(compose_tiny_run(tmp_path / "moved", *more, *LAYOUTS[layout]), moved)
+    _, second = in_two_attempts(compose_tiny_run(tmp_path / "moved", *more, f"parallelism={layout}"), moved)
     state, kept = split(read_checkpoint(moved, 2))
     assert are_identical(second[0].first, state) and are_identical(kept, averages(state))
     found, expected = validations(moved), validations(alone)

@@ -155,7 +155,6 @@ OFTEN = ("tied-uneven", "tensor-pipeline-tied", "experts", "block", "model")
 def test_it_learns_what_one_device_learns(name: str, tmp_path: Path) -> None:
     science = tuple(s for s in CASES[name] if s.startswith(("mod", "+model")))
     execution = tuple(s for s in CASES[name] if s not in science)
-    (tmp_path / "one").mkdir()
     expected = train_case(tmp_path / "one", None, science)
     got = train_case(tmp_path, LayoutCase(name, (*SIMPLE, *execution)), science)
     found = compare_layouts(got, expected)
@@ -167,13 +166,8 @@ def test_it_learns_what_one_device_learns(name: str, tmp_path: Path) -> None:
 def test_a_checkpoint_resumes_under_fsdp2_and_on_other_ranks(
     first: tuple[str, ...], then: tuple[str, ...], tmp_path: Path
 ) -> None:
-    settings = (
-        "training.steps=4",
-        "model.tied=true",
-        "checkpoint.export=hf",
-        "checkpoint.export_dtype=fp32",
-        *MOMENTUM,
-    )
+    export = ("checkpoint.export=hf", "checkpoint.export_dtype=fp32")
+    settings = ("training.steps=4", "model.tied=true", *export, *MOMENTUM)
     one = compose_tiny_run(tmp_path / "one", *settings)
     (whole,) = train_run(one)
     before = compose_tiny_run(tmp_path / "run", *first, "parallelism.shard=3", *settings)

@@ -42,7 +42,7 @@ class PipelineShape:
     """The schedule of a pipeline, and the shapes of its messages.
 
     Attributes:
-        schedule: the name in torch.distributed.pipelining, or a CSV file.
+        schedule: its name.
         owners: the pipeline rank of each stage.
         rows: of a micro-batch.
         length: tokens of a row on a rank.
@@ -242,10 +242,8 @@ class Pipeline:
         """Return the schedule for a number of micro-batches, and its stages."""
         shape, stages = self.shape, [self._build_stage(number, module) for number, module in self.stages.items()]
         common: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": self._record_loss, "scale_grads": False}
-        if shape.schedule.endswith(".csv"):
-            schedule: Any = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
-            schedule._load_csv(shape.schedule)
-        elif not find_schedule(shape.schedule).in_torch:
+        schedule: Any
+        if not find_schedule(shape.schedule).in_torch:
             schedule = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
             schedule._prepare_schedule_with_comms(list_torch_actions(shape, len(stages), microbatches))
         else:

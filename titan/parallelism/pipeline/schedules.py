@@ -123,8 +123,8 @@ def find_schedule(schedule: str) -> PipelineSchedule:
     """
     if schedule not in SCHEDULES:
         raise ConfigError(
-            f"parallelism.schedule={schedule}: choose one of auto, {', '.join(SCHEDULES)}, or a file whose name ends "
-            f"in .csv{suggest_nearest(schedule, SCHEDULES)}"
+            f"parallelism.schedule={schedule}: choose a schedule by its name, one of auto, {', '.join(SCHEDULES)}"
+            f"{suggest_nearest(schedule, SCHEDULES)}"
         )
     return SCHEDULES[schedule]
 

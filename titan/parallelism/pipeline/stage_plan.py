@@ -23,15 +23,11 @@ def list_microbatch_counts(parallelism: Parallelism, layout: Layout, rows: int) 
     Raises:
         ConfigError: when the schedule needs more micro-batches than there are rows.
     """
-    if (table := _read_table(parallelism)) is not None:
-        return [table.microbatches]
     ranks, per_rank = layout.pipeline, count_stages_per_rank(parallelism, layout.pipeline)
     least = arithmetic.choose_microbatches(parallelism.schedule, ranks, per_rank, rows, parallelism.idle)
     if least is None:
-        count = _count_stages(parallelism, layout, None)
-        arithmetic.check_schedule(
-            parallelism.schedule, ranks, count, 2 * count
-        )  # raises when the stages are the reason
+        count = _count_stages(parallelism, layout)
+        arithmetic.check_schedule(parallelism.schedule, ranks, count, 2 * count)  # where the stages are the reason
         raise ConfigError(
             f"parallelism.schedule={parallelism.schedule}: needs more micro-batches than the {rows} "
             f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
@@ -53,8 +49,7 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
     ranks, schedule = layout.pipeline, parallelism.schedule
     if ranks == 1:
         return _single_stage(parallelism, model.layers)
-    table = _read_table(parallelism)
-    count = _count_stages(parallelism, layout, table)
+    count = _count_stages(parallelism, layout)
     arithmetic.check_schedule(schedule, ranks, count, microbatches)
     if parallelism.stages == "auto" and count > model.layers:
         raise ConfigError(
@@ -63,8 +58,6 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
         )
     parts = _split_layers(parallelism.starts, parallelism.split, model, seq_len, count)
     layers = tuple((part.start, part.stop) for part in parts)
-    if table is not None:
-        return StagePlan(schedule, layers, table.owners, table.splits_backward, table.idle)
     owners = tuple(arithmetic.place_stages(schedule, ranks, count))
     idle = timing.compute_idle_share(schedule, ranks, count // ranks, microbatches)
     return StagePlan(schedule, layers, owners, schedules.find_schedule(schedule).splits_backward, idle)
@@ -79,19 +72,16 @@ def assign_layers(
     Raises:
         ConfigError: when there are too few layers.
     """
-    table = _read_table(parallelism)
-    count = _count_stages(parallelism, layout, table)
-    if table is None:
-        arithmetic.check_schedule(parallelism.schedule, layout.pipeline, count, 2 * count)
-    owners = table.owners if table else arithmetic.place_stages(parallelism.schedule, layout.pipeline, count)
+    count = _count_stages(parallelism, layout)
+    arithmetic.check_schedule(parallelism.schedule, layout.pipeline, count, 2 * count)
+    owners = arithmetic.place_stages(parallelism.schedule, layout.pipeline, count)
     parts = _split_layers(parallelism.starts, parallelism.split, model, seq_len, count)
     return tuple(zip(owners, parts, strict=True))
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
     """Whether the schedule computes the gradients of inputs and of weights in two passes."""
-    table = _read_table(parallelism)
-    return (schedules.find_schedule(parallelism.schedule) if table is None else table).splits_backward
+    return schedules.find_schedule(parallelism.schedule).splits_backward
 
 
 def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
@@ -100,8 +90,7 @@ def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
     Raises:
         ConfigError: when the settings ask for several stages.
     """
-    if not parallelism.schedule.endswith(".csv"):
-        schedules.find_schedule(parallelism.schedule)
+    schedules.find_schedule(parallelism.schedule)
     if parallelism.stages not in ("auto", 1) or parallelism.starts:
         name = "starts" if parallelism.starts else "stages"
         value = list(parallelism.starts) if parallelism.starts else parallelism.stages
@@ -122,15 +111,10 @@ def _split_layers(starts: tuple[int, ...], split: str, model: Decoder, seq_len: 
     return arithmetic.split_layers(costs, count, last=model.head_flops())
 
 
-def _read_table(parallelism: Parallelism) -> arithmetic.ScheduleTable | None:
-    """Return the schedule of a file; None for one with a name."""
-    return arithmetic.read_csv(parallelism.schedule) if parallelism.schedule.endswith(".csv") else None
-
-
-def _count_stages(parallelism: Parallelism, layout: Layout, table: arithmetic.ScheduleTable | None) -> int:
+def _count_stages(parallelism: Parallelism, layout: Layout) -> int:
     if parallelism.stages != "auto":
         return int(parallelism.stages)
-    return layout.pipeline * find_default_stages(parallelism) if table is None else table.stages
+    return layout.pipeline * find_default_stages(parallelism)
 
 
 def count_stages_per_rank(parallelism: Parallelism, ranks: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from titan.parallelism.pipeline.schedules import Action, Cell, Overlap, find_schedule, list_actions, order_actions
+from titan.parallelism.pipeline.schedules import Action, Cell, find_schedule, list_actions, order_actions
 
 StageKind = tuple[int, str]
 """A stage and a kind of action."""
@@ -24,18 +24,6 @@ MOST_GATHERED = 3
 """The stages of a rank that torch's schedules gather at a time."""
 UNITS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 """The time of each kind of action where backward takes twice as long as forward, half of it for weights."""
-
-
-class DeadlockError(ValueError):
-    """Raised for an order that deadlocks.
-
-    Attributes:
-        waiting: the next entry of each rank that is not done, by rank.
-    """
-
-    def __init__(self, waiting: dict[int, Action | Overlap]) -> None:
-        super().__init__(", ".join(f"rank {rank} waits at {cell}" for rank, cell in waiting.items()))
-        self.waiting = waiting
 
 
 @dataclass(frozen=True)
@@ -141,7 +129,7 @@ def link_order(rows: Sequence[Sequence[Cell]]) -> LinkedOrder:
     overlap are there after all of it.
 
     Raises:
-        DeadlockError: when no rank can continue.
+        ValueError: when the order deadlocks.
     """
     cells = [[cell for cell in row if cell is not None] for row in rows]
     owners = {a.stage: rank for rank, row in enumerate(cells) for cell in row for a in list_actions(cell)}
@@ -172,8 +160,9 @@ def link_order(rows: Sequence[Sequence[Cell]]) -> LinkedOrder:
                 done[result] = last
                 if result in waiting:
                     ready.append(waiting.pop(result))
-    if left := {rank: row[n] for rank, (row, n) in enumerate(zip(cells, next_cells, strict=True)) if n < len(row)}:
-        raise DeadlockError(left)
+    waits = [f"rank {rank} at {row[next_cells[rank]]}" for rank, row in enumerate(cells) if next_cells[rank] < len(row)]
+    if waits:
+        raise ValueError(f"the order deadlocks: {', '.join(waits)}")
     return LinkedOrder(tuple(numbers), ranks, kinds, microbatches, sources)
 
 
@@ -202,7 +191,7 @@ def compute_idle_share(schedule: str, ranks: int, stages_per_rank: int, microbat
 
 
 def compute_order_idle(rows: Sequence[Sequence[Cell]]) -> float:
-    """Return the mean of the ranks' idle shares in an order; raises `DeadlockError` as `link_order` does."""
+    """Return the mean of the ranks' idle shares in an order; raises as `link_order` does."""
     order = link_order(rows)
     makespan = order.compute_makespan({key: UNITS[key[1]] for key in order.keys})
     busy = [sum(UNITS[action.kind] for cell in row for action in list_actions(cell)) for row in rows]
