@@ -9,7 +9,7 @@ import pytest
 
 from tests.rehearsal import rehearse
 from tests.support import chaos, hangs, planted, tiers
-from tests.support.fault import Fault
+from tests.support.planted import Fault
 from tests.support.tiers import full
 
 SUM = "def total(a, b):\n    return a + b\n"

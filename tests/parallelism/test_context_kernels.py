@@ -116,7 +116,7 @@ def test_the_kernel_of_blocks(
     overrides = ["parallelism=cp", "cluster.devices=2", "cluster.memory_gib=1e6", f"training.attention={choice}"]
     overrides += [f"precision={dtype}", f"model.head_dim={width}", f"dataset.mask_documents={documents}"]
     overrides += [f"parallelism.context_method={method}"]
-    world: Any = SimpleNamespace(device=torch.device("cuda"), get_group=lambda name: None, layout=SimpleNamespace(context=2))
+    world: Any = SimpleNamespace(device=torch.device("cuda"), layout=SimpleNamespace(context=2))
     expectation = nullcontext() if kernel else pytest.raises(ConfigError, match=f"training.attention={choice}")
     with expectation, FakeTensorMode():
         assert build._choose_attention_kernel(compose_test_run(overrides), world) == kernel

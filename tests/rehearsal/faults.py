@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.rehearsal import build, rehearse
-from tests.support.fault import Fault, define_fault
-from tests.support.planted import copy_repository, plant_fault
+from tests.support.planted import Fault, copy_repository, plant_fault
 
 TRAINER, STAGING, METRICS = "titan/training/trainer.py", "titan/checkpoint/state.py", "titan/training/step_metrics.py"
 MESH = "titan/parallelism/mesh.py"
@@ -35,7 +34,7 @@ class DeviceFault:
 
 
 def _define_device_fault(command: str, report: str, name: str, file: str, old: str, new: str) -> DeviceFault:
-    return DeviceFault(define_fault(name, file, old, new), command, report)
+    return DeviceFault(Fault(name, file, old, new, ()), command, report)
 
 
 DEVICES = (

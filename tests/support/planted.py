@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,20 +23,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.support import (
-    faults_debug,
-    faults_experts,
-    faults_laws,
-    faults_runs,
-    faults_techniques,
-    faults_training,
-    tiers,
-)
-from tests.support.fault import Fault
+from tests.support import tiers
 
-EXPERTS, TECHNIQUES, LAWS = faults_experts.FAULTS, faults_techniques.FAULTS, faults_laws.FAULTS
-FAULTS = (*faults_training.FAULTS, *faults_runs.FAULTS, *faults_debug.FAULTS, *TECHNIQUES, *EXPERTS, *LAWS)
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+        name: what is wrong.
+        file: a pattern of files below the repository's root.
+        old, new: the text, and what stands in its place.
+        tests: those that must find it, as pytest takes them.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+FAULTS = tuple(
+    Fault(**{**fault, "tests": tuple(fault["tests"])})
+    for fault in tomllib.loads((ROOT / "tests/support/faults.toml").read_text(encoding="utf-8"))["fault"]
+)
 LIMIT = 1800.0
 """Seconds after which tests that have not ended count as failed: a fault may make them wait for each other."""
 WAIT = 60.0
