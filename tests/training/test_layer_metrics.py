@@ -67,7 +67,7 @@ def largest(chunk: int | None, positions: Tensor | None, documents: Tensor | Non
     q[:, :, 5] = 0.5
     fake: Any = SimpleNamespace(
         rows=SimpleNamespace(count_rows=lambda microbatch: 2),
-        train_step=SimpleNamespace(world=SimpleNamespace(context=None)),
+        train_step=SimpleNamespace(world=SimpleNamespace(get_group=lambda name: None)),
     )
     given = {"positions": positions, "document_ids": documents}
     call: Any = SimpleNamespace(microbatch=0, get_argument=lambda place, name: given[name])
