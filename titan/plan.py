@@ -29,7 +29,6 @@ from titan.errors import ConfigError
 from titan.estimate import fit, overhead, search
 from titan.estimate import plan as estimate
 from titan.estimate.layout_options import LayoutCandidate
-from titan.estimate.refine import UNCHANGED, CorrectionFactors, Refinement
 from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_text import PlanOutcome
@@ -58,7 +57,6 @@ class PlanSettings:
     keep: int = setting(10, "layouts that a search shows", at_least=1, cap=1000)
     trace: bool = setting(False, "trace a real step of a rank of each pipeline rank on tensors without values")
     whole: bool = setting(False, "with plan.trace: trace all blocks, instead of a few that are repeated")
-    fit: str | None = setting(None, "a run, or a folder of runs, whose measured speed and memory refine the prediction")
     effect: str = setting("2%", "of a sweep: the effect, as a share of compute, that its seeds should show")
     noise: str | None = setting(
         None, "of a sweep: a folder of finished runs whose spread over seeds says how many seeds show the effect"
@@ -88,6 +86,9 @@ COMMAND = Command(
     Settings,
     overrides="Other arguments are those of titan.train.",
     options=("-m", "--multirun"),
+    removed={
+        "plan.fit": "measure this machine with titan.calibrate; titan.compare shows predicted beside measured values"
+    },
     notes="Needs no GPU: the cluster axis describes the devices. It computes on what titan.train would compose, and "
     "starts nothing.",
 )
@@ -134,9 +135,7 @@ def _plan_run(
     run: Run, settings: PlanSettings, files: Sequence[Path], overrides: tuple[str, ...], provenance: str
 ) -> int:
     estimate.check_sharding(run)
-    refinement = _fit_runs(run, settings.fit) if settings.fit is not None else None
-    factors = refinement.factors if refinement else UNCHANGED
-    search_result = _search_layouts(run, settings, factors) if settings.search else None
+    search_result = _search_layouts(run, settings) if settings.search else None
     planned_run = run
     if search_result is not None and run.is_layout_open:
         planned_run = _resolve_candidate(run, search_result.best[0].candidate)
@@ -147,19 +146,17 @@ def _plan_run(
     traced = _trace_step(planned_run, settings) if settings.trace else None
     outcome = PlanOutcome(
         planned_run,
-        refinement.refine_plan(planned) if refinement else planned,
+        planned,
         search.find_best_changes(
             planned_run,
             planned_run.layout,
             planned_run.microbatches,
             planned_run.machine,
             accepts=partial(_is_accepted, planned_run),
-            factors=factors,
         ),
         search_result,
         overrides,
         traced,
-        refinement,
         run if run.is_layout_open else None,
         _trace_results(planned_run, traced, search_result, settings) if traced and search_result else (),
         fit.compute_saved_gib(planned_run, planned_run.layout, planned_run.microbatches, planned_run.machine.device),
@@ -175,12 +172,12 @@ def _build_plan(run: Run) -> estimate.Plan:
     return estimate.build_plan(run, run.layout, run.microbatches, run.machine)
 
 
-def _search_layouts(run: Run, settings: PlanSettings, factors: CorrectionFactors) -> search.SearchOutcome:
+def _search_layouts(run: Run, settings: PlanSettings) -> search.SearchOutcome:
     """Return the fastest layouts that have the settings which are typed, with progress on a terminal."""
     with progress_line() as show:
         return search.search_layouts(
             run, run.layout.devices, run.machine, keep=settings.keep, accepts=partial(_is_accepted, run),
-            factors=factors, typed=list_typed_settings(run, run.overrides),
+            typed=list_typed_settings(run, run.overrides),
             show=show if sys.stderr.isatty() else lambda line: None,
         )  # fmt: skip
 
@@ -195,16 +192,6 @@ def _trace_results(
     return tuple(traced if known else _trace_step(run, settings) for run, known in zip(fastest, is_traced, strict=True))
 
 
-def _fit_runs(run: Run, source: str) -> Refinement:
-    """Return what the user's own runs ask for, and print it."""
-    from titan.report import own_runs  # only now: a plan without it need not wait for numpy
-
-    runs = own_runs.read(source, run)
-    refinement = runs.fit_refinement()
-    print(own_runs.format_fit(runs, refinement))
-    return refinement
-
-
 def _plan_trials(trials: Sequence[Trial], settings: PlanSettings, files: Sequence[Path], provenance: str) -> list[int]:
     """Print one line per trial of a sweep, and write their figures."""
     if settings.search or settings.trace:
@@ -215,8 +202,6 @@ def _plan_trials(trials: Sequence[Trial], settings: PlanSettings, files: Sequenc
     if effect is None:
         raise ConfigError(f"plan.effect={settings.effect}: must be a share of compute, such as 2%.")
     plans = [_build_plan(trial.run) for trial in trials]
-    if settings.fit is not None:
-        plans = _refine_plans(trials, plans, settings.fit)
     labels = [t.label for t in trials]
     print(plan_text.format_grid(labels, plans), end="")
     for line in _describe_power(trials, plans, effect, settings.noise):
@@ -245,18 +230,6 @@ def _describe_power(
     noise = effort.PUBLISHED if folder is None else effort.read_noise(Path(folder))
     hours = fmean(plan.device_hours.value for plan in plans)
     return effort.describe_power(effect, noise, float(tokens.pop()), len(seeds), next(iter(seeds.values())), hours)
-
-
-def _refine_plans(trials: Sequence[Trial], plans: Sequence[estimate.Plan], source: str) -> list[estimate.Plan]:
-    """Return the plans of trials, refined by the user's own runs of the same device, compute type and hardware."""
-    fits: dict[tuple[str, ...], Refinement] = {}
-    refined = []
-    for run, planned in zip((trial.run for trial in trials), plans, strict=True):
-        key = run.machine.name, run.precision.compute, repr(run.cluster.hardware)
-        if key not in fits:
-            fits[key] = _fit_runs(run, source)
-        refined.append(fits[key].refine_plan(planned))
-    return refined
 
 
 def describe_trials(trials: Sequence[Trial]) -> TrialPlans:

@@ -161,7 +161,7 @@ def test_warnings_of_a_search_are_of_the_shown_layout(capsys: pytest.CaptureFixt
         pytest.param(["to=plan.txt"], "unknown file format; use one of .html, .json", id="format"),
         pytest.param(["to=nowhere/plan.html"], "there is no directory nowhere", id="directory"),
         pytest.param(["to=a.html", "to=b.json"], "to is given twice", id="twice"),
-        pytest.param([*RUN, "plan.fit=nope"], "titan: plan.fit=nope: there is no such directory; ", id="fit"),
+        pytest.param([*RUN, "plan.fit=runs"], "plan.fit=runs: was removed; leave it out, and measure", id="fit"),
         pytest.param(["plan.whole=true"], "plan.whole=true: takes effect with plan.trace=true only", id="whole"),
         pytest.param(["plan.keep=3"], "plan.keep=3: takes effect with plan.search=true only", id="keep"),
         full([*RUN, "parallelism.tensor=3"], "parallelism", id="layout"),

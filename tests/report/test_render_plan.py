@@ -285,24 +285,22 @@ def test_pages_and_notebooks_judge_the_memory(factor: float, verdict: str, shown
 
 
 @pytest.mark.parametrize(
-    ("error", "speed", "words", "faster"),
+    ("speed", "words", "faster"),
     [
-        pytest.param(0.22, 1.037, "1.0x", False, id="hidden"),
-        pytest.param(0.22, 1.37, "1.4x", True, id="one decimal"),
-        pytest.param(0.02, 1.037, "1.04x", True, id="two decimals"),
-        pytest.param(0.02, 1.004, "1.00x", False, id="hidden by two"),
+        pytest.param(1.037, "1.0x", False, id="hidden"),
+        pytest.param(1.37, "1.4x", True, id="shown"),
     ],
 )
-def test_ratios_have_the_decimals_of_times(error: float, speed: float, words: str, faster: bool) -> None:
+def test_ratios_have_the_decimals_of_times(speed: float, words: str, faster: bool) -> None:
     outcome = made("fsdp")[0]
     (first, *_) = outcome.changes
     seconds = outcome.plan.step.seconds / speed
     result = replace(first, step=replace(first.step, parts={"matmuls": seconds}))
-    changed = replace(outcome, plan=replace(outcome.plan, error=error), changes=(result,))
+    changed = replace(outcome, changes=(result,))
     assert changed.format_speed(result) == words and bool(changed.faster) is faster
     text, page = plan_text.format_plan(changed), plan_page.render_page(changed, *made("fsdp")[1:])
     assert (f"{words}, " in text, f">{words}<" in page) == (faster, faster)
-    assert (f"no single change by more than {0.5 if error < 0.05 else 5:g} %" in text) is not faster
+    assert ("no single change by more than 5 %" in text) is not faster
     assert not re.search(r"\b\d\.\d{3,}x", text + page)
 
 

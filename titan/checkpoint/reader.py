@@ -132,10 +132,6 @@ class _Machine:
         """Return the next bytes as an unsigned integer."""
         return int.from_bytes(self.read_bytes(size), "little")
 
-    def read_length(self) -> None:
-        """Skip the length of a frame, which is not needed."""
-        self.read_bytes(8)
-
     def push_signed(self, size: int) -> None:
         self.stack.append(int.from_bytes(self.read_bytes(size), "little", signed=True))
 
@@ -191,8 +187,8 @@ class _Machine:
         target.state = state
 
 
-_ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
-    pickle.FRAME: lambda m: m.read_length(),
+_ACTIONS: dict[bytes, Callable[[_Machine], object]] = {
+    pickle.FRAME: lambda m: m.read_bytes(8),  # its length, which is not needed
     pickle.NONE: lambda m: m.stack.append(None),
     pickle.NEWTRUE: lambda m: m.stack.append(True),
     pickle.NEWFALSE: lambda m: m.stack.append(False),

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from titan.errors import RunError
 from titan.optimizer.evaluation_weights import HasEvaluationWeights, compute_evaluation_weights
 from titan.parallelism import data
+from titan.parallelism.norms import local_tensor
 from titan.precision.low_precision import unwrap_tensor
 
 AVERAGE = "ema"
@@ -152,7 +153,7 @@ class Staging:
         `wait_before_update`.
         """
         pairs = [
-            (self._get_buffer(name, local), local) for name, local in ((n, _local_tensor(t)) for n, t in state.items())
+            (self._get_buffer(name, local), local) for name, local in ((n, local_tensor(t)) for n, t in state.items())
         ]
         if self.on_gpu:
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -206,8 +207,3 @@ def _copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for buffer, tensor in pairs:
             buffer.copy_(tensor, non_blocking=True)
-
-
-def _local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's local tensor; `to_local` would create an autograd node."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

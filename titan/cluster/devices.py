@@ -51,17 +51,13 @@ class Machine:
     def describe(self) -> str:
         """Return one line such as "8 x NVIDIA H200, 140.4 GiB each, bf16, 64 CPU cores"."""
         memory = "memory unknown" if self.memory_gib is None else f"{self.memory_gib:.1f} GiB"
-        bf16 = "bf16" if self.bf16_fast else "no fast bf16"
+        bf16, cores = "bf16" if self.bf16_fast else "no fast bf16", format_plural(self.cores, "CPU core")
         if self.device == "cuda":
             suffix = " each" if self.count > 1 and self.memory_gib is not None else ""
-            text = f"{self.count} x {self.name}, {memory}{suffix}, {bf16}, {_format_cores(self.cores)}"
+            text = f"{self.count} x {self.name}, {memory}{suffix}, {bf16}, {cores}"
         else:
-            text = f"{self.name}, {_format_cores(self.cores)}, {memory}, {bf16}"
+            text = f"{self.name}, {cores}, {memory}, {bf16}"
         return f"{text} ({self.note})" if self.note else text
-
-
-def _format_cores(count: int) -> str:
-    return format_plural(count, "CPU core")
 
 
 def detect_machine(device: str = "auto", probe: Probe | None = None, setting: str = DEVICE) -> Machine:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Generic, TypeVar
 
@@ -61,6 +61,7 @@ class Command(Generic[T]):
     notes: str = ""  # text below the settings
     exit_codes: str = EXIT_CODES  # their meanings
     options: tuple[str, ...] = ()  # those of `TRAIN_OPTIONS` that it accepts
+    removed: Mapping[str, str] = field(default_factory=dict)  # what to do instead of a setting that it had
 
     def run(self, body: Callable[[CommandLine[T]], int], argv: Sequence[str] | None = None) -> int:
         """Carry out a command line, and return the exit code; print what --help and --version ask for.
@@ -75,8 +76,10 @@ class Command(Generic[T]):
         """Return a parsed command line."""
         operands, rest = split_operands(self.settings, words)
         for word in rest:
-            if (option := word.partition("=")[0]) in TRAIN_OPTIONS and option not in self.options:
+            if (name := word.partition("=")[0]) in TRAIN_OPTIONS and name not in self.options:
                 raise ConfigError(describe_train_option(word))
+            if name in self.removed:
+                raise ConfigError(f"{word}: was removed; leave it out, and {self.removed[name]}.")
         overrides = [word for word in rest if self.overrides and not self._declares(word)]
         assignments = [word for word in rest if word not in overrides]
         return CommandLine(parse_arguments(self.settings, [*operands, *assignments]), overrides, list(words))

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,7 +78,7 @@ class Batch:
     Attributes:
         fields: int32 [2 to 5, microbatches, rows, seq_len]: tokens (0 in rows of weight zero), targets (the token that
             follows; `IGNORED` where there is nothing to predict), with document masks each token's position in its
-            document and the document's number in the row, and with keys each row's key (`split_key`), then zeros.
+            document and the document's number in the row, and with keys each row's key in two parts, then zeros.
         first: the number of the whole step's first row; skipped rows have numbers too.
         last: the number of its last row.
         rows_read: number of rows read in total when this step is done.
@@ -127,11 +126,6 @@ def hash_key(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> (64 - 2 * KEY_BITS)
 
 
-def split_key(key: int) -> tuple[int, int]:
-    """Return a key's lower and upper bits, each of which fits into int32."""
-    return key % 2**KEY_BITS, key >> KEY_BITS
-
-
 class BatchBuilder:
     """Writes rows into fields: tokens, targets, with document masks positions and documents, and keys if asked for."""
 
@@ -170,7 +164,7 @@ class BatchBuilder:
         row_fields[TOKENS], row_fields[TARGETS] = stored[:-1], stored[1:]
         if self.has_keys:
             row_fields[-1] = 0
-            row_fields[-1, :2] = split_key(key)
+            row_fields[-1, :2] = key % 2**KEY_BITS, key >> KEY_BITS
         if masked:
             row_fields[TARGETS][~split.read_loss_mask(start, length + 1)[1:]] = IGNORED
         pairs = (
@@ -268,9 +262,7 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _wait_for_batch(self) -> Batch | BaseException:

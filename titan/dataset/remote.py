@@ -65,11 +65,6 @@ def register_url(url: str) -> None:
     _FULL_URLS[redact(url.rstrip("/"))] = url.rstrip("/")
 
 
-def can_fetch(path: Path) -> bool:
-    """Return whether a shard's file can be fetched from a URL."""
-    return (path.parent / ORIGIN).is_file()
-
-
 def fetch_file(path: Path) -> None:
     """Fetch a shard's file into its folder if the folder mirrors a URL; otherwise do nothing."""
     origin_file = path.parent / ORIGIN

@@ -216,7 +216,7 @@ class Chat(Dataset):
 
     def build(self) -> Source:
         """Return the conversations in the tokenizer's chat template."""
-        from titan.dataset.sources import chat, hub
+        from titan.dataset.sources import chat, hub, records
         from titan.dataset.tokenizers.load import load_tokenizer
 
         if (self.path is None) == (self.name is None):
@@ -229,7 +229,7 @@ class Chat(Dataset):
             reader: RowReader = hub.HubReader(self.name, self.subset, self.split, self.revision, row_format.columns)
         else:
             reader = chat.build_file_reader(str(self.path), row_format.columns)
-        return chat.build_chat_source(reader, row_format, self.on_error)
+        return records.RowSource("chat", reader, row_format, self.on_error)
 
 
 @dataclass(frozen=True, kw_only=True)

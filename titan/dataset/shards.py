@@ -186,7 +186,7 @@ class Split:
     def _read_shard(self, shard: Shard, first: int, size: int, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         path, expected = shard.path.with_suffix(suffix), size * dtype.itemsize
         data = os.pread(self._files[path].fileno(), expected, first * dtype.itemsize)
-        if len(data) != expected and remote.can_fetch(path):  # truncated locally: fetch it again
+        if len(data) != expected and (path.parent / remote.ORIGIN).is_file():  # truncated locally: fetch it again
             path.unlink(missing_ok=True)
             self._files.forget(path)
             data = os.pread(self._files[path].fileno(), expected, first * dtype.itemsize)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -119,9 +118,7 @@ class ModuleHooks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for handle in reversed(self._handles):
             handle.remove()
 
@@ -167,11 +164,6 @@ def _is_first_call(call: StageCall, side: str, module: nn.Module) -> bool:
 def force_eager(compiled: bool) -> AbstractContextManager[Any]:
     """Return a context in which compiled modules run as they are written, with their hooks."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-
-
-def iterate_submodules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules of a model that compute something, with their names."""
-    return ((n, m) for n, m in model.named_modules() if n and not isinstance(m, nn.ModuleDict | nn.ModuleList))
 
 
 def find_compiled_parts(model: nn.Module) -> set[nn.Module]:

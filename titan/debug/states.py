@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from titan.cluster.rank_info import RankInfo
 from titan.debug import rank_state
@@ -355,7 +354,15 @@ class States:
         current_time = self.clock.get_time()
         content = self.shared.read(NODE_FILE.format(number))
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            new_node = _parse_node(json.loads(content or b""), current_time)
+            fields = json.loads(content or b"")
+            new_node = NodeStates(
+                int(fields["beat"]),
+                {state.rank: state for state in map(rank_state.from_json_object, fields["states"])},
+                frozenset(fields["silent"]),
+                {int(rank): state for rank, state in fields["processes"].items()},
+                _parse_verdict(fields["verdict"]),
+                current_time,
+            )
             if new_node.beat != node.beat:
                 node = self.nodes[number] = new_node
                 self.latest |= {
@@ -416,17 +423,6 @@ def _parse_numbers(pattern: str, names: list[str]) -> Iterator[int]:
     """Yield the numbers in the names of files."""
     form = re.compile(re.escape(pattern).replace(re.escape("{}"), r"(\d+)"))
     return (int(match[1]) for match in map(form.fullmatch, names) if match)
-
-
-def _parse_node(content: Any, current_time: float) -> NodeStates:
-    return NodeStates(
-        int(content["beat"]),
-        {state.rank: state for state in map(rank_state.from_json_object, content["states"])},
-        frozenset(content["silent"]),
-        {int(rank): state for rank, state in content["processes"].items()},
-        _parse_verdict(content["verdict"]),
-        current_time,
-    )
 
 
 def _parse_verdict(content: object) -> Verdict | None:

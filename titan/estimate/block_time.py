@@ -29,8 +29,6 @@ EXPERT_LAUNCHES = {True: 16, False: 27}
 """Kernel launches that a router and the sorting of tokens by expert add, in the block's graph or not."""
 SHARED = "feed_forward.shared."
 """How the names of a block's shared experts begin."""
-FORWARD_AND_BACKWARD = ("forward",), ("input", "weight")
-"""The parts of both passes' matmuls."""
 WEIGHT_BYTES = 4
 """Bytes of the weight of a row, in float32."""
 

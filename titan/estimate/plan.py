@@ -32,8 +32,7 @@ HOPPER = 9.0
 """The compute capability from which `training.attention=auto` takes cuDNN's kernel."""
 PUBLISHED = "ranges cover 90 % of published runs not used in the fit"
 MEASURED = "nine in ten small runs on a measured CPU lie within"
-OWN_RUNS = "nine in ten of your own runs lie within, each predicted from the others"
-"""What the interval of a figure is: on GPUs, on CPUs, and with `plan.fit`; `describe_experts` on GPUs with experts."""
+"""What the interval of a figure is: on GPUs, and on CPUs; `describe_experts` on GPUs with experts."""
 Fit = Literal["", "fits", "fits closely", "does not fit"]
 """Whether memory suffices."""
 SECONDS_PER_DAY, SECONDS_PER_HOUR = 86400.0, 3600.0

@@ -37,7 +37,6 @@ from titan.estimate.layout_options import (
 from titan.estimate.lower_bounds import LowerBounds
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.refine import UNCHANGED, CorrectionFactors
 from titan.estimate.regather import list_regather_obstacles, regathers_input
 from titan.estimate.step_time import StepTime, estimate_step
 from titan.parallelism.pipeline.schedules import SCHEDULES, find_schedule
@@ -90,7 +89,6 @@ def search_layouts(
     keep: int = 10,
     prune: bool = True,
     accepts: Accept = lambda candidate: True,
-    factors: CorrectionFactors = UNCHANGED,
     typed: TypedSettings | None = None,
     show: Show = lambda line: None,
 ) -> SearchOutcome:
@@ -105,7 +103,7 @@ def search_layouts(
     """
     typed = typed or {}
     find_schedule(typed.get("schedule", "1F1B"))
-    space = _Space(recipe, devices, machine, accepts, factors, typed, show)
+    space = _Space(recipe, devices, machine, accepts, typed, show)
     if not space.ordered:
         raise ConfigError(_explain_no_layout(recipe, devices, machine, typed))
     fastest = space.find_fastest(keep, space.available_gib, prune)
@@ -157,12 +155,11 @@ class _Space:
         devices: int,
         machine: Machine,
         accepts: Accept,
-        factors: CorrectionFactors,
         typed: TypedSettings,
         show: Show,
     ) -> None:
         hardware = resolve_hardware(recipe.cluster, machine)
-        self.recipe, self.device, self.accepts, self.factors = recipe, machine.device, accepts, factors
+        self.recipe, self.device, self.accepts = recipe, machine.device, accepts
         self.available_gib = compute_available_gib(recipe, Layout(shard=devices), machine)
         self.speeds: Callable[[Layout], Speeds] = cache(
             lambda layout: derive_device_speeds(recipe, hardware, machine, layout)
@@ -184,7 +181,7 @@ class _Space:
         for index, (least_seconds, number, option) in enumerate(self.ordered):
             self._show_progress(lambda: self._describe_progress(index, results, available_gib))  # noqa: B023
             slowest_seconds = results[keep - 1].step.seconds if len(results) >= keep else math.inf
-            if prune and self.factors.least * least_seconds > slowest_seconds:
+            if prune and least_seconds > slowest_seconds:
                 break
             if prune and not self._can_be_kept(number, option, slowest_seconds, available_gib):
                 continue
@@ -195,10 +192,10 @@ class _Space:
 
     def _can_be_kept(self, number: int, option: LayoutOption, slowest_seconds: float, available_gib: float) -> bool:
         """Return whether neither a bound of memory nor one of time excludes a layout, the cheapest bound first."""
-        limit_gib = overhead.compute_live_limit(available_gib / self.factors.memory, option.layout, self.device) / GIB
+        limit_gib = overhead.compute_live_limit(available_gib, option.layout, self.device) / GIB
         if self._recall(number, self.bounds.compute_first_gib, option) > limit_gib:
             return False
-        if self.factors.least * self._recall(number, self._compute_least_seconds, option) > slowest_seconds:
+        if self._recall(number, self._compute_least_seconds, option) > slowest_seconds:
             return False
         return bool(self._recall(number, self.bounds.compute_gib, option) <= limit_gib)
 
@@ -218,9 +215,7 @@ class _Space:
     def _predict(self, option: LayoutOption) -> PredictedLayout | None:
         """Return the prediction of a layout; None when it does not fit or can't be started."""
         candidate = option.build_candidate(self.recipe)
-        return predict_layout(
-            candidate, self.speeds(option.layout), self.device, self.available_gib, self.accepts, self.factors
-        )
+        return predict_layout(candidate, self.speeds(option.layout), self.device, self.available_gib, self.accepts)
 
     def _show_progress(self, describe: Callable[[], str]) -> None:
         if (now := time.monotonic()) - self._shown_time >= SHOW_SECONDS:
@@ -239,18 +234,17 @@ def predict_layout(
     device: str,
     available_gib: float,
     accepts: Accept,
-    factors: CorrectionFactors,
 ) -> PredictedLayout | None:
     """Return the prediction of a candidate; None when it does not fit or can't be started."""
     recipe, layout, count = candidate.recipe, candidate.layout, candidate.microbatches
     try:
-        gib = overhead.compute_fitting_gib(recipe, layout, count, device, available_gib / factors.memory)
+        gib = overhead.compute_fitting_gib(recipe, layout, count, device, available_gib)
         if gib is None or not accepts(candidate):
             return None
-        step = factors.scale_step(estimate_step(recipe, layout, count, speeds, timetable=False))
+        step = estimate_step(recipe, layout, count, speeds, timetable=False)
     except ConfigError:
         return None
-    return PredictedLayout(candidate, step, factors.memory * gib)
+    return PredictedLayout(candidate, step, gib)
 
 
 def iterate_changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterator[LayoutCandidate]:
@@ -314,14 +308,13 @@ def find_best_changes(
     *,
     keep: int = 3,
     accepts: Accept = lambda candidate: True,
-    factors: CorrectionFactors = UNCHANGED,
 ) -> tuple[PredictedLayout, ...]:
     """Return the single changes that make a step fastest and fit, the fastest first."""
     hardware, available_gib = resolve_hardware(recipe.cluster, machine), compute_available_gib(recipe, layout, machine)
     results = []
     for candidate in iterate_changes(recipe, layout, microbatches):
         speeds = derive_device_speeds(candidate.recipe, hardware, machine, candidate.layout)
-        results.append(predict_layout(candidate, speeds, machine.device, available_gib, accepts, factors))
+        results.append(predict_layout(candidate, speeds, machine.device, available_gib, accepts))
     fitting = [result for result in results if result is not None]
     return tuple(sorted(fitting, key=lambda result: result.step.seconds)[:keep])
 

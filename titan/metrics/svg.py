@@ -67,11 +67,11 @@ class Scale:
 
     def compute_ticks(self, count: int = 6) -> list[float]:
         """Return about `count` round values in the range."""
-        return (
-            _compute_decades(self.low, self.high, count)
-            if self.log
-            else compute_round_values(self.low, self.high, count)
-        )
+        if not self.log:
+            return compute_round_values(self.low, self.high, count)
+        first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+        stride = max(1, math.ceil((last - first) / max(1, count)))
+        return [10.0**power for power in range(first, last + 1, stride)]
 
 
 def compute_round_values(low: float, high: float, count: int = 6) -> list[float]:
@@ -83,12 +83,6 @@ def compute_round_values(low: float, high: float, count: int = 6) -> list[float]
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{step * k:.12g}") for k in range(first, last + 1)]
-
-
-def _compute_decades(low: float, high: float, count: int) -> list[float]:
-    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    stride = max(1, math.ceil((last - first) / max(1, count)))
-    return [10.0**power for power in range(first, last + 1, stride)]
 
 
 @dataclass(frozen=True)

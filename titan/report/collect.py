@@ -163,11 +163,8 @@ def count_devices(document: Mapping[str, Any]) -> int:
     return prod(int(degree) for degree in (document.get("layout") or {}).values())
 
 
-def collect_runs(directories: Sequence[Path], label: str = "") -> CollectedRuns:
+def collect_runs(directories: Sequence[Path]) -> CollectedRuns:
     """Read all runs in directories and their subdirectories.
-
-    Args:
-        label: the user's setting, for messages; empty for a command's first words.
 
     Raises:
         ConfigError: for a directory that does not exist or contains no run.
@@ -176,14 +173,14 @@ def collect_runs(directories: Sequence[Path], label: str = "") -> CollectedRuns:
     for directory in directories:
         if not directory.is_dir():
             problem = "is a file, not a directory" if directory.is_file() else "there is no such directory"
-            raise ConfigError(f"{label or directory}: {problem}; give the directory of a run or a sweep.")
+            raise ConfigError(f"{directory}: {problem}; give the directory of a run or a sweep.")
         count_before = len(collection.runs) + len(collection.failed)
         resolved = directory.resolve()
         _add_directory(resolved, collection, named_by_user=True)
         is_known = resolved in collection.runs or resolved in collection.failed
         if len(collection.runs) + len(collection.failed) == count_before and not is_known:
             raise ConfigError(
-                f"{label or directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
+                f"{directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
             )
     return CollectedRuns(
         tuple(collection.runs.values()),

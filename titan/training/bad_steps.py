@@ -21,7 +21,7 @@ from titan.config.settings import format_value
 from titan.console.numbers import format_plural
 from titan.dataset.loader import Batch
 from titan.dataset.mixture import RowMixture
-from titan.debug.module_hooks import ModuleHooks, StageCall, force_eager, iterate_submodules
+from titan.debug.module_hooks import ModuleHooks, StageCall, force_eager
 from titan.errors import RunError
 from titan.files.atomic import write_atomic
 from titan.parallelism.microbatches import Microbatches
@@ -193,9 +193,10 @@ class NonFiniteTracer(ModuleHooks):
         self.bad_tokens: list[Tensor] = []
         self.op_mode = NonFiniteOpMode()
         for index, stage in enumerate(train_step.stages):
-            for name, module in iterate_submodules(stage.model):
-                self.add_before(index, module, self._build_pre_hook(name))
-                self.add_after(index, module, self._build_post_hook(name), first=True)
+            for name, module in stage.model.named_modules():
+                if name and not isinstance(module, nn.ModuleDict | nn.ModuleList):
+                    self.add_before(index, module, self._build_pre_hook(name))
+                    self.add_after(index, module, self._build_post_hook(name), first=True)
 
     def _build_pre_hook(self, name: str) -> Callable[..., Any]:
         parent = _find_parent(name)

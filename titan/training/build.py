@@ -307,12 +307,12 @@ def _choose_attention_kernel(run: Run, world: World) -> str:
     choice, documents, device = run.training.attention, run.dataset.mask_documents, world.device
     model, dtype, ranks, masked = run.model, run.precision.dtype, run.layout.tensor, _describe_masks(run)
     shape = (model.heads // ranks, model.kv_heads // ranks, model.head_size)
-    merges, masks_chunks = _merges_blocks(run, world), _has_chunks(run) and not _uses_ring_attention(run, world)
+    masks_chunks = model.needs_mask(run.training.seq_len) and not _uses_ring_attention(run, world)
     kernels = attention.choose_kernels(choice, device)
     try:
         if choice != "flex" and masks_chunks:  # torch's kernels for both masks
             attention.query_selected_kernel(shape, dtype, device, kernels, has_mask=True)
-        if choice == "flex" or merges:
+        if choice == "flex" or _merges_blocks(run, world):
             return context_kernels.choose_kernel(choice, shape, dtype, device, documents)
         return attention.query_selected_kernel(shape, dtype, device, kernels, documents)
     except attention.NoKernelError as error:
@@ -333,14 +333,9 @@ def _uses_ring_attention(run: Run, world: World) -> bool:
     return world.layout.context > 1 and run.parallelism.context_method == "ring"
 
 
-def _has_chunks(run: Run) -> bool:
-    """Whether rows have several chunks, and the model has blocks that attend within them."""
-    return run.model.needs_mask(run.training.seq_len)
-
-
 def _describe_masks(run: Run) -> str:
     """Return what is masked besides causality; empty if nothing is."""
-    masked = {"documents": run.dataset.mask_documents, "chunks": _has_chunks(run)}
+    masked = {"documents": run.dataset.mask_documents, "chunks": run.model.needs_mask(run.training.seq_len)}
     return " and ".join(name for name, is_on in masked.items() if is_on)
 
 
@@ -417,7 +412,17 @@ def _build_runner(stages: dict[int, ModelStage], run: Run, world: RunContext, ch
     """Return what runs micro-batches through the stages."""
     advance = world.activity.record_progress
     if (group := world.get_group("pipeline")) is not None:
-        shape = _build_pipeline_shape(run, choices)
+        shape = PipelineShape(
+            schedule=run.staging.schedule,
+            owners=run.staging.owners,
+            rows=run.microbatch_rows,
+            length=run.training.seq_len // run.layout.context,
+            width=run.model.dim,
+            split=run.layout.tensor if run.parallelism.sequence_parallel else 1,
+            dtype=run.precision.dtype,
+            accumulates_whole=choices.accumulates_whole,
+            reshards=choices.reshard is not False,
+        )
         losses = len(run.training.terms), StageWithLosses.count_block_sums(next(iter(stages.values())).model)
         configure = partial(run.parallelism.exchange.configure_schedule, device=world.device)
         groups = create_p2p_groups(shape, group, world.timeout)
@@ -426,20 +431,6 @@ def _build_runner(stages: dict[int, ModelStage], run: Run, world: RunContext, ch
     mesh = world.get_mesh("replicate")
     wrapped = data.replicate(stage, mesh) if world.layout.only_replicated and mesh is not None else stage
     return GradAccumulation(stage, wrapped, choices.accumulates_whole, advance)
-
-
-def _build_pipeline_shape(run: Run, choices: _Choices) -> PipelineShape:
-    return PipelineShape(
-        schedule=run.staging.schedule,
-        owners=run.staging.owners,
-        rows=run.microbatch_rows,
-        length=run.training.seq_len // run.layout.context,
-        width=run.model.dim,
-        split=run.layout.tensor if run.parallelism.sequence_parallel else 1,
-        dtype=run.precision.dtype,
-        accumulates_whole=choices.accumulates_whole,
-        reshards=choices.reshard is not False,
-    )
 
 
 def _build_token_positions(run: Run, world: World) -> Callable[[int], Tensor] | None:

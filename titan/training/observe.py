@@ -211,7 +211,9 @@ class Observer(ModuleHooks):
         values = real.flatten(0, 1)[sampled.to(real.device)].float()
         sample.tokens.append(tokens[sampled])
         sample.microbatches.append(torch.full_like(tokens[sampled], microbatch))
-        sample.values.append((values @ build_projections(values.shape[-1]).to(values.device)).cpu())
+        generator = torch.Generator().manual_seed(0)  # so that the random projections are the same everywhere
+        projections = torch.randn(values.shape[-1], PROJECTION_WIDTH, generator=generator)
+        sample.values.append((values @ projections.to(values.device)).cpu())
 
     # --- losses
 
@@ -260,12 +262,6 @@ class Observer(ModuleHooks):
         if (group := self.train_step.world.get_group("context")) is not None:
             keys, key_ids = collectives.all_gather(k, 2, group), collectives.all_gather(query_ids, 2, group)
         return compute_largest_logit(q[:count], keys[:count], query_ids[:, :count], key_ids[:, :count])
-
-
-def build_projections(width: int) -> Tensor:
-    """Return the random projections of activations, the same everywhere: float32 [width, WIDTH]."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(width, PROJECTION_WIDTH, generator=generator)
 
 
 def compute_token_losses(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:

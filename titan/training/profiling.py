@@ -129,7 +129,14 @@ class RunProfiler:
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def _find_owners(self) -> dict[str, dict[int, int]]:
-        return collect_owners(self.train_step.parameters(), self.train_step.optimizer)
+        """Return the storages of weights, of the gradients that exist, and of the optimizer's state."""
+        weights, states = list(self.train_step.parameters()), self.train_step.optimizer.state.values()
+        tensors = (value for state in states for value in state.values() if isinstance(value, Tensor))
+        return {
+            trace.WEIGHTS: _map_storages(weights),
+            trace.GRADIENTS: _map_storages(p.grad for p in weights if p.grad is not None),
+            trace.OPTIMIZER: _map_storages(tensors),
+        }
 
     def take_request(self) -> bool:
         """Return whether the user asks for a profile, on rank 0; the file that asks is removed."""
@@ -250,17 +257,6 @@ class RunProfiler:
         """End a profile whose steps are not all done; nothing is written where none was recorded."""
         if self.profile is not None:
             self._end_profile()
-
-
-def collect_owners(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, dict[int, int]]:
-    """Return the storages of weights, of the gradients that exist, and of the optimizer's state."""
-    weights = list(parameters)
-    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    return {
-        trace.WEIGHTS: _map_storages(weights),
-        trace.GRADIENTS: _map_storages(p.grad for p in weights if p.grad is not None),
-        trace.OPTIMIZER: _map_storages(states),
-    }
 
 
 def _map_storages(tensors: Iterable[Tensor]) -> dict[int, int]:

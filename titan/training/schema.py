@@ -135,7 +135,15 @@ class Training:
     def check(self) -> None:
         """Raise ConfigError for batches that are no whole rows, and for batches that don't grow."""
         self._check_rows("training.global_batch", self.global_batch)
-        self._check_growth()
+        previous = (0, self.global_batch)
+        for tokens, batch in self.grow:
+            self._check_rows("training.grow: a batch", batch)
+            if tokens <= previous[0] or batch <= previous[1]:
+                raise ConfigError(
+                    f"training.grow={format_value(self.grow)}: both numbers must increase from one pair to the next, "
+                    f"starting above [0,{self.global_batch}]; give them in ascending order."
+                )
+            previous = tokens, batch
         for name in self.loss_terms or {}:
             if name in ("z_loss", "label_smoothing"):
                 raise ConfigError(f"training.loss_terms.{name}: is the name of training.{name}; choose another name.")
@@ -146,17 +154,6 @@ class Training:
             raise ConfigError(
                 f"{name}={batch}: must be a multiple of training.seq_len={self.seq_len}; the nearest is {nearest}."
             )
-
-    def _check_growth(self) -> None:
-        previous = (0, self.global_batch)
-        for tokens, batch in self.grow:
-            self._check_rows("training.grow: a batch", batch)
-            if tokens <= previous[0] or batch <= previous[1]:
-                raise ConfigError(
-                    f"training.grow={format_value(self.grow)}: both numbers must increase from one pair to the next, "
-                    f"starting above [0,{self.global_batch}]; give them in ascending order."
-                )
-            previous = tokens, batch
 
 
 @dataclass(frozen=True)

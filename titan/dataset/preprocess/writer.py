@@ -90,7 +90,8 @@ class SplitWriter:
 
     def _flush_chunk(self) -> None:
         count = len(self._buffer)
-        order = Permutation(count, derive_seed(self.seed, self._chunks)).rows_at(np.arange(count)).tolist()
+        digest = blake2b(json.dumps([self.seed, self._chunks]).encode(), digest_size=8).digest()
+        order = Permutation(count, int.from_bytes(digest, "little")).rows_at(np.arange(count)).tolist()
         sizes = np.array([self._buffer[d].size for d in order], dtype=np.uint64)
         tokens = np.concatenate([self._buffer[d] for d in order]).astype(self.dtype, copy=False)
         self._write_array("tokens", tokens)
@@ -105,11 +106,6 @@ class SplitWriter:
         if kind not in self._files:
             self._files[kind] = HashedFile(self.folder / f"{self.stem}.{kind}")
         self._files[kind].write(data)
-
-
-def derive_seed(*values: Any) -> int:
-    """Return a 64-bit seed from plain values."""
-    return int.from_bytes(blake2b(json.dumps(values).encode(), digest_size=8).digest(), "little")
 
 
 def compute_checksum(path: Path) -> list[Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titan.config.settings import format_value
-from titan.dataset.documents import Document, Skip, Source, Turn
+from titan.dataset.documents import Document, Skip, Turn
 from titan.dataset.sources import files
 from titan.dataset.sources.files import BadDocumentError
 from titan.dataset.sources.records import (
@@ -20,7 +20,6 @@ from titan.dataset.sources.records import (
     ParquetReader,
     RowFormat,
     RowReader,
-    RowSource,
     TableRow,
     get_value,
     repair_surrogates,
@@ -168,11 +167,6 @@ def _parse_message(message: Any, key: str, setting: str) -> Message:
             "no text", f"{key!r} contains {excerpt}, not {{role, content}} of text; give the right key in {setting}."
         )
     return ROLES.get(role, role), repair_surrogates(text)
-
-
-def build_chat_source(reader: RowReader, row_format: Conversation, on_error: str = "refuse") -> Source:
-    """Return the source of the conversations in rows."""
-    return RowSource("chat", reader, row_format, on_error)
 
 
 def build_file_reader(path: str, columns: tuple[str, ...]) -> RowReader:

@@ -26,6 +26,7 @@ from titan.console.text import escape
 
 Mood = Literal["", "good", "bad", "open"]
 MOODS: dict[str, Mood] = {"": "", "fits": "good", "fits closely": "open", "does not fit": "bad"}
+"""The mood of each verdict on memory."""
 GAP = "  "
 NARROWEST = 20
 """The fewest columns of a terminal for labels of rows, if they need them."""

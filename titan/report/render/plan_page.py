@@ -42,6 +42,7 @@ from titan.report.render.document import (
 from titan.report.render.plan_memory import ActionPhases, choose_time_unit
 from titan.report.render.plan_text import (
     CLOSELY,
+    LEAST_GAIN,
     PlanOutcome,
     fits_closely,
     format_figure,
@@ -164,7 +165,7 @@ def _format_lead(outcome: PlanOutcome) -> str:
         best = outcome.faster[0]
         words += f"{' '.join(outcome.build_overrides(best))} would make it {outcome.format_speed(best)} as fast."
     else:
-        words += f"No single change would make it more than {100 * outcome.least_gain:g} % faster."
+        words += f"No single change would make it more than {100 * LEAST_GAIN:g} % faster."
     return words
 
 

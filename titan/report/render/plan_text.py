@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titan.console.numbers import format_count, format_plural, format_rounded
@@ -19,16 +19,14 @@ from titan.report.render.document import MOODS, FigureText, Mood
 from titan.run.budget import describe_hours
 
 if TYPE_CHECKING:
-    from titan.estimate.refine import Refinement
     from titan.run.run import Run
 
 UNITS = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440}
 """Units of a run's time, and how many days they have."""
 TRAIN = "python -m titan.train"
-"""The mood of each verdict on memory."""
 CLOSELY = "the interval reaches beyond the device"
-PRECISE = 0.05
-"""Relative error of step times below which ratios have two decimals, in place of one."""
+LEAST_GAIN = 0.05
+"""The least relative gain that is shown: half a unit of the last decimal of ratios."""
 WIDTH, LINE = 30, 120
 """Characters of the longest bar, and of a line of words."""
 STAGES = 16
@@ -50,7 +48,6 @@ class PlanOutcome:
         search_result: the result of a search; None without one.
         arguments: options and overrides of the command line, without those of titan.plan itself.
         traced: a traced step; None without one.
-        refinement: what the user's own runs ask for; None without them.
         open_run: the run whose layout is open, where what is planned is the fastest of a search; else None.
         traced_results: traced steps of the fastest results of a search, in their order.
         saved_gib: GiB that gradients accumulated in bf16 would save.
@@ -62,7 +59,6 @@ class PlanOutcome:
     search_result: SearchOutcome | None = None
     arguments: tuple[str, ...] = ()
     traced: TracedStep | None = None
-    refinement: Refinement | None = None
     open_run: Run | None = None
     traced_results: tuple[TracedStep, ...] = ()
     saved_gib: float = 0.0
@@ -78,25 +74,15 @@ class PlanOutcome:
     @property
     def faster(self) -> list[PredictedLayout]:
         """The single changes that make a step visibly faster: by more than the precision of ratios hides."""
-        return [result for result in self.changes if self.compute_speed(result) - 1 >= self.least_gain]
-
-    @property
-    def least_gain(self) -> float:
-        """Half a unit of the last decimal of ratios."""
-        return 0.5 * 10.0**-self.decimals
-
-    @property
-    def decimals(self) -> int:
-        """The decimals of ratios: the errors of ratios are as large as those of times (docs/plan_accuracy.md)."""
-        return 2 if 0 < self.plan.error < PRECISE else 1
+        return [result for result in self.changes if self.compute_speed(result) - 1 >= LEAST_GAIN]
 
     def compute_speed(self, result: PredictedLayout) -> float:
         """Return the speed of a result as a multiple of the plan's."""
         return self.plan.step.seconds / result.step.seconds
 
     def format_speed(self, result: PredictedLayout) -> str:
-        """Return the speed of a result as a multiple of the plan's, with the decimals that it has."""
-        return f"{self.compute_speed(result):.{self.decimals}f}x"
+        """Return the speed of a result as a multiple of the plan's, with one decimal (docs/plan_accuracy.md)."""
+        return f"{self.compute_speed(result):.1f}x"
 
     def build_step_seconds(self, result: PredictedLayout) -> PredictedValue:
         """Return the step time of a result with its interval."""
@@ -218,7 +204,7 @@ def format_plan(outcome: PlanOutcome) -> str:
             f"{' '.join(outcome.build_overrides(result)):<60} {outcome.format_speed(result)}, "
             f"{format_result_memory(outcome, result).format_line()}"
             for result in outcome.faster
-        ] or [f"no single change by more than {100 * outcome.least_gain:g} %"]
+        ] or [f"no single change by more than {100 * LEAST_GAIN:g} %"]
         lines += ["", "faster with", *(f"  {line}" for line in changes)]
     lines += [*_format_trace(outcome), *_format_search(outcome)]
     return "\n".join(lines) + "\n"
@@ -353,8 +339,6 @@ def build_plan_data(outcome: PlanOutcome) -> dict[str, Any]:
     """Return the figures of a plan, each with its interval, and the results of a search as plain data."""
     content, search_result = _collect_figures(outcome.plan), outcome.search_result
     content["accumulate_bf16_saves_gib"] = outcome.saved_gib
-    if outcome.refinement is not None:
-        content["fit"] = asdict(outcome.refinement)
     if outcome.traced is not None:
         content["trace"] = _convert_trace(outcome.traced)
     if search_result is not None:

@@ -19,7 +19,6 @@ from titan.dataset import corpora
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS
 from titan.evaluation.schema import Evaluation, Task, ValidationSet
-from titan.files.atomic import write_atomic
 from titan.files.run_directory import RUN
 from titan.model.schema import Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
@@ -244,11 +243,6 @@ class EvaluationJob:
     attempt: Attempt
     checkpoints: tuple[tuple[int, str], ...] = ()
     tokenizer: str | None = None
-
-
-def write_result(job: EvaluationJob, results: Mapping[str, Any]) -> None:
-    """Write what rank 0 has measured."""
-    write_atomic(Path(job.run.directory) / RESULT, json.dumps(results))
 
 
 def read_result(job: EvaluationJob) -> dict[str, Any]:

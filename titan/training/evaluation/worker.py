@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.restore import restore_train_state
 from titan.cluster.rank_info import RankInfo
+from titan.files.atomic import write_atomic
 from titan.training.build import build_train_step
 from titan.training.evaluation.averages import average_weights
 from titan.training.evaluation.evaluator import Evaluator
-from titan.training.evaluation.request import EvaluationJob, write_result
+from titan.training.evaluation.request import RESULT, EvaluationJob
 from titan.training.trainer import Trainer
 from titan.training.worker import fetch_verified, join_ranks
 
@@ -40,7 +43,7 @@ def work(job: EvaluationJob, rank_info: RankInfo) -> int:
         results = _measure(trainer, job, folders[:-1])
         trainer.close()
         if world.is_rank0:
-            write_result(job, results)
+            write_atomic(Path(run.directory) / RESULT, json.dumps(results))
     return 0
 
 

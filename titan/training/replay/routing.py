@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,7 @@ from titan.debug.module_hooks import ModuleHooks, StageCall, find_compiled_parts
 from titan.errors import RunError
 from titan.numerics.differences import Operation, Samples
 from titan.training.observe import StepRows
-from titan.training.replay.observation import join_routes, read_rank_replays
 from titan.training.train_step import TrainStep
-
-
-def read_routes(folder: str, name: str) -> dict[str, Samples]:
-    """Return the experts of all tokens of another replay's pass, by router; tokens are sorted."""
-    return join_routes(read_rank_replays(Path(folder), name))
 
 
 class RouteWatch(ModuleHooks):

@@ -38,9 +38,9 @@ from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.observe import Observer, StepRows
-from titan.training.replay.observation import ActivationTotals, RankReplay, TokenLoss
+from titan.training.replay.observation import ActivationTotals, RankReplay, TokenLoss, join_routes, read_rank_replays
 from titan.training.replay.request import OPERATIONS, ROUNDED, ReplayJob
-from titan.training.replay.routing import OperationWatch, RouteWatch, read_routes
+from titan.training.replay.routing import OperationWatch, RouteWatch
 from titan.training.signals import StopSignals, choose_stop_exit_code
 from titan.training.step_metrics import StepResult
 from titan.training.train_step import StepWatch, TrainStep
@@ -143,7 +143,11 @@ class Replayer(StepWatch):
     def compute_gradients(self, train_step: TrainStep, rows: Microbatches, scale: float) -> Tensor:
         """See `StepWatch`: compute them within what watches the passes, or make them."""
         if self._made_loss is not None:
-            self._make_gradients()
+            with torch.no_grad():
+                for name, p in self._list_parameters():
+                    if p.requires_grad:  # bitwise the same on every layout
+                        p.grad = torch.empty_like(p)
+                        init_parameter(p.grad, f"{GRADIENT} of {name}", Normal(MADE_STD), 0)
             return self._made_loss
         with self._passes or nullcontext():
             return super().compute_gradients(train_step, rows, scale)
@@ -166,7 +170,8 @@ class Replayer(StepWatch):
 
     def _replay_step(self, job: ReplayJob, name: str, batch: Batch) -> RankReplay:
         """Take the step while it is watched, then compare the optimizer by made gradients."""
-        rows, pinned = self.trainer.to_device(batch), read_routes(job.pin, name) if job.pin else {}
+        rows = self.trainer.to_device(batch)
+        pinned = join_routes(read_rank_replays(Path(job.pin), name)) if job.pin else {}
         is_first, is_last = (name == job.passes[i][0] for i in (0, -1))
         losses = self._find_losses(rows, job) if job.tokens and is_first and self.run.compile.scope != "off" else None
         fingerprints, kept = self._fingerprint_start(is_first), self._copy_state() if is_last else []
@@ -262,14 +267,6 @@ class Replayer(StepWatch):
         for weight, old in before:
             weight.sub_(old)
         return self._fingerprint(UPDATE, self.train_step.named_parameters())
-
-    @torch.no_grad()
-    def _make_gradients(self) -> None:
-        """Make gradients that are bitwise the same on every layout."""
-        for name, p in self._list_parameters():
-            if p.requires_grad:
-                p.grad = torch.empty_like(p)
-                init_parameter(p.grad, f"{GRADIENT} of {name}", Normal(MADE_STD), 0)
 
     def _scale_rates(self) -> None:
         """Scale all learning rates by one factor, so that the update of a step with a tiny one can be compared."""

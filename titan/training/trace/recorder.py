@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from titan.estimate.traced.events import AFTER, BEFORE, COMPUTE, NONE, OUTSIDE, Event, Kind
+from titan.parallelism.norms import local_tensor
 
 _resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 
@@ -96,7 +97,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def label_tensor(self, tensor: Tensor, category: str) -> None:
         """Set the category of a tensor."""
-        entry = self.sizes.get(unwrap_local(tensor).untyped_storage()._cdata)
+        entry = self.sizes.get(local_tensor(tensor).untyped_storage()._cdata)
         if entry is not None:
             self.categories[entry[0]] = category
 
@@ -104,7 +105,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record tensors that exist already, each with its block."""
         for tensor, block in tensors:
             self.owner, self.category = block, category
-            self.record_allocation(unwrap_local(tensor))
+            self.record_allocation(local_tensor(tensor))
         self.owner, self.category = NONE, ""
 
     def list_events(self) -> list[Event]:
@@ -251,11 +252,6 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.add_event("collective", name=kind, size=size, shape=shape, stream=stream)
         self.add_event("record", key=end_key, stream=stream)
         return end_key
-
-
-def unwrap_local(tensor: Tensor) -> Tensor:
-    """Return a tensor's shard on this rank; a plain tensor as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _extract_shape(name: str, args: Any) -> tuple[int, ...]:

@@ -37,14 +37,11 @@ class StageRegions:
         self.exit_stack = ExitStack()
         self._wrap_module(stage, self._begin_stage, self._end_stage)
         if stage._compiled_call_impl is None:  # else what is inside is compiled with it, hooks too
-            self._follow_blocks(stage)
-
-    def _follow_blocks(self, stage: ModelStage) -> None:
-        first = int(next(iter(stage.model.layers)))
-        for index, block in enumerate(stage.model.blocks(), first):
-            self._wrap_module(block, self._build_enter_hook(index, first), self._build_leave_hook(index))
-        if stage.model.head is not None:
-            self._wrap_module(stage.model.head, self._enter_head)
+            first = int(next(iter(stage.model.layers)))
+            for index, block in enumerate(stage.model.blocks(), first):
+                self._wrap_module(block, self._build_enter_hook(index, first), self._build_leave_hook(index))
+            if stage.model.head is not None:
+                self._wrap_module(stage.model.head, lambda *_: self._set_region("F", self.microbatch, AFTER))
 
     def _wrap_module(
         self, module: Any, pre_hook: Callable[..., None], post_hook: Callable[..., None] | None = None
@@ -91,9 +88,6 @@ class StageRegions:
                 _on_gradient(hidden, self._build_gradient_hook(self.microbatch, index))
 
         return leave_block
-
-    def _enter_head(self, *_: Any) -> None:
-        self._set_region("F", self.microbatch, AFTER)
 
     def _end_stage(self, _: Any, __: Any, out: Any) -> None:
         if isinstance(out, Tensor) and out.requires_grad and out.dim() < 2:
