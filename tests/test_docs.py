@@ -65,7 +65,8 @@ ELSEWHERE = (
     "dataset=c4", "dataset=fineweb_edu", "OWNER/NAME", "meta-llama/", "s3://bucket", "srun --nodes 16",
     "bench_8b_128 cluster.nodes=4", "bench_8b_128 hydra/launcher=slurm$", "train_8b cluster=h200", "to=mine/cluster",
     "--config-dir mine cluster=here", "bench_405b_512 plan.trace", "bench_405b_512 cluster.hardware",
-    "against=parallelism=3d", "study withdraw", "against=runs/first", "(evaluate|convert) exported", "-m .*experiments/.*sweep=",
+    "against=parallelism=3d", "study withdraw", "against=runs/first", "(evaluate|convert) exported",
+    "-m .*experiments/.*sweep=",
     f"compare runs/({'|'.join(page.parent.name for page in EXPERIMENTS)})$",
 )  # fmt: skip
 """Patterns of commands that are only parsed: they need the network, a cluster, minutes, or files of other pages."""
