@@ -12,8 +12,7 @@ import yaml
 
 from titan.config.settings import build
 from titan.errors import ConfigError
-from titan.profile import breakdown as kinds
-from titan.profile import summary
+from titan.profile import kinds, summary
 from titan.profile.schema import Profile
 from titan.profile.summary import Summary
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan.profile.breakdown import name_collective
+from titan.profile.kinds import name_collective
 
 MAX_PENDING = 8
 """Collectives that have not ended: the oldest of them, since a GPU has hundreds waiting."""

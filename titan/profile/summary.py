@@ -17,7 +17,7 @@ from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
-from titan.profile import breakdown as kinds
+from titan.profile import kinds
 from titan.profile.breakdown import Breakdown
 from titan.profile.schema import Profile
 
