@@ -92,7 +92,8 @@ class HydraErrors:
                 # the override that the message quotes, or else one that names what it names
                 quoted = [o for o in self.overrides if o in text or re.search(rf"\b{re.escape(_parse_key(o))}\b", text)]
                 typed = max(quoted, key=len, default=text.rstrip("."))
-                lists = _parse_key(typed) not in command_line.CONFIG_GROUPS
+                key = _parse_key(typed)
+                lists = key not in command_line.CONFIG_GROUPS or key in command_line.COMBINED
                 advice = advice.format(f"write [{typed.partition('=')[2]}] for a list, or " * lists)
                 if number := re.search(r"=(\d{1,3}(?:,\d{3})+)$", typed):  # 0,001 and 1,000
                     advice = f"write {number[1].replace(',', '.' if number[1].startswith('0') else '')}"
