@@ -1,4 +1,4 @@
-"""Groups of modules that FSDP shards by a strategy of their own: which modules are in which. Free of torch.
+"""Groups of modules that FSDP shards by another strategy than the rest: which modules are in which. Free of torch.
 
 FSDP gathers the parameters of one module at a time. By default these modules are the blocks, the embedding, the head
 and the rest, all sharded by one strategy: over all data-parallel ranks, along the first dimension.

@@ -10,7 +10,7 @@
 Ranks that divide a model compute together: all of them work on the same other rows. Ranks that share experts keep their
 places among each other, because rows of the same experts are one product.
 
-Only if some differ, `titan.training.audit` decides which rank is wrong, from further computations.
+Only if some differ, `judge` decides which rank is wrong, from further computations.
 """
 
 from __future__ import annotations

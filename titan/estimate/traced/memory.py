@@ -70,7 +70,7 @@ ROUND = 512
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 LARGE, LARGE_SEGMENT = 10 * MIB, 20 * MIB
 PAGE = 2 * MIB
-"""Granularity of segments of their own."""
+"""Granularity of segments that one large request has to itself."""
 FAR = 2**48
 """Distance of the addresses of expandable segments."""
 
