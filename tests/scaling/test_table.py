@@ -91,3 +91,8 @@ def test_numbers_with_units(value: float, unit: str) -> None:
 @pytest.mark.parametrize("text", ["", "B", "1.5.2", "1,5", "12,34", "--1", "1e", "0x10", "1.5Q"])
 def test_what_is_no_number(text: str) -> None:
     assert parse_number(text) is None
+
+
+def test_names_have_no_control_characters(tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_text("variant,N,D,loss\n\x1b[31mred,10M,100M,5.7\n")
+    assert not any("\x1b" in name for name in read_csv(str(tmp_path / "runs.csv")).variants)
