@@ -441,8 +441,8 @@ def _change_group(key: str, value: Any, of_norms: bool) -> Callable[[Any], Any]:
     """Change a setting of the group with the norms, or of the others, in the optimizer."""
 
     def make(original: Any) -> Any:
-        def build_optimizer(run: Any, stages: Any) -> Any:
-            optimizer = original(run, stages)
+        def build_optimizer(settings: Any, model: Any, parameters: Any) -> Any:
+            optimizer = original(settings, model, parameters)
             for group in optimizer.param_groups:
                 if any(p.dim() == 1 for p in group["params"]) == of_norms:
                     group[key] = value
@@ -567,12 +567,12 @@ FAULTS: tuple[LayoutFault, ...] = (
                 replace(experts.Router, "forward", _detach_route),
                 ("layers.3.feed_forward.router.weight", "layers.3.feed_forward"), "moe"),
     LayoutFault("weight decay of norms", MEGATRON, ("single", "fsdp2"),
-                replace(build, "_build_optimizer", _change_group("weight_decay", 0.5, of_norms=True)),
+                replace(build, "build_optimizer", _change_group("weight_decay", 0.5, of_norms=True)),
                 (*NORMS, "tok_embeddings.weight")),
     LayoutFault("learning rate of the step before", MEGATRON, ("fsdp2", "tp2"),
                 replace(OptimizerSchedule, "set_rates", _slow_rate), ("lr",)),
     LayoutFault("eps of the optimizer", MEGATRON, ("fsdp2", "tp2"),
-                replace(build, "_build_optimizer", _change_group("eps", 1e-3, of_norms=False)), ("*.weight",)),
+                replace(build, "build_optimizer", _change_group("eps", 1e-3, of_norms=False)), ("*.weight",)),
     # of titan's own tracker
     LayoutFault("attention scale", ISSUE, (*ANY, "cp2"), _replace_attention(_scale_attention(1.02)),
                 ("layers.0.attention",)),
