@@ -117,14 +117,14 @@ def _detect_cpu(probe: Probe) -> Machine:
     # memory limits of this process's cgroups, v1 or v2, and their parents
     limits = [probe.read_text(f"{folder}/memory.max") for folder in _list_cgroups(probe, "")]
     limits += [probe.read_text(f"{folder}/memory.limit_in_bytes") for folder in _list_cgroups(probe, "memory")]
-    sizes = [size for size in (probe.physical_bytes, *(int(s) for s in limits if s.strip().isdecimal())) if size]
+    sizes = [probe.physical_bytes, *(int(s) for s in limits if s.strip().isdecimal() and int(s))]
     mac_name = (probe.run(("sysctl", "-n", "machdep.cpu.brand_string")) or "") if platform.IS_MAC else ""
     return Machine(
         device="cpu",
         name=info.get("model name") or mac_name.strip() or f"{probe.architecture} CPU",
         count=1,
         cores=_usable_cores(probe),
-        memory_gib=min(sizes) / GIB if sizes else None,
+        memory_gib=min(sizes) / GIB,
         bf16_fast=bool({"avx512_bf16", "amx_bf16", "bf16"} & {*flags.split()}),
     )
 
