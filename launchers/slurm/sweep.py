@@ -76,8 +76,7 @@ class SlurmSweep:
 
     def __post_init__(self) -> None:
         self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}  # resources, by id
-        self.folder = self.root / ledger.SLURM
-        self.code_folder = ROOT
+        self.folder, self.code_folder = self.root / ledger.SLURM, ROOT
 
     def launch(self) -> list[int]:
         """Submit the trials that are not finished; returns the exit code of each, 0 for those that are not waited for.
@@ -113,8 +112,8 @@ class SlurmSweep:
     def launch_pool(self, source: TrialSource) -> None:
         """Submit the trials that a source asks for, and wait, until it has none left; errors as in `launch`."""
         self.trials, self.source = list(source.ask()), source
+        self.__post_init__()
         if self.trials:
-            self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
             self.launch()
 
     def _ask_source(self, waiting: set[str], trial_states: Mapping[str, TrialState]) -> list[Trial]:
@@ -159,13 +158,12 @@ class SlurmSweep:
 
     def _select_todo(self) -> list[Trial]:
         """Return the trials that are neither finished nor with Slurm."""
-        states = {id: trial.state for id, trial in self._read_trials().items()}
-        self.printed_states = {p.id: states.get(p.id, "planned") for p in self.trials}
+        states = self._read_trials()
+        self.printed_states = {p.id: states[p.id].state if p.id in states else "planned" for p in self.trials}
         for state in ("finished", "running", "queued"):
             if count := list(self.printed_states.values()).count(state):
-                print(
-                    f"{count} of {format_plural(len(self.trials), 'trial')}: {state}, not submitted again", flush=True
-                )
+                total = format_plural(len(self.trials), "trial")
+                print(f"{count} of {total}: {state}, not submitted again", flush=True)
         return [p for p in self.trials if self.printed_states[p.id] in OPEN_STATES and not is_done(p.run)]
 
     def _read_trials(self) -> dict[str, TrialState]:
@@ -201,18 +199,13 @@ class SlurmSweep:
 
         An array has trials of the same shape, as many as it may have; those of chains come one by one.
         """
-        groups: list[list[Trial]] = []
+        groups: dict[str, list[Trial]] = {}
         for trial in todo:
-            job_shape = self.shapes[trial.id]
-            if group := next((group for group in groups if self.shapes[group[0].id] == job_shape), None):
-                group.append(trial)
-            else:
-                groups.append([trial])
+            groups.setdefault(repr(self.shapes[trial.id]), []).append(trial)
         arrays: list[list[Trial]] = []
-        for group in groups:
-            size = 1
-            if not self.shapes[group[0].id].cluster.chain:
-                size = min(self.settings.array_size or slurm.read_array_limit(), slurm.read_array_limit())
+        for group in groups.values():
+            limit = 1 if group[0].run.cluster.chain else slurm.read_array_limit()
+            size = min(self.settings.array_size or limit, limit)
             arrays += [group[i : i + size] for i in range(0, len(group), size)]
         return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
 
@@ -248,9 +241,10 @@ class SlurmSweep:
         if new_nodes := [node for node in bad_nodes if node not in self.excluded_nodes]:
             self.excluded_nodes += new_nodes
             print(f"cluster.exclude_bad={cluster.exclude_bad}: without {', '.join(new_nodes)}", flush=True)
-        name, at_once, count = self.root.name, self.settings.at_once, len(chunk)
-        nodes = tuple(bad_nodes)
-        return Submission(self.folder, trial_list, name, token, self.code_folder, count, at_once, dependency, nodes)
+        name, at_once, nodes = self.root.name, self.settings.at_once, tuple(bad_nodes)
+        return Submission(
+            self.folder, trial_list, name, token, self.code_folder, len(chunk), at_once, dependency, nodes
+        )
 
     def _run_sbatch(self, job_shape: JobShape, submission: Submission) -> list[str]:
         """Submit a script; returns the numbers of its jobs.

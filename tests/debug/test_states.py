@@ -88,7 +88,7 @@ def test_other_nodes_see_at_once_what_is_written(room: int, waits: bool, tmp_pat
     """A client of NFS writes later what is not written synchronously (nfs(5))."""
     files = Folder(tmp_path, room)
     files.write("one", b"content")
-    flags = fcntl.fcntl(files._open_files["one"][0], fcntl.F_GETFL)
+    flags = fcntl.fcntl(files._open_files["one"], fcntl.F_GETFL)
     assert (flags & os.O_DSYNC == os.O_DSYNC) == waits
 
 

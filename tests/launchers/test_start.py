@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.processes import is_alive, kill_process, list_descendants, run_program, wait_for_end, wait_until
+from tests.support.processes import (
+    is_alive,
+    kill_process,
+    list_descendants,
+    read_command,
+    run_program,
+    wait_for_end,
+    wait_until,
+)  # fmt: skip
 from tests.support.runs import LAYOUTS, TINY, compose_tiny_run, read_step_records
 from tests.support.tiers import full
 from titan.checkpoint import manifest
@@ -47,11 +55,6 @@ def srun(stack: ExitStack, *command: str) -> list[subprocess.Popen[str]]:
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     envs = [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
     return [stack.enter_context(run_program(*command, env=env)) for env in envs]
-
-
-def command_line(pid: int) -> str:
-    """The command line of a process."""
-    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def attempts_of(folder: Path) -> int:
@@ -121,7 +124,7 @@ def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path
     more = ["cluster.restarts=1", "checkpoint.every=20", "training.steps=1000000"]
     with run_program(*arguments(folder, "ddp2", *more)) as process:
         wait_until(lambda: manifest.list_complete(folder) or process.poll() is not None, "a checkpoint")
-        kill_process(next(pid for pid in list_descendants(process.pid) if "/1.pickle" in command_line(pid)))
+        kill_process(next(pid for pid in list_descendants(process.pid) if "/1.pickle" in read_command(pid)))
         wait_until(lambda: attempts_of(folder) == 2 or process.poll() is not None, "the restart")
         before = lines(folder)
         wait_until(lambda: lines(folder) > before + 3 or process.poll() is not None, "steps after the restart")

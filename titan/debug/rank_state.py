@@ -17,7 +17,7 @@ import contextlib
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -251,25 +251,24 @@ class RankState:
     dumped: bool = False
 
 
-def to_json_object(state: RankState) -> dict[str, Any]:
-    """Return a state as what JSON can hold."""
-    groups = {name: [group.dimension, _pack_ranks(group.ranks)] for name, group in state.groups.items()}
-    return {**asdict(replace(state, groups={})), "groups": groups}
+def encode_state(content: object) -> bytes:
+    """Return a state, or what holds states, as JSON; a group of all ranks may have thousands, so ranges stay short."""
+    return json.dumps(content, default=_to_plain).encode()
+
+
+def _to_plain(value: Any) -> dict[str, Any]:
+    return {"range": [value.start, value.stop, value.step]} if isinstance(value, range) else vars(value)
 
 
 def from_json_object(content: dict[str, Any]) -> RankState:
-    """Return a state from what `to_json_object` returned; raise KeyError, TypeError or ValueError for anything else."""
+    """Return a state from its JSON; raise KeyError, TypeError or ValueError for anything else."""
     pending = tuple(PendingCollective(**{**op, "peers": tuple(op["peers"])}) for op in content["pending"])
     groups = {
-        name: RankGroup(words, range(*ranks["range"]) if isinstance(ranks, dict) else tuple(ranks))
-        for name, (words, ranks) in content["groups"].items()
+        name: RankGroup(group["dimension"], range(*ranks["range"]) if isinstance(ranks, dict) else tuple(ranks))
+        for name, group in content["groups"].items()
+        for ranks in [group["ranks"]]
     }
     return RankState(**{**content, "pending": pending, "groups": groups})
-
-
-def encode_state(state: RankState) -> bytes:
-    """Return a state as JSON."""
-    return json.dumps(to_json_object(state)).encode()
 
 
 def decode_state(content: bytes | None, attempt: int) -> RankState | None:
@@ -281,12 +280,7 @@ def decode_state(content: bytes | None, attempt: int) -> RankState | None:
 
 
 def compact_ranks(ranks: Sequence[int]) -> Sequence[int]:
-    """Return ranks at equal distances as a range: a group of all ranks may have thousands."""
+    """Return ranks at equal distances as a range."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     span = range(ranks[0], ranks[-1] + 1, step)
     return span if list(span) == list(ranks) else tuple(ranks)
-
-
-def _pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
-    span = compact_ranks(ranks)
-    return {"range": [span.start, span.stop, span.step]} if isinstance(span, range) else list(span)

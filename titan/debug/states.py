@@ -28,7 +28,7 @@ from titan.debug import rank_state
 from titan.debug.activity import ENDED, Clock
 from titan.debug.diagnosis import RunState
 from titan.debug.rank_state import FOLDER, STOPPED, RankState
-from titan.debug.verdict import Verdict
+from titan.debug.verdict import Verdict, parse_verdict
 from titan.files import platform
 from titan.files.leases import identify_machine
 from titan.files.platform import read_process_state
@@ -41,37 +41,27 @@ PID = re.compile(r'"pid": (\d+)')
 
 
 class Folder:
-    """Files of one folder, by their names; the folder is created with the first of them.
-
-    Attributes:
-        path: the folder.
-        operations: calls of the file system so far.
-    """
+    """Files of one folder, by their names; the folder is created with the first of them."""
 
     def __init__(self, path: Path, file_bytes: int = 0) -> None:
         """Take the folder; each file that is written gets `file_bytes` bytes."""
-        self.path, self.file_bytes, self.operations = path, file_bytes, 0
-        self._open_files: dict[str, tuple[int, int]] = {}
+        self.path, self.file_bytes = path, file_bytes
+        self._open_files: dict[str, int] = {}
 
     def write(self, name: str, content: bytes) -> None:
         """Replace the content of a file; what was longer is filled with spaces."""
-        if self.file_bytes and name in self._open_files and not os.fstat(self._open_files[name][0]).st_nlink:
-            os.close(self._open_files.pop(name)[0])  # somebody has cleared the memory
-        descriptor, longest = self._open_files.get(name) or (self._create_file(name), 0)
-        self._open_files[name] = descriptor, max(longest, len(content))
-        os.pwrite(descriptor, content.ljust(longest), 0)
-        self.operations += 1
+        if self.file_bytes and name in self._open_files and not os.fstat(self._open_files[name]).st_nlink:
+            os.close(self._open_files.pop(name))  # somebody has cleared the memory
+        if name not in self._open_files:
+            self._open_files[name] = self._create_file(name)
+        descriptor = self._open_files[name]
+        os.pwrite(descriptor, content.ljust(os.fstat(descriptor).st_size), 0)
 
     def _create_file(self, name: str) -> int:
-        self.operations += 2
+        self.path.mkdir(0o700 if self.file_bytes else 0o777, parents=True, exist_ok=True)
         # NFS's client would keep what is not written synchronously for half a minute before others see it
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | (0 if self.file_bytes else os.O_DSYNC)
-        file_mode, folder_mode = (0o600, 0o700) if self.file_bytes else (0o644, 0o777)
-        try:
-            descriptor = os.open(self.path / name, flags, file_mode)
-        except FileNotFoundError:
-            self.path.mkdir(folder_mode, parents=True, exist_ok=True)
-            descriptor = os.open(self.path / name, flags, file_mode)
+        descriptor = os.open(self.path / name, flags, 0o600 if self.file_bytes else 0o644)
         try:
             platform.reserve_space(descriptor, self.file_bytes)
         except OSError:
@@ -82,7 +72,6 @@ class Folder:
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a file without what it is filled with; None where there is none."""
-        self.operations += 3
         try:
             return (self.path / name).read_bytes().rstrip(b"\0 ")
         except OSError:
@@ -90,7 +79,6 @@ class Folder:
 
     def list_names(self) -> list[str]:
         """Return the names of the files."""
-        self.operations += 1
         try:
             return os.listdir(self.path)
         except OSError:
@@ -98,7 +86,7 @@ class Folder:
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor, _ in self._open_files.values():
+        for descriptor in self._open_files.values():
             os.close(descriptor)
         self._open_files.clear()
 
@@ -240,13 +228,13 @@ class States:
         self._beat += 1
         content = {
             "beat": self._beat,
-            "states": [rank_state.to_json_object(state) for state in self._list_node_states().values()],
+            "states": list(self._list_node_states().values()),
             "silent": sorted(self.find_silent_ranks()),
             "processes": self._processes,
-            "verdict": None if self.verdict is None else vars(self.verdict),
+            "verdict": self.verdict,
         }
         with contextlib.suppress(OSError):
-            self.shared.write(NODE_FILE.format(self.rank), json.dumps(content).encode())
+            self.shared.write(NODE_FILE.format(self.rank), rank_state.encode_state(content))
 
     def read_node(self) -> None:
         """Read the states of the other ranks of this node."""
@@ -290,7 +278,7 @@ class States:
         first node that beats, when it is time."""
         self.read_node()
         if content := self.memory.read(VERDICT_FILE) if self.memory else None:  # what this node's writer has passed on
-            self.verdict = _parse_verdict(json.loads(content)) or self.verdict
+            self.verdict = parse_verdict(json.loads(content))
         if self.is_writer() and self._is_time_to_follow():
             self._follow_time = self.clock.get_time()
             self._follow_node()
@@ -324,7 +312,7 @@ class States:
         self.verdict = verdict
         if self.memory is not None:
             with contextlib.suppress(OSError):
-                self.memory.write(VERDICT_FILE, json.dumps(None if verdict is None else vars(verdict)).encode())
+                self.memory.write(VERDICT_FILE, b"" if verdict is None else rank_state.encode_state(verdict))
         self.publish_node()
 
     def is_reporter(self) -> bool:
@@ -360,7 +348,7 @@ class States:
                 {state.rank: state for state in map(rank_state.from_json_object, fields["states"])},
                 frozenset(fields["silent"]),
                 {int(rank): state for rank, state in fields["processes"].items()},
-                _parse_verdict(fields["verdict"]),
+                None if fields["verdict"] is None else parse_verdict(fields["verdict"]),
                 current_time,
             )
             if new_node.beat != node.beat:
@@ -423,9 +411,3 @@ def _parse_numbers(pattern: str, names: list[str]) -> Iterator[int]:
     """Yield the numbers in the names of files."""
     form = re.compile(re.escape(pattern).replace(re.escape("{}"), r"(\d+)"))
     return (int(match[1]) for match in map(form.fullmatch, names) if match)
-
-
-def _parse_verdict(content: object) -> Verdict | None:
-    if not isinstance(content, dict):
-        return None
-    return Verdict(**{**content, "ranks": tuple(content["ranks"])})

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from titan.cluster.rank_info import RankInfo
 from titan.debug import diagnosis
@@ -46,6 +47,11 @@ class Verdict:
     exit_code: int | None = None
 
 
+def parse_verdict(content: Any) -> Verdict:
+    """Return a verdict from its JSON; raise KeyError, TypeError or ValueError for anything else."""
+    return Verdict(**{**content, "ranks": tuple(content["ranks"])})
+
+
 class HangError(RunError):
     """A run hangs, and has to end.
 
@@ -69,8 +75,7 @@ def write(directory: Path, verdict: Verdict) -> None:
 def read(directory: Path, attempt: int | None = None) -> Verdict | None:
     """Return the last diagnosis, of an attempt where one is given; None when there is none."""
     try:
-        content = untrusted.parse_json(untrusted.read_regular_file(directory / VERDICT))
-        verdict = Verdict(**{**content, "ranks": tuple(content["ranks"])})
+        verdict = parse_verdict(untrusted.parse_json(untrusted.read_regular_file(directory / VERDICT)))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return verdict if attempt in (None, verdict.attempt) else None

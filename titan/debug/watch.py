@@ -211,10 +211,8 @@ class Watch:
         return {**vars(collectives), "groups": self.groups}
 
     def _read_threads(self) -> dict[str, Any]:
-        threads, details = read_thread_states(self.get_module_names()), dict[str, Any]()
-        if main := threads.get("main"):
-            details |= {name: getattr(main, name) for name in ("line", "layer", "compiles", "exchanges", "joins")}
-            details |= {"transfers": main.transfers}
+        threads = read_thread_states(self.get_module_names())
+        details = dict(vars(threads["main"])) if "main" in threads else dict[str, Any]()
         if data := threads.get("data"):
             details |= {"reads": data.line}
         if save := threads.get("save"):
