@@ -26,7 +26,7 @@ from launchers.local import sweep as local_sweep
 from launchers.search.sweeper import OptunaSweeper
 from launchers.session import Describe, SweepSession, TrialSource, describe_nothing
 from launchers.slurm import sweep as slurm_sweep
-from launchers.trials import Trial
+from launchers.trials import Trial, build_sweep
 from titan.config import settings
 from titan.config.warning import warn_once
 from titan.console.text import is_url
@@ -39,7 +39,7 @@ from titan.run.run import Run
 from titan.sweep import ledger, objective
 from titan.sweep.labels import clean_override
 from titan.sweep.ledger import SweepSpec
-from titan.sweep.schema import GRID, LAUNCHER_MODULE, OPTUNA, LocalLaunch, SlurmLaunch, Sweep, parse_margin
+from titan.sweep.schema import GRID, LAUNCHER_MODULE, OPTUNA, LocalLaunch, SlurmLaunch, parse_margin
 
 SINGLE_TRIAL_ID = "run"
 """The id of the only trial in the ledger of a single run."""
@@ -242,12 +242,6 @@ def _build_sweeper_class() -> Any:
 
 
 LAUNCHER_CLASSES = {kind.__name__: kind for kind in (LocalLauncher, SlurmLauncher)}
-
-
-def build_sweep(cfg: DictConfig) -> Sweep:
-    """Return the settings of a composed configuration's sweep."""
-    sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(cfg.sweep), "sweep")
-    return sweep
 
 
 def build_spec(cfg: DictConfig) -> SweepSpec:

@@ -117,8 +117,14 @@ def expand_trials(
     return _name_trials(_equalise_steps(composed, config, is_grid), root, is_grid, is_planned)
 
 
-def _equalise_steps(composed: Sequence[Trial], config: DictConfig, is_grid: bool) -> list[Trial]:
+def build_sweep(config: DictConfig) -> Sweep:
+    """Return the settings of a composed configuration's sweep."""
     sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(config.sweep), "sweep")
+    return sweep
+
+
+def _equalise_steps(composed: Sequence[Trial], config: DictConfig, is_grid: bool) -> list[Trial]:
+    sweep = build_sweep(config)
     if sweep.budget != "steps" and not is_grid:
         raise ConfigError(f"sweep.budget={sweep.budget}: needs all trials at once; leave hydra/sweeper out.")
     varied = [c.varied for c in composed]

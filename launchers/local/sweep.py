@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from statistics import median
 from launchers import run_file
 from launchers import trials as sweep_trials
 from launchers.session import TrialSource
-from launchers.slurm.state import read_state
+from launchers.slurm.state import read_trials, report_skipped
 from launchers.supervisor import Supervisor
 from launchers.trials import Trial
 from titan.console import output
@@ -192,7 +191,7 @@ class LocalSweep:
                 sweep_trials.register_trials(self.root, [trial], self.spec)
                 if is_done(trial.run):
                     source.tell(trial, 0)
-                elif _is_finished_or_queued(self._read_states()[trial.id]):
+                elif _is_finished_or_queued(read_trials(self.root)[trial.id]):
                     raise ConfigError(f"{trial.label}: is with Slurm; wait until its job has ended, or cancel it.")
                 else:
                     started.append(trial)
@@ -200,18 +199,13 @@ class LocalSweep:
                 return started
         return []
 
-    def _read_states(self) -> dict[str, TrialState]:
-        sweep = read_state(self.root)
-        return {state.id: state for state in sweep.trials} if sweep else {}
-
     def _select_todo(self) -> list[Trial]:
         """Return the trials that are neither finished nor with Slurm."""
-        states = self._read_states()
+        states = read_trials(self.root)
         skipped = {
             t.id: states[t.id].state for t in self.trials if _is_finished_or_queued(states[t.id]) or is_done(t.run)
         }
-        for state, count in Counter(skipped.values()).items():
-            print(f"{count} of {format_plural(len(self.trials), 'trial')}: {state}, not started again", flush=True)
+        report_skipped(list(skipped.values()), len(self.trials), "started")
         return [trial for trial in self.trials if trial.id not in skipped]
 
     def _print_next(self) -> None:

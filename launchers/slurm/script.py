@@ -75,7 +75,8 @@ class Submission:
     """What a script runs."""
 
     folder: Path  # of scripts, exit records and lists: the sweep's `slurm/`
-    trial_list: Path  # the file that names the trials, by their index in the array
+    # the file that names the trials, by their index in the array; one in .runs beside it names their runs' directories
+    trial_list: Path
     name: str  # the job's, for people
     token: str  # by which its jobs are found when their numbers were not recorded
     code: Path  # the folder that titan is imported from
@@ -83,11 +84,6 @@ class Submission:
     at_once: int | None = None  # elements that may run at the same time; None: all
     dependency: str | None = None  # the jobs that have to end before, as sbatch's `afterany:` takes them; None: none
     bad_nodes: tuple[str, ...] = ()  # nodes that made earlier jobs fail, to exclude beside `cluster.exclude`
-
-    @property
-    def runs_file(self) -> Path:
-        """The file that names the directories of the trials' runs, one per line, for the shell."""
-        return self.trial_list.with_suffix(".runs")
 
 
 PROLOGUE = r"""
@@ -231,7 +227,7 @@ def build_parameters(shape: JobShape, submission: Submission) -> dict[str, Any]:
         "nodes": shape.nodes,
         "ntasks_per_node": shape.ranks if cluster.tasks == "rank" else 1,
         "cpus_per_task": _count_cores(shape),
-        "gpus_per_node": shape.gpus or None if cluster.gres is None else None,
+        "gpus_per_node": shape.gpus if shape.gpus and cluster.gres is None else None,
         "exclusive": True if shape.exclusive else None,
         "dependency": None if submission.dependency is None else f"afterany:{submission.dependency}",
         **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "gres")},
@@ -279,14 +275,9 @@ def build_script(shape: JobShape, submission: Submission) -> str:
     """Return the whole script."""
     from submitit.slurm.slurm import _make_sbatch_string
 
-    count = submission.count if submission.count > 1 else None
-    script = _make_sbatch_string(
-        command=build_command(shape, submission),
-        folder=submission.folder,
-        map_count=count,
-        **build_parameters(shape, submission),
-    )
-    return str(script)
+    count, command = submission.count if submission.count > 1 else None, build_command(shape, submission)
+    parameters = build_parameters(shape, submission)
+    return str(_make_sbatch_string(command=command, folder=submission.folder, map_count=count, **parameters))
 
 
 def build_command(shape: JobShape, submission: Submission) -> str:
@@ -309,7 +300,7 @@ def _build_variable_lines(shape: JobShape, submission: Submission) -> list[str]:
         f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(submission.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",
         f"export {PREEMPT}={choose_signal(shape.cluster).name.removeprefix('SIG')}",
         f"folder={shlex.quote(str(submission.folder))}",
-        f"runs={shlex.quote(str(submission.runs_file))}",
+        f"runs={shlex.quote(str(submission.trial_list.with_suffix('.runs')))}",
         f"requeues={shape.cluster.requeues}",
         f"restarts={shape.cluster.restarts}",
         f"chain={shlex.quote(chain)}",
@@ -318,28 +309,17 @@ def _build_variable_lines(shape: JobShape, submission: Submission) -> list[str]:
 
 def _build_srun_line(shape: JobShape, submission: Submission) -> str:
     """Return the line that starts the ranks; srun's own messages go into a file of this attempt."""
-    cluster = shape.cluster
+    cluster, per_task = shape.cluster, _count_cores(shape)
     python = cluster.python or sys.executable
-    per_task = _count_cores(shape)
     words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--unbuffered"]
     words += [f"--cpus-per-task={per_task}"] if per_task else []  # since Slurm 22.05 srun does not take it from sbatch
-    words += [*_build_pyxis_options(shape), *cluster.srun]
-    inner = [*_build_apptainer_prefix(shape), python, "-u", "-m", "launchers.slurm.job", str(submission.trial_list)]
+    inner = [python, "-u", "-m", "launchers.slurm.job", str(submission.trial_list)]
+    if cluster.container == "pyxis":
+        mounts = [f"--container-mounts={','.join(cluster.mounts)}"] if cluster.mounts else []
+        words += [f"--container-image={cluster.image}", *mounts, f"--container-workdir={os.getcwd()}"]
+    elif cluster.container == "apptainer":
+        binds = [word for mount in cluster.mounts for word in ("--bind", mount)]
+        gpus = ["--nv"] if shape.gpus else []
+        inner = ["apptainer", "exec", *gpus, "--pwd", os.getcwd(), *binds, str(cluster.image), *inner]
+    words += cluster.srun
     return f'{shlex.join(words)} --output="$attempt/%n/%t.out" {shlex.join(inner)} "$attempt" 2>>"$attempt.out"'
-
-
-def _build_pyxis_options(shape: JobShape) -> list[str]:
-    cluster = shape.cluster
-    if cluster.container != "pyxis":
-        return []
-    mounts = [f"--container-mounts={','.join(cluster.mounts)}"] if cluster.mounts else []
-    return [f"--container-image={cluster.image}", *mounts, f"--container-workdir={os.getcwd()}"]
-
-
-def _build_apptainer_prefix(shape: JobShape) -> list[str]:
-    cluster = shape.cluster
-    if cluster.container != "apptainer":
-        return []
-    binds = [word for mount in cluster.mounts for word in ("--bind", mount)]
-    gpus = ["--nv"] if shape.gpus else []
-    return ["apptainer", "exec", *gpus, "--pwd", os.getcwd(), *binds, str(cluster.image)]

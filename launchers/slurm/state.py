@@ -12,10 +12,12 @@ import re
 import shutil
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan.console.numbers import format_plural
 from titan.errors import RunError
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepState, TrialState
@@ -179,6 +181,18 @@ def read_state(directory: Path) -> SweepState | None:
         return None
     trials = (reconcile_trial(sweep.directory, trial, jobs) if trial.jobs else trial for trial in sweep.trials)
     return replace(sweep, trials=tuple(trials))
+
+
+def read_trials(directory: Path) -> dict[str, TrialState]:
+    """Return the trials of the sweep in a directory by their ids; empty if there is none."""
+    sweep = read_state(directory)
+    return {trial.id: trial for trial in sweep.trials} if sweep else {}
+
+
+def report_skipped(states: Sequence[str], total: int, verb: str) -> None:
+    """Print how many trials of a command are not started again, by their states."""
+    for state, count in Counter(states).items():
+        print(f"{count} of {format_plural(total, 'trial')}: {state}, not {verb} again", flush=True)
 
 
 def reconcile_trial(directory: Path, trial: TrialState, jobs: dict[str, SlurmJob]) -> TrialState:

@@ -26,7 +26,7 @@ from launchers.session import Describe, TrialSource, describe_nothing
 from launchers.slurm import script
 from launchers.slurm import state as slurm
 from launchers.slurm.script import JobShape, Submission, derive_job_shape
-from launchers.slurm.state import ALIVE, Lanes, adopt_jobs, assign_jobs, read_state
+from launchers.slurm.state import ALIVE, Lanes, adopt_jobs, assign_jobs, read_trials, report_skipped
 from launchers.trials import Trial
 from titan.config.optional import advise_extra
 from titan.config.settings import format_setting, format_value
@@ -158,21 +158,15 @@ class SlurmSweep:
 
     def _select_todo(self) -> list[Trial]:
         """Return the trials that are neither finished nor with Slurm."""
-        states = self._read_trials()
+        states = read_trials(self.root)
         self.printed_states = {p.id: states[p.id].state if p.id in states else "planned" for p in self.trials}
-        for state in ("finished", "running", "queued"):
-            if count := list(self.printed_states.values()).count(state):
-                total = format_plural(len(self.trials), "trial")
-                print(f"{count} of {total}: {state}, not submitted again", flush=True)
+        skipped = [state for state in self.printed_states.values() if state not in OPEN_STATES]
+        report_skipped(sorted(skipped, key=("finished", *ALIVE[::-1]).index), len(self.trials), "submitted")
         return [p for p in self.trials if self.printed_states[p.id] in OPEN_STATES and not is_done(p.run)]
-
-    def _read_trials(self) -> dict[str, TrialState]:
-        sweep = read_state(self.root)
-        return {trial.id: trial for trial in sweep.trials} if sweep else {}
 
     def _submit_trials(self, todo: list[Trial]) -> list[Trial]:
         """Submit as many trials as the queue has room for; returns the others."""
-        lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
+        lanes = Lanes(self.settings.at_once, read_trials(self.root).values()) if self.settings.at_once else None
         most, pending_chunks = self.settings.max_jobs, self._group_trials(todo, lanes)
         free_slots = None if most is None else max(0, most - slurm.count_jobs())
         unsubmitted: list[Trial] = []
@@ -275,7 +269,7 @@ class SlurmSweep:
         unanswered = 0
         while True:
             try:
-                trial_states = self._read_trials()
+                trial_states = read_trials(self.root)
                 unsubmitted = self._submit_more(unsubmitted)
                 unanswered = 0
             except (RunError, SubmissionRejectedError) as error:
@@ -304,7 +298,7 @@ class SlurmSweep:
             return []
         with ledger.lock_sweep(self.root):
             adopt_jobs(self.root)
-            states = self._read_trials()
+            states = read_trials(self.root)
             still_open = [trial for trial in unsubmitted if states[trial.id].state in OPEN_STATES]
             return self._submit_trials([trial for trial in still_open if not is_done(trial.run)])
 
@@ -326,7 +320,7 @@ class SlurmSweep:
 
     def _describe_next_commands(self) -> str:
         directory = shorten_path(str(self.root))
-        running = [trial for trial in self._read_trials().values() if trial.state in ALIVE]
+        running = [trial for trial in read_trials(self.root).values() if trial.state in ALIVE]
         jobs = sorted({job.partition("_")[0] for trial in running for job in trial.jobs})
         cancel = f"; scancel {' '.join(jobs)} ends them" if jobs else ""
         if not jobs and len(self.trials) > 1:
@@ -336,7 +330,7 @@ class SlurmSweep:
     def _show_plan(self) -> list[int]:
         """Print the scripts that would be submitted now, the trials' plan, and the device-hours that they may use."""
         todo = self._select_todo()
-        lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
+        lanes = Lanes(self.settings.at_once, read_trials(self.root).values()) if self.settings.at_once else None
         for chunk in self._group_trials(todo, lanes):
             job_shape = self.shapes[chunk[0].id]
             lane, dependency = lanes.take_lane() if lanes and len(chunk) == 1 else (None, None)

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan.cluster import devices
 from titan.cluster.devices import Machine, detect_machine
-from titan.cluster.gpus import Probe
+from titan.cluster.gpus import GpuSearch, Probe
 from titan.cluster.known_devices import PEAKS, look_up_peak_tflops
 from titan.errors import ConfigError
 
@@ -308,6 +309,16 @@ def test_peaks(name: str, bf16: float | None, fp32: float | None) -> None:
 def test_peaks_are_plausible(row: Any) -> None:
     assert row.memory_gib > 0 and row.fp32 > 0
     assert row.bf16 is None or 1.5 < row.bf16 / row.fp32 < 40
+
+
+def test_without_any_gpu_the_first_advice_is_not_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        devices, "find_gpus", lambda probe: GpuSearch([], [], "it is for the CPU only", "install torch")
+    )
+    with pytest.raises(
+        ConfigError, match=r"only; send it to GPU nodes with hydra/launcher=slurm, .* or install torch\."
+    ):
+        detect_machine("cuda")
 
 
 @pytest.mark.full

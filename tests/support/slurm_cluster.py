@@ -145,15 +145,11 @@ class Slurm:
         lines = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t").splitlines()
         return {line.split()[0]: line.split()[1] for line in lines}
 
-    def kill_node(self, name: str, notify: bool = True) -> None:
-        """Kill a node's slurmd and all that runs on it by SIGKILL, as when its power fails.
-
-        Slurm is notified, and requeues the node's jobs at once; with `notify` false it finds out by itself, in minutes.
-        """
+    def kill_node(self, name: str) -> None:
+        """Kill a node's slurmd and all that runs on it by SIGKILL, as when its power fails; Slurm is notified."""
         _kill_all(lambda: find_processes(self.conf, f"SLURMD_NODENAME={name}"))
         self.daemons.pop(name).wait()
-        if notify:
-            self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=killed")
+        self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=killed")
 
     def revive_node(self, name: str) -> None:
         """Start a killed node again and wait until jobs can run on it."""

@@ -137,7 +137,8 @@ def find_gpus(probe: Probe) -> GpuSearch:
         reason, remedy = "the installed torch is built for the CPU only", "install a GPU build of torch"
         return GpuSearch([], _list_driver_gpus(probe), reason, remedy)
     if "cuda" in backends:
-        return _apply_masks(_list_nvidia_gpus(probe), ("CUDA_VISIBLE_DEVICES",), probe)
+        smi_gpus = [gpu for line in (probe.run(NVIDIA_SMI) or "").splitlines() if (gpu := _parse_smi_gpu(line))]
+        return _apply_masks(smi_gpus or _list_driver_gpus(probe), ("CUDA_VISIBLE_DEVICES",), probe)
     second = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in probe.environ else "CUDA_VISIBLE_DEVICES"
     return _apply_masks(_list_amd_gpus(probe), ("ROCR_VISIBLE_DEVICES", second), probe)
 
@@ -188,11 +189,6 @@ def _select_gpu(entry: str, gpus: list[Gpu]) -> Gpu | None:
 # NVIDIA
 
 
-def _list_nvidia_gpus(probe: Probe) -> list[Gpu]:
-    lines = (probe.run(NVIDIA_SMI) or "").splitlines()
-    return [gpu for gpu in map(_parse_smi_gpu, lines) if gpu is not None] or _list_driver_gpus(probe)
-
-
 def _parse_smi_gpu(line: str) -> Gpu | None:
     """Return the GPU of a line such as "GPU-8a1f..., NVIDIA H100 80GB HBM3, 81559, 9.0"; None for other lines."""
     parts = [part.strip() for part in line.split(",")]
@@ -236,8 +232,8 @@ def _list_amd_gpus(probe: Probe) -> list[Gpu]:
     cards: dict[str, dict[str, str]] = {}
     with contextlib.suppress(ValueError):
         cards = json.loads(probe.run(ROCM_SMI) or "{}")
-    names = (name for name in cards if re.fullmatch(r"card\d+", name))
-    return [_parse_amd_gpu(cards[name]) for name in sorted(names, key=lambda name: int(name[4:]))]
+    numbers = sorted(int(name[4:]) for name in cards if re.fullmatch(r"card\d+", name))
+    return [_parse_amd_gpu(cards[f"card{number}"]) for number in numbers]
 
 
 def _parse_amd_gpu(card: Mapping[str, str]) -> Gpu:
