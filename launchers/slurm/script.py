@@ -5,6 +5,30 @@ are done or have failed, it exits likewise. If Slurm asked them to save and end 
 requeues the job, at most `cluster.requeues` times, or leaves the rest to the next job of the chain. After an error it
 does the same, at most `cluster.restarts` times, and excludes the node that failed. Finally it writes
 `JOB.ATTEMPT.end` beside itself.
+
+`PROLOGUE` precedes the ranks. It makes a folder for the output of each node's ranks, since one for all would hold
+thousands of files, and an empty file for rank 0's address: a client of a shared folder may cache that it is missing.
+An element of an array is named JOB_INDEX, since its own number may be the whole array's. Existing files of
+this attempt can only be those of another job that had the same number. The site's own lines may have set the shell to
+exit at the first error. `$record` has one line per restart after an error: the step of the last checkpoint at that
+time; these restarts do not count as requeues.
+
+`EPILOGUE` follows the ranks: it decides what their exit means, and records that. `$chain` names the file that tells the
+rest of a chain of jobs that there is nothing left to do; it is empty where jobs are requeued.
+
+Ranks that ended because they were asked to write a file for that (`launchers.slurm.job`), and exit with 0: srun
+would end those that have not come as far. Those that the signal before preemption or SIGTERM killed before they handled
+it show 128 and its number (ASKED), or 143. srun has the highest exit code of all ranks: where one failed, the codes of
+ranks that were ended for that do not count. A job that was cancelled is no longer running by Slurm's account; one that
+is running, and was asked to stop by SIGTERM, is being preempted by a Slurm that is not set up to send the other signal.
+Requeueing ends what runs in the job by SIGTERM, also the command that requests it, and what follows it has until
+Slurm's KillWait.
+
+After an error other than a ConfigError (exit code 2), a job is started again where `cluster.restarts` allows, but a
+second time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that
+failed first (see `titan.sweep.job_exit.find_error`) is excluded, unless Slurm reports that the other nodes can't take
+the job. Slurm lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits
+long enough, since the credential of its last attempt has to expire first.
 """
 
 from __future__ import annotations
@@ -111,12 +135,6 @@ fi
 mkdir -p "$attempt" && (cd "$attempt" && seq 0 $((${SLURM_JOB_NUM_NODES:-1} - 1)) | xargs mkdir -p && : > meet)
 trap : TERM
 """
-"""What precedes the ranks. It makes a folder for the output of each node's ranks, since one for all would hold
-thousands of files, and an empty file for rank 0's address: a client of a shared folder may cache that it is missing.
-An element of an array is named JOB_INDEX, since its own number may be the whole array's. Existing files of
-this attempt can only be those of another job that had the same number. The site's own lines may have set the shell to
-exit at the first error. `$record` has one line per restart after an error: the step of the last checkpoint at that
-time; these restarts do not count as requeues."""
 EPILOGUE = r"""
 code=$?
 state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
@@ -195,23 +213,6 @@ fi
 [ -n "$chain" ] && : > "$chain"
 end false
 exit $code
-"""
-"""What follows the ranks: decide what their exit means, and record it. `$chain` names the file that tells the rest of a
-chain of jobs that there is nothing left to do; it is empty where jobs are requeued.
-
-Ranks that ended because they were asked to write a file for that (`launchers.slurm.job`), and exit with 0: srun
-would end those that have not come as far. Those that the signal before preemption or SIGTERM killed before they handled
-it show 128 and its number (ASKED), or 143. srun has the highest exit code of all ranks: where one failed, the codes of
-ranks that were ended for that do not count. A job that was cancelled is no longer running by Slurm's account; one that
-is running, and was asked to stop by SIGTERM, is being preempted by a Slurm that is not set up to send the other signal.
-Requeueing ends what runs in the job by SIGTERM, also the command that requests it, and what follows it has until
-Slurm's KillWait.
-
-After an error other than a ConfigError (exit code 2), a job is started again where `cluster.restarts` allows, but a
-second time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that
-failed first (see `titan.sweep.job_exit.find_error`) is excluded, unless Slurm reports that the other nodes can't take
-the job. Slurm lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits
-long enough, since the credential of its last attempt has to expire first.
 """
 
 

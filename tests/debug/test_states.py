@@ -175,8 +175,7 @@ def test_a_rank_that_was_stopped_learns_what_others_have_found(tmp_path: Path) -
     )
     found = Verdict(1, "rank 0 hangs", (0,), "", 1)
     second.publish_verdict(found)
-    first.follow_reporter()
-    assert first.verdict == found
+    assert first.read_verdict() == found
 
 
 def test_a_rank_that_does_not_beat_is_silent_and_the_next_one_writes(tmp_path: Path) -> None:
@@ -206,7 +205,7 @@ def test_where_ranks_share_no_memory_one_of_them_reports(tmp_path: Path) -> None
         now[0] = float(beat)
         for number, states in enumerate(ranks):
             states.write_rank(RankState(number, pid=os.getpid(), attempt=1, beat=beat, late=1.0))
-            states.follow_reporter()
+            states.read_verdict()
             if states.is_reporter():
                 states.read_nodes()
     assert [states.is_reporter() for states in ranks] == [True, False, False, False]

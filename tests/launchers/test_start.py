@@ -109,16 +109,6 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_no_rank_outlives_a_killed_parent(tmp_path: Path) -> None:
-    with run_program(*arguments(tmp_path / "run", "ddp2", "training.steps=100000")) as process:
-        wait_until(lambda: lines(tmp_path / "run") > 3 or process.poll() is not None, "steps")
-        ranks = list_descendants(process.pid)
-        assert len(ranks) >= 2
-        process.kill()
-        wait_until(lambda: not any(map(is_alive, ranks)), "orphans to die")
-
-
-@pytest.mark.full
 def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     more = ["cluster.restarts=1", "checkpoint.every=20", "training.steps=1000000"]
@@ -143,15 +133,6 @@ def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path
     assert attempts[-1]["from_step"] % 20 == 0 < attempts[-1]["from_step"]
     assert next(line["step"] for line in records if line["attempt"] == 2) == attempts[-1]["from_step"] + 1
     assert [line["rows"][0] for line in records] == list(range(0, 8 * len(records), 8))
-
-
-@pytest.mark.full
-def test_a_run_that_fails_says_so_in_a_sentence(tmp_path: Path) -> None:
-    with run_program(*arguments(tmp_path / "run", "ddp2", *EXPLODES)) as process:
-        code, out, err = wait_for_end(process)
-    assert code == 1
-    assert err.count("titan: 1 step in a row without finite values") == 1
-    assert "Traceback" not in out + err
 
 
 DONE, REFUSED = "Done after step 3 of 3", "titan: model.dim=banana: expected a whole number"
@@ -180,7 +161,7 @@ def test_ranks_that_others_started(launcher: str, more: list[str], code: int, sa
     if launcher == "srun":
         assert [c for c, _, _ in done] == [code, code], output
     assert (done[0][0] == 0) == (code == 0), output
-    assert "titan: rank" not in output
+    assert "titan: rank" not in output and "Traceback" not in output
     if code == 0:
         assert result(tmp_path / "run")["finished"]
         assert len(read_step_records(compose_tiny_run(tmp_path / "run"))) == 3

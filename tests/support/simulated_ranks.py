@@ -60,7 +60,7 @@ class SimulatedNode:
             self.memory.write(MEMORY_FILE.format(rank), content.replace(number, f'"rank": {rank},'.encode()))
         self.states.write_rank(state)
         if late >= 0.5:
-            self.states.follow_reporter()
+            self.states.read_verdict()
             if self.states.is_reporter():
                 self.states.read_nodes()
 

@@ -189,20 +189,19 @@ class States:
         self.nodes: dict[int, NodeStates] = {}
         self._last_beats: dict[int, tuple[int, float]] = {}
         self._processes: dict[int, str] = {}
-        self._start_time, self._beat = clock.get_time(), 0
-        # nodes start to write one after another; ranks behind a node's first one know by then that it writes
+        self._start_time = self._turn_time = self._read_time = clock.get_time()
+        # nodes take turns, at the start and once they are late; ranks behind a node's first one know by then that it
+        # writes
         self._turn = rank_info.rank / rank_info.world_size
-        self._first_turn = 1.0 if rank_info.local_rank else self._turn
-        self._publish_time: float | None = None
-        self._read_time = self._start_time
-        self._follow_time: float | None = None
-        self._is_first = self.rank == 0
+        self._turn_part = 1.0 if rank_info.local_rank else self._turn
+        self._is_late, self._is_first, self._beat = False, self.rank == 0, 0
         self._unread_nodes: list[int] = []
 
     # --- this node
 
     def write_rank(self, state: RankState) -> None:
-        """Write this rank's state, and those of its node when it is this rank's turn and time."""
+        """Write this rank's state, and, when it is this rank's turn and time, what its node does; once that is late,
+        learn which node reports, and what it has found."""
         self._record_beat(state)
         if self.memory is not None:
             with contextlib.suppress(OSError):
@@ -210,19 +209,23 @@ class States:
             self.clock.ranks_on_node = max(1, sum(1 for _ in _parse_numbers(MEMORY_FILE, self.memory.list_names())))
         if self._is_due():
             self.publish_node()
+            if not self._is_late:
+                self.nodes.clear()  # what was read long ago says nothing of who is alive
+            elif self.is_writer():
+                self._follow_node()
 
     def _is_due(self) -> bool:
         """Whether it is time to write the states of this node."""
-        if self._publish_time is None:
-            delay = self._first_turn * self.clock.node_interval(is_late=False)
-            return self.clock.get_time() - self._start_time >= delay
-        is_late = any(state.late >= 0.5 or state.hung for state in self._list_node_states().values())
-        return self.clock.get_time() - self._publish_time >= self.clock.node_interval(is_late)
+        was_late, current_time = self._is_late, self.clock.get_time()
+        self._is_late = any(state.late >= 0.5 or state.hung for state in self._list_node_states().values())
+        if self._is_late and not was_late:
+            self._turn_time, self._turn_part = current_time, self._turn
+        return current_time - self._turn_time >= self._turn_part * self.clock.node_interval(self._is_late)
 
     def publish_node(self) -> None:
         """Write the states of this node into the run's directory, where this rank does so."""
         self.read_node()
-        self._publish_time = self.clock.get_time()
+        self._turn_time, self._turn_part = self.clock.get_time(), 1.0
         if not self.is_writer():
             return
         self._beat += 1
@@ -273,25 +276,15 @@ class States:
 
     # --- all nodes
 
-    def follow_reporter(self) -> None:
-        """Learn what the rank that reports has found: from memory, and where this rank writes for its node, from the
-        first node that beats, when it is time."""
+    def read_verdict(self) -> Verdict | None:
+        """Return what this rank or the one that reports has found; the writer of this node passes it on in memory."""
         self.read_node()
-        if content := self.memory.read(VERDICT_FILE) if self.memory else None:  # what this node's writer has passed on
+        if content := self.memory.read(VERDICT_FILE) if self.memory else None:
             self.verdict = parse_verdict(json.loads(content))
-        if self.is_writer() and self._is_time_to_follow():
-            self._follow_time = self.clock.get_time()
-            self._follow_node()
-
-    def _is_time_to_follow(self) -> bool:
-        interval, current_time = self.clock.node_interval(is_late=True), self.clock.get_time()
-        if self._follow_time is None or current_time - self._follow_time > 2 * interval:
-            # it was not late: nodes take turns, and what was read long ago says nothing of who is alive
-            self.nodes.clear()
-            self._follow_time = current_time - (1 - self._turn) * interval
-        return current_time - self._follow_time >= interval
+        return self.verdict
 
     def _follow_node(self) -> None:
+        """Read the first node that beats: it reports, unless that is this one."""
         for number in self._filter_earlier(sorted(_parse_numbers(NODE_FILE, self.shared.list_names()))):
             last_node = self.nodes.get(number)
             if last_node is None or self._is_alive(last_node):

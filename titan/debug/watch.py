@@ -222,8 +222,7 @@ class Watch:
     # --- the others
 
     def _check_other_ranks(self, late: float) -> None:
-        self.states.follow_reporter()
-        decision = self.states.verdict
+        decision = self.states.read_verdict()
         if decision and decision.exit_code is not None:
             self._end_process(decision, is_reporter=False)
         if self.states.is_reporter() and self.states.read_nodes():

@@ -56,9 +56,7 @@ def find_latest_attempt(folder: Path, job: str) -> str:
 
 def _read_exit(folder: Path, job: str, attempt: int, file: Path) -> JobExit | None:
     try:
-        content = untrusted.parse_object(untrusted.read_regular_file(file))
-        for name, kind in (("code", int), ("again", bool | int), ("state", str)):
-            untrusted.check_type(content[name], kind, name)
+        content = untrusted.read_object(file, {"code": int, "again": bool | int, "state": str})
         untrusted.check_type(content.get("why", ""), str, "why")
         code, requeue, state = int(content["code"]), bool(content["again"]), str(content["state"])
     except (OSError, ValueError, KeyError):
