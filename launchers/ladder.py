@@ -105,8 +105,7 @@ def climb(launcher: LadderLauncher, parsed: Sequence[Override], sweep: Sweep) ->
         Climb(launcher, overrides, shown, tuned, identity.compute_digest(ids), len(tuning)).run()
 
 
-TUNED = ("model.dim", "optimizer.lr")
-"""The settings that name a run that tunes, beside those of its variant."""
+TUNED = ("model.dim", "optimizer.lr")  # the settings that name a run that tunes, beside those of its variant
 
 
 def _expand_tuning(

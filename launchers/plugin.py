@@ -41,8 +41,7 @@ from titan.sweep.labels import clean_override
 from titan.sweep.ledger import SweepSpec
 from titan.sweep.schema import GRID, LAUNCHER_MODULE, OPTUNA, LocalLaunch, SlurmLaunch, parse_margin
 
-SINGLE_TRIAL_ID = "run"
-"""The id of the only trial in the ledger of a single run."""
+SINGLE_TRIAL_ID = "run"  # the id of the only trial in the ledger of a single run
 
 
 class SweepLauncher(Launcher):
@@ -296,8 +295,7 @@ def register_plugins() -> None:
         Plugins.instance().register(kind)
 
 
-FILE_DATASETS = (Chat, Jsonl, Parquet, Prepared, Text)
-"""Datasets whose path is a file, a folder, a glob or a URL."""
+FILE_DATASETS = (Chat, Jsonl, Parquet, Prepared, Text)  # datasets whose path is a file, a folder, a glob or a URL
 
 
 def find_missing_input(run: Run) -> str | None:

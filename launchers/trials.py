@@ -42,12 +42,9 @@ from titan.sweep.schema import Sweep
 
 AUTO = "auto"
 """The value of `hydra.sweep.subdir` that names a trial's folder after what it varies."""
-LONGEST_NAME = 100
-"""Characters of a folder's name."""
-TERMINAL_SECONDS = 0.1
-"""The time between two progress lines on a terminal."""
-MANY_TRIALS = 20
-"""From so many trials on, a log has progress lines too."""
+LONGEST_NAME = 100  # characters of a folder's name
+TERMINAL_SECONDS = 0.1  # the time between two progress lines on a terminal
+MANY_TRIALS = 20  # from so many trials on, a log has progress lines too
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from titan.sweep import ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import LocalLaunch
 
-CONSOLE = "console.log"
-"""The file in log/ of a trial's directory that has its output."""
+CONSOLE = "console.log"  # the file in log/ of a trial's directory that has its output
 WARNING = re.compile(rb"^(?:titan: warning:|\S+ \S+ WARNING(?! step )) (.*)$", re.MULTILINE)
 """A warning in a trial's output, and one in the log of its first rank that is of no step."""
 

@@ -41,13 +41,10 @@ from titan.scaling.early_stopping import Trajectory, find_decay, find_stop, list
 from titan.sweep.objective import read_objective
 from titan.sweep.schema import OptunaSearch, Sweep
 
-HOOK = "pruning"
-"""The name of the hook by which trials are ended early."""
+HOOK = "pruning"  # the name of the hook by which trials are ended early
 HOOK_OVERRIDE = f"+hooks.{HOOK}={{_target_:titan.hooks.stop_request.StopOnRequest}}"
-POLL_SECONDS = 1.0
-"""How often the validation losses of running trials are read."""
-MEASURED = "validation_loss"
-"""The objective by which trials can be ended early."""
+POLL_SECONDS = 1.0  # how often the validation losses of running trials are read
+MEASURED = "validation_loss"  # the objective by which trials can be ended early
 RECORDED = "evaluations"
 """The attribute of Optuna's trials that has the tokens of their evaluations, of their end and of the decay."""
 

@@ -20,8 +20,7 @@ from titan.errors import ConfigError
 from titan.run import hydra_session
 from titan.sweep.schema import OptunaSearch
 
-OLDEST_OPTUNA = 4
-"""The first version of Optuna that has what is used."""
+OLDEST_OPTUNA = 4  # the first version of Optuna that has what is used
 
 
 class OptunaSweeper(Sweeper):

@@ -32,10 +32,8 @@ from titan.run.run import Run
 from titan.sweep import job_exit
 from titan.training.signals import choose_stop_exit_code
 
-GRACE_SECONDS = 30.0
-"""How long the other ranks of a node may take to end after one of them has failed."""
-LOCAL_RANK = "TITAN_LOCAL_RANK"
-"""The variable that a node's task sets for each rank that it starts."""
+GRACE_SECONDS = 30.0  # how long the other ranks of a node may take to end after one of them has failed
+LOCAL_RANK = "TITAN_LOCAL_RANK"  # the variable that a node's task sets for each rank that it starts
 
 
 class StopBeforeStartError(KeyboardInterrupt):

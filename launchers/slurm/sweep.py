@@ -44,12 +44,9 @@ from titan.sweep.schema import SlurmLaunch
 CLIENT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 """Slurm's variables that name how to reach it; the others belong to a job."""
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
-EXIT_CODES = {"finished": 0, "stopped": 130, "failed": 1}
-"""The exit code of a trial by its state."""
-OPEN_STATES = ("planned", "stopped", "failed")
-"""States of trials that are to be submitted."""
-MAX_UNANSWERED = 60
-"""How many times in a row Slurm may not answer while a launcher waits."""
+EXIT_CODES = {"finished": 0, "stopped": 130, "failed": 1}  # the exit code of a trial by its state
+OPEN_STATES = ("planned", "stopped", "failed")  # states of trials that are to be submitted
+MAX_UNANSWERED = 60  # how many times in a row Slurm may not answer while a launcher waits
 
 
 class SubmissionRejectedError(ConfigError):
@@ -168,7 +165,7 @@ class SlurmSweep:
         """Submit as many trials as the queue has room for; returns the others."""
         lanes = Lanes(self.settings.at_once, read_trials(self.root).values()) if self.settings.at_once else None
         most, pending_chunks = self.settings.max_jobs, self._group_trials(todo, lanes)
-        free_slots = None if most is None else max(0, most - slurm.count_jobs())
+        free_slots = None if most is None else max(0, most - sum(job.is_alive for job in slurm.list_own_jobs()))
         unsubmitted: list[Trial] = []
         while pending_chunks:
             chunk = pending_chunks.pop(0)
@@ -440,8 +437,7 @@ def _check_controller() -> None:
         ) from error
 
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The folder that titan is imported from: a checkout, or site-packages."""
+ROOT = Path(__file__).resolve().parents[2]  # the folder that titan is imported from: a checkout, or site-packages
 PARTS = ("titan", "launchers", "conf", "experiments")
 
 

@@ -36,8 +36,7 @@ from titan.debug.states import Folder, States
 from titan.debug.verdict import Verdict
 from titan.files import platform
 
-MOST = 200
-"""Operations a second on the file system that a job may take."""
+MOST = 200  # operations a second on the file system that a job may take
 
 
 def test_a_state_is_read_as_it_was_written() -> None:

@@ -54,14 +54,10 @@ from titan.run.compose import compose_run
 from titan.run.directory import read_attempts
 from titan.run.run import Run
 
-EVERY = 4
-"""Steps between checkpoints."""
-LONG = 1800.0
-"""Seconds after which a run that shows no sign of life is ended."""
-MOST = 10
-"""Runs that may end before they are killed."""
-EXACT = 1e-5
-"""Law 3's bound in fp32."""
+EVERY = 4  # steps between checkpoints
+LONG = 1800.0  # seconds after which a run that shows no sign of life is ended
+MOST = 10  # runs that may end before they are killed
+EXACT = 1e-5  # law 3's bound in fp32
 PLAIN = ("dataset=synthetic", "dataset.tokens=20000", "dataset.vocab=64")
 MIXED = (
     "dataset=mixture", "+dataset@dataset.sources.a=synthetic", "+dataset@dataset.sources.b=synthetic",

@@ -26,13 +26,11 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue")
 SEARCH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 """Where daemons are looked for: a user's PATH often leaves the latter out."""
-CPUS, GPUS, MEMORY_MB = 8, 8, 16000
-"""What each node says that it has."""
+CPUS, GPUS, MEMORY_MB = 8, 8, 16000  # what each node says that it has
 START_SECONDS = 120.0
 LONGEST = 107 - len("/1/node4/node4_12345678.4294967291")
 """Characters in a folder's path: the socket of a step lies that deep in it."""
-ATTEMPTS = 3
-"""Starts before giving up: someone may take a port between our asking for it and the daemon's binding it."""
+ATTEMPTS = 3  # starts before giving up: someone may take a port between our asking for it and the daemon's binding it
 
 CONFIGURATION = """\
 ClusterName=titan

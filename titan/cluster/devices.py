@@ -18,10 +18,8 @@ from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.files import platform
 
-DEVICE = "cluster.device"
-"""The setting of titan.train that chooses the kind of devices."""
-NODE_GPUS = 8
-"""GPUs assumed for a node that is described by nothing else."""
+DEVICE = "cluster.device"  # the setting of titan.train that chooses the kind of devices
+NODE_GPUS = 8  # GPUs assumed for a node that is described by nothing else
 
 
 @dataclass(frozen=True)
@@ -131,18 +129,15 @@ def _detect_cpu(probe: Probe) -> Machine:
 
 def _usable_cores(probe: Probe) -> int:
     """Return the cores of the affinity mask, or the cgroup's CPU quota if that is less."""
-    quotas = [quota for quota in (_parse_quota(text) for text in _read_quotas(probe)) if quota]
-    return max(1, min([probe.cores, *(round(quota) for quota in quotas)]))
+    quotas = [quota for text in _read_quotas(probe) if (quota := _parse_quota(text))]
+    return max(1, min([probe.cores, *map(round, quotas)]))
 
 
 def _read_quotas(probe: Probe) -> list[str]:
     """Return quota and period in microseconds, as in v2's cpu.max, of this process's cgroups and their parents."""
-    texts = [probe.read_text(f"{folder}/cpu.max") for folder in _list_cgroups(probe, "")]
-    for folder in _list_cgroups(probe, "cpu"):
-        texts.append(
-            probe.read_text(f"{folder}/cpu.cfs_quota_us") + " " + probe.read_text(f"{folder}/cpu.cfs_period_us")
-        )
-    return texts
+    files = [(f"{folder}/cpu.max",) for folder in _list_cgroups(probe, "")]
+    files += [(f"{folder}/cpu.cfs_quota_us", f"{folder}/cpu.cfs_period_us") for folder in _list_cgroups(probe, "cpu")]
+    return [" ".join(map(probe.read_text, names)) for names in files]
 
 
 def _parse_quota(text: str) -> float | None:

@@ -92,8 +92,7 @@ def parse_number(text: str) -> float | None:
 
 
 GIB = 1024**3
-AMPERE = 8.0
-"""The first compute capability with bf16 tensor cores."""
+AMPERE = 8.0  # the first compute capability with bf16 tensor cores
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits")
 ROCM_SMI = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showuniqueid", "--json")
 MATRIX_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")

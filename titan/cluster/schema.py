@@ -93,10 +93,8 @@ class Hardware:
         return float(value)
 
 
-LONGEST_SECONDS = 30 * 86400.0
-"""The longest accepted timeout."""
-STEP_SECONDS = 600.0
-"""Default timeout of collectives within a step: torch's default for NCCL."""
+LONGEST_SECONDS = 30 * 86400.0  # the longest accepted timeout
+STEP_SECONDS = 600.0  # default timeout of collectives within a step: torch's default for NCCL
 
 
 def _job(default: Any, help: str, **options: Any) -> Any:

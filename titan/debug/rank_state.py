@@ -23,8 +23,7 @@ from typing import Any
 
 from titan.profile.kinds import name_collective
 
-MAX_PENDING = 8
-"""Collectives that have not ended: the oldest of them, since a GPU has hundreds waiting."""
+MAX_PENDING = 8  # collectives that have not ended: the oldest of them, since a GPU has hundreds waiting
 COALESCED = "nccl:coalesced"
 """The name of the entry of several operations that NCCL launches together, such as `batch_isend_irecv`'s."""
 
@@ -197,8 +196,7 @@ PROCESS_WORDS = {
     "S": "no answer",
 }
 """What the state of a process says (`titan.files.platform.read_process_state`); "" where there is no such process."""
-STOPPED = ("T", "t", "Z", "")
-"""The states of a process that does nothing."""
+STOPPED = ("T", "t", "Z", "")  # the states of a process that does nothing
 
 
 @dataclass(frozen=True)

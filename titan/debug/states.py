@@ -33,10 +33,8 @@ from titan.files import platform
 from titan.files.leases import identify_machine
 from titan.files.platform import read_process_state
 
-FILE_BYTES = 1 << 16
-"""Bytes that a file in memory has from the beginning, so that a full memory does not stop it later."""
-NEW_SECONDS = 60.0
-"""A folder in memory may wait so long for its first file."""
+FILE_BYTES = 1 << 16  # bytes that a file in memory has from the beginning, so that a full memory does not stop it later
+NEW_SECONDS = 60.0  # a folder in memory may wait so long for its first file
 PID = re.compile(r'"pid": (\d+)')
 
 

@@ -123,8 +123,7 @@ def _shorten_path(file: str) -> str:
     return file
 
 
-WAKE_SECONDS = 5.0
-"""How long a stopped rank may take to write its stacks, on a busy machine."""
+WAKE_SECONDS = 5.0  # how long a stopped rank may take to write its stacks, on a busy machine
 
 
 class Dumps:

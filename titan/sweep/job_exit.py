@@ -78,7 +78,7 @@ def find_error(folder: Path, attempt: str) -> str | None:
     A rank that srun killed after another one had failed is the cause only if that one had merely lost it.
     """
     early_kill, late_kill = _find_kills(folder / f"{attempt}.out")
-    first = rank_error.find_first_cause(map(rank_error.read, _list_rank_files(folder, attempt, "error")))
+    first = _find_first_error(folder, attempt)
     if kill := early_kill or (late_kill if first is None or first.lost else None):
         return kill
     if first is None:
@@ -91,7 +91,7 @@ def find_failed_node(folder: Path, attempt: str) -> str | None:
 
     Where ranks differ and no majority decides, they are several: "n1,n2".
     """
-    first = rank_error.find_first_cause(map(rank_error.read, _list_rank_files(folder, attempt, "error")))
+    first = _find_first_error(folder, attempt)
     if first is not None and not first.lost:
         return None if first.code == 2 else first.node or None
     early_kill, late_kill = _find_kills(folder / f"{attempt}.out")
@@ -107,6 +107,10 @@ def find_bad_nodes(folder: Path, times: int) -> list[str]:
     failed_nodes = (find_failed_node(folder, attempt) for attempt, end in exits if end and end.code and not end.stopped)
     counts = Counter(node for nodes in failed_nodes if nodes for node in nodes.split(","))
     return sorted(node for node, count in counts.items() if count >= times)
+
+
+def _find_first_error(folder: Path, attempt: str) -> rank_error.RankError | None:
+    return rank_error.find_first_cause(map(rank_error.read, _list_rank_files(folder, attempt, "error")))
 
 
 def _list_rank_files(folder: Path, attempt: str, kind: str) -> list[Path]:

@@ -34,14 +34,11 @@ SHOWN = ("model.dim", "training.seed", "checkpoint.decay_steps")
 """The settings that name a trial of a ladder, beside those of its variant; the others follow from them."""
 LENGTH_SETTINGS = ("training.steps", "training.tokens", "training.hours", "checkpoint.resume", "checkpoint.decay_steps")
 """Settings that a ladder decides."""
-LEAST_SIZES = 4
-"""Sizes of a ladder, the largest included."""
-SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
-"""Settings of the model that follow from a size."""
+LEAST_SIZES = 4  # sizes of a ladder, the largest included
+SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")  # settings of the model that follow from a size
 AUTO = "optimizer.lr=auto"
 """The override that has each size take the rate of `titan.optimizer.step_law`."""
-DIGITS = 6
-"""Significant digits of a rate by rule."""
+DIGITS = 6  # significant digits of a rate by rule
 
 
 @dataclass(frozen=True)
@@ -387,8 +384,7 @@ def format_ladder(ladder: Ladder, hours: Sequence[float | None]) -> str:
     return "\n".join([*text, rule]) + "\n"
 
 
-Cost = tuple[int, float, float | None]
-"""Tokens, FLOPs and device-hours."""
+Cost = tuple[int, float, float | None]  # tokens, FLOPs and device-hours
 
 
 def list_costs(trunk: Trunk) -> Iterator[tuple[int, float]]:

@@ -32,8 +32,7 @@ from titan.sweep.schema import parse_margin
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
 
-LEDGER, SWEEP, SLURM = "ledger.jsonl", "sweep.yaml", "slurm"
-"""Names in a sweep's directory."""
+LEDGER, SWEEP, SLURM = "ledger.jsonl", "sweep.yaml", "slurm"  # names in a sweep's directory
 ENDED_STATES: tuple[State, ...] = ("finished", "stopped", "failed")
 UNCONFIRMED = "its submission is not confirmed yet"
 

@@ -16,10 +16,8 @@ LAUNCHER_MODULE = "hydra_plugins.titan"
 """Hydra takes launchers only from a module below `hydra_plugins`; `launchers.plugin` puts them there."""
 
 
-GRID = f"{LAUNCHER_MODULE}.GridSweeper"
-"""titan's own sweeper."""
-OPTUNA = f"{LAUNCHER_MODULE}.OptunaSweeper"
-"""titan's sweeper that chooses trials by the results of others."""
+GRID = f"{LAUNCHER_MODULE}.GridSweeper"  # titan's own sweeper
+OPTUNA = f"{LAUNCHER_MODULE}.OptunaSweeper"  # titan's sweeper that chooses trials by the results of others
 DEFAULT_MARGIN = 0.02
 LARGEST_NATS, LARGEST_SHARE = 1e6, 10.0
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")

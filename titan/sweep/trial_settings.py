@@ -25,8 +25,7 @@ from titan.sweep.labels import count_distinguishing_digits, format_label
 from titan.sweep.ledger import TrialState
 
 Settings = Mapping[str, Any]
-BUDGETS = ("training.tokens", "training.hours")
-"""Settings that decide the steps."""
+BUDGETS = ("training.tokens", "training.hours")  # settings that decide the steps
 MOST_NAMED, MOST_VALUES, LONGEST_VALUE = 4, 3, 40
 """Settings that a note names, values of each, and characters of a value."""
 NO_VARIANT = re.compile(
