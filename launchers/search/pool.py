@@ -90,21 +90,13 @@ def run_search(
 
 @dataclass
 class ActiveTrial:
-    """A trial that runs.
+    """A trial that runs."""
 
-    Attributes:
-        trial: what the launcher has.
-        asked: Optuna's trials with its values: several where they were drawn again.
-        offset: the byte of metrics.jsonl up to which it was read.
-        reported: the evaluations that Optuna has.
-        is_pruned: whether it was asked to end.
-    """
-
-    trial: Trial
-    asked: list[AskedTrial]
-    offset: int = 0
-    reported: set[int] = field(default_factory=set)
-    is_pruned: bool = False
+    trial: Trial  # what the launcher has
+    asked: list[AskedTrial]  # Optuna's trials with its values: several where they were drawn again
+    offset: int = 0  # the byte of metrics.jsonl up to which it was read
+    reported: set[int] = field(default_factory=set)  # the evaluations that Optuna has
+    is_pruned: bool = False  # whether it was asked to end
 
 
 @dataclass

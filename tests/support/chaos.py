@@ -75,19 +75,12 @@ PIPELINE = ["parallelism=pp", "parallelism.microbatches=4"]
 
 @dataclass(frozen=True)
 class KillPlan:
-    """A run that is to be killed.
+    """A run that is to be killed."""
 
-    Attributes:
-        settings: the science, and what else stays the same in all attempts.
-        layouts: of the attempts, in turn.
-        copied: checkpoints are copied to a second folder.
-        restarts: the run is not started again by us, but by itself.
-    """
-
-    settings: tuple[str, ...]
-    layouts: tuple[Sequence[str], ...]
-    copied: bool = False
-    restarts: bool = False
+    settings: tuple[str, ...]  # the science, and what else stays the same in all attempts
+    layouts: tuple[Sequence[str], ...]  # of the attempts, in turn
+    copied: bool = False  # checkpoints are copied to a second folder
+    restarts: bool = False  # the run is not started again by us, but by itself
 
     @property
     def changes_layout(self) -> bool:

@@ -80,16 +80,12 @@ class SimulatedNode:
 
 @dataclass
 class SimulatedRun:
-    """All nodes of a run.
-
-    Attributes:
-        clock_time: the time in seconds.
-    """
+    """All nodes of a run."""
 
     ranks: int
     per_node: int
     directory: Path
-    clock_time: float = 1000.0
+    clock_time: float = 1000.0  # the time in seconds
     nodes: list[SimulatedNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:

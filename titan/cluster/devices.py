@@ -24,27 +24,16 @@ NODE_GPUS = 8  # GPUs assumed for a node that is described by nothing else
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of this machine that a run may use.
+    """The devices of this machine that a run may use."""
 
-    Attributes:
-        device: torch's name for their kind; AMD's GPUs are "cuda" to torch too.
-        name: the product name, such as "AMD EPYC 9654" or "NVIDIA H200".
-        count: number of devices; 1 for the CPU, which any number of ranks may share.
-        cores: CPU cores that this process may use.
-        memory_gib: memory of one GPU, or of the host within its cgroup limit; None if it can't be read.
-        bf16_fast: whether bf16 matmuls are faster than fp32 ones.
-        note: why GPUs of this machine are not used; empty if none is unused.
-        capability: the lowest CUDA compute capability of the GPUs; None if unknown or not NVIDIA's.
-    """
-
-    device: Literal["cpu", "cuda"]
-    name: str
-    count: int
-    cores: int
-    memory_gib: float | None
-    bf16_fast: bool
-    note: str = ""
-    capability: float | None = None
+    device: Literal["cpu", "cuda"]  # torch's name for their kind; AMD's GPUs are "cuda" to torch too
+    name: str  # the product name, such as "AMD EPYC 9654" or "NVIDIA H200"
+    count: int  # number of devices; 1 for the CPU, which any number of ranks may share
+    cores: int  # CPU cores that this process may use
+    memory_gib: float | None  # memory of one GPU, or of the host within its cgroup limit; None if it can't be read
+    bf16_fast: bool  # whether bf16 matmuls are faster than fp32 ones
+    note: str = ""  # why GPUs of this machine are not used; empty if none is unused
+    capability: float | None = None  # the lowest CUDA compute capability of the GPUs; None if unknown or not NVIDIA's
 
     def describe(self) -> str:
         """Return one line such as "8 x NVIDIA H200, 140.4 GiB each, bf16, 64 CPU cores"."""

@@ -52,25 +52,16 @@ def _read_torch_version() -> str:
 
 @dataclass(frozen=True)
 class Probe:
-    """How device detection reads the machine; a test passes other values.
+    """How device detection reads the machine; a test passes other values."""
 
-    Attributes:
-        root: the directory that contains /proc, /sys and /dev.
-        environ: the environment variables.
-        run: returns a program's output, or None.
-        torch_version: the text of torch/version.py.
-        cores: cores in this process's affinity mask.
-        physical_bytes: the machine's memory.
-        architecture: the output of `uname -m`.
-    """
-
-    root: Path = Path("/")
-    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    run: Callable[[Sequence[str]], str | None] = run_program
-    torch_version: str = field(default_factory=_read_torch_version)
-    cores: int = field(default_factory=count_cores)
+    root: Path = Path("/")  # the directory that contains /proc, /sys and /dev
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # the environment variables
+    run: Callable[[Sequence[str]], str | None] = run_program  # returns a program's output, or None
+    torch_version: str = field(default_factory=_read_torch_version)  # the text of torch/version.py
+    cores: int = field(default_factory=count_cores)  # cores in this process's affinity mask
+    # the machine's memory
     physical_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    architecture: str = field(default_factory=platform.machine)
+    architecture: str = field(default_factory=platform.machine)  # the output of `uname -m`
 
     def read_text(self, path: str) -> str:
         """Return the text of a file below the root; empty if it can't be read."""
@@ -112,19 +103,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuSearch:
-    """The result of `find_gpus`.
+    """The result of `find_gpus`."""
 
-    Attributes:
-        gpus: those that torch will see.
-        unused: those of this machine that torch will not see.
-        reason: why there is none to use.
-        remedy: what to change.
-    """
-
-    gpus: list[Gpu]
-    unused: list[Gpu] = field(default_factory=list)
-    reason: str = ""
-    remedy: str = ""
+    gpus: list[Gpu]  # those that torch will see
+    unused: list[Gpu] = field(default_factory=list)  # those of this machine that torch will not see
+    reason: str = ""  # why there is none to use
+    remedy: str = ""  # what to change
 
 
 def find_gpus(probe: Probe) -> GpuSearch:

@@ -9,19 +9,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """The peak speed and the memory of one kind of device, from its vendor's data sheet.
+    """The peak speed and the memory of one kind of device, from its vendor's data sheet."""
 
-    Attributes:
-        pattern: a regular expression for the device's name as the driver reports it, case-insensitive.
-        bf16: dense bf16 matmuls with fp32 accumulation, TFLOP/s; None for hardware without bf16.
-        fp32: plain fp32 matmuls (no TF32), TFLOP/s.
-        memory_gib: roughly what the driver reports, rounded down.
-    """
-
-    pattern: str
-    bf16: float | None
-    fp32: float | None
-    memory_gib: float
+    pattern: str  # a regular expression for the device's name as the driver reports it, case-insensitive
+    bf16: float | None  # dense bf16 matmuls with fp32 accumulation, TFLOP/s; None for hardware without bf16
+    fp32: float | None  # plain fp32 matmuls (no TF32), TFLOP/s
+    memory_gib: float  # roughly what the driver reports, rounded down
 
 
 # The first matching pattern applies. NVIDIA's sheets give most tensor-core figures "with sparsity": those are halved.

@@ -37,19 +37,12 @@ MAX_LISTED = 8  # ranks that a sentence lists
 
 @dataclass(frozen=True)
 class RunState:
-    """What is known of all ranks.
+    """What is known of all ranks."""
 
-    Attributes:
-        size: how many there are.
-        states: what each rank does; the last state of one that is silent.
-        silent_ranks: ranks that do not write their state.
-        processes: the state of each rank's process, as its node sees it.
-    """
-
-    size: int
-    states: Mapping[int, RankState]
-    silent_ranks: frozenset[int]
-    processes: Mapping[int, str] = field(default_factory=dict)
+    size: int  # how many there are
+    states: Mapping[int, RankState]  # what each rank does; the last state of one that is silent
+    silent_ranks: frozenset[int]  # ranks that do not write their state
+    processes: Mapping[int, str] = field(default_factory=dict)  # the state of each rank's process, as its node sees it
     _absent_ranks: dict[Any, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -76,26 +69,18 @@ class RunState:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a run waits for.
+    """What a run waits for."""
 
-    Attributes:
-        ranks: those that it waits for; empty where they are not known.
-        sentence: the sentence without its beginning, such as "waiting for rank 3 in the all-gather of layer 12 (fsdp),
-            step 118; rank 3: stopped (SIGSTOP), process 123 on n1".
-        is_expected: whether every rank does the same slow thing, which is not an error: compile, save, evaluate, start.
-        node: the name of the node of the first of these ranks; empty where it is not known.
-        all_entered: whether ranks wait in a collective that all of them have entered.
-        is_save: whether it is a checkpoint that waits.
-        is_hook: whether it waits for hooks of one's own.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # those that it waits for; empty where they are not known
+    # the sentence without its beginning, such as "waiting for rank 3 in the all-gather of layer 12 (fsdp), step 118;
+    # rank 3: stopped (SIGSTOP), process 123 on n1"
     sentence: str
+    # whether every rank does the same slow thing, which is not an error: compile, save, evaluate, start
     is_expected: bool = False
-    node: str = ""
-    all_entered: bool = False
-    is_save: bool = False
-    is_hook: bool = False
+    node: str = ""  # the name of the node of the first of these ranks; empty where it is not known
+    all_entered: bool = False  # whether ranks wait in a collective that all of them have entered
+    is_save: bool = False  # whether it is a checkpoint that waits
+    is_hook: bool = False  # whether it waits for hooks of one's own
 
 
 def diagnose(run_state: RunState) -> Diagnosis:

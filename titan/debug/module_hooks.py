@@ -16,20 +16,13 @@ from titan.model.parts import Part
 
 @dataclass
 class StageCall:
-    """The micro-batch that a stage computes.
+    """The micro-batch that a stage computes."""
 
-    Attributes:
-        stage: index of the stage on this rank.
-        microbatch: its number in the step.
-        args: positional arguments of the stage's `forward`.
-        kwargs: keyword arguments of the stage's `forward`.
-        called: modules that were called; a checkpointed block calls them again in the backward pass.
-    """
-
-    stage: int
-    microbatch: int = -1
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    stage: int  # index of the stage on this rank
+    microbatch: int = -1  # its number in the step
+    args: tuple[Any, ...] = ()  # positional arguments of the stage's `forward`
+    kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the stage's `forward`
+    # modules that were called; a checkpointed block calls them again in the backward pass
     called: set[tuple[str, nn.Module]] = field(default_factory=set)
 
     def get_argument(self, position: int, name: str) -> Any:

@@ -30,42 +30,27 @@ COALESCED = "nccl:coalesced"
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """A collective that a rank has entered and that has not ended.
+    """A collective that a rank has entered and that has not ended."""
 
-    Attributes:
-        group: the name of its process group.
-        number: which of the group's collectives; -1 for a message between two ranks.
-        kind: what it does, such as "all-reduce".
-        sizes: of its input.
-        familiar: whether this rank has done the same before: this group, kind and sizes, called from this line.
-        peers: the ranks that it needs; empty for all of its group.
-        line: the innermost line outside of torch from which it was called, where that is known.
-        started: whether it waits for other ranks; False on a GPU that has other work to do first; None: not known.
-    """
-
-    group: str
-    number: int
-    kind: str
-    sizes: str = ""
+    group: str  # the name of its process group
+    number: int  # which of the group's collectives; -1 for a message between two ranks
+    kind: str  # what it does, such as "all-reduce"
+    sizes: str = ""  # of its input
+    # whether this rank has done the same before: this group, kind and sizes, called from this line
     familiar: bool = True
-    peers: tuple[int, ...] = ()
-    line: str = ""
+    peers: tuple[int, ...] = ()  # the ranks that it needs; empty for all of its group
+    line: str = ""  # the innermost line outside of torch from which it was called, where that is known
+    # whether it waits for other ranks; False on a GPU that has other work to do first; None: not known
     started: bool | None = True
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """What the recorder has of this rank.
+    """What the recorder has of this rank."""
 
-    Attributes:
-        entered: the number of the last collective of each group that this rank has entered.
-        completed: that of the last one that has ended.
-        pending: those that have not ended, the oldest first.
-    """
-
-    entered: dict[str, int]
-    completed: dict[str, int]
-    pending: tuple[PendingCollective, ...]
+    entered: dict[str, int]  # the number of the last collective of each group that this rank has entered
+    completed: dict[str, int]  # that of the last one that has ended
+    pending: tuple[PendingCollective, ...]  # those that have not ended, the oldest first
 
 
 def dump_recorder() -> bytes:

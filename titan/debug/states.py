@@ -133,23 +133,14 @@ MEMORY_FILE, NODE_FILE, VERDICT_FILE = "rank-{}.json", "node-{}.json", "verdict.
 
 @dataclass
 class NodeStates:
-    """What the file of a node says.
+    """What the file of a node says."""
 
-    Attributes:
-        beat: grows with every write.
-        states: of its ranks.
-        silent: those that it has not heard of.
-        processes: the states of its ranks' processes.
-        verdict: what it has found, where it reports.
-        changed_at: when the beat changed last, in seconds of the clock.
-    """
-
-    beat: int = -1
-    states: dict[int, RankState] = field(default_factory=dict)
-    silent: frozenset[int] = frozenset()
-    processes: dict[int, str] = field(default_factory=dict)
-    verdict: Verdict | None = None
-    changed_at: float = 0.0
+    beat: int = -1  # grows with every write
+    states: dict[int, RankState] = field(default_factory=dict)  # of its ranks
+    silent: frozenset[int] = frozenset()  # those that it has not heard of
+    processes: dict[int, str] = field(default_factory=dict)  # the states of its ranks' processes
+    verdict: Verdict | None = None  # what it has found, where it reports
+    changed_at: float = 0.0  # when the beat changed last, in seconds of the clock
 
 
 class States:

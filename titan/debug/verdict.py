@@ -30,21 +30,13 @@ VERDICT, MESSAGES, ANALYSIS = Path("debug/hang.json"), Path("debug/hangs.log"), 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A diagnosis.
+    """A diagnosis."""
 
-    Attributes:
-        attempt: of the run.
-        sentence: what the run waits for.
-        ranks: those that it waits for.
-        node: the name of the node of the first of them.
-        exit_code: with which all ranks end now; None: not yet.
-    """
-
-    attempt: int
-    sentence: str
-    ranks: tuple[int, ...] = ()
-    node: str = ""
-    exit_code: int | None = None
+    attempt: int  # of the run
+    sentence: str  # what the run waits for
+    ranks: tuple[int, ...] = ()  # those that it waits for
+    node: str = ""  # the name of the node of the first of them
+    exit_code: int | None = None  # with which all ranks end now; None: not yet
 
 
 def parse_verdict(content: Any) -> Verdict:

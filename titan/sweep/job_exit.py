@@ -25,21 +25,13 @@ TERMINATING = "Terminating StepId"
 
 @dataclass(frozen=True)
 class JobExit:
-    """How one attempt of a job ended.
+    """How one attempt of a job ended."""
 
-    Attributes:
-        attempt: 0 for the first.
-        code: the ranks' highest exit code.
-        requeue: whether it is to be started again.
-        stopped: whether it was stopped from outside, not by its own error.
-        reason: why it ended, in one sentence.
-    """
-
-    attempt: int
-    code: int
-    requeue: bool
-    stopped: bool
-    reason: str
+    attempt: int  # 0 for the first
+    code: int  # the ranks' highest exit code
+    requeue: bool  # whether it is to be started again
+    stopped: bool  # whether it was stopped from outside, not by its own error
+    reason: str  # why it ended, in one sentence
 
 
 def read_last_exit(folder: Path, job: str) -> JobExit | None:

@@ -43,15 +43,10 @@ DIGITS = 6  # significant digits of a rate by rule
 
 @dataclass(frozen=True)
 class Variant:
-    """What a ladder compares at all its sizes and lengths.
+    """What a ladder compares at all its sizes and lengths."""
 
-    Attributes:
-        overrides: those that distinguish it; none of a ladder with a single variant.
-        base: its recipe, whose shape gives the proportions.
-    """
-
-    overrides: tuple[str, ...]
-    base: Run
+    overrides: tuple[str, ...]  # those that distinguish it; none of a ladder with a single variant
+    base: Run  # its recipe, whose shape gives the proportions
 
     @property
     def label(self) -> str:
@@ -61,19 +56,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Rung:
-    """A length of a size.
+    """A length of a size."""
 
-    Attributes:
-        length: tokens per parameter of the first variant, as asked for.
-        steps: of trunk and branch together.
-        decay_steps: of the branch.
-        tokens: of all steps.
-    """
-
-    length: float
-    steps: int
-    decay_steps: int
-    tokens: int
+    length: float  # tokens per parameter of the first variant, as asked for
+    steps: int  # of trunk and branch together
+    decay_steps: int  # of the branch
+    tokens: int  # of all steps
 
     @property
     def branch_step(self) -> int:
@@ -136,15 +124,10 @@ class Trunk:
 
 @dataclass(frozen=True)
 class Ladder:
-    """All trunks, by rising size, each size with all variants.
+    """All trunks, by rising size, each size with all variants."""
 
-    Attributes:
-        trunks: the trunks.
-        rule: what gives the learning rates, in words.
-    """
-
-    trunks: tuple[Trunk, ...]
-    rule: str = ""
+    trunks: tuple[Trunk, ...]  # the trunks
+    rule: str = ""  # what gives the learning rates, in words
 
     @property
     def fitted(self) -> tuple[Trunk, ...]:
@@ -168,14 +151,10 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Rates:
-    """What gives the learning rate of a trunk.
+    """What gives the learning rate of a trunk."""
 
-    Attributes:
-        description: in words.
-        compute: from the variant, the model at the size and the steps of its longest length to the rate.
-    """
-
-    description: str
+    description: str  # in words
+    # from the variant, the model at the size and the steps of its longest length to the rate
     compute: Callable[[Variant, Decoder, int], float]
 
 

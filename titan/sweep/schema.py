@@ -154,15 +154,10 @@ LAUNCHERS: Mapping[str, tuple[str, type]] = {
 
 @dataclass(frozen=True)
 class Margin:
-    """A margin in one of two units.
+    """A margin in one of two units."""
 
-    Attributes:
-        nats: of validation loss; None where it is a share of compute.
-        share: of the baseline's compute, 0.02 for 2 %; None where it is in nats.
-    """
-
-    nats: float | None
-    share: float | None = None
+    nats: float | None  # of validation loss; None where it is a share of compute
+    share: float | None = None  # of the baseline's compute, 0.02 for 2 %; None where it is in nats
 
 
 def parse_margin(value: float | str, name: str = "sweep.margin") -> Margin:
