@@ -146,12 +146,7 @@ MAX_DUMP_SECONDS = 90.0  # how long the ranks of a run write stacks at most: tho
 
 
 class Clock:
-    """The intervals of one rank. All are in seconds.
-
-    Attributes:
-        stop_request_time: when the run was asked to stop; None: it was not.
-        ranks_on_node: the ranks of this node.
-    """
+    """The intervals of one rank. All are in seconds."""
 
     def __init__(self, activity: Activity, min_patience: float | None, ranks: int) -> None:
         """Take what the rank does.
@@ -161,8 +156,8 @@ class Clock:
         """
         self.activity, self.min_patience = activity, min_patience or PATIENCE_SECONDS
         self.ranks, self.get_time = ranks, activity.get_time
-        self.ranks_on_node = 1
-        self.stop_request_time: float | None = None
+        self.ranks_on_node = 1  # the ranks of this node
+        self.stop_request_time: float | None = None  # when the run was asked to stop; None: it was not
 
     @property
     def nodes(self) -> int:

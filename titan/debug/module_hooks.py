@@ -43,12 +43,9 @@ class ModuleHooks:
 
     Compiled modules ignore hooks: run the step within `force_eager`, or have the hooks run around the compiled code,
     as far as it has outputs (`find_compiled_parts`).
-
-    Attributes:
-        stays_in_modes: whether hooks run within the modes after all, such as those that begin or end one.
     """
 
-    stays_in_modes = False
+    stays_in_modes = False  # whether hooks run within the modes after all, such as those that begin or end one
 
     def __init__(self, stages: Sequence[nn.Module], *, around_compiled: bool = False) -> None:
         """Count the micro-batches of these stages.

@@ -144,12 +144,7 @@ class NodeStates:
 
 
 class States:
-    """The states of all ranks.
-
-    Attributes:
-        latest: the latest state of each rank.
-        verdict: what this rank or the one that reports has found.
-    """
+    """The states of all ranks."""
 
     def __init__(
         self,
@@ -173,8 +168,8 @@ class States:
             memory = open_memory(f"{directory.resolve()} {attempt} {self.first}")
             memory.write(MEMORY_FILE.format(self.rank), b"")
             self.memory = memory
-        self.latest: dict[int, RankState] = {}
-        self.verdict: Verdict | None = None
+        self.latest: dict[int, RankState] = {}  # the latest state of each rank
+        self.verdict: Verdict | None = None  # what this rank or the one that reports has found
         self.nodes: dict[int, NodeStates] = {}
         self._last_beats: dict[int, tuple[int, float]] = {}
         self._processes: dict[int, str] = {}

@@ -45,17 +45,13 @@ def parse_verdict(content: Any) -> Verdict:
 
 
 class HangError(RunError):
-    """A run hangs, and has to end.
-
-    Attributes:
-        rank: the first that the others wait for; None where it is not known.
-        node: the name of its node; empty where it is not known.
-    """
+    """A run hangs, and has to end."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.sentence)
+        # the first that the others wait for; None where it is not known
         self.rank = verdict.ranks[0] if verdict.ranks else None
-        self.node = verdict.node
+        self.node = verdict.node  # the name of its node; empty where it is not known
 
 
 def write(directory: Path, verdict: Verdict) -> None:
@@ -121,17 +117,14 @@ log = logging.getLogger("titan")
 
 
 class Judge:
-    """Says what the run waits for.
-
-    Attributes:
-        find_setting: returns the name of the setting that a timeout in seconds comes from.
-        last_report: the ranks that were named last, and after how many seconds without progress; None: nothing is said.
-    """
+    """Says what the run waits for."""
 
     def __init__(self, directory: Path, rank_info: RankInfo, attempt: int, clock: Clock) -> None:
         """Take whose progress it is; nothing is said yet."""
         self.directory, self.rank_info, self.attempt, self.clock = directory, rank_info, attempt, clock
+        # returns the name of the setting that a timeout in seconds comes from
         self.find_setting: Callable[[float], str] = lambda seconds: "cluster.timeout"
+        # the ranks that were named last, and after how many seconds without progress; None: nothing is said
         self.last_report: tuple[tuple[int, ...], float] | None = None
 
     def decide_verdict(self, run_state: RunState) -> Verdict | None:
