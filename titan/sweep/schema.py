@@ -171,18 +171,16 @@ def parse_margin(value: float | str, name: str = "sweep.margin") -> Margin:
         ConfigError: for another text, and for a margin that is not above 0 or too large.
     """
     match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
-    share = float(match.group(1)) / 100 if match else None
     try:
-        nats = None if share is not None else float(value)
+        number = float(match[1]) / 100 if match else float(value)
     except ValueError:
-        nats = math.nan
-    number, largest = (share, LARGEST_SHARE) if share is not None else (nats, LARGEST_NATS)
+        number = math.nan
     typed = f"{name}={value if isinstance(value, str) else f'{value:g}'}"
-    if number is not None and -math.inf < number <= 0:
+    if -math.inf < number <= 0:
         raise ConfigError(f"{typed}: must be above 0.")
-    if number is None or not 0 < number <= largest:
+    if not 0 < number <= (LARGEST_SHARE if match else LARGEST_NATS):
         raise ConfigError(
             f"{typed}: must be a number of nats above 0, such as 0.02, or a share of the baseline's compute, "
             "such as 2%."
         )
-    return Margin(nats, share)
+    return Margin(None, number) if match else Margin(number)
