@@ -124,7 +124,7 @@ def _usable_cores(probe: Probe) -> int:
 
 def _read_quotas(probe: Probe) -> list[str]:
     """Return quota and period in microseconds, as in v2's cpu.max, of this process's cgroups and their parents."""
-    files = [(f"{folder}/cpu.max",) for folder in _list_cgroups(probe, "")]
+    files: list[tuple[str, ...]] = [(f"{folder}/cpu.max",) for folder in _list_cgroups(probe, "")]
     files += [(f"{folder}/cpu.cfs_quota_us", f"{folder}/cpu.cfs_period_us") for folder in _list_cgroups(probe, "cpu")]
     return [" ".join(map(probe.read_text, names)) for names in files]
 
