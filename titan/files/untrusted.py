@@ -70,11 +70,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def parse_object(text: bytes | str, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Parse a JSON object whose values under the names in `kinds` have these (see `check_type`).
-
-    Raises:
-        KeyError: where it lacks one of the names.
-    """
+    """Parse a JSON object whose values under the names in `kinds` have these types; a missing one is a KeyError."""
     content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError(f"it is {describe_value(content)}, not names and values")
