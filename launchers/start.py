@@ -49,33 +49,43 @@ def run_local(run: Run, apart: bool = False, report: ReasonReceiver = ignore_rea
         set_variables(run.cluster.environment),
         lock_directory(Path(run.directory), more_names=list_hydra_folders(run)),
     ):
-        reasons, previous = [""], ("", -1, -1)
-
-        def pass_on(reason: str) -> None:
-            reasons.append(reason)
-            report(reason)
-
+        failures = Failures(run, report)
         for restart in range(run.cluster.restarts + 1):
-            pass_on("")  # what an earlier attempt reported is no reason for the end of this one
+            failures.report("")  # what an earlier attempt reported is no reason for the end of this one
             attempt = _begin_attempt(run)
             if attempt is None:
                 summary.show_finished(run)
                 return 0
-            code = _run_attempt(run, attempt, partial(_start_ranks, run, attempt, apart, pass_on))
+            train = partial(_start_ranks, run, attempt, apart or run.cluster.restarts > 0, failures.report)
+            code = _run_attempt(run, attempt, train)
             if code != 1 or restart == run.cluster.restarts:
                 return code
-            earlier, previous = previous, (reasons[-1], *_find_progress(Path(run.directory)))
-            if reasons[-1] and earlier == previous:
+            if failures.is_repeated():
                 log_line(Path(run.directory), "not restarted: the restart ended as the attempt before it")
                 return code
             log_line(Path(run.directory), f"restart {restart + 1} of {run.cluster.restarts}")
     return 1
 
 
-def _find_progress(directory: Path) -> tuple[int, int]:
-    """Return the last step of a run, and that of its latest checkpoint."""
-    saved = max((int(folder.name[5:]) for folder in manifest.list_complete(directory)), default=0)
-    return next(read_last_steps(directory / METRICS), {"step": 0})["step"], saved
+class Failures:
+    """The ends of the attempts of a run: a restart that ends as the attempt before it is the last one."""
+
+    def __init__(self, run: Run, report: ReasonReceiver) -> None:
+        """Take the run, and what else is called with each reason."""
+        self.run, self.pass_on = run, report
+        self.reason, self.previous = "", ("", -1, -1)
+
+    def report(self, reason: str) -> None:
+        """Take the reason of an end, and pass it on; see `ReasonReceiver`."""
+        self.reason = reason
+        self.pass_on(reason)
+
+    def is_repeated(self) -> bool:
+        """Return whether this attempt ended as the last one: the same reason, step and latest checkpoint."""
+        saved = max((int(f.name[5:]) for f in manifest.list_complete(Path(self.run.directory))), default=0)
+        step = next(read_last_steps(Path(self.run.directory) / METRICS), {"step": 0})["step"]
+        earlier, self.previous = self.previous, (self.reason, step, saved)
+        return bool(self.reason) and earlier == self.previous
 
 
 def _begin_attempt(run: Run) -> attempts.Attempt | None:
@@ -111,7 +121,7 @@ def _run_attempt(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) 
 
 
 def _start_ranks(run: Run, attempt: attempts.Attempt, apart: bool, report: ReasonReceiver) -> int:
-    if run.layout.devices > 1 or apart or run.cluster.restarts:
+    if run.layout.devices > 1 or apart:
         return run_ranks((run, attempt), run.layout.devices, Path(run.directory), report=report)
     return int(import_module(WORKER).work(run, attempt, RankInfo()))
 
