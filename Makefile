@@ -118,7 +118,7 @@ $(LOWEST)/.titan: $(PINS)
 	$(LOWEST)/bin/python -m tests.support.lowest_versions > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt torch uv
 	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python -c $(LOWEST)/constraints.txt \
-	  -e '.[show,track,trackio,hf,data,s3,float8,slurm,sweep,compare,probe]' pytest pytest-timeout hypothesis 'moto[server]'
+	  -e '.[show,track,trackio,hf,data,s3,float8,slurm,sweep,compare]' psutil pytest pytest-timeout hypothesis 'moto[server]'
 	@touch $@
 
 $(VENV)/.lint: $(PINS) | $(VENV)/bin/python

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,11 @@ def climb(launcher: LadderLauncher, parsed: Sequence[Override], sweep: Sweep) ->
     ids = sorted(identity.compute_portable_trial_id(trial.run) for trial in planned)  # it may go on on other machines
     tuned = _tune(launcher, ladder, tuning, sweep)
     if tuned is not None:
-        Climb(launcher, overrides, varied, tuned, identity.compute_digest(ids), len(tuning)).run()
+        shown = (*varied, *ladders.SHOWN)
+        Climb(launcher, overrides, shown, tuned, identity.compute_digest(ids), len(tuning)).run()
 
 
-TUNED = ("model.dim", "optimizer.lr")
-"""The settings that name a run that tunes, beside those of its variant."""
+TUNED = ("model.dim", "optimizer.lr")  # the settings that name a run that tunes, beside those of its variant
 
 
 def _expand_tuning(
@@ -178,38 +179,30 @@ def _predict_hours(run: Run) -> float | None:
         return None
 
 
+@dataclass
 class Climb:
-    """A ladder that runs."""
+    """A ladder that is checked, and runs."""
 
-    def __init__(
-        self,
-        launcher: LadderLauncher,
-        overrides: Sequence[str],
-        varied: Sequence[str],
-        ladder: Ladder,
-        key: str,
-        count: int,
-    ) -> None:
-        """Take a ladder that is checked.
+    launcher: LadderLauncher
+    overrides: Sequence[str]  # of the command line, which all variants share
+    shown: Sequence[str]  # the settings that name its runs
+    ladder: Ladder
+    key: str  # digest of its settings
+    count: int  # runs that were launched before
 
-        Args:
-            overrides: of the command line, which all variants share.
-            varied: the settings that distinguish variants.
-            key: digest of its settings.
-            count: runs that were launched before.
-
-        Raises:
-            ConfigError: where the directory has another ladder.
-        """
-        self.launcher, self.overrides, self.ladder, self.key = launcher, overrides, ladder, key
-        self.shown = (*varied, *ladders.SHOWN)
-        self.root, self.count = launcher.root, count
+    def __post_init__(self) -> None:
         prediction = predictions.read(self.root)
-        if prediction is not None and prediction.key != key:
+        if prediction is not None and prediction.key != self.key:
             raise ConfigError(
                 f"{self.root / predictions.PREDICTION}: is the prediction of a ladder with other settings, and is "
                 "never changed; choose another name for this one."
             )
+
+    @property
+    def root(self) -> Path:
+        """The sweep's directory."""
+        root: Path = self.launcher.root
+        return root
 
     def run(self) -> None:
         """Run all that has not finished; stop after a batch in which a run failed, which the same command repeats."""

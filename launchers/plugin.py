@@ -26,7 +26,7 @@ from launchers.local import sweep as local_sweep
 from launchers.search.sweeper import OptunaSweeper
 from launchers.session import Describe, SweepSession, TrialSource, describe_nothing
 from launchers.slurm import sweep as slurm_sweep
-from launchers.trials import Trial
+from launchers.trials import Trial, build_sweep
 from titan.config import settings
 from titan.config.warning import warn_once
 from titan.console.text import is_url
@@ -39,10 +39,9 @@ from titan.run.run import Run
 from titan.sweep import ledger, objective
 from titan.sweep.labels import clean_override
 from titan.sweep.ledger import SweepSpec
-from titan.sweep.schema import GRID, LAUNCHER_MODULE, OPTUNA, LocalLaunch, SlurmLaunch, Sweep, parse_margin
+from titan.sweep.schema import GRID, LAUNCHER_MODULE, OPTUNA, LocalLaunch, SlurmLaunch, parse_margin
 
-SINGLE_TRIAL_ID = "run"
-"""The id of the only trial in the ledger of a single run."""
+SINGLE_TRIAL_ID = "run"  # the id of the only trial in the ledger of a single run
 
 
 class SweepLauncher(Launcher):
@@ -244,12 +243,6 @@ def _build_sweeper_class() -> Any:
 LAUNCHER_CLASSES = {kind.__name__: kind for kind in (LocalLauncher, SlurmLauncher)}
 
 
-def build_sweep(cfg: DictConfig) -> Sweep:
-    """Return the settings of a composed configuration's sweep."""
-    sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(cfg.sweep), "sweep")
-    return sweep
-
-
 def build_spec(cfg: DictConfig) -> SweepSpec:
     """Return what a composed configuration asks of its sweep."""
     sweep = build_sweep(cfg)
@@ -302,8 +295,7 @@ def register_plugins() -> None:
         Plugins.instance().register(kind)
 
 
-FILE_DATASETS = (Chat, Jsonl, Parquet, Prepared, Text)
-"""Datasets whose path is a file, a folder, a glob or a URL."""
+FILE_DATASETS = (Chat, Jsonl, Parquet, Prepared, Text)  # datasets whose path is a file, a folder, a glob or a URL
 
 
 def find_missing_input(run: Run) -> str | None:

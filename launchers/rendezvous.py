@@ -25,16 +25,13 @@ from titan.cluster.rank_info import RankInfo
 from titan.config.frozen_json import read_json, write_json
 from titan.errors import ConfigError, RunError
 
-JOIN_TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait until all have joined."""
-PREPARE_TIMEOUT = timedelta(days=7)
-"""How long they wait for rank 0's message: it prepares the data first."""
+JOIN_TIMEOUT = timedelta(minutes=30)  # how long ranks wait until all have joined
+PREPARE_TIMEOUT = timedelta(days=7)  # how long they wait for rank 0's message: it prepares the data first
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.1, 5.0
 """The first and the longest pause between two looks for rank 0's address; each pause is twice the one before."""
 CONNECTIONS, OPEN_FILES = 3, 1000
 """How many connections each rank may have to rank 0's store, and the files that rank 0 may have open besides."""
-LEAVE_SECONDS = 60.0
-"""How long rank 0 stays until all ranks have read that there is nothing to run."""
+LEAVE_SECONDS = 60.0  # how long rank 0 stays until all ranks have read that there is nothing to run
 
 
 def join(rank_info: RankInfo) -> Any:

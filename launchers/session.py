@@ -33,8 +33,7 @@ class TrialPlans(NamedTuple):
     device_hours: tuple[float | None, ...]
 
 
-Describe = Callable[[Sequence[Trial]], TrialPlans]
-"""Returns the plans of trials, for a dry run."""
+Describe = Callable[[Sequence[Trial]], TrialPlans]  # returns the plans of trials, for a dry run
 Planner = Callable[[Sequence[Trial]], list[int]]
 """Takes the trials of a sweep in place of a launch; returns their exit codes."""
 
@@ -93,10 +92,8 @@ class SweepSession:
                 folder.rmdir()
 
 
-RESULTS = "optimization_results.yaml"
-"""The file in a sweep's directory that names the best trial."""
-LOGGERS = ("alembic", "hydra_plugins")
-"""Loggers of sweepers, and of the databases that they may use."""
+RESULTS = "optimization_results.yaml"  # the file in a sweep's directory that names the best trial
+LOGGERS = ("alembic", "hydra_plugins")  # loggers of sweepers, and of the databases that they may use
 
 
 def silence_sweeper(cfg: DictConfig) -> None:

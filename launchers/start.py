@@ -30,15 +30,9 @@ from titan.run.run import Run
 Report = Callable[[Exception], object]
 
 
-def _ignore_error(error: Exception) -> None:
-    """Do nothing: the rank that reports a hang has printed it."""
-
-
-RENDEZVOUS, WORKER = "launchers.rendezvous", "titan.training.worker"
-"""The modules that import torch."""
+RENDEZVOUS, WORKER = "launchers.rendezvous", "titan.training.worker"  # the modules that import torch
 PREPARE = "titan.dataset.corpora"
-LOST_SECONDS = 180.0
-"""How long a file system may take to notice that a node was lost, and to free the node's locks."""
+LOST_SECONDS = 180.0  # how long a file system may take to notice that a node was lost, and to free the node's locks
 
 
 def run_local(run: Run, apart: bool = False, report: ReasonReceiver = ignore_reason) -> int:
@@ -132,11 +126,12 @@ def _start_ranks(run: Run, attempt: attempts.Attempt, apart: bool, report: Reaso
     return int(import_module(WORKER).work(run, attempt, RankInfo()))
 
 
-def run_rank0(run: Run, rank_info: RankInfo, report: Report = _ignore_error) -> int:
+def run_rank0(run: Run, rank_info: RankInfo, report: Report = lambda error: None) -> int:
     """Be rank 0 under torchrun or srun: decide what to run, send it to the other ranks, train.
 
     Args:
-        report: called with the error of a hang, after which this process ends at once.
+        report: called with the error of a hang, after which this process ends at once; the rank that reports the
+            hang has printed it.
     """
     rendezvous, worker = import_module(RENDEZVOUS), import_module(WORKER)
     store = rendezvous.join(rank_info)
@@ -164,7 +159,7 @@ def dismiss_workers(rank_info: RankInfo, code: int) -> None:
     rendezvous.send(rendezvous.join(rank_info), rank_info, code)
 
 
-def run_worker(rank_info: RankInfo, report: Report = _ignore_error, trusted: Sequence[str] = ()) -> int:
+def run_worker(rank_info: RankInfo, report: Report = lambda error: None, trusted: Sequence[str] = ()) -> int:
     """Be any other rank under torchrun or srun: wait for rank 0's message, then train or exit; see `run_rank0`.
 
     Args:

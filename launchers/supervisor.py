@@ -38,10 +38,8 @@ from titan.errors import ConfigError, ReasonReceiver, ignore_reason
 from titan.files.leases import identify_machine
 from titan.files.platform import is_alive
 
-GRACE_SECONDS = 10.0
-"""How long ranks may take to end after one of them failed."""
-CONSEQUENCE_SECONDS = 0.5
-"""Ranks that fail because another one did, fail about this much later."""
+GRACE_SECONDS = 10.0  # how long ranks may take to end after one of them failed
+CONSEQUENCE_SECONDS = 0.5  # ranks that fail because another one did, fail about this much later
 POLL_SECONDS = 0.02
 
 
@@ -252,8 +250,7 @@ def remove_old_folders(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-SHOWN_LINES = 5
-"""Of what a failed command printed last."""
+SHOWN_LINES = 5  # of what a failed command printed last
 OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 """Variables that would have the other interpreter import this environment's packages."""
 

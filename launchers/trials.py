@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -42,12 +42,9 @@ from titan.sweep.schema import Sweep
 
 AUTO = "auto"
 """The value of `hydra.sweep.subdir` that names a trial's folder after what it varies."""
-LONGEST_NAME = 100
-"""Characters of a folder's name."""
-TERMINAL_SECONDS = 0.1
-"""The time between two progress lines on a terminal."""
-MANY_TRIALS = 20
-"""From so many trials on, a log has progress lines too."""
+LONGEST_NAME = 100  # characters of a folder's name
+TERMINAL_SECONDS = 0.1  # the time between two progress lines on a terminal
+MANY_TRIALS = 20  # from so many trials on, a log has progress lines too
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def expand_trials(
     shared = [o for o, count in Counter(o for trial in overrides for o in trial).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
         raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a sweep.")
-    composed: list[ComposedTrial] = []
+    composed: list[Trial] = []
     for number, trial_overrides in enumerate(_show_progress(overrides)):
         fixed = shared
         if fixed_settings is not None:
@@ -112,21 +109,19 @@ def expand_trials(
             run = compose.freeze_run(cfg, directory, remote=remote, find_machine=find_machine, trusted=trusted)
         trust.remember_typed([*run.options, *run.overrides])
         compose.warn_of_small_work(run)
-        composed.append(ComposedTrial(varied, run, cfg if config.hydra.callbacks else None))
+        composed.append(Trial("", varied, run, cfg if config.hydra.callbacks else None))
     is_grid = fixed_settings is None
     return _name_trials(_equalise_steps(composed, config, is_grid), root, is_grid, is_planned)
 
 
-class ComposedTrial(NamedTuple):
-    """A trial without an id and a folder; see `Trial`."""
-
-    varied: tuple[str, ...]
-    run: Run
-    config: DictConfig | None
-
-
-def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_grid: bool) -> list[ComposedTrial]:
+def build_sweep(config: DictConfig) -> Sweep:
+    """Return the settings of a composed configuration's sweep."""
     sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(config.sweep), "sweep")
+    return sweep
+
+
+def _equalise_steps(composed: Sequence[Trial], config: DictConfig, is_grid: bool) -> list[Trial]:
+    sweep = build_sweep(config)
     if sweep.budget != "steps" and not is_grid:
         raise ConfigError(f"sweep.budget={sweep.budget}: needs all trials at once; leave hydra/sweeper out.")
     varied = [c.varied for c in composed]
@@ -135,33 +130,33 @@ def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_gr
         print(sanitize_line(line), flush=True)
         if doubt:
             warn_once(sanitize_line(doubt))
-    return [c._replace(run=run) for c, run in zip(composed, runs, strict=True)]
+    return [replace(trial, run=run) for trial, run in zip(composed, runs, strict=True)]
 
 
-def _name_trials(composed: Sequence[ComposedTrial], root: Path, is_grid: bool, is_planned: bool) -> list[Trial]:
+def _name_trials(composed: Sequence[Trial], root: Path, is_grid: bool, is_planned: bool) -> list[Trial]:
     """Return the trials with the ids and folders that they have had, or new ones."""
     ledger_trials = ledger.read_trials(root)
     directories = {trial.id: Path(trial.directory) for trial in ledger_trials}
     trials_by_id: dict[str, Trial] = {}
     digits = count_distinguishing_digits([trial.varied for trial in composed])
-    named: list[Trial] = []
-    for number, (varied, run, cfg) in enumerate(composed):
-        trial = find_trial_id(run, varied, ledger_trials)
+    ids: list[str] = []
+    for number, trial in enumerate(composed, 1):
+        run, trial_id = trial.run, find_trial_id(trial.run, trial.varied, ledger_trials)
         if is_planned:
-            trial = identity.compute_digest([trial, repr(run.cluster)])
-        if trial in trials_by_id and is_grid:
-            raise ConfigError(
-                f"{', '.join([f'trial {number + 1} of the sweep', *varied])}: is the same as another; leave one out."
-            )
-        if trial not in trials_by_id:
-            used = {*directories.values(), *(Path(t.run.directory) for t in trials_by_id.values())}
-            folder = directories.get(trial, Path(run.directory))
-            if trial not in directories and (len(folder.name) > LONGEST_NAME or folder in used):
-                folder = folder.with_name(f"{folder.name[:LONGEST_NAME]}-{trial[:6]}")
-            run = replace(run, directory=str(folder), name=f"{root.name}/{folder.relative_to(root)}")
-            trials_by_id[trial] = Trial(trial, varied, run, cfg, digits)
-        named.append(trials_by_id[trial])
-    return named
+            trial_id = identity.compute_digest([trial_id, repr(run.cluster)])
+        ids.append(trial_id)
+        if trial_id in trials_by_id:
+            if is_grid:
+                name = ", ".join([f"trial {number} of the sweep", *trial.varied])
+                raise ConfigError(f"{name}: is the same as another; leave one out.")
+            continue
+        used = {*directories.values(), *(Path(t.run.directory) for t in trials_by_id.values())}
+        folder = directories.get(trial_id, Path(run.directory))
+        if trial_id not in directories and (len(folder.name) > LONGEST_NAME or folder in used):
+            folder = folder.with_name(f"{folder.name[:LONGEST_NAME]}-{trial_id[:6]}")
+        run = replace(run, directory=str(folder), name=f"{root.name}/{folder.relative_to(root)}")
+        trials_by_id[trial_id] = replace(trial, id=trial_id, run=run, digits=digits)
+    return [trials_by_id[trial_id] for trial_id in ids]
 
 
 def find_trial_id(run: Run, varied: Sequence[str], ledger_trials: Sequence[ledger.TrialState]) -> str:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from statistics import median
 from launchers import run_file
 from launchers import trials as sweep_trials
 from launchers.session import TrialSource
-from launchers.slurm.state import read_state
+from launchers.slurm.state import read_trials, report_skipped
 from launchers.supervisor import Supervisor
 from launchers.trials import Trial
 from titan.console import output
@@ -35,8 +34,7 @@ from titan.sweep import ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import LocalLaunch
 
-CONSOLE = "console.log"
-"""The file in log/ of a trial's directory that has its output."""
+CONSOLE = "console.log"  # the file in log/ of a trial's directory that has its output
 WARNING = re.compile(rb"^(?:titan: warning:|\S+ \S+ WARNING(?! step )) (.*)$", re.MULTILINE)
 """A warning in a trial's output, and one in the log of its first rank that is of no step."""
 
@@ -134,9 +132,8 @@ class LocalSweep:
     spec: SweepSpec  # what the sweep is for
     # runs the body of one trial in this process
     job: Callable[[Trial, Callable[[], int]], int] = lambda trial, body: body()
-    # the process of each running trial, by the trial's index
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    run_files: dict[int, Path] = field(default_factory=dict)  # likewise, the file that holds its run
+    # each running trial with its process and the file that holds its run, by its id
+    running: dict[str, tuple[Trial, subprocess.Popen[bytes], Path]] = field(default_factory=dict)
     supervisor: Supervisor = field(default_factory=Supervisor)  # starts these processes, and ends them
     screen: SweepScreen = field(default_factory=lambda: SweepScreen([]))  # shows the ends of trials
 
@@ -147,65 +144,68 @@ class LocalSweep:
             KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
         """
         sweep_trials.register_trials(self.root, self.trials, self.spec)
-        todo = self._select_todo()
-        self.screen = SweepScreen([self.trials[index] for index in todo], self.settings.at_once)
-        codes = dict.fromkeys(range(len(self.trials)), 0)
+        todo, codes = self._select_todo(), dict[str, int]()
+        self.screen = SweepScreen(todo, self.settings.at_once)
         if todo and not self.settings.verbose:
             status = f"python -m titan.status {shorten_path(str(self.root))}"
             print(f"{format_plural(len(todo), 'trial')} to run; {status} shows how far they are", flush=True)
         try:
-            codes |= self._run_in_turn(todo) if self.settings.at_once == 1 else self._run_concurrently(todo)
+            if self.settings.at_once == 1:
+                self._run_in_turn(todo, codes)
+            else:
+                waiting = list(todo)
+                self._run_processes(
+                    lambda: [waiting.pop(0) for _ in waiting[: self.settings.at_once - len(self.running)]],
+                    lambda trial, code: codes.update({trial.id: code}),
+                )
         finally:
             self._print_next()
-        return [codes[index] for index in range(len(self.trials))]
+        return [codes.get(trial.id, 0) for trial in self.trials]
 
     def launch_pool(self, source: TrialSource) -> None:
         """Run the trials that a source asks for, each in its own process, until it has none left."""
+        self._run_processes(partial(self._ask_source, source), source.tell)
+
+    def _run_processes(self, ask: Callable[[], Sequence[Trial]], tell: Callable[[Trial, int], object]) -> None:
+        """Run the trials that `ask` returns until it has none and none is left; `tell` gets the exit code of each."""
         try:
-            self._run_processes(
-                partial(self._start_asked, source), lambda index, code: source.tell(self.trials[index], code)
-            )
+            with self.supervisor.forward_stop(lambda: True):
+                while (asked := [] if self.supervisor.signals else ask()) or self.running:
+                    for trial in asked:
+                        self._start_trial(trial)
+                    time.sleep(POLL_SECONDS)
+                    for trial, process, _ in list(self.running.values()):
+                        if process.poll() is not None:
+                            tell(trial, self._collect_trial(trial))
         finally:
             self.supervisor.end_processes(0)
-
-    def _run_processes(self, start: Callable[[], bool], end: Callable[[int, int], object]) -> None:
-        """Run processes until `start` has started none and none is left; call `end` with each one's index and code."""
-        with self.supervisor.forward_stop(lambda: True):
-            while start() or self.processes:
-                time.sleep(POLL_SECONDS)
-                for index in [i for i, process in self.processes.items() if process.poll() is not None]:
-                    end(index, self._collect_trial(index))
         if self.supervisor.signals:
             raise KeyboardInterrupt
 
-    def _start_asked(self, source: TrialSource) -> bool:
-        """Start the trials that a source asks for now; return whether there were any."""
-        asked = [] if self.supervisor.signals else source.ask()
-        for trial in asked:
-            sweep_trials.register_trials(self.root, [trial], self.spec)
-            index = next((i for i, t in enumerate(self.trials) if t.id == trial.id), len(self.trials))
-            self.trials = [*self.trials[:index], trial, *self.trials[index + 1 :]]
-            state = next(t for t in read_state(self.root).trials if t.id == trial.id)  # type: ignore[union-attr]
-            if is_done(trial.run):
-                source.tell(trial, 0)
-            elif _is_finished_or_queued(state):
-                raise ConfigError(f"{trial.label}: is with Slurm; wait until its job has ended, or cancel it.")
-            else:
-                self._start_trial(index)
-        return bool(asked)
+    def _ask_source(self, source: TrialSource) -> list[Trial]:
+        """Return trials that a source asks for and that are to be started; tell it which of them have finished."""
+        while asked := source.ask():
+            started = []
+            for trial in asked:
+                sweep_trials.register_trials(self.root, [trial], self.spec)
+                if is_done(trial.run):
+                    source.tell(trial, 0)
+                elif _is_finished_or_queued(read_trials(self.root)[trial.id]):
+                    raise ConfigError(f"{trial.label}: is with Slurm; wait until its job has ended, or cancel it.")
+                else:
+                    started.append(trial)
+            if started:
+                return started
+        return []
 
-    def _select_todo(self) -> list[int]:
-        """Return the indices of the trials that are neither finished nor with Slurm."""
-        sweep = read_state(self.root)
-        states = {state.id: state for state in sweep.trials} if sweep else {}
+    def _select_todo(self) -> list[Trial]:
+        """Return the trials that are neither finished nor with Slurm."""
+        states = read_trials(self.root)
         skipped = {
-            i: states[t.id].state
-            for i, t in enumerate(self.trials)
-            if _is_finished_or_queued(states[t.id]) or is_done(t.run)
+            t.id: states[t.id].state for t in self.trials if _is_finished_or_queued(states[t.id]) or is_done(t.run)
         }
-        for state, count in Counter(skipped.values()).items():
-            print(f"{count} of {format_plural(len(self.trials), 'trial')}: {state}, not started again", flush=True)
-        return [index for index in range(len(self.trials)) if index not in skipped]
+        report_skipped(list(skipped.values()), len(self.trials), "started")
+        return [trial for trial in self.trials if trial.id not in skipped]
 
     def _print_next(self) -> None:
         """Print how many trials are finished, and the next command."""
@@ -216,21 +216,18 @@ class LocalSweep:
         hint = "" if finished_count == len(self.trials) else "; the same command continues the others"
         print(f"\nfinished: {finished_count} of {total}{hint}; python -m {advice}.", flush=True)
 
-    def _run_in_turn(self, todo: list[int]) -> dict[int, int]:
-        """Run one trial after the other, each with this terminal to itself."""
+    def _run_in_turn(self, todo: Sequence[Trial], codes: dict[str, int]) -> None:
+        """Run one trial after the other, each with this terminal to itself; add their exit codes."""
         run_local = import_module("launchers.start").run_local  # only now: it imports numpy, which --help does without
-        codes = {}
-        for number, index in enumerate(todo, 1):
-            trial = self.trials[index]
+        for number, trial in enumerate(todo, 1):
             ledger.add_events(self.root, {"event": "started", "id": trial.id})
             reasons: list[str] = []
             body = partial(run_local, trial.run, apart=True, report=reasons.append)
             with self._show_or_redirect(f"[{number}/{len(todo)}] {trial.label}", self.screen.begin_trial(trial)):
-                codes[index] = exit_code(partial(self.job, trial, body), reasons.append)
-            self._record_end(trial, codes[index], reasons[-1] if reasons else None)
-            if codes[index] == 130:
+                codes[trial.id] = exit_code(partial(self.job, trial, body), reasons.append)
+            self._record_end(trial, codes[trial.id], reasons[-1] if reasons else None)
+            if codes[trial.id] == 130:
                 raise KeyboardInterrupt
-        return codes
 
     @contextmanager
     def _show_or_redirect(self, heading: str, file: Path) -> Iterator[None]:
@@ -245,32 +242,19 @@ class LocalSweep:
             with output.redirect_output(file):
                 yield
 
-    def _run_concurrently(self, todo: list[int]) -> dict[int, int]:
-        codes: dict[int, int] = {}
-        waiting = list(todo)
-
-        def start_waiting() -> bool:
-            while waiting and not self.supervisor.signals and len(self.processes) < self.settings.at_once:
-                self._start_trial(waiting.pop(0))
-            return False
-
-        self._run_processes(start_waiting, codes.__setitem__)
-        return codes
-
-    def _start_trial(self, index: int) -> None:
-        trial = self.trials[index]
-        file = self.run_files[index] = sweep_trials.write_run(trial, self.root / "points")
+    def _start_trial(self, trial: Trial) -> None:
+        file = sweep_trials.write_run(trial, self.root / "points")
         run_file.write_reason(file, "")
         ledger.add_events(self.root, {"event": "started", "id": trial.id})
         with self.screen.begin_trial(trial).open("ab") as log:
-            module, parent = "launchers.local.trial", str(os.getpid())
-            self.processes[index] = self.supervisor.start(module, str(file), parent, log=log)
+            process = self.supervisor.start("launchers.local.trial", str(file), str(os.getpid()), log=log)
+        self.running[trial.id] = trial, process, file
         if self.settings.verbose:
             print(f"{time.strftime('%H:%M:%S')}  started  {trial.label}", flush=True)
 
-    def _collect_trial(self, index: int) -> int:
-        trial, code = self.trials[index], self.processes.pop(index).returncode
-        file = self.run_files.pop(index)
+    def _collect_trial(self, trial: Trial) -> int:
+        _, process, file = self.running.pop(trial.id)
+        code = process.returncode
         if self.supervisor.signals and code in STOPPED_BY:  # before it handled signals itself
             code = 130
         reason = None if code in (0, 130) else run_file.read_reason(file, code)

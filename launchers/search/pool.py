@@ -41,13 +41,10 @@ from titan.scaling.early_stopping import Trajectory, find_decay, find_stop, list
 from titan.sweep.objective import read_objective
 from titan.sweep.schema import OptunaSearch, Sweep
 
-HOOK = "pruning"
-"""The name of the hook by which trials are ended early."""
+HOOK = "pruning"  # the name of the hook by which trials are ended early
 HOOK_OVERRIDE = f"+hooks.{HOOK}={{_target_:titan.hooks.stop_request.StopOnRequest}}"
-POLL_SECONDS = 1.0
-"""How often the validation losses of running trials are read."""
-MEASURED = "validation_loss"
-"""The objective by which trials can be ended early."""
+POLL_SECONDS = 1.0  # how often the validation losses of running trials are read
+MEASURED = "validation_loss"  # the objective by which trials can be ended early
 RECORDED = "evaluations"
 """The attribute of Optuna's trials that has the tokens of their evaluations, of their end and of the decay."""
 
@@ -93,59 +90,40 @@ def run_search(
 
 @dataclass
 class ActiveTrial:
-    """A trial that runs.
+    """A trial that runs."""
 
-    Attributes:
-        trial: what the launcher has.
-        asked: Optuna's trials with its values: several where they were drawn again.
-        offset: the byte of metrics.jsonl up to which it was read.
-        reported: the evaluations that Optuna has.
-        is_pruned: whether it was asked to end.
-    """
-
-    trial: Trial
-    asked: list[AskedTrial]
-    offset: int = 0
-    reported: set[int] = field(default_factory=set)
-    is_pruned: bool = False
+    trial: Trial  # what the launcher has
+    asked: list[AskedTrial]  # Optuna's trials with its values: several where they were drawn again
+    offset: int = 0  # the byte of metrics.jsonl up to which it was read
+    reported: set[int] = field(default_factory=set)  # the evaluations that Optuna has
+    is_pruned: bool = False  # whether it was asked to end
 
 
+@dataclass
 class TrialPool:
-    """Trials by ask and tell.
+    """Trials by ask and tell."""
 
-    Attributes:
-        active: the trials that run, by their ids.
-        same_shape: whether what varies leaves the shape of the curve as it is.
-        codes: the exit code of each that has ended.
-    """
+    study: optuna.Study  # open
+    space: Space
+    settings: OptunaSearch
+    sweep: Sweep
+    worst: float  # the objective of a trial that has none that is finite
+    # returns the checked trial of drawn values and a number; raises ConfigError
+    expand: Callable[[Sequence[str], int], Trial]
+    active: dict[str, ActiveTrial] = field(default_factory=dict)  # the trials that run, by their ids
+    codes: list[int] = field(default_factory=list)  # the exit code of each that has ended
+    _is_blocked: bool = False
+    _failures: int = 0
+    _next_poll: float = 0.0
 
-    def __init__(
-        self,
-        study: optuna.Study,
-        space: Space,
-        settings: OptunaSearch,
-        sweep: Sweep,
-        worst: float,
-        expand: Callable[[Sequence[str], int], Trial],
-    ) -> None:
-        """Take an open study.
-
-        Args:
-            worst: the objective of a trial that has none that is finite.
-            expand: returns the checked trial of drawn values and a number; raises ConfigError.
-        """
-        self.study, self.space, self.settings = study, space, settings
-        self.sweep, self.worst, self.expand = sweep, worst, expand
-        self.same_shape = not list_shape_settings(space)
-        self.active: dict[str, ActiveTrial] = {}
-        self.codes: list[int] = []
-        self._is_blocked, self._failures, self._next_poll = False, 0, 0.0
+    def __post_init__(self) -> None:
+        self.same_shape = not list_shape_settings(self.space)  # whether what varies leaves the curve's shape as it is
         self._interrupted: list[AskedTrial] = []  # those that ran when an earlier command ended
-        for frozen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if space.keys() <= frozen.params.keys():
-                self._interrupted.append(AskedTrial(study, frozen._trial_id))
+        for frozen in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if self.space.keys() <= frozen.params.keys():
+                self._interrupted.append(AskedTrial(self.study, frozen._trial_id))
             else:  # the kill came before all values were drawn
-                study.tell(frozen.number, state=TrialState.FAIL)
+                self.study.tell(frozen.number, state=TrialState.FAIL)
 
     def ask(self) -> list[Trial]:
         """Return trials to start now, and ask running ones to end that are not worth their time."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -35,16 +36,11 @@ from titan.files import locks
 from titan.sweep.labels import clean_override
 from titan.sweep.schema import OptunaSearch
 
-Space = dict[str, BaseDistribution]
-"""The distribution of each setting that varies, by its name as typed."""
-MAX_COMBINATIONS = 10_000
-"""Combinations of a grid that Optuna is given."""
-STORAGE = "study.journal"
-"""The study's file in a sweep's directory."""
-FIXED = "fixed"
-"""The attribute of a study that has the settings which do not vary."""
-FREE = ("cluster.", "hydra.", "name=", "metrics.")
-"""Beginnings of settings that may change when a study continues."""
+Space = dict[str, BaseDistribution]  # the distribution of each setting that varies, by its name as typed
+MAX_COMBINATIONS = 10_000  # combinations of a grid that Optuna is given
+STORAGE = "study.journal"  # the study's file in a sweep's directory
+FIXED = "fixed"  # the attribute of a study that has the settings which do not vary
+FREE = ("cluster.", "hydra.", "name=", "metrics.")  # beginnings of settings that may change when a study continues
 
 
 def build_space(overrides: Sequence[Override]) -> Space:
@@ -152,7 +148,8 @@ def open_study(
         if file.exists() and not (content := file.read_bytes()).endswith(b"\n"):
             os.truncate(file, content.rfind(b"\n") + 1)  # a line that a kill cut short: the next one would follow in it
         try:
-            storage = JournalStorage(JournalFileBackend(str(file), lock_obj=_NoLock()))  # type: ignore[arg-type]
+            no_lock: Any = SimpleNamespace(acquire=lambda: True, release=lambda: None)  # a kill would leave Optuna's
+            storage = JournalStorage(JournalFileBackend(str(file), lock_obj=no_lock))
             study = optuna.create_study(
                 storage=storage,
                 study_name=settings.study_name or root.name,
@@ -170,17 +167,6 @@ def open_study(
             for combination in list_combinations(space):  # in the order of a grid, each once
                 study.enqueue_trial(dict(zip(space, combination, strict=True)), skip_if_exists=True)
         yield study
-
-
-class _NoLock:
-    """In place of Optuna's lock, which a kill would leave behind: a lock of titan's has the file."""
-
-    def acquire(self) -> bool:
-        """Do nothing."""
-        return True
-
-    def release(self) -> None:
-        """Do nothing."""
 
 
 def _check_same(study: Study, file: Path, direction: str, space: Space, fixed: Sequence[str]) -> None:

@@ -13,14 +13,14 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from launchers.trials import build_sweep
 from titan.config import settings
 from titan.config.optional import advise_extra
 from titan.errors import ConfigError
 from titan.run import hydra_session
-from titan.sweep.schema import OptunaSearch, Sweep
+from titan.sweep.schema import OptunaSearch
 
-OLDEST_OPTUNA = 4
-"""The first version of Optuna that has what is used."""
+OLDEST_OPTUNA = 4  # the first version of Optuna that has what is used
 
 
 class OptunaSweeper(Sweeper):
@@ -59,7 +59,7 @@ class OptunaSweeper(Sweeper):
         fixed = [
             f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in overrides if not o.is_sweep_override()
         ]
-        sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(self.search_config.sweep), "sweep")
+        sweep = build_sweep(self.search_config)
         pool.run_search(self.launcher, self.settings, sweep, space, fixed, self._save_config)
 
     def _save_config(self) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
 
 from launchers import run_file
 from launchers.supervisor import Supervisor, log_line
@@ -33,10 +32,8 @@ from titan.run.run import Run
 from titan.sweep import job_exit
 from titan.training.signals import choose_stop_exit_code
 
-GRACE_SECONDS = 30.0
-"""How long the other ranks of a node may take to end after one of them has failed."""
-LOCAL_RANK = "TITAN_LOCAL_RANK"
-"""The variable that a node's task sets for each rank that it starts."""
+GRACE_SECONDS = 30.0  # how long the other ranks of a node may take to end after one of them has failed
+LOCAL_RANK = "TITAN_LOCAL_RANK"  # the variable that a node's task sets for each rank that it starts
 
 
 class StopBeforeStartError(KeyboardInterrupt):
@@ -105,19 +102,14 @@ def _load_run(trial: Path, rank_info: RankInfo) -> Run:
     run = run_file.read(trial)
     log = Path(run.directory) / "log" / f"rank-{rank_info.rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    _redirect_output(log)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log.open("ab") as file:  # also for what libraries write
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     if rank_info.rank > 0:
         return run
     return adapt_to_machine(run, devices.detect_machine(run.cluster.device))
-
-
-def _redirect_output(log: Path) -> None:
-    """Send this process's output, also what libraries write, to a file."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
 
 
 def _train_rank(run: Run, rank_info: RankInfo, attempt: Path) -> int:
@@ -153,11 +145,6 @@ def _run_node(arguments: list[str], count: int) -> int:
     return max(p.returncode if p.returncode >= 0 else 128 - p.returncode for p in ranks.processes)
 
 
-def run_and_exit(arguments: list[str]) -> NoReturn:
-    """Carry out `main` and exit."""
-    output.protect_streams()
-    exit_now(main(arguments))
-
-
 if __name__ == "__main__":
-    run_and_exit(sys.argv[1:])
+    output.protect_streams()
+    exit_now(main(sys.argv[1:]))

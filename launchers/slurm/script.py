@@ -5,6 +5,30 @@ are done or have failed, it exits likewise. If Slurm asked them to save and end 
 requeues the job, at most `cluster.requeues` times, or leaves the rest to the next job of the chain. After an error it
 does the same, at most `cluster.restarts` times, and excludes the node that failed. Finally it writes
 `JOB.ATTEMPT.end` beside itself.
+
+`PROLOGUE` precedes the ranks. It makes a folder for the output of each node's ranks, since one for all would hold
+thousands of files, and an empty file for rank 0's address: a client of a shared folder may cache that it is missing.
+An element of an array is named JOB_INDEX, since its own number may be the whole array's. Existing files of
+this attempt can only be those of another job that had the same number. The site's own lines may have set the shell to
+exit at the first error. `$record` has one line per restart after an error: the step of the last checkpoint at that
+time; these restarts do not count as requeues.
+
+`EPILOGUE` follows the ranks: it decides what their exit means, and records that. `$chain` names the file that tells the
+rest of a chain of jobs that there is nothing left to do; it is empty where jobs are requeued.
+
+Ranks that ended because they were asked to write a file for that (`launchers.slurm.job`), and exit with 0: srun
+would end those that have not come as far. Those that the signal before preemption or SIGTERM killed before they handled
+it show 128 and its number (ASKED), or 143. srun has the highest exit code of all ranks: where one failed, the codes of
+ranks that were ended for that do not count. A job that was cancelled is no longer running by Slurm's account; one that
+is running, and was asked to stop by SIGTERM, is being preempted by a Slurm that is not set up to send the other signal.
+Requeueing ends what runs in the job by SIGTERM, also the command that requests it, and what follows it has until
+Slurm's KillWait.
+
+After an error other than a ConfigError (exit code 2), a job is started again where `cluster.restarts` allows, but a
+second time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that
+failed first (see `titan.sweep.job_exit.find_error`) is excluded, unless Slurm reports that the other nodes can't take
+the job. Slurm lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits
+long enough, since the credential of its last attempt has to expire first.
 """
 
 from __future__ import annotations
@@ -75,7 +99,8 @@ class Submission:
     """What a script runs."""
 
     folder: Path  # of scripts, exit records and lists: the sweep's `slurm/`
-    trial_list: Path  # the file that names the trials, by their index in the array
+    # the file that names the trials, by their index in the array; one in .runs beside it names their runs' directories
+    trial_list: Path
     name: str  # the job's, for people
     token: str  # by which its jobs are found when their numbers were not recorded
     code: Path  # the folder that titan is imported from
@@ -83,11 +108,6 @@ class Submission:
     at_once: int | None = None  # elements that may run at the same time; None: all
     dependency: str | None = None  # the jobs that have to end before, as sbatch's `afterany:` takes them; None: none
     bad_nodes: tuple[str, ...] = ()  # nodes that made earlier jobs fail, to exclude beside `cluster.exclude`
-
-    @property
-    def runs_file(self) -> Path:
-        """The file that names the directories of the trials' runs, one per line, for the shell."""
-        return self.trial_list.with_suffix(".runs")
 
 
 PROLOGUE = r"""
@@ -115,12 +135,6 @@ fi
 mkdir -p "$attempt" && (cd "$attempt" && seq 0 $((${SLURM_JOB_NUM_NODES:-1} - 1)) | xargs mkdir -p && : > meet)
 trap : TERM
 """
-"""What precedes the ranks. It makes a folder for the output of each node's ranks, since one for all would hold
-thousands of files, and an empty file for rank 0's address: a client of a shared folder may cache that it is missing.
-An element of an array is named JOB_INDEX, since its own number may be the whole array's. Existing files of
-this attempt can only be those of another job that had the same number. The site's own lines may have set the shell to
-exit at the first error. `$record` has one line per restart after an error: the step of the last checkpoint at that
-time; these restarts do not count as requeues."""
 EPILOGUE = r"""
 code=$?
 state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
@@ -200,23 +214,6 @@ fi
 end false
 exit $code
 """
-"""What follows the ranks: decide what their exit means, and record it. `$chain` names the file that tells the rest of a
-chain of jobs that there is nothing left to do; it is empty where jobs are requeued.
-
-Ranks that ended because they were asked to write a file for that (`launchers.slurm.job`), and exit with 0: srun
-would end those that have not come as far. Those that the signal before preemption or SIGTERM killed before they handled
-it show 128 and its number (ASKED), or 143. srun has the highest exit code of all ranks: where one failed, the codes of
-ranks that were ended for that do not count. A job that was cancelled is no longer running by Slurm's account; one that
-is running, and was asked to stop by SIGTERM, is being preempted by a Slurm that is not set up to send the other signal.
-Requeueing ends what runs in the job by SIGTERM, also the command that requests it, and what follows it has until
-Slurm's KillWait.
-
-After an error other than a ConfigError (exit code 2), a job is started again where `cluster.restarts` allows, but a
-second time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that
-failed first (see `titan.sweep.job_exit.find_error`) is excluded, unless Slurm reports that the other nodes can't take
-the job. Slurm lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits
-long enough, since the credential of its last attempt has to expire first.
-"""
 
 
 _UNSAFE_CHARACTERS = re.compile(r"[^\w.+-]+")
@@ -231,7 +228,7 @@ def build_parameters(shape: JobShape, submission: Submission) -> dict[str, Any]:
         "nodes": shape.nodes,
         "ntasks_per_node": shape.ranks if cluster.tasks == "rank" else 1,
         "cpus_per_task": _count_cores(shape),
-        "gpus_per_node": shape.gpus or None if cluster.gres is None else None,
+        "gpus_per_node": shape.gpus if shape.gpus and cluster.gres is None else None,
         "exclusive": True if shape.exclusive else None,
         "dependency": None if submission.dependency is None else f"afterany:{submission.dependency}",
         **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "gres")},
@@ -279,14 +276,9 @@ def build_script(shape: JobShape, submission: Submission) -> str:
     """Return the whole script."""
     from submitit.slurm.slurm import _make_sbatch_string
 
-    count = submission.count if submission.count > 1 else None
-    script = _make_sbatch_string(
-        command=build_command(shape, submission),
-        folder=submission.folder,
-        map_count=count,
-        **build_parameters(shape, submission),
-    )
-    return str(script)
+    count, command = submission.count if submission.count > 1 else None, build_command(shape, submission)
+    parameters = build_parameters(shape, submission)
+    return str(_make_sbatch_string(command=command, folder=submission.folder, map_count=count, **parameters))
 
 
 def build_command(shape: JobShape, submission: Submission) -> str:
@@ -309,7 +301,7 @@ def _build_variable_lines(shape: JobShape, submission: Submission) -> list[str]:
         f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(submission.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",
         f"export {PREEMPT}={choose_signal(shape.cluster).name.removeprefix('SIG')}",
         f"folder={shlex.quote(str(submission.folder))}",
-        f"runs={shlex.quote(str(submission.runs_file))}",
+        f"runs={shlex.quote(str(submission.trial_list.with_suffix('.runs')))}",
         f"requeues={shape.cluster.requeues}",
         f"restarts={shape.cluster.restarts}",
         f"chain={shlex.quote(chain)}",
@@ -318,28 +310,17 @@ def _build_variable_lines(shape: JobShape, submission: Submission) -> list[str]:
 
 def _build_srun_line(shape: JobShape, submission: Submission) -> str:
     """Return the line that starts the ranks; srun's own messages go into a file of this attempt."""
-    cluster = shape.cluster
+    cluster, per_task = shape.cluster, _count_cores(shape)
     python = cluster.python or sys.executable
-    per_task = _count_cores(shape)
     words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--unbuffered"]
     words += [f"--cpus-per-task={per_task}"] if per_task else []  # since Slurm 22.05 srun does not take it from sbatch
-    words += [*_build_pyxis_options(shape), *cluster.srun]
-    inner = [*_build_apptainer_prefix(shape), python, "-u", "-m", "launchers.slurm.job", str(submission.trial_list)]
+    inner = [python, "-u", "-m", "launchers.slurm.job", str(submission.trial_list)]
+    if cluster.container == "pyxis":
+        mounts = [f"--container-mounts={','.join(cluster.mounts)}"] if cluster.mounts else []
+        words += [f"--container-image={cluster.image}", *mounts, f"--container-workdir={os.getcwd()}"]
+    elif cluster.container == "apptainer":
+        binds = [word for mount in cluster.mounts for word in ("--bind", mount)]
+        gpus = ["--nv"] if shape.gpus else []
+        inner = ["apptainer", "exec", *gpus, "--pwd", os.getcwd(), *binds, str(cluster.image), *inner]
+    words += cluster.srun
     return f'{shlex.join(words)} --output="$attempt/%n/%t.out" {shlex.join(inner)} "$attempt" 2>>"$attempt.out"'
-
-
-def _build_pyxis_options(shape: JobShape) -> list[str]:
-    cluster = shape.cluster
-    if cluster.container != "pyxis":
-        return []
-    mounts = [f"--container-mounts={','.join(cluster.mounts)}"] if cluster.mounts else []
-    return [f"--container-image={cluster.image}", *mounts, f"--container-workdir={os.getcwd()}"]
-
-
-def _build_apptainer_prefix(shape: JobShape) -> list[str]:
-    cluster = shape.cluster
-    if cluster.container != "apptainer":
-        return []
-    binds = [word for mount in cluster.mounts for word in ("--bind", mount)]
-    gpus = ["--nv"] if shape.gpus else []
-    return ["apptainer", "exec", *gpus, "--pwd", os.getcwd(), *binds, str(cluster.image)]

@@ -12,22 +12,21 @@ import re
 import shutil
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan.console.numbers import format_plural
 from titan.errors import RunError
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepState, TrialState
 
 QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "SUSPENDED", "STOPPED"}
-DEFAULT_ARRAY = 1001
-"""Slurm's MaxArraySize where a site has not set another (slurm.conf's manual)."""
-SECONDS = 60
-"""How long one of Slurm's commands may take."""
-JOBS_PER_CALL = 200
-"""The most jobs in one call of squeue."""
+DEFAULT_ARRAY = 1001  # Slurm's MaxArraySize where a site has not set another (slurm.conf's manual)
+SECONDS = 60  # how long one of Slurm's commands may take
+JOBS_PER_CALL = 200  # the most jobs in one call of squeue
 
 
 class UnknownJobError(RunError):
@@ -49,11 +48,6 @@ class SlurmJob:
     def is_alive(self) -> bool:
         """Whether it waits or runs."""
         return self.state in QUEUED | RUNNING
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has nodes."""
-        return self.state in RUNNING
 
 
 def is_available() -> bool:
@@ -85,11 +79,6 @@ def find_sent_jobs(token: str) -> list[SlurmJob]:
     return sorted(jobs, key=lambda job: [int(part) for part in job.id.split("_")])
 
 
-def count_jobs() -> int:
-    """Return how many jobs of this user wait or run; each element of an array counts."""
-    return sum(job.is_alive for job in list_own_jobs())
-
-
 def read_array_limit() -> int:
     """Return how many elements an array may have here; Slurm's default where it does not answer."""
     match = None
@@ -99,7 +88,7 @@ def read_array_limit() -> int:
 
 
 def list_own_jobs() -> list[SlurmJob]:
-    """Return all jobs of this user that Slurm still knows, ended ones too."""
+    """Return all jobs of this user that Slurm still knows, ended ones too; each element of an array is one."""
     return _run_squeue("--me")
 
 
@@ -162,8 +151,7 @@ ENDED_STATES = {
     "OUT_OF_MEMORY": ("failed", "out of memory on its node"),
 }
 """State and reason of a trial by Slurm's state of its job, which has ended."""
-UNKNOWN_SECONDS = 120.0
-"""How long Slurm may not know the jobs of a submission until it counts as failed."""
+UNKNOWN_SECONDS = 120.0  # how long Slurm may not know the jobs of a submission until it counts as failed
 FORGOTTEN_REASON = "Slurm no longer knows its job, which left no exit record: its node was lost, or it was killed"
 
 
@@ -181,12 +169,24 @@ def read_state(directory: Path) -> SweepState | None:
     return replace(sweep, trials=tuple(trials))
 
 
+def read_trials(directory: Path) -> dict[str, TrialState]:
+    """Return the trials of the sweep in a directory by their ids; empty if there is none."""
+    sweep = read_state(directory)
+    return {trial.id: trial for trial in sweep.trials} if sweep else {}
+
+
+def report_skipped(states: Sequence[str], total: int, verb: str) -> None:
+    """Print how many trials of a command are not started again, by their states."""
+    for state, count in Counter(states).items():
+        print(f"{count} of {format_plural(total, 'trial')}: {state}, not {verb} again", flush=True)
+
+
 def reconcile_trial(directory: Path, trial: TrialState, jobs: dict[str, SlurmJob]) -> TrialState:
     """Return a trial that was submitted to Slurm, with its state by Slurm."""
     if trial.state == "finished":
         return trial
     live_jobs = [jobs[job] for job in trial.jobs if job in jobs and jobs[job].is_alive]
-    if running := next((job for job in live_jobs if job.is_running), None):
+    if running := next((job for job in live_jobs if job.state in RUNNING), None):
         return replace(trial, state="running", job=running.id, reason=None)
     if live_jobs:
         wait = "" if live_jobs[0].reason in ("", "None") else f"waits: {live_jobs[0].reason}"

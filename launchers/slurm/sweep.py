@@ -26,7 +26,7 @@ from launchers.session import Describe, TrialSource, describe_nothing
 from launchers.slurm import script
 from launchers.slurm import state as slurm
 from launchers.slurm.script import JobShape, Submission, derive_job_shape
-from launchers.slurm.state import ALIVE, Lanes, adopt_jobs, assign_jobs, read_state
+from launchers.slurm.state import ALIVE, Lanes, adopt_jobs, assign_jobs, read_trials, report_skipped
 from launchers.trials import Trial
 from titan.config.optional import advise_extra
 from titan.config.settings import format_setting, format_value
@@ -44,12 +44,9 @@ from titan.sweep.schema import SlurmLaunch
 CLIENT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 """Slurm's variables that name how to reach it; the others belong to a job."""
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
-EXIT_CODES = {"finished": 0, "stopped": 130, "failed": 1}
-"""The exit code of a trial by its state."""
-OPEN_STATES = ("planned", "stopped", "failed")
-"""States of trials that are to be submitted."""
-MAX_UNANSWERED = 60
-"""How many times in a row Slurm may not answer while a launcher waits."""
+EXIT_CODES = {"finished": 0, "stopped": 130, "failed": 1}  # the exit code of a trial by its state
+OPEN_STATES = ("planned", "stopped", "failed")  # states of trials that are to be submitted
+MAX_UNANSWERED = 60  # how many times in a row Slurm may not answer while a launcher waits
 
 
 class SubmissionRejectedError(ConfigError):
@@ -76,8 +73,7 @@ class SlurmSweep:
 
     def __post_init__(self) -> None:
         self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}  # resources, by id
-        self.folder = self.root / ledger.SLURM
-        self.code_folder = ROOT
+        self.folder, self.code_folder = self.root / ledger.SLURM, ROOT
 
     def launch(self) -> list[int]:
         """Submit the trials that are not finished; returns the exit code of each, 0 for those that are not waited for.
@@ -113,8 +109,8 @@ class SlurmSweep:
     def launch_pool(self, source: TrialSource) -> None:
         """Submit the trials that a source asks for, and wait, until it has none left; errors as in `launch`."""
         self.trials, self.source = list(source.ask()), source
+        self.__post_init__()
         if self.trials:
-            self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
             self.launch()
 
     def _ask_source(self, waiting: set[str], trial_states: Mapping[str, TrialState]) -> list[Trial]:
@@ -159,24 +155,17 @@ class SlurmSweep:
 
     def _select_todo(self) -> list[Trial]:
         """Return the trials that are neither finished nor with Slurm."""
-        states = {id: trial.state for id, trial in self._read_trials().items()}
-        self.printed_states = {p.id: states.get(p.id, "planned") for p in self.trials}
-        for state in ("finished", "running", "queued"):
-            if count := list(self.printed_states.values()).count(state):
-                print(
-                    f"{count} of {format_plural(len(self.trials), 'trial')}: {state}, not submitted again", flush=True
-                )
+        states = read_trials(self.root)
+        self.printed_states = {p.id: states[p.id].state if p.id in states else "planned" for p in self.trials}
+        skipped = [state for state in self.printed_states.values() if state not in OPEN_STATES]
+        report_skipped(sorted(skipped, key=("finished", *ALIVE[::-1]).index), len(self.trials), "submitted")
         return [p for p in self.trials if self.printed_states[p.id] in OPEN_STATES and not is_done(p.run)]
-
-    def _read_trials(self) -> dict[str, TrialState]:
-        sweep = read_state(self.root)
-        return {trial.id: trial for trial in sweep.trials} if sweep else {}
 
     def _submit_trials(self, todo: list[Trial]) -> list[Trial]:
         """Submit as many trials as the queue has room for; returns the others."""
-        lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
+        lanes = Lanes(self.settings.at_once, read_trials(self.root).values()) if self.settings.at_once else None
         most, pending_chunks = self.settings.max_jobs, self._group_trials(todo, lanes)
-        free_slots = None if most is None else max(0, most - slurm.count_jobs())
+        free_slots = None if most is None else max(0, most - sum(job.is_alive for job in slurm.list_own_jobs()))
         unsubmitted: list[Trial] = []
         while pending_chunks:
             chunk = pending_chunks.pop(0)
@@ -201,18 +190,13 @@ class SlurmSweep:
 
         An array has trials of the same shape, as many as it may have; those of chains come one by one.
         """
-        groups: list[list[Trial]] = []
+        groups: dict[str, list[Trial]] = {}
         for trial in todo:
-            job_shape = self.shapes[trial.id]
-            if group := next((group for group in groups if self.shapes[group[0].id] == job_shape), None):
-                group.append(trial)
-            else:
-                groups.append([trial])
+            groups.setdefault(repr(self.shapes[trial.id]), []).append(trial)
         arrays: list[list[Trial]] = []
-        for group in groups:
-            size = 1
-            if not self.shapes[group[0].id].cluster.chain:
-                size = min(self.settings.array_size or slurm.read_array_limit(), slurm.read_array_limit())
+        for group in groups.values():
+            limit = 1 if group[0].run.cluster.chain else slurm.read_array_limit()
+            size = min(self.settings.array_size or limit, limit)
             arrays += [group[i : i + size] for i in range(0, len(group), size)]
         return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
 
@@ -248,9 +232,10 @@ class SlurmSweep:
         if new_nodes := [node for node in bad_nodes if node not in self.excluded_nodes]:
             self.excluded_nodes += new_nodes
             print(f"cluster.exclude_bad={cluster.exclude_bad}: without {', '.join(new_nodes)}", flush=True)
-        name, at_once, count = self.root.name, self.settings.at_once, len(chunk)
-        nodes = tuple(bad_nodes)
-        return Submission(self.folder, trial_list, name, token, self.code_folder, count, at_once, dependency, nodes)
+        name, at_once, nodes = self.root.name, self.settings.at_once, tuple(bad_nodes)
+        return Submission(
+            self.folder, trial_list, name, token, self.code_folder, len(chunk), at_once, dependency, nodes
+        )
 
     def _run_sbatch(self, job_shape: JobShape, submission: Submission) -> list[str]:
         """Submit a script; returns the numbers of its jobs.
@@ -281,7 +266,7 @@ class SlurmSweep:
         unanswered = 0
         while True:
             try:
-                trial_states = self._read_trials()
+                trial_states = read_trials(self.root)
                 unsubmitted = self._submit_more(unsubmitted)
                 unanswered = 0
             except (RunError, SubmissionRejectedError) as error:
@@ -310,7 +295,7 @@ class SlurmSweep:
             return []
         with ledger.lock_sweep(self.root):
             adopt_jobs(self.root)
-            states = self._read_trials()
+            states = read_trials(self.root)
             still_open = [trial for trial in unsubmitted if states[trial.id].state in OPEN_STATES]
             return self._submit_trials([trial for trial in still_open if not is_done(trial.run)])
 
@@ -332,7 +317,7 @@ class SlurmSweep:
 
     def _describe_next_commands(self) -> str:
         directory = shorten_path(str(self.root))
-        running = [trial for trial in self._read_trials().values() if trial.state in ALIVE]
+        running = [trial for trial in read_trials(self.root).values() if trial.state in ALIVE]
         jobs = sorted({job.partition("_")[0] for trial in running for job in trial.jobs})
         cancel = f"; scancel {' '.join(jobs)} ends them" if jobs else ""
         if not jobs and len(self.trials) > 1:
@@ -342,7 +327,7 @@ class SlurmSweep:
     def _show_plan(self) -> list[int]:
         """Print the scripts that would be submitted now, the trials' plan, and the device-hours that they may use."""
         todo = self._select_todo()
-        lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
+        lanes = Lanes(self.settings.at_once, read_trials(self.root).values()) if self.settings.at_once else None
         for chunk in self._group_trials(todo, lanes):
             job_shape = self.shapes[chunk[0].id]
             lane, dependency = lanes.take_lane() if lanes and len(chunk) == 1 else (None, None)
@@ -452,8 +437,7 @@ def _check_controller() -> None:
         ) from error
 
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The folder that titan is imported from: a checkout, or site-packages."""
+ROOT = Path(__file__).resolve().parents[2]  # the folder that titan is imported from: a checkout, or site-packages
 PARTS = ("titan", "launchers", "conf", "experiments")
 
 

@@ -57,111 +57,60 @@ def world(*states: RankState, silent: tuple[int, ...] = (), size: int = 4, **pro
 
 IN = "in the all-gather of layer 12 (fsdp), step 118"
 LATE: dict[str, Any] = {"entered": {"w": 6}}
+THIRD: dict[str, tuple[RankState, str | None, str]] = {
+    "stopped": (rank(2), "T", "stopped (SIGSTOP)"),
+    "dead": (rank(2), "", "dead"),
+    "data": (rank(2, phase=activity.DATA, reads="l.py:5 in read", **LATE), None,
+             "waiting for data (l.py:5 in read), step 118"),
+    "compiling": (rank(2, compiles=True, **LATE), None, "compiling (a.py:1 in f)"),
+    "another-step": (rank(2, step=117, layer=None, phase=activity.UPDATING, **LATE), None,
+                     "updating the weights (a.py:1 in f), step 117"),
+    "another-kind": (waits(2, kind="barrier"), None, "in another collective, a barrier, step 118"),
+    "gpu-not-there-yet": (waits(2, started=False), None, "its GPU is at work before the all-gather, step 118"),
+}  # fmt: skip
+"""What rank 2 does while the others wait in an all-gather, the state of its process where it is silent, the cause."""
+BARRIER = PendingCollective("w", 2, "barrier", "", False, started=None)
+SECOND: dict[str, tuple[list[RankState], str]] = {
+    "crossed-groups": (
+        [waits(1, at=3, kind="barrier", group="w", groups=GRIDS, familiar=False)],
+        "in another collective, a barrier",
+    ),
+    "gpu-of-another-group-at-work": (
+        [waits(1, group="t", groups=GRIDS, started=False), *(rank(n, groups=GRIDS) for n in (2, 3))],
+        "its GPU is at work before the all-gather",
+    ),
+    "another-group-computes": (
+        [rank(n, groups=GRIDS, entered={"t": 6 if n == 1 else 9}) for n in (1, 2, 3)],
+        "computing gradients in layer 12 (a.py:1 in f)",
+    ),
+    "nccl-hosts-are-ahead": (
+        [rank(1, groups=GRIDS, entered={"t": 6, "w": 1}), *(issued(n, 1, group="w", groups=GRIDS) for n in (2, 3))],
+        "computing gradients in layer 12 (a.py:1 in f)",
+    ),
+    "nccl-another-collective": (
+        [rank(1, groups=GRIDS, entered={"t": 6, "w": 2}, pending=(BARRIER,)),
+         *(issued(n, group="u", groups=UNITED) for n in (2, 3))],
+        "in another collective, a barrier",
+    ),
+}  # fmt: skip
+"""What the ranks after 0 do while that waits for rank 1 in tensor parallelism, and the cause."""
 CASES = {
-    "stopped": (
-        world(waits(0), waits(1), rank(2), waits(3), silent=(2,), of_2="T"),
-        f"waiting for rank 2 {IN}; rank 2: stopped (SIGSTOP), process 102 on n1",
-    ),
-    "dead": (
-        world(waits(0), waits(1), rank(2), waits(3), silent=(2,), of_2=""),
-        f"waiting for rank 2 {IN}; rank 2: dead, process 102 on n1",
-    ),
     "host-unreachable": (
         world(waits(0), waits(1), rank(2), rank(3), silent=(2, 3)),
         f"waiting for ranks 2, 3 {IN}; ranks 2, 3: no answer from any rank on n1: it may be down or unreachable",
     ),
-    "not-started": (
-        world(waits(0), waits(1), waits(3)),
-        f"waiting for rank 2 {IN}; rank 2: not started",
-    ),
-    "data": (
-        world(waits(0), waits(1), waits(3), rank(2, phase=activity.DATA, reads="loader.py:5 in read", **LATE)),
-        f"waiting for rank 2 {IN}; rank 2: waiting for data (loader.py:5 in read), step 118, process 102 on n1",
-    ),
-    "compiling": (
-        world(waits(0), waits(1), waits(3), rank(2, compiles=True, **LATE)),
-        f"waiting for rank 2 {IN}; rank 2: compiling (a.py:1 in f), process 102 on n1",
-    ),
-    "another-step": (
-        world(waits(0), waits(1), waits(3), rank(2, step=117, layer=None, phase=activity.UPDATING, **LATE)),
-        f"waiting for rank 2 {IN}; rank 2: updating the weights (a.py:1 in f), step 117, process 102 on n1",
-    ),
-    "another-kind": (
-        world(waits(0), waits(1), waits(3), waits(2, kind="barrier")),
-        f"waiting for rank 2 {IN}; rank 2: in another collective, a barrier, step 118, process 102 on n1",
-    ),
+    "not-started": (world(waits(0), waits(1), waits(3)), f"waiting for rank 2 {IN}; rank 2: not started"),
     "new-kind-of-two": (
         world(waits(0), waits(1, kind="barrier", familiar=False), size=2),
         f"waiting for rank 1 {IN}; rank 1: in another collective, a barrier, step 118, process 101 on n0",
     ),
-    "crossed-groups": (
-        world(
-            waits(0, group="t", groups=GRIDS),
-            waits(1, at=3, kind="barrier", group="w", groups=GRIDS, familiar=False),
-            size=2,
-        ),
-        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: in another collective, a "
-        "barrier, step 118, process 101 on n0",
-    ),
-    "gpu-not-there-yet": (
-        world(waits(0), waits(1), waits(3), waits(2, started=False)),
-        f"waiting for rank 2 {IN}; rank 2: its GPU is at work before the all-gather, step 118, process 102 on n1",
-    ),
-    "gpu-of-another-group-at-work": (
-        world(
-            waits(0, group="t", groups=GRIDS),
-            waits(1, group="t", groups=GRIDS, started=False),
-            rank(2, groups=GRIDS),
-            rank(3, groups=GRIDS),
-        ),
-        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: its GPU is at work before the "
-        "all-gather, step 118, process 101 on n0",
-    ),
-    "another-group-computes": (
-        world(
-            waits(0, group="t", groups=GRIDS),
-            rank(1, groups=GRIDS, entered={"t": 6}),
-            rank(2, groups=GRIDS, entered={"t": 9}),
-            rank(3, groups=GRIDS, entered={"t": 9}),
-        ),
-        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: computing gradients in layer 12 "
-        "(a.py:1 in f), step 118, process 101 on n0",
-    ),
     "nccl-loader": (
-        world(
-            issued(0, of=9), issued(1, of=8), issued(3), rank(2, phase=activity.DATA, reads="l.py:5 in read", **LATE)
-        ),
+        world(issued(0, of=9), issued(1, of=8), issued(3), THIRD["data"][0]),
         f"waiting for rank 2 {IN}; rank 2: waiting for data (l.py:5 in read), step 118, process 102 on n1",
-    ),
-    "nccl-hosts-are-ahead": (
-        world(
-            issued(0, group="t", groups=GRIDS),
-            rank(1, groups=GRIDS, entered={"t": 6, "w": 1}),
-            issued(2, 1, group="w", groups=GRIDS),
-            issued(3, 1, group="w", groups=GRIDS),
-        ),
-        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: computing gradients in layer 12 "
-        "(a.py:1 in f), step 118, process 101 on n0",
-    ),
-    "nccl-another-collective": (
-        world(
-            issued(0, group="t", groups=GRIDS),
-            rank(
-                1,
-                groups=GRIDS,
-                entered={"t": 6, "w": 2},
-                pending=(PendingCollective("w", 2, "barrier", "", False, started=None),),
-            ),
-            issued(2, group="u", groups=UNITED),
-            issued(3, group="u", groups=UNITED),
-        ),
-        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: in another collective, a "
-        "barrier, step 118, process 101 on n0",
     ),
     "nccl-one-gpu-has-not-completed-it": (
         world(issued(0, 8), issued(1, 8), issued(3, 8), issued(2, 7, of=8)),
-        "waiting for rank 2 in the all-gather of layer 12 (fsdp), step 118; rank 2: its GPU has not completed the "
-        "all-gather, step 118, process 102 on n1",
+        f"waiting for rank 2 {IN}; rank 2: its GPU has not completed the all-gather, step 118, process 102 on n1",
     ),
     "pipeline": (
         world(rank(0, transfers=True), rank(1, phase=activity.DATA), size=2),
@@ -174,6 +123,14 @@ CASES = {
         "before the first step, process 101 on n0",
     ),
 }
+for name, (state, process, cause) in THIRD.items():
+    silent = {} if process is None else {"silent": (2,), "of_2": process}
+    given = world(waits(0), waits(1), waits(3), state, **silent)  # type: ignore[arg-type]
+    CASES[name] = given, f"waiting for rank 2 {IN}; rank 2: {cause}, process 102 on n1"
+for name, (others, cause) in SECOND.items():
+    first = (issued if name.startswith("nccl") else waits)(0, group="t", groups=GRIDS)
+    words = f"waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: {cause}, step 118"
+    CASES[name] = world(first, *others, size=1 + len(others)), f"{words}, process 101 on n0"
 
 
 @pytest.mark.parametrize("name", CASES)

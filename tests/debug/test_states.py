@@ -36,8 +36,7 @@ from titan.debug.states import Folder, States
 from titan.debug.verdict import Verdict
 from titan.files import platform
 
-MOST = 200
-"""Operations a second on the file system that a job may take."""
+MOST = 200  # operations a second on the file system that a job may take
 
 
 def test_a_state_is_read_as_it_was_written() -> None:
@@ -88,7 +87,7 @@ def test_other_nodes_see_at_once_what_is_written(room: int, waits: bool, tmp_pat
     """A client of NFS writes later what is not written synchronously (nfs(5))."""
     files = Folder(tmp_path, room)
     files.write("one", b"content")
-    flags = fcntl.fcntl(files._open_files["one"][0], fcntl.F_GETFL)
+    flags = fcntl.fcntl(files._open_files["one"], fcntl.F_GETFL)
     assert (flags & os.O_DSYNC == os.O_DSYNC) == waits
 
 
@@ -175,8 +174,7 @@ def test_a_rank_that_was_stopped_learns_what_others_have_found(tmp_path: Path) -
     )
     found = Verdict(1, "rank 0 hangs", (0,), "", 1)
     second.publish_verdict(found)
-    first.follow_reporter()
-    assert first.verdict == found
+    assert first.read_verdict() == found
 
 
 def test_a_rank_that_does_not_beat_is_silent_and_the_next_one_writes(tmp_path: Path) -> None:
@@ -206,7 +204,7 @@ def test_where_ranks_share_no_memory_one_of_them_reports(tmp_path: Path) -> None
         now[0] = float(beat)
         for number, states in enumerate(ranks):
             states.write_rank(RankState(number, pid=os.getpid(), attempt=1, beat=beat, late=1.0))
-            states.follow_reporter()
+            states.read_verdict()
             if states.is_reporter():
                 states.read_nodes()
     assert [states.is_reporter() for states in ranks] == [True, False, False, False]

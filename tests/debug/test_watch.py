@@ -15,7 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import LIMIT, is_alive, list_descendants, run_program, wait_for_end, wait_until
+from tests.support.processes import (
+    LIMIT,
+    is_alive,
+    list_descendants,
+    read_command,
+    run_program,
+    wait_for_end,
+    wait_until,
+)
 from tests.support.runs import TINY
 from tests.support.tiers import full
 from titan.cluster import rank_error
@@ -41,9 +49,8 @@ ASYNC = ["checkpoint=async", "checkpoint.every=100000"]
 
 def rank_of(pid: int) -> str:
     """Return RANK in the environment of a process of torchrun, else the number of its file."""
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     env = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    found = re.search(r"/(\d+)\.pickle", " ".join(words)) or re.search(r"\0RANK=(\d+)", env)
+    found = re.search(r"/(\d+)\.pickle", read_command(pid)) or re.search(r"\0RANK=(\d+)", env)
     return found[1] if found else ""
 
 
@@ -51,13 +58,9 @@ def stopped(folder: Path, parent: int, rank: str, steps: int = 4) -> int:
     """Stop a rank (SIGSTOP) after some steps, and return its process."""
     metrics = folder / "metrics.jsonl"
     wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= steps, "steps")
-    (pid,) = [pid for pid in list_descendants(parent) if rank_of(pid) == rank and "titan" in _command(pid)]
+    (pid,) = [pid for pid in list_descendants(parent) if rank_of(pid) == rank and "titan" in read_command(pid)]
     os.kill(pid, signal.SIGSTOP)
     return pid
-
-
-def _command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
 
 
 @pytest.mark.parametrize(

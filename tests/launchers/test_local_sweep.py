@@ -208,6 +208,6 @@ def test_a_trial_that_ctrl_c_ends_before_it_handles_signals_is_stopped(
     process.send_signal(number)
     process.wait()
     sweep.screen.begin_trial(made)
-    sweep.processes, sweep.run_files = {0: process}, {0: tmp_path / "a.pickle"}
-    assert sweep._collect_trial(0) == code
+    sweep.running = {made.id: (made, process, tmp_path / "a.json")}
+    assert sweep._collect_trial(made) == code
     assert [t.state for t in ledger.read_trials(tmp_path)] == [state]

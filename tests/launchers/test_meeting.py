@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,6 @@ import pytest
 
 from launchers import rendezvous
 from launchers.slurm import job
-from tests.support.meeting_load import simulate_wait
 from titan.cluster import rank_error
 from titan.cluster.rank_error import RankError
 from titan.cluster.rank_info import RankInfo
@@ -19,16 +21,51 @@ from titan.errors import ConfigError
 from titan.sweep import job_exit
 
 
+@dataclass
+class WaitCost:
+    """The operations of a rank's wait on the shared folder, how long it took, and how long after the address came."""
+
+    opens: int = 0
+    listings: int = 0
+    seconds: float = 0.0
+    late: float = 0.0
+
+
+def simulate_wait(seconds: float, monkeypatch: pytest.MonkeyPatch) -> WaitCost:
+    """The launcher's own wait, where the address comes after some seconds, on a clock that does not wait."""
+    cost = WaitCost()
+
+    class AddressFile:
+        parent = Path()
+
+        def read_text(self) -> str:
+            cost.opens += 1
+            return "node1 29500\n" if cost.seconds >= seconds else ""
+
+    def count(name: str, amount: float = 1) -> None:
+        setattr(cost, name, getattr(cost, name) + amount)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(time, "sleep", lambda pause: count("seconds", pause))
+        patches.setattr(time, "monotonic", lambda: cost.seconds)
+        patches.setattr(os, "listdir", lambda *folder: count("listings"))
+        assert rendezvous._wait_for_address(AddressFile()) == ("node1", "29500")  # type: ignore[arg-type]
+    cost.late = cost.seconds - seconds
+    return cost
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 30.0, 600.0])
-def test_a_waiting_rank_opens_one_file_ever_less_often_and_lists_nothing(seconds: float) -> None:
-    seen = simulate_wait(seconds)
+def test_a_waiting_rank_opens_one_file_ever_less_often_and_lists_nothing(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = simulate_wait(seconds, monkeypatch)
     assert seen.listings == 0
     assert seen.opens <= 8 + seconds / (0.75 * rendezvous.LONGEST_LOOK_SECONDS)
     assert seen.late <= min(rendezvous.LONGEST_LOOK_SECONDS, max(rendezvous.LOOK_SECONDS, 2 * seconds))
 
 
-def test_ranks_do_not_look_all_at_once() -> None:
-    assert len({simulate_wait(3.0).seconds for _ in range(8)}) > 1
+def test_ranks_do_not_look_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len({simulate_wait(3.0, monkeypatch).seconds for _ in range(8)}) > 1
 
 
 @pytest.mark.parametrize("before", [None, ""], ids=["no-file", "an-empty-file"])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from launchers.command import run_command
 from launchers.search import study as spaces
-from launchers.search.pool import HOOK, TrialPool, run_search, write_best
+from launchers.search.pool import HOOK, TrialPool, run_search
 from launchers.search.study import STORAGE, check_settings, open_study
 from launchers.search.sweeper import check_packages
-from launchers.session import SweepSession, TrialSource
+from launchers.session import RESULTS, SweepSession
 from launchers.slurm import state
 from launchers.slurm.sweep import SlurmSweep
 from launchers.start import run_local
@@ -57,32 +57,45 @@ class Kill(BaseException):
 
 
 class FakeLauncher:
-    """A launcher that runs a function in place of each trial."""
+    """A launcher that runs a function in place of each trial, one at a time; the exit code 130 of one is Ctrl-C."""
 
     def __init__(self, root: Path, run: Run, objective: Callable[[dict[str, float], Path], int]) -> None:
         self.root, self.run, self.objective, self.started = root, run, objective, list[str]()
+        self.session = SweepSession()
 
-    def expand(self, values: Sequence[str], number: int) -> Trial:
+    def expand_one(self, values: Sequence[str], number: int) -> Trial:
         identity = "_".join(values)
         if "bad" in identity:
             raise ConfigError("these values can't work together.")
         return Trial(identity, tuple(values), replace(self.run, directory=str(self.root / identity)))
 
-    def search(self, settings: OptunaSearch, *overrides: str, sweep: Sweep | None = None) -> Any:
-        """Run a study to its end in this process, `n_jobs` trials at a time; return its trials."""
+    def expand(self, overrides: Sequence[Sequence[str]], number: int, fixed: frozenset[str]) -> list[Trial]:
+        return [self.expand_one(overrides[0], number)]
+
+    def check_inputs(self, batch: Sequence[Trial]) -> None:
+        pass
+
+    def check_feedback(self, batch: Sequence[Trial]) -> float:
+        return float("inf")
+
+    def launch_pool(self, source: TrialPool) -> None:
+        running: list[Trial] = []
+        while running := [*running, *source.ask()]:
+            assert len(running) <= source.settings.n_jobs
+            trial = running.pop(0)
+            self.started.append(trial.id)
+            code = self._run(trial)
+            source.tell(trial, code)
+            if code == 130:
+                raise KeyboardInterrupt
+
+    def search(self, settings: OptunaSearch, *overrides: str) -> Any:
+        """Run a study in this process until it ends or is stopped; return its trials."""
         space = build_space(*overrides)
+        with suppress(KeyboardInterrupt):
+            run_search(self, settings, Sweep(), space, [], lambda: None)
         with open_study(self.root, settings, "minimize", space, []) as study:
-            pool = TrialPool(study, space, settings, sweep or Sweep(), float("inf"), self.expand)
-            running: list[Trial] = []
-            while True:
-                running += pool.ask()
-                assert len(running) <= settings.n_jobs
-                if not running:
-                    write_best(study, self.root / "best.yaml")
-                    return study.get_trials()
-                trial = running.pop(0)
-                self.started.append(trial.id)
-                pool.tell(trial, self._run(trial))
+            return study.get_trials()
 
     def _run(self, trial: Trial) -> int:
         folder = Path(trial.run.directory)
@@ -136,7 +149,7 @@ def test_a_study_asks_for_trials_and_learns(tmp_path: Path, run: Run, sampler: s
     settings = OptunaSearch(n_trials=30, n_jobs=3, sampler=sampler, startup_trials=10)  # type: ignore[arg-type]
     trials = machine.search(settings, *varied)
     assert len(trials) == len(set(machine.started)) == (6 if sampler == "grid" else 30)
-    best = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    best = yaml.safe_load((tmp_path / RESULTS).read_text())
     assert best["best_value"] == min(trial.value for trial in trials)
     if sampler == "tpe":  # it draws nearer to the minimum than the ten random trials at first
         distances = [abs(math.log(trial.params["optimizer.lr"] / 0.01)) for trial in trials]
@@ -185,7 +198,7 @@ def test_what_the_study_gets(
     machine = FakeLauncher(tmp_path, run, lambda values, folder: finish(folder, loss) or code)
     space, settings, sweep = build_space(*RATE), OptunaSearch(n_trials=1), Sweep(worst=worst)
     with open_study(tmp_path, settings, "minimize", space, []) as study:
-        pool = TrialPool(study, space, settings, sweep, float("inf") if worst is None else worst, machine.expand)
+        pool = TrialPool(study, space, settings, sweep, float("inf") if worst is None else worst, machine.expand_one)
         (trial,) = pool.ask()
         pool.tell(trial, machine._run(trial))
         (trial_state,) = study.get_trials()
@@ -242,7 +255,7 @@ def prune(root: Path, run: Run, settings: OptunaSearch, name: str, every: int, g
     machine = FakeLauncher(root, changed, evaluate)
     space = build_space(f"{name}={','.join(str(k + 1) for k in range(len(gains)))}")
     with open_study(root, settings, "minimize", space, []) as study:
-        pool: Any = TrialPool(study, space, settings, Sweep(), float("inf"), machine.expand)
+        pool: Any = TrialPool(study, space, settings, Sweep(), float("inf"), machine.expand_one)
         while batch := pool.ask():
             pool.tell(batch[0], machine._run(batch[0]))
         assert pool.codes == [0] * len(gains)
@@ -443,7 +456,7 @@ def test_the_end_counts_the_trials_of_the_study(
     """A command that stops ends with Ctrl-C in its second trial."""
     for body in commands:
         capsys.readouterr()
-        launcher = PoolLauncher(tmp_path, run, stop_second if body == "stop" else body)
+        launcher = FakeLauncher(tmp_path, run, stop_second if body == "stop" else body)
         with pytest.raises(KeyboardInterrupt) if body == "stop" else nullcontext():
             run_search(launcher, OptunaSearch(**options), Sweep(), build_space(*varied), [], lambda: None)
     out = capsys.readouterr().out
@@ -453,30 +466,6 @@ def test_the_end_counts_the_trials_of_the_study(
 
 def stop_second(values: dict[str, float], folder: Path) -> int:
     return 130 if list(folder.parent.glob("*/result.json")) else finish(folder, 1.0)
-
-
-class PoolLauncher(FakeLauncher):
-    """A launcher of a search, one trial at a time; the exit code 130 of a trial is Ctrl-C."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.session = SweepSession()
-
-    def expand(self, overrides: Any, number: int, fixed: frozenset[str] | None = None) -> Any:
-        return [super().expand(overrides[0], number)]
-
-    def check_inputs(self, batch: Sequence[Trial]) -> None:
-        pass
-
-    def check_feedback(self, batch: Sequence[Trial]) -> float:
-        return float("inf")
-
-    def launch_pool(self, source: TrialSource) -> None:
-        while trials := source.ask():
-            code = self._run(trials[0])
-            source.tell(trials[0], code)
-            if code == 130:
-                raise KeyboardInterrupt
 
 
 def test_slurm_jobs_are_submitted_one_after_another(
@@ -499,7 +488,7 @@ def test_slurm_jobs_are_submitted_one_after_another(
     monkeypatch.setattr(state, "is_available", lambda: False)
     space, settings = build_space(*RATE), OptunaSearch(n_trials=5, n_jobs=2)
     with open_study(tmp_path, settings, "minimize", space, []) as study:
-        pool = TrialPool(study, space, settings, Sweep(), float("inf"), machine.expand)
+        pool = TrialPool(study, space, settings, Sweep(), float("inf"), machine.expand_one)
         launch = SlurmLaunch(snapshot=False, poll_seconds=0.01)
         SlurmSweep(tmp_path, [], launch, SweepSpec()).launch_pool(pool)
         trials = study.get_trials()

@@ -15,18 +15,20 @@ import pytest
 
 from launchers.slurm import state
 from launchers.slurm.script import EPILOGUE, PROLOGUE, Submission, build_parameters, build_script, derive_job_shape
-from launchers.slurm.sweep import SlurmSweep
+from launchers.slurm.state import Lanes
+from launchers.slurm.sweep import SlurmSweep, _check_controller
+from launchers.trials import Trial
 from tests.support.composing import compose_test_run
 from tests.support.tiers import full
 from titan.cluster import rank_error
 from titan.cluster.checks import parse_minutes
 from titan.cluster.rank_error import RankError
 from titan.cluster.signals import PREEMPT
-from titan.errors import EXIT_REQUEUE, ConfigError
+from titan.errors import EXIT_REQUEUE, ConfigError, RunError
 from titan.run.compose import compose_run
 from titan.run.run import Run
 from titan.sweep import job_exit
-from titan.sweep.ledger import SweepSpec
+from titan.sweep.ledger import SLURM, State, SweepSpec, TrialState
 from titan.sweep.schema import SlurmLaunch
 from titan.training.signals import StopSignals
 
@@ -414,3 +416,102 @@ def test_a_rejected_submission_is_one_sentence(
     with pytest.raises(ConfigError) as rejected:
         sweep._run_sbatch(derive_job_shape(job("cluster=cpu", *overrides)), work(tmp_path))
     assert str(rejected.value).startswith(sentence) and capfd.readouterr() == ("", "")
+
+
+# --- nodes that make jobs fail: the state of a trial names them, and later submissions are without them
+
+
+def ended(folder: Path, attempt: str, error: RankError | None = None, code: int = 1, srun: str = "") -> None:
+    """Write what an attempt of a job leaves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if error is not None:
+        rank_error.write(folder / attempt / "0" / f"{error.rank}.error", error)
+    (folder / f"{attempt}.out").write_text(srun)
+    (folder / f"{attempt}.end").write_text(json.dumps({"code": code, "again": False, "state": "RUNNING"}))
+
+
+def fails(node: str, **more: int | bool) -> RankError:
+    return RankError(rank=3, text="CUDA error", node=node, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two failures of gpu1 and of gpu2, one of which srun reports; others that say nothing of a node."""
+    folder = tmp_path / SLURM
+    ended(folder, "7_0.0", fails("gpu1"))
+    ended(folder, "7_0.1", fails("gpu1"))
+    ended(folder, "7_1.0", fails("gpu2"))
+    ended(folder, "8.0", fails("gpu4", lost=True), srun="srun: error: gpu2: task 3: Killed\n")
+    ended(folder, "9.0", fails("gpu3"))
+    ended(folder, "9.1", fails("gpu3", code=2), code=2)
+    ended(folder, "9.2", fails("gpu3"), code=130)
+    return folder
+
+
+def test_the_reason_of_a_failure_names_the_node(folder: Path) -> None:
+    assert job_exit.find_error(folder, "7_0.0") == "rank 3 on gpu1: CUDA error"
+
+
+@pytest.mark.parametrize(("times", "bad"), [(1, ["gpu1", "gpu2", "gpu3"]), (2, ["gpu1", "gpu2"]), (3, [])])
+def test_nodes_that_failed_so_many_times_are_bad(times: int, bad: list[str], folder: Path) -> None:
+    assert job_exit.find_bad_nodes(folder, times) == bad
+
+
+def test_nodes_that_differ_are_counted_one_by_one(folder: Path) -> None:
+    ended(folder, "7_2.0", fails("gpu3,gpu4"))
+    assert job_exit.find_bad_nodes(folder, 2) == ["gpu1", "gpu2", "gpu3"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "excluded"),
+    [
+        pytest.param(["cluster.exclude_bad=2", "cluster.exclude=old"], "old,gpu1,gpu2", id="asked-for"),
+        pytest.param(["cluster.exclude=old"], "old", id="not-asked-for"),
+        pytest.param(["cluster.exclude_bad=3"], None, id="none-is-bad"),
+    ],
+)
+def test_bad_nodes_are_excluded_from_what_is_submitted(
+    settings: list[str], excluded: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial = Trial("a", (), compose_test_run(["name=x", "cluster=cpu", *settings], remote=True))
+    sweep = SlurmSweep(folder.parent, [trial], SlurmLaunch(), SweepSpec())
+    script = build_script(sweep.shapes["a"], sweep._build_submission([trial], "titan-1", folder / "t.json", None))
+    found = re.search("^#SBATCH --exclude=(.*)$", script, flags=re.M)
+    assert (found and found[1]) == excluded
+    assert ("without gpu1, gpu2" in capsys.readouterr().out) == ("gpu1" in (excluded or ""))
+
+
+# --- limits of running jobs, as dependencies, and a controller that does not answer
+
+
+def point(jobs: str, lane: int | None, state: State = "running") -> TrialState:
+    return TrialState(jobs, "", (), state, jobs=tuple(jobs.split()), lane=lane)
+
+
+@pytest.mark.parametrize(
+    ("count", "there", "expected"),
+    [
+        pytest.param(2, [], [None, None, "x0", "x1", "x0:x2"], id="nothing-before"),
+        pytest.param(2, [point("1", 0)], [None, "1", "x0", "1:x1", "x0:x2"], id="one-lane-is-free"),
+        pytest.param(2, [point("1 2", 1)], [None, "x0", "x0:x1", "1:2"], id="a-chain"),
+        pytest.param(1, [point("1", 0), point("2", 3)], ["1:2", "1:2:x0"], id="fewer-lanes-than-before"),
+        pytest.param(2, [point("7_0", None), point("7_1", None)], ["7", "7", "7:x0"], id="an-array-is-before-all"),
+        pytest.param(1, [point("1", 0, "failed"), point("", None, "planned")], [None, "x0"], id="ended"),
+    ],
+)
+def test_what_comes_after_what(count: int, there: list[TrialState], expected: list[str | None]) -> None:
+    lanes, found = Lanes(count, there), []
+    for number in range(len(expected)):
+        lane, after = lanes.take_lane()
+        lanes.add_jobs(lane, [f"x{number}"])
+        found.append(after)
+    assert found == expected
+
+
+def test_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*command: str) -> str:
+        raise RunError(f"{command[0]}: Unable to contact slurm controller (connect failure)")
+
+    monkeypatch.setattr(state, "run_command", unreachable)
+    with pytest.raises(ConfigError, match=r"hydra/launcher=slurm: no Slurm controller answers .*; run this on a login"):
+        _check_controller()

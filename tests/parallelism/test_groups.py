@@ -19,7 +19,7 @@ from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.composing import compose_test_run
-from tests.support.process_groups import LAYOUTS, compute_store_traffic, count_messages, create_groups
+from tests.support.process_groups import LAYOUTS, compute_store_traffic, count_splits
 from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks
 from tests.support.runs import compose_tiny_run, train_run
@@ -134,12 +134,12 @@ def test_what_making_them_takes_does_not_grow_with_their_number(name: str) -> No
     """One split of all ranks for each kind of group, and four of a pipeline's for its messages."""
     layout = LAYOUTS[name]
     for rank in (0, layout.devices - 1):
-        done = count_messages(layout, create_groups, rank)
+        splits = count_splits(layout, rank)
         kinds = len(layout.mesh_degrees()) + (layout.context > 1) + 1
-        assert done.splits.count(layout.devices) == kinds
-        assert set(done.splits) <= {layout.devices, layout.pipeline}
-        assert len(done.splits) <= kinds + 4
-        assert done.messages < 6 * layout.devices
+        assert splits.count(layout.devices) == kinds
+        assert set(splits) <= {layout.devices, layout.pipeline}
+        assert len(splits) <= kinds + 4
+        assert sum(ranks - 1 for ranks in splits) < 6 * layout.devices, "messages of a rank"
 
 
 class Counting(dist.Store):

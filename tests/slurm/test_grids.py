@@ -407,17 +407,6 @@ def test_a_grid_below_a_link(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_rejected_job_is_one_sentence(slurm: Slurm, tmp_path: Path) -> None:
-    for words in (["name=one"], ["-m", "name=grid", "training.seed=0,1"]):
-        code, out, err = titan(tmp_path, *words, *TINY, *LAUNCH, "cluster.partition=nowhere")
-        assert (code, out) == (2, "")
-        assert err == (
-            "titan: cluster.partition=nowhere: sbatch rejects the job (Batch job submission failed: Invalid partition "
-            "name specified); correct it.\n"
-        )
-
-
-@pytest.mark.full
 def test_a_ladder_waits_for_each_batch_and_predicts_before_the_largest(slurm: Slurm, tmp_path: Path) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
     code, out, err = titan(tmp_path, "-m", "name=ladder", *TINY_LADDER, *LAUNCH, env=env)

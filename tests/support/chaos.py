@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 
-from tests.support.processes import is_alive, kill_process, list_descendants, run_program
+from tests.support.checkpoint_layouts import silence_output
+from tests.support.processes import is_alive, kill_process, list_descendants, read_command, run_program, wait_until
 from tests.support.runs import (
     LAYOUTS,
     TINY,
@@ -53,14 +54,10 @@ from titan.run.compose import compose_run
 from titan.run.directory import read_attempts
 from titan.run.run import Run
 
-EVERY = 4
-"""Steps between checkpoints."""
-LONG = 1800.0
-"""Seconds after which a run that shows no sign of life is ended."""
-MOST = 10
-"""Runs that may end before they are killed."""
-EXACT = 1e-5
-"""Law 3's bound in fp32."""
+EVERY = 4  # steps between checkpoints
+LONG = 1800.0  # seconds after which a run that shows no sign of life is ended
+MOST = 10  # runs that may end before they are killed
+EXACT = 1e-5  # law 3's bound in fp32
 PLAIN = ("dataset=synthetic", "dataset.tokens=20000", "dataset.vocab=64")
 MIXED = (
     "dataset=mixture", "+dataset@dataset.sources.a=synthetic", "+dataset@dataset.sources.b=synthetic",
@@ -78,19 +75,12 @@ PIPELINE = ["parallelism=pp", "parallelism.microbatches=4"]
 
 @dataclass(frozen=True)
 class KillPlan:
-    """A run that is to be killed.
+    """A run that is to be killed."""
 
-    Attributes:
-        settings: the science, and what else stays the same in all attempts.
-        layouts: of the attempts, in turn.
-        copied: checkpoints are copied to a second folder.
-        restarts: the run is not started again by us, but by itself.
-    """
-
-    settings: tuple[str, ...]
-    layouts: tuple[tuple[str, ...], ...]
-    copied: bool = False
-    restarts: bool = False
+    settings: tuple[str, ...]  # the science, and what else stays the same in all attempts
+    layouts: tuple[Sequence[str], ...]  # of the attempts, in turn
+    copied: bool = False  # checkpoints are copied to a second folder
+    restarts: bool = False  # the run is not started again by us, but by itself
 
     @property
     def changes_layout(self) -> bool:
@@ -98,18 +88,14 @@ class KillPlan:
         return len(self.layouts) > 1
 
 
-def _freeze_layouts(*layouts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple(map(tuple, layouts))
-
-
-FSDP3 = LAYOUTS["fsdp3"]
+SINGLE, DDP, FSDP = LAYOUTS["single"], LAYOUTS["ddp2"], LAYOUTS["fsdp2"]
 PLANS = {
-    "single, mixture": KillPlan((*MIXED, *SAME), _freeze_layouts(LAYOUTS["single"])),
-    "ddp 2": KillPlan((*PLAIN, *SAME), _freeze_layouts(LAYOUTS["ddp2"])),
-    "fsdp 2, copied": KillPlan((*PLAIN, *SAME), _freeze_layouts(LAYOUTS["fsdp2"]), copied=True),
-    "fsdp 2, restarts itself": KillPlan((*PLAIN, *SAME), _freeze_layouts(LAYOUTS["fsdp2"]), restarts=True),
+    "single, mixture": KillPlan((*MIXED, *SAME), (SINGLE,)),
+    "ddp 2": KillPlan((*PLAIN, *SAME), (DDP,)),
+    "fsdp 2, copied": KillPlan((*PLAIN, *SAME), (FSDP,), copied=True),
+    "fsdp 2, restarts itself": KillPlan((*PLAIN, *SAME), (FSDP,), restarts=True),
     "another layout each attempt": KillPlan(
-        (*MIXED, *MOVING), _freeze_layouts(LAYOUTS["single"], FSDP3, LAYOUTS["ddp2"], TENSOR, PIPELINE, CONTEXT)
+        (*MIXED, *MOVING), (SINGLE, LAYOUTS["fsdp3"], DDP, TENSOR, PIPELINE, CONTEXT)
     ),
 }
 
@@ -155,25 +141,21 @@ HEADER = (
 )
 
 
+@dataclass
 class Chaos:
     """One run, its killer and its witness."""
 
-    def __init__(self, name: str, plan: KillPlan, kills: int, dice: random.Random, folder: Path) -> None:
-        """Nothing is started yet.
+    name: str
+    plan: KillPlan
+    kills: int  # how often to kill it
+    dice: random.Random  # draws moments and victims
+    folder: Path  # new, for the run, the undisturbed one and the copies
+    last: int = 0  # step of the last checkpoint that was seen
+    halves: set[tuple[str, int]] = field(default_factory=set)  # half checkpoints that were seen
 
-        Args:
-            name: the run's name.
-            plan: which run.
-            kills: how often to kill it.
-            dice: draws moments and victims.
-            folder: new, for the run, the undisturbed one and the copies.
-        """
-        self.plan, self.kills, self.dice, self.folder = plan, kills, dice, folder
-        self.directory = folder / "run"
-        self.steps = 40 + 12 * kills
-        self.report = ChaosReport(name)
-        self.last = 0
-        self.halves: set[tuple[str, int]] = set()
+    def __post_init__(self) -> None:
+        self.directory, self.steps = self.folder / "run", 40 + 12 * self.kills
+        self.report = ChaosReport(self.name)
 
     def kill_and_compare(self) -> ChaosReport:
         """Kill the run until it has had enough, let it end, and compare."""
@@ -190,7 +172,7 @@ class Chaos:
             with self._start_attempt() as process:
                 if not self._kill_at_moment(process):
                     return self._wait_for_end(process)
-                wait_until(lambda process=process: process.poll() is not None, "the killed run to end")
+                wait_until(lambda process=process: process.poll() is not None, "the killed run to end", LONG)
                 self._check_checkpoints(verify=True)
 
     def _run_one_process(self) -> None:
@@ -202,6 +184,7 @@ class Chaos:
                 wait_until(
                     lambda attempts=attempts: self._count_attempts() > attempts or process.poll() is not None,
                     "the restart",
+                    LONG,
                 )
             self._wait_for_end(process)
 
@@ -232,7 +215,7 @@ class Chaos:
         for pid in victims:
             kill_process(pid)
         self.report.kills += 1
-        wait_until(lambda: not any(map(is_alive, [*victims, *ranks])), "all ranks to die")
+        wait_until(lambda: not any(map(is_alive, [*victims, *ranks])), "all ranks to die", LONG)
         return True
 
     def _choose_victims(self, parent: int, ranks: list[int]) -> list[int]:
@@ -379,23 +362,7 @@ def _compute_deviation(line: dict[str, Any], expected: list[dict[str, Any]]) -> 
 
 
 def _list_rank_pids(parent: int) -> list[int]:
-    return [pid for pid in list_descendants(parent) if "titan.training.rank" in _read_command(pid)]
-
-
-def _read_command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
-def wait_until(is_true: Callable[[], Any], description: str, seconds: float = LONG) -> None:
-    """Wait until `is_true()` is."""
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {seconds:g} seconds in vain for {description}")
-        time.sleep(0.01)
+    return [pid for pid in list_descendants(parent) if "titan.training.rank" in read_command(pid)]
 
 
 def _wait_while_running(process: subprocess.Popen[str], is_true: Callable[[], Any]) -> bool:
@@ -447,29 +414,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         share = args.kills * (i + 1) // len(names) - args.kills * i // len(names)
         with tempfile.TemporaryDirectory(prefix="titan-chaos-") as folder:
             os.environ["TITAN_CACHE"] = f"{folder}/cache"
-            for report in _kill_silently(name, share, random.Random(args.seed * 1000 + i), Path(folder)):
-                print(report.format_row(), flush=True)
-                reports.append(report)
-    total = ChaosReport(
-        "all",
-        *(
-            sum(getattr(r, f) for r in reports)
-            for f in ("kills", "during", "attempts", "resumed", "checkpoints", "again")
-        ),
-    )
+            with silence_output():
+                found = kill_repeatedly(name, share, random.Random(args.seed * 1000 + i), Path(folder))
+            print("\n".join(report.format_row() for report in found), flush=True)
+            reports += found
+    counts = ("kills", "during", "attempts", "resumed", "checkpoints", "again")
+    total = ChaosReport("all", *(sum(getattr(report, name) for report in reports) for name in counts))
     total.seconds, total.loss = sum(r.seconds for r in reports), max(r.loss for r in reports)
     total.later, total.wrong = max(r.later for r in reports), [f"{r.name}: {w}" for r in reports for w in r.wrong]
     print(total.format_row())
     if args.json:
         args.json.write_text(json.dumps([asdict(report) for report in (*reports, total)], indent=1))
     return bool(total.wrong)
-
-
-def _kill_silently(name: str, kills: int, dice: random.Random, folder: Path) -> list[ChaosReport]:
-    from tests.support.checkpoint_layouts import silence_output
-
-    with silence_output():
-        return kill_repeatedly(name, kills, dice, folder)
 
 
 if __name__ == "__main__":

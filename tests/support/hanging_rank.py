@@ -23,8 +23,7 @@ from titan.cluster.rank_process import run_from_file
 from titan.training import rank
 
 PLAN = "HANG"
-LONG = 600.0
-"""Seconds of a rank that sleeps: longer than any timeout here."""
+LONG = 600.0  # seconds of a rank that sleeps: longer than any timeout here
 
 
 def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], int]) -> int:

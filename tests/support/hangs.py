@@ -30,12 +30,9 @@ from tests.support.runs import TINY
 from tests.support.tiers import take_part
 
 STEP_TIMEOUT, TIMEOUT, PATIENCE = 12.0, 16.0, 4.0
-GRACE = 30.0
-"""Seconds after the timeout by which a run has ended; five times those of its start, where these are more."""
-LONG = 1800.0
-"""Seconds after which a run that is not ended by titan is killed."""
-STEP = 6
-"""The step in which the rank hangs."""
+GRACE = 30.0  # seconds after the timeout by which a run has ended; five times those of its start, where these are more
+LONG = 1800.0  # seconds after which a run that is not ended by titan is killed
+STEP = 6  # the step in which the rank hangs
 LAYOUTS = {
     "fsdp": ("parallelism=fsdp", "cluster.devices=3"),
     "tp": ("parallelism=tp",),
@@ -43,8 +40,7 @@ LAYOUTS = {
     "3d": ("parallelism=3d", "parallelism.microbatches=2"),
 }
 RANK = {"fsdp": 1, "tp": 1, "pp": 1, "3d": 5}
-READS = {"fsdp": 1, "tp": 0, "pp": 0, "3d": 2}
-"""A rank that reads data."""
+READS = {"fsdp": 1, "tp": 0, "pp": 0, "3d": 2}  # a rank that reads data
 SAVES = {"off": ("checkpoint=off",), "sync": ("checkpoint=sync",), "async": ("checkpoint=async",)}
 
 

@@ -22,7 +22,6 @@ def make_detector(kind: str) -> Callable[..., Machine]:
     probe = Probe(
         root=Path("/nonexistent"),
         environ={},
-        nvml=lambda: None,
         run=lambda arguments: output if arguments[0] == "nvidia-smi" else None,
         torch_version="cuda: str = '13.0'\n" if gpu else "cuda: str = None\n",
         cores=64 if gpu else 4,

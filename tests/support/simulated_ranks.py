@@ -16,7 +16,25 @@ from titan.cluster.rank_info import RankInfo
 from titan.debug import rank_state
 from titan.debug.activity import Activity, Clock
 from titan.debug.rank_state import RankState
-from titan.debug.states import MEMORY_FILE, States
+from titan.debug.states import MEMORY_FILE, Folder, States
+
+
+class CountingFolder(Folder):
+    """Counts the calls of the file system."""
+
+    operations = 0
+
+    def write(self, name: str, content: bytes) -> None:
+        self.operations += 1 if name in self._open_files else 4
+        super().write(name, content)
+
+    def read(self, name: str) -> bytes | None:
+        self.operations += 3
+        return super().read(name)
+
+    def list_names(self) -> list[str]:
+        self.operations += 1
+        return super().list_names()
 
 
 @dataclass
@@ -28,6 +46,7 @@ class SimulatedNode:
     clock: Clock
     memory: DictFolder
     states: States
+    shared: CountingFolder
     beat: int = 0
     alive: bool = True
 
@@ -41,7 +60,7 @@ class SimulatedNode:
             self.memory.write(MEMORY_FILE.format(rank), content.replace(number, f'"rank": {rank},'.encode()))
         self.states.write_rank(state)
         if late >= 0.5:
-            self.states.follow_reporter()
+            self.states.read_verdict()
             if self.states.is_reporter():
                 self.states.read_nodes()
 
@@ -61,16 +80,12 @@ class SimulatedNode:
 
 @dataclass
 class SimulatedRun:
-    """All nodes of a run.
-
-    Attributes:
-        clock_time: the time in seconds.
-    """
+    """All nodes of a run."""
 
     ranks: int
     per_node: int
     directory: Path
-    clock_time: float = 1000.0
+    clock_time: float = 1000.0  # the time in seconds
     nodes: list[SimulatedNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,7 +94,8 @@ class SimulatedRun:
     def _make_node(self, first: int) -> SimulatedNode:
         memory, clock = DictFolder(), Clock(Activity(get_time=lambda: self.clock_time), None, self.ranks)
         states = States(self.directory, RankInfo(first, self.ranks, 0), 1, clock, lambda key: memory)  # type: ignore[arg-type, return-value]
-        return SimulatedNode(first, self.per_node, clock, memory, states)
+        states.shared = shared = CountingFolder(states.shared.path)
+        return SimulatedNode(first, self.per_node, clock, memory, states, shared)
 
     def enter_phase(self, phase: str) -> None:
         """Begin a phase on all ranks."""
@@ -88,7 +104,7 @@ class SimulatedRun:
 
     def count_operations(self) -> int:
         """Return the operations on the run's directory so far."""
-        return sum(node.states.shared.operations for node in self.nodes)
+        return sum(node.shared.operations for node in self.nodes)
 
     def measure_rates(self, seconds: float, tick: float = 1.0) -> Iterable[float]:
         """Let the time pass, and yield the operations a second of each `tick`."""

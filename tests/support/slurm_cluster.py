@@ -26,13 +26,11 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue")
 SEARCH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 """Where daemons are looked for: a user's PATH often leaves the latter out."""
-CPUS, GPUS, MEMORY_MB = 8, 8, 16000
-"""What each node says that it has."""
+CPUS, GPUS, MEMORY_MB = 8, 8, 16000  # what each node says that it has
 START_SECONDS = 120.0
 LONGEST = 107 - len("/1/node4/node4_12345678.4294967291")
 """Characters in a folder's path: the socket of a step lies that deep in it."""
-ATTEMPTS = 3
-"""Starts before giving up: someone may take a port between our asking for it and the daemon's binding it."""
+ATTEMPTS = 3  # starts before giving up: someone may take a port between our asking for it and the daemon's binding it
 
 CONFIGURATION = """\
 ClusterName=titan
@@ -145,15 +143,11 @@ class Slurm:
         lines = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t").splitlines()
         return {line.split()[0]: line.split()[1] for line in lines}
 
-    def kill_node(self, name: str, notify: bool = True) -> None:
-        """Kill a node's slurmd and all that runs on it by SIGKILL, as when its power fails.
-
-        Slurm is notified, and requeues the node's jobs at once; with `notify` false it finds out by itself, in minutes.
-        """
+    def kill_node(self, name: str) -> None:
+        """Kill a node's slurmd and all that runs on it by SIGKILL, as when its power fails; Slurm is notified."""
         _kill_all(lambda: find_processes(self.conf, f"SLURMD_NODENAME={name}"))
         self.daemons.pop(name).wait()
-        if notify:
-            self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=killed")
+        self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=killed")
 
     def revive_node(self, name: str) -> None:
         """Start a killed node again and wait until jobs can run on it."""

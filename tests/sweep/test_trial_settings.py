@@ -20,8 +20,7 @@ from titan.sweep import ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.trial_settings import describe_mixed, label_trials
 
-Grid = Sequence[Sequence[str]]
-"""The overrides of each trial that its command varies."""
+Grid = Sequence[Sequence[str]]  # the overrides of each trial that its command varies
 RATES: Grid = [("optimizer.lr=0.001", "training.seed=0"), ("optimizer.lr=0.003", "training.seed=0")]
 SEEDS: Grid = [("optimizer.lr=0.001", "training.seed=1"), ("optimizer.lr=0.003", "training.seed=1")]
 

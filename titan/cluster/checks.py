@@ -24,8 +24,7 @@ RESERVED_OPTIONS = {
 """Options of sbatch that titan sets itself, or that change output it reads."""
 MOST_MINUTES = 3599
 """The longest time limit that is accepted as a number of minutes: YAML reads 1:00:00 without quotes as 3600."""
-LONGEST_DAYS = 3650
-"""The longest accepted time limit; a longer one is a typing error."""
+LONGEST_DAYS = 3650  # the longest accepted time limit; a longer one is a typing error
 
 
 def check_cluster(cluster: Cluster) -> None:

@@ -18,35 +18,22 @@ from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.files import platform
 
-DEVICE = "cluster.device"
-"""The setting of titan.train that chooses the kind of devices."""
-NODE_GPUS = 8
-"""GPUs assumed for a node that is described by nothing else."""
+DEVICE = "cluster.device"  # the setting of titan.train that chooses the kind of devices
+NODE_GPUS = 8  # GPUs assumed for a node that is described by nothing else
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of this machine that a run may use.
+    """The devices of this machine that a run may use."""
 
-    Attributes:
-        device: torch's name for their kind; AMD's GPUs are "cuda" to torch too.
-        name: the product name, such as "AMD EPYC 9654" or "NVIDIA H200".
-        count: number of devices; 1 for the CPU, which any number of ranks may share.
-        cores: CPU cores that this process may use.
-        memory_gib: memory of one GPU, or of the host within its cgroup limit; None if it can't be read.
-        bf16_fast: whether bf16 matmuls are faster than fp32 ones.
-        note: why GPUs of this machine are not used; empty if none is unused.
-        capability: the lowest CUDA compute capability of the GPUs; None if unknown or not NVIDIA's.
-    """
-
-    device: Literal["cpu", "cuda"]
-    name: str
-    count: int
-    cores: int
-    memory_gib: float | None
-    bf16_fast: bool
-    note: str = ""
-    capability: float | None = None
+    device: Literal["cpu", "cuda"]  # torch's name for their kind; AMD's GPUs are "cuda" to torch too
+    name: str  # the product name, such as "AMD EPYC 9654" or "NVIDIA H200"
+    count: int  # number of devices; 1 for the CPU, which any number of ranks may share
+    cores: int  # CPU cores that this process may use
+    memory_gib: float | None  # memory of one GPU, or of the host within its cgroup limit; None if it can't be read
+    bf16_fast: bool  # whether bf16 matmuls are faster than fp32 ones
+    note: str = ""  # why GPUs of this machine are not used; empty if none is unused
+    capability: float | None = None  # the lowest CUDA compute capability of the GPUs; None if unknown or not NVIDIA's
 
     def describe(self) -> str:
         """Return one line such as "8 x NVIDIA H200, 140.4 GiB each, bf16, 64 CPU cores"."""
@@ -117,32 +104,29 @@ def _detect_cpu(probe: Probe) -> Machine:
     # memory limits of this process's cgroups, v1 or v2, and their parents
     limits = [probe.read_text(f"{folder}/memory.max") for folder in _list_cgroups(probe, "")]
     limits += [probe.read_text(f"{folder}/memory.limit_in_bytes") for folder in _list_cgroups(probe, "memory")]
-    sizes = [size for size in (probe.physical_bytes, *(int(s) for s in limits if s.strip().isdecimal())) if size]
+    sizes = [probe.physical_bytes, *(int(s) for s in limits if s.strip().isdecimal() and int(s))]
     mac_name = (probe.run(("sysctl", "-n", "machdep.cpu.brand_string")) or "") if platform.IS_MAC else ""
     return Machine(
         device="cpu",
         name=info.get("model name") or mac_name.strip() or f"{probe.architecture} CPU",
         count=1,
         cores=_usable_cores(probe),
-        memory_gib=min(sizes) / GIB if sizes else None,
+        memory_gib=min(sizes) / GIB,
         bf16_fast=bool({"avx512_bf16", "amx_bf16", "bf16"} & {*flags.split()}),
     )
 
 
 def _usable_cores(probe: Probe) -> int:
     """Return the cores of the affinity mask, or the cgroup's CPU quota if that is less."""
-    quotas = [quota for quota in (_parse_quota(text) for text in _read_quotas(probe)) if quota]
-    return max(1, min([probe.cores, *(round(quota) for quota in quotas)]))
+    quotas = [quota for text in _read_quotas(probe) if (quota := _parse_quota(text))]
+    return max(1, min([probe.cores, *map(round, quotas)]))
 
 
 def _read_quotas(probe: Probe) -> list[str]:
     """Return quota and period in microseconds, as in v2's cpu.max, of this process's cgroups and their parents."""
-    texts = [probe.read_text(f"{folder}/cpu.max") for folder in _list_cgroups(probe, "")]
-    for folder in _list_cgroups(probe, "cpu"):
-        texts.append(
-            probe.read_text(f"{folder}/cpu.cfs_quota_us") + " " + probe.read_text(f"{folder}/cpu.cfs_period_us")
-        )
-    return texts
+    files: list[tuple[str, ...]] = [(f"{folder}/cpu.max",) for folder in _list_cgroups(probe, "")]
+    files += [(f"{folder}/cpu.cfs_quota_us", f"{folder}/cpu.cfs_period_us") for folder in _list_cgroups(probe, "cpu")]
+    return [" ".join(map(probe.read_text, names)) for names in files]
 
 
 def _parse_quota(text: str) -> float | None:

@@ -1,27 +1,25 @@
 """Find the GPUs that torch will see, without importing torch.
 
 Four questions in turn: which backend is the installed torch built for; which GPUs does the driver report; which of them
-do the environment variables leave visible; and if none, why. NVIDIA GPUs are listed by NVML where nvidia-ml-py is
-installed, else by nvidia-smi, else from the driver's files; AMD GPUs by rocm-smi.
+do the environment variables leave visible; and if none, why. NVIDIA GPUs are listed by nvidia-smi, else from the
+driver's files; AMD GPUs by rocm-smi.
 
-Every reader of files, environment variables, programs and optional packages goes through a `Probe`, so that a test can
-simulate any machine. psutil and nvidia-ml-py (imported as pynvml) are optional: `pip install -e '.[probe]'`.
+Every reader of files, environment variables and programs goes through a `Probe`, so that a test can simulate any
+machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from titan.cluster.known_devices import has_bf16, look_up_capability, look_up_memory_gib
 from titan.files.platform import count_cores
@@ -38,14 +36,6 @@ def run_program(arguments: Sequence[str]) -> str | None:
     return process.stdout
 
 
-def import_optional(name: str) -> Any:
-    """Return an optional package's module; None if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
 def read_text(path: Path) -> str:
     """Return the text of a file; empty if it can't be read."""
     try:
@@ -60,39 +50,18 @@ def _read_torch_version() -> str:
     return read_text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else ""
 
 
-def _read_physical_bytes() -> int | None:
-    """Return the machine's memory: from psutil, which also knows systems without SC_PHYS_PAGES, else from sysconf."""
-    if psutil := import_optional("psutil"):
-        return int(psutil.virtual_memory().total)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
-
-
 @dataclass(frozen=True)
 class Probe:
-    """How device detection reads the machine; a test passes other values.
+    """How device detection reads the machine; a test passes other values."""
 
-    Attributes:
-        root: the directory that contains /proc, /sys and /dev.
-        environ: the environment variables.
-        run: returns a program's output, or None.
-        nvml: imports and returns nvidia-ml-py's module, or None where it is not installed.
-        torch_version: the text of torch/version.py.
-        cores: cores in this process's affinity mask.
-        physical_bytes: the machine's memory, or None.
-        architecture: the output of `uname -m`.
-    """
-
-    root: Path = Path("/")
-    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    run: Callable[[Sequence[str]], str | None] = run_program
-    nvml: Callable[[], Any] = lambda: import_optional("pynvml")
-    torch_version: str = field(default_factory=_read_torch_version)
-    cores: int = field(default_factory=count_cores)
-    physical_bytes: int | None = field(default_factory=_read_physical_bytes)
-    architecture: str = field(default_factory=platform.machine)
+    root: Path = Path("/")  # the directory that contains /proc, /sys and /dev
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # the environment variables
+    run: Callable[[Sequence[str]], str | None] = run_program  # returns a program's output, or None
+    torch_version: str = field(default_factory=_read_torch_version)  # the text of torch/version.py
+    cores: int = field(default_factory=count_cores)  # cores in this process's affinity mask
+    # the machine's memory
+    physical_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    architecture: str = field(default_factory=platform.machine)  # the output of `uname -m`
 
     def read_text(self, path: str) -> str:
         """Return the text of a file below the root; empty if it can't be read."""
@@ -114,8 +83,7 @@ def parse_number(text: str) -> float | None:
 
 
 GIB = 1024**3
-AMPERE = 8.0
-"""The first compute capability with bf16 tensor cores."""
+AMPERE = 8.0  # the first compute capability with bf16 tensor cores
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits")
 ROCM_SMI = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showuniqueid", "--json")
 MATRIX_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
@@ -135,19 +103,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuSearch:
-    """The result of `find_gpus`.
+    """The result of `find_gpus`."""
 
-    Attributes:
-        gpus: those that torch will see.
-        unused: those of this machine that torch will not see.
-        reason: why there is none to use.
-        remedy: what to change.
-    """
-
-    gpus: list[Gpu]
-    unused: list[Gpu] = field(default_factory=list)
-    reason: str = ""
-    remedy: str = ""
+    gpus: list[Gpu]  # those that torch will see
+    unused: list[Gpu] = field(default_factory=list)  # those of this machine that torch will not see
+    reason: str = ""  # why there is none to use
+    remedy: str = ""  # what to change
 
 
 def find_gpus(probe: Probe) -> GpuSearch:
@@ -159,7 +120,8 @@ def find_gpus(probe: Probe) -> GpuSearch:
         reason, remedy = "the installed torch is built for the CPU only", "install a GPU build of torch"
         return GpuSearch([], _list_driver_gpus(probe), reason, remedy)
     if "cuda" in backends:
-        return _apply_masks(_list_nvidia_gpus(probe), ("CUDA_VISIBLE_DEVICES",), probe)
+        smi_gpus = [gpu for line in (probe.run(NVIDIA_SMI) or "").splitlines() if (gpu := _parse_smi_gpu(line))]
+        return _apply_masks(smi_gpus or _list_driver_gpus(probe), ("CUDA_VISIBLE_DEVICES",), probe)
     second = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in probe.environ else "CUDA_VISIBLE_DEVICES"
     return _apply_masks(_list_amd_gpus(probe), ("ROCR_VISIBLE_DEVICES", second), probe)
 
@@ -191,7 +153,7 @@ def _select_visible(gpus: list[Gpu], mask: str, probe: Probe) -> list[Gpu]:
     selected: list[Gpu] = []
     for entry in (part.strip() for part in mask.split(",")):
         if entry.startswith("MIG-"):
-            return [_find_nvml_slice(entry, gpus, probe) or _find_smi_slice(entry, gpus, probe)]
+            return [_find_slice(entry, gpus, probe)]
         gpu = _select_gpu(entry, gpus)
         if gpu is None:
             break
@@ -210,67 +172,6 @@ def _select_gpu(entry: str, gpus: list[Gpu]) -> Gpu | None:
 # NVIDIA
 
 
-def _list_nvidia_gpus(probe: Probe) -> list[Gpu]:
-    with _open_nvml(probe) as nvml:
-        if nvml and (gpus := [_read_nvml_gpu(nvml, handle) for handle in _nvml_handles(nvml)]):
-            return gpus
-    lines = (probe.run(NVIDIA_SMI) or "").splitlines()
-    return [gpu for gpu in map(_parse_smi_gpu, lines) if gpu is not None] or _list_driver_gpus(probe)
-
-
-@contextlib.contextmanager
-def _open_nvml(probe: Probe) -> Iterator[Any]:
-    """Yield nvidia-ml-py's module, initialised; None without the package or a driver. NVML's errors end the block."""
-    nvml = probe.nvml()
-    if nvml is None:
-        yield None
-        return
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        yield None
-        return
-    with contextlib.suppress(nvml.NVMLError):
-        try:
-            yield nvml
-        finally:
-            nvml.nvmlShutdown()
-
-
-def _nvml_handles(nvml: Any) -> list[Any]:
-    """Return the handles of all GPUs in PCI order, the order of nvidia-smi."""
-    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-
-
-def _read_nvml_gpu(nvml: Any, handle: Any) -> Gpu:
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    name, capability = nvml.nvmlDeviceGetName(handle), float(f"{major}.{minor}")
-    return Gpu(nvml.nvmlDeviceGetUUID(handle), name, _read_nvml_memory(nvml, handle, name), major >= AMPERE, capability)
-
-
-def _read_nvml_memory(nvml: Any, handle: Any, name: str) -> float | None:
-    """Return the memory in GiB; from the table for GPUs with unified memory, for which NVML reports none."""
-    try:
-        return float(nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB)
-    except nvml.NVMLError:
-        return look_up_memory_gib(name)
-
-
-def _find_nvml_slice(uuid: str, gpus: list[Gpu], probe: Probe) -> Gpu | None:
-    """Return the MIG slice of a UUID, which may be abbreviated; None without NVML or where there is no such slice."""
-    with _open_nvml(probe) as nvml:
-        for handle in _nvml_handles(nvml) if nvml else ():
-            for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                with contextlib.suppress(nvml.NVMLError):  # slots without a slice
-                    mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-                    if nvml.nvmlDeviceGetUUID(mig).startswith(uuid):
-                        parent = _read_nvml_gpu(nvml, handle)
-                        name = nvml.nvmlDeviceGetName(mig)
-                        name = name if re.search(r"\bMIG\b", name) else f"{parent.name} MIG"
-                        return Gpu(uuid, name, _read_nvml_memory(nvml, mig, name), parent.bf16, parent.capability)
-    return None
-
-
 def _parse_smi_gpu(line: str) -> Gpu | None:
     """Return the GPU of a line such as "GPU-8a1f..., NVIDIA H100 80GB HBM3, 81559, 9.0"; None for other lines."""
     parts = [part.strip() for part in line.split(",")]
@@ -281,7 +182,7 @@ def _parse_smi_gpu(line: str) -> Gpu | None:
     return Gpu(uuid, name, memory / 1024 if memory else look_up_memory_gib(name), (version or 0.0) >= AMPERE, version)
 
 
-def _find_smi_slice(uuid: str, gpus: list[Gpu], probe: Probe) -> Gpu:
+def _find_slice(uuid: str, gpus: list[Gpu], probe: Probe) -> Gpu:
     """Return a MIG slice from `nvidia-smi -L`; its memory is in its profile's name, such as 1g.10gb."""
     parent, listing = gpus[0].name, probe.run(("nvidia-smi", "-L")) or ""
     for line in listing.splitlines():
@@ -314,8 +215,8 @@ def _list_amd_gpus(probe: Probe) -> list[Gpu]:
     cards: dict[str, dict[str, str]] = {}
     with contextlib.suppress(ValueError):
         cards = json.loads(probe.run(ROCM_SMI) or "{}")
-    names = (name for name in cards if re.fullmatch(r"card\d+", name))
-    return [_parse_amd_gpu(cards[name]) for name in sorted(names, key=lambda name: int(name[4:]))]
+    numbers = sorted(int(name[4:]) for name in cards if re.fullmatch(r"card\d+", name))
+    return [_parse_amd_gpu(cards[f"card{number}"]) for number in numbers]
 
 
 def _parse_amd_gpu(card: Mapping[str, str]) -> Gpu:

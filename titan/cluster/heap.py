@@ -20,13 +20,11 @@ from contextlib import suppress
 
 from titan.files import platform
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Parameters of mallopt (malloc.h)."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # parameters of mallopt (malloc.h)
 LARGE, LARGE_GATHERED = 16 * 2**20, 2 * 2**20
 """Bytes from which a tensor is outside of the heap; and where FSDP gathers weights. From 2 MiB on tensors lie in huge
 pages, which are cleared ten times as fast as others."""
-GROWTH = 1.05
-"""How much larger a rank may be at the end of a step than at the end of an earlier one."""
+GROWTH = 1.05  # how much larger a rank may be at the end of a step than at the end of an earlier one
 USER_VARIABLES = ("MALLOC_", "GLIBC_TUNABLES")
 """How the names begin of the variables with which a user sets the library's parameters."""
 

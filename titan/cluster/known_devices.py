@@ -9,19 +9,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """The peak speed and the memory of one kind of device, from its vendor's data sheet.
+    """The peak speed and the memory of one kind of device, from its vendor's data sheet."""
 
-    Attributes:
-        pattern: a regular expression for the device's name as the driver reports it, case-insensitive.
-        bf16: dense bf16 matmuls with fp32 accumulation, TFLOP/s; None for hardware without bf16.
-        fp32: plain fp32 matmuls (no TF32), TFLOP/s.
-        memory_gib: roughly what the driver reports, rounded down.
-    """
+    pattern: str  # a regular expression for the device's name as the driver reports it, case-insensitive
+    bf16: float | None  # dense bf16 matmuls with fp32 accumulation, TFLOP/s; None for hardware without bf16
+    fp32: float | None  # plain fp32 matmuls (no TF32), TFLOP/s
+    memory_gib: float | None  # roughly what the driver reports, rounded down
 
-    pattern: str
-    bf16: float | None
-    fp32: float | None
-    memory_gib: float
+
+UNKNOWN = DevicePeak("", None, None, None)
 
 
 # The first matching pattern applies. NVIDIA's sheets give most tensor-core figures "with sparsity": those are halved.
@@ -93,13 +89,12 @@ def look_up_peak_tflops(name: str, dtype: Literal["bf16", "fp32"]) -> float | No
     fp32 is plain fp32, with TF32 off.
     """
     peak = _find_peak(name)
-    return None if peak is None else peak.bf16 if dtype == "bf16" else peak.fp32
+    return peak.bf16 if dtype == "bf16" else peak.fp32
 
 
 def look_up_memory_gib(name: str) -> float | None:
     """Return the memory of a device in GiB by its name; None for unknown devices."""
-    peak = _find_peak(name)
-    return peak.memory_gib if peak else None
+    return _find_peak(name).memory_gib
 
 
 def look_up_capability(name: str) -> float | None:
@@ -109,11 +104,10 @@ def look_up_capability(name: str) -> float | None:
 
 def has_bf16(name: str) -> bool:
     """Return whether a device is known to have bf16 matmuls."""
-    peak = _find_peak(name)
-    return peak is not None and peak.bf16 is not None
+    return _find_peak(name).bf16 is not None
 
 
-def _find_peak(name: str) -> DevicePeak | None:
+def _find_peak(name: str) -> DevicePeak:
     if re.search(r"\bMIG\b", name):
-        return None
-    return next((peak for peak in PEAKS if re.search(peak.pattern, name.strip(), re.IGNORECASE)), None)
+        return UNKNOWN
+    return next((peak for peak in PEAKS if re.search(peak.pattern, name.strip(), re.IGNORECASE)), UNKNOWN)

@@ -108,9 +108,7 @@ def write(file: Path, error: RankError) -> None:
 def read(file: Path) -> RankError | None:
     """Return the error in a file; None if the file is corrupt or holds no text."""
     try:
-        content = untrusted.parse_object(untrusted.read_regular_file(file))
-        for name, kind in get_type_hints(RankError).items():
-            untrusted.check_type(content[name], kind, name)
+        content = untrusted.read_object(file, get_type_hints(RankError))
         return RankError(**content) if content["text"].strip() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -10,24 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank among all.
+    """One rank among all."""
 
-    Attributes:
-        rank: this rank.
-        world_size: the number of ranks.
-        local_rank: this rank's number on its machine.
-        init_method: torch's init_method, the URL at which the ranks rendezvous; "meet://FILE" where rank 0 writes its
-            address into a shared file; empty for a single rank.
-        scheduled: whether a scheduler sends it signals: see `titan.training.signals`.
-        supervised: whether titan's own launcher started it, which shows what ranks say about a hang.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
+    rank: int = 0  # this rank
+    world_size: int = 1  # the number of ranks
+    local_rank: int = 0  # this rank's number on its machine
+    # torch's init_method, the URL at which the ranks rendezvous; "meet://FILE" where rank 0 writes its address into a
+    # shared file; empty for a single rank
     init_method: str = ""
-    scheduled: bool = False
-    supervised: bool = False
+    scheduled: bool = False  # whether a scheduler sends it signals: see `titan.training.signals`
+    supervised: bool = False  # whether titan's own launcher started it, which shows what ranks say about a hang
 
 
 def from_environment(env: Mapping[str, str]) -> RankInfo | None:

@@ -11,103 +11,76 @@ from titan.config.text_kinds import Account, Code, Label
 from titan.errors import ConfigError
 
 
-def _figure_setting(help: str, cap: float = 1e9) -> float | None:
-    figure: float | None = setting(None, help, above=0, cap=cap, in_ids=False)
-    return figure
+def _figure(help: str, cap: float | None = 1e9, **bounds: Any) -> Any:
+    """Return a setting of the hardware, above 0 unless `bounds` say otherwise; no id depends on it."""
+    return setting(None, help, cap=cap, in_ids=False, **(bounds or {"above": 0}))
 
 
-def _host_time_setting(cause: str) -> float | None:
-    figure: float | None = setting(
-        None, f"host time that {cause}; null: not counted", at_least=0, cap=1e9, in_ids=False
-    )
-    return figure
+def _host_time(cause: str) -> Any:
+    return _figure(f"host time that {cause}; null: not counted", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Figures of one device and its links: from data sheets, or measured by `titan.calibrate`."""
 
-    bf16_tflops: float | None = _figure_setting("dense bf16 matmul peak of a device in TFLOP/s; null: of known devices")
-    fp8_tflops: float | None = _figure_setting("dense 8-bit matmul peak in TFLOP/s; null: the device has none")
-    fp32_tflops: float | None = _figure_setting("fp32 matmul peak in TFLOP/s; null: of known devices")
-    memory_gb_per_second: float | None = _figure_setting(
-        "bandwidth of a device's memory in GB/s, reads and writes together"
-    )
-    units: int | None = setting(
-        None,
+    bf16_tflops: float | None = _figure("dense bf16 matmul peak of a device in TFLOP/s; null: of known devices")
+    fp8_tflops: float | None = _figure("dense 8-bit matmul peak in TFLOP/s; null: the device has none")
+    fp32_tflops: float | None = _figure("fp32 matmul peak in TFLOP/s; null: of known devices")
+    memory_gb_per_second: float | None = _figure("bandwidth of a device's memory in GB/s, reads and writes together")
+    units: int | None = _figure(
         "compute units (streaming multiprocessors) that share a matmul's tiles; null: they share its work evenly",
         at_least=1,
-        in_ids=False,
+        cap=None,
     )
-    watts: float | None = _figure_setting("power limit of a device in W; null: no limit below its reference power")
-    reference_watts: float | None = _figure_setting("power in W at which the device reaches its peak")
-    link_gb_per_second: float | None = _figure_setting(
-        "collective bandwidth between devices of a node, GB/s per device"
+    watts: float | None = _figure("power limit of a device in W; null: no limit below its reference power")
+    reference_watts: float | None = _figure("power in W at which the device reaches its peak")
+    link_gb_per_second: float | None = _figure("collective bandwidth between devices of a node, GB/s per device")
+    link_microseconds: float | None = _figure("latency of a collective within a node in microseconds")
+    network_gb_per_second: float | None = _figure("network bandwidth between nodes, GB/s per device")
+    network_microseconds: float | None = _figure("latency of a collective between nodes, per doubling of nodes")
+    launch_microseconds: float | None = _figure("host time per kernel launch in microseconds; null: 6")
+    matmul_efficiency: float | None = _figure("fraction of the peak of a large matmul; null: fitted", cap=1)
+    matmul_prologue: float | None = _figure(
+        "start-up of a tile, as additional inner size; null: that of Hopper", at_least=0
     )
-    link_microseconds: float | None = _figure_setting("latency of a collective within a node in microseconds")
-    network_gb_per_second: float | None = _figure_setting("network bandwidth between nodes, GB/s per device")
-    network_microseconds: float | None = _figure_setting("latency of a collective between nodes, per doubling of nodes")
-    launch_microseconds: float | None = _figure_setting("host time per kernel launch in microseconds; null: 6")
-    matmul_efficiency: float | None = _figure_setting("fraction of the peak of a large matmul; null: fitted", cap=1)
-    matmul_prologue: float | None = setting(
-        None, "start-up of a tile, as additional inner size; null: that of Hopper", at_least=0, cap=1e9, in_ids=False
+    attention_tflops: float | None = _figure("speed of attention forward in TFLOP/s; null: fitted")
+    attention_backward_tflops: float | None = _figure("speed of attention backward in TFLOP/s; null: fitted")
+    attention_short_rows: float | None = _figure(
+        "length of rows at which attention reaches half of its speed; null: 512", at_least=0
     )
-    attention_tflops: float | None = _figure_setting("speed of attention forward in TFLOP/s; null: fitted")
-    attention_backward_tflops: float | None = _figure_setting("speed of attention backward in TFLOP/s; null: fitted")
-    attention_short_rows: float | None = setting(
-        None,
-        "length of rows at which attention reaches half of its speed; null: 512",
-        at_least=0,
-        cap=1e9,
-        in_ids=False,
+    attention_backward_short_rows: float | None = _figure("the same for its backward pass; null: 512", at_least=0)
+    attention_head_power: float | None = _figure(
+        "power of the head size that attention's speed follows below 128; null: 0.5", at_least=0, cap=9
     )
-    attention_backward_short_rows: float | None = setting(
-        None, "the same for its backward pass; null: 512", at_least=0, cap=1e9, in_ids=False
-    )
-    attention_head_power: float | None = setting(
-        None,
-        "power of the head size that attention's speed follows below 128; null: 0.5",
-        at_least=0,
-        cap=9,
-        in_ids=False,
-    )
-    memory_efficiency: float | None = _figure_setting("fraction of the bandwidth of fused elementwise work", cap=1)
-    eager_factor: float | None = _figure_setting("memory traffic of uncompiled elementwise work, relative to compiled")
-    loss_factor: float | None = _figure_setting(
-        "memory traffic of the loss, relative to compiled; null: by eager_factor"
-    )
-    update_factor: float | None = _figure_setting(
-        "memory traffic of clipping and update, relative to one pass; null: 1"
-    )
-    reduce_gb_per_second: float | None = _figure_setting(
-        "bandwidth of a reduce-scatter within a node; null: that of the link"
-    )
-    sum_gb_per_second: float | None = _figure_setting(
+    memory_efficiency: float | None = _figure("fraction of the bandwidth of fused elementwise work", cap=1)
+    eager_factor: float | None = _figure("memory traffic of uncompiled elementwise work, relative to compiled")
+    loss_factor: float | None = _figure("memory traffic of the loss, relative to compiled; null: by eager_factor")
+    update_factor: float | None = _figure("memory traffic of clipping and update, relative to one pass; null: 1")
+    reduce_gb_per_second: float | None = _figure("bandwidth of a reduce-scatter within a node; null: that of the link")
+    sum_gb_per_second: float | None = _figure(
         "bandwidth of an all-reduce within a node; null: that of a reduce-scatter"
     )
-    cores: int | None = setting(
-        None,
+    cores: int | None = _figure(
         "cores that compute, launch and communicate, one after the other; null: the device computes beside its host",
         at_least=1,
-        in_ids=False,
+        cap=None,
     )
-    process_gib: float | None = _figure_setting("memory of a CPU rank before it has tensors in GiB; null: 0.42")
-    rank_speed: float | None = _figure_setting(
-        "speed of one of several ranks on a CPU, relative to its equal part; null: 1"
-    )
-    step_microseconds: float | None = _host_time_setting("a step takes")
-    replicate_block_microseconds: float | None = _host_time_setting("DDP adds to a block")
-    replicate_step_microseconds: float | None = _host_time_setting("DDP adds to a step")
-    shard_block_microseconds: float | None = _host_time_setting("FSDP adds to a block")
-    shard_step_microseconds: float | None = _host_time_setting("FSDP adds to a step")
-    tensor_block_microseconds: float | None = _host_time_setting("tensor parallelism adds to a block")
-    tensor_step_microseconds: float | None = _host_time_setting("tensor parallelism adds to a step")
-    context_block_microseconds: float | None = _host_time_setting("context parallelism adds to a block")
-    context_step_microseconds: float | None = _host_time_setting("context parallelism adds to a step")
-    pipeline_action_microseconds: float | None = _host_time_setting(
+    process_gib: float | None = _figure("memory of a CPU rank before it has tensors in GiB; null: 0.42")
+    rank_speed: float | None = _figure("speed of one of several ranks on a CPU, relative to its equal part; null: 1")
+    step_microseconds: float | None = _host_time("a step takes")
+    replicate_block_microseconds: float | None = _host_time("DDP adds to a block")
+    replicate_step_microseconds: float | None = _host_time("DDP adds to a step")
+    shard_block_microseconds: float | None = _host_time("FSDP adds to a block")
+    shard_step_microseconds: float | None = _host_time("FSDP adds to a step")
+    tensor_block_microseconds: float | None = _host_time("tensor parallelism adds to a block")
+    tensor_step_microseconds: float | None = _host_time("tensor parallelism adds to a step")
+    context_block_microseconds: float | None = _host_time("context parallelism adds to a block")
+    context_step_microseconds: float | None = _host_time("context parallelism adds to a step")
+    pipeline_action_microseconds: float | None = _host_time(
         "a pipeline adds to each forward or backward of a micro-batch"
     )
-    pipeline_step_microseconds: float | None = _host_time_setting("a pipeline adds to a step")
+    pipeline_step_microseconds: float | None = _host_time("a pipeline adds to a step")
 
     def require_figure(self, name: str, purpose: str) -> float:
         """Return a figure."""
@@ -120,13 +93,11 @@ class Hardware:
         return float(value)
 
 
-LONGEST_SECONDS = 30 * 86400.0
-"""The longest accepted timeout."""
-STEP_SECONDS = 600.0
-"""Default timeout of collectives within a step: torch's default for NCCL."""
+LONGEST_SECONDS = 30 * 86400.0  # the longest accepted timeout
+STEP_SECONDS = 600.0  # default timeout of collectives within a step: torch's default for NCCL
 
 
-def _job_setting(default: Any, help: str, **options: Any) -> Any:
+def _job(default: Any, help: str, **options: Any) -> Any:
     """Return a setting of the Slurm job; no id depends on it."""
     return setting(default, help, in_ids=False, **options)
 
@@ -188,63 +159,61 @@ class Cluster:
     )
     device_name: Label | None = setting(None, "name of the GPUs of another machine, such as NVIDIA H100; null: unknown")
     hardware: Hardware = field(default=Hardware(), metadata={"in_ids": False})
-    certificate: Literal["off", "required"] = _job_setting(
+    certificate: Literal["off", "required"] = _job(
         "off", "required: start only layouts that titan.prove has proven, with this code and recipe"
     )
-    price: float | None = _job_setting(None, "price of a device-hour, for the planned cost of a run", above=0, cap=1e6)
-    partition: Label | None = _job_setting(None, "Slurm partition")
-    account: Account | None = _job_setting(None, "Slurm account")
-    qos: Label | None = _job_setting(None, "Slurm quality of service")
-    reservation: Label | None = _job_setting(None, "Slurm reservation")
-    constraint: Label | None = _job_setting(None, "required node features")
-    exclude: Label | None = _job_setting(None, "nodes to exclude")
-    exclude_bad: int | None = _job_setting(
+    price: float | None = _job(None, "price of a device-hour, for the planned cost of a run", above=0, cap=1e6)
+    partition: Label | None = _job(None, "Slurm partition")
+    account: Account | None = _job(None, "Slurm account")
+    qos: Label | None = _job(None, "Slurm quality of service")
+    reservation: Label | None = _job(None, "Slurm reservation")
+    constraint: Label | None = _job(None, "required node features")
+    exclude: Label | None = _job(None, "nodes to exclude")
+    exclude_bad: int | None = _job(
         None,
         "exclude nodes from later submissions that made jobs of this sweep fail this many times",
         at_least=1,
     )
-    gres: Label | None = _job_setting(
-        None, "generic resources per node instead of a number of GPUs, such as gpu:h100:8"
-    )
-    exclusive: bool | str = _job_setting(
+    gres: Label | None = _job(None, "generic resources per node instead of a number of GPUs, such as gpu:h100:8")
+    exclusive: bool | str = _job(
         False,
         "allocate whole nodes with all their memory; auto: if the job uses all devices of its nodes",
         words=("auto",),
     )
-    time: Label | None = _job_setting(
+    time: Label | None = _job(
         None, "time limit of a job: minutes (at most 3599), 12h, HH:MM:SS or D-HH:MM:SS; null: the partition's limit"
     )
-    signal_seconds: int = _job_setting(
+    signal_seconds: int = _job(
         120, "seconds before the time limit at which a run gets the signal to save and stop", at_least=1, at_most=65535
     )
-    node_memory_gib: float | None = _job_setting(
+    node_memory_gib: float | None = _job(
         None,
         "memory per node that a job requests; null: all of a whole node, else by cluster.rank_memory_gib",
         at_least=1,
         cap=1e6,
     )
-    rank_memory_gib: float | None = _job_setting(
+    rank_memory_gib: float | None = _job(
         None, "memory that a job requests per rank; null: Slurm's default", above=0, cap=1e6
     )
-    cpus_per_rank: int | None = _job_setting(None, "CPU cores per rank; null: Slurm's default", at_least=1, cap=65535)
-    tasks: Literal["rank", "node"] = _job_setting(
+    cpus_per_rank: int | None = _job(None, "CPU cores per rank; null: Slurm's default", at_least=1, cap=65535)
+    tasks: Literal["rank", "node"] = _job(
         "rank", "what one Slurm task runs: a rank, or a program per node that starts its ranks"
     )
-    srun: tuple[Code, ...] = _job_setting((), "additional arguments of srun, such as [--cpu-bind=cores]")
-    sbatch: Mapping[str, Code] | None = _job_setting(None, "additional options of sbatch, such as {mail-type:END}")
-    modules: tuple[Code, ...] = _job_setting((), "environment modules to load")
-    setup: tuple[Code, ...] = _job_setting((), "shell commands to run before the ranks start", any_text=True)
-    environment: Mapping[str, Code] | None = _job_setting(
+    srun: tuple[Code, ...] = _job((), "additional arguments of srun, such as [--cpu-bind=cores]")
+    sbatch: Mapping[str, Code] | None = _job(None, "additional options of sbatch, such as {mail-type:END}")
+    modules: tuple[Code, ...] = _job((), "environment modules to load")
+    setup: tuple[Code, ...] = _job((), "shell commands to run before the ranks start", any_text=True)
+    environment: Mapping[str, Code] | None = _job(
         None, "environment variables of the ranks, such as {NCCL_DEBUG:WARN}", any_text=True
     )
-    container: Literal["none", "pyxis", "apptainer"] = _job_setting("none", "container runtime of the ranks")
-    image: Code | None = _job_setting(None, "container image")
-    mounts: tuple[Code, ...] = _job_setting((), "bind mounts of the container, as SOURCE:TARGET")
-    python: Code | None = _job_setting(None, "Python interpreter on the nodes; null: that of the submitting process")
-    requeues: int = _job_setting(
+    container: Literal["none", "pyxis", "apptainer"] = _job("none", "container runtime of the ranks")
+    image: Code | None = _job(None, "container image")
+    mounts: tuple[Code, ...] = _job((), "bind mounts of the container, as SOURCE:TARGET")
+    python: Code | None = _job(None, "Python interpreter on the nodes; null: that of the submitting process")
+    requeues: int = _job(
         10, "how often Slurm may requeue a job after preemption, a time limit or a node failure", at_least=0, cap=10_000
     )
-    chain: int = _job_setting(
+    chain: int = _job(
         0,
         "number of jobs that each depend on the one before, for sites that forbid requeueing; 0: requeue",
         at_least=0,

@@ -49,10 +49,8 @@ def handle_signals(handler: Callable[[int, Any], None], numbers: Sequence[int] |
             _restore_handlers(former)
 
 
-_replaced: list[dict[int, Any]] = []
-"""The former handlers of the blocks that run, the outermost first."""
-_masks: dict[int, set[int]] = {}
-"""The signals that threads that fork had blocked before, by the thread."""
+_replaced: list[dict[int, Any]] = []  # the former handlers of the blocks that run, the outermost first
+_masks: dict[int, set[int]] = {}  # the signals that threads that fork had blocked before, by the thread
 
 
 def _restore_handlers(former: Mapping[int, Any]) -> None:

@@ -17,12 +17,9 @@ from statistics import median
 
 STARTING, DATA, COMPUTING, UPDATING = "starting", "waiting for data", "computing gradients", "updating the weights"
 EVALUATING, SAVING, FINISHING = "evaluating", "saving a checkpoint", "finishing the run"
-HOOK, ENDED = "running a hook", "ended"
-"""The phases of a rank."""
-IN_STEP = (STARTING, DATA, COMPUTING, UPDATING)
-"""Those that end with a step."""
-MEDIAN_STEPS = 32
-"""Steps of which the median is the usual time."""
+HOOK, ENDED = "running a hook", "ended"  # the phases of a rank
+IN_STEP = (STARTING, DATA, COMPUTING, UPDATING)  # those that end with a step
+MEDIAN_STEPS = 32  # steps of which the median is the usual time
 
 
 class Activity:
@@ -129,14 +126,10 @@ class Activity:
 
 PATIENCE_SECONDS, USUAL_TIMES = 60.0, 10.0
 """A run hangs after this many seconds without progress, and after this many usual steps."""
-STOP_SECONDS = 10.0
-"""After a request to stop the run hangs after this many seconds without progress in a step."""
-MAX_TICK, MIN_TICK = 1.0, 0.1
-"""Seconds between two looks."""
-SILENT_SECONDS = 1.5
-"""A rank is silent after this many seconds at least without a beat."""
-PULSE_SECONDS = 10.0
-"""A node's states are written this often in normal steps."""
+STOP_SECONDS = 10.0  # after a request to stop the run hangs after this many seconds without progress in a step
+MAX_TICK, MIN_TICK = 1.0, 0.1  # seconds between two looks
+SILENT_SECONDS = 1.5  # a rank is silent after this many seconds at least without a beat
+PULSE_SECONDS = 10.0  # a node's states are written this often in normal steps
 MISSED_SECONDS, MISSED_TICKS = 0.5, 3
 """After so many seconds and looks without a beat it is not known whether a rank that hangs is silent."""
 DETAIL_PART, MAX_DETAIL_SECONDS = 60.0, 10.0
@@ -149,17 +142,11 @@ OPERATIONS_OF_NODE, OPERATIONS_OF_READ = 6, 3
 of two), and of reading one file."""
 DUMP_OPERATIONS, DUMPS_PER_SECOND = 9, 150.0
 """Operations of a rank that writes its stacks and collectives, and of all such ranks a second."""
-MAX_DUMP_SECONDS = 90.0
-"""How long the ranks of a run write stacks at most: those whose turn comes later write none."""
+MAX_DUMP_SECONDS = 90.0  # how long the ranks of a run write stacks at most: those whose turn comes later write none
 
 
 class Clock:
-    """The intervals of one rank. All are in seconds.
-
-    Attributes:
-        stop_request_time: when the run was asked to stop; None: it was not.
-        ranks_on_node: the ranks of this node.
-    """
+    """The intervals of one rank. All are in seconds."""
 
     def __init__(self, activity: Activity, min_patience: float | None, ranks: int) -> None:
         """Take what the rank does.
@@ -169,8 +156,8 @@ class Clock:
         """
         self.activity, self.min_patience = activity, min_patience or PATIENCE_SECONDS
         self.ranks, self.get_time = ranks, activity.get_time
-        self.ranks_on_node = 1
-        self.stop_request_time: float | None = None
+        self.ranks_on_node = 1  # the ranks of this node
+        self.stop_request_time: float | None = None  # when the run was asked to stop; None: it was not
 
     @property
     def nodes(self) -> int:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from titan.debug import activity, rank_state
 from titan.debug.rank_state import PendingCollective, RankState
@@ -31,25 +32,18 @@ DIMENSION_NAMES = {
     "world": "all ranks",
 }
 """How a dimension of the layout is named in a sentence."""
-MAX_LISTED = 8
-"""Ranks that a sentence lists."""
+MAX_LISTED = 8  # ranks that a sentence lists
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What is known of all ranks.
+    """What is known of all ranks."""
 
-    Attributes:
-        size: how many there are.
-        states: what each rank does; the last state of one that is silent.
-        silent_ranks: ranks that do not write their state.
-        processes: the state of each rank's process, as its node sees it.
-    """
-
-    size: int
-    states: Mapping[int, RankState]
-    silent_ranks: frozenset[int]
-    processes: Mapping[int, str] = field(default_factory=dict)
+    size: int  # how many there are
+    states: Mapping[int, RankState]  # what each rank does; the last state of one that is silent
+    silent_ranks: frozenset[int]  # ranks that do not write their state
+    processes: Mapping[int, str] = field(default_factory=dict)  # the state of each rank's process, as its node sees it
+    _absent_ranks: dict[Any, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def live(self) -> dict[int, RankState]:
@@ -60,29 +54,33 @@ class RunState:
             if rank not in self.silent_ranks and state.phase != activity.ENDED
         }
 
+    def list_members(self, state: RankState, op: PendingCollective) -> Sequence[int]:
+        """Return the ranks of a rank's collective; the same value on each of them."""
+        group = state.groups.get(op.group)
+        return op.peers or (group.ranks if group else range(self.size))
+
+    def find_absent_ranks(self, state: RankState, op: PendingCollective) -> frozenset[int]:
+        """Return the ranks that have not come to a rank's collective; many ranks ask for each."""
+        key = op.group, op.number, self.list_members(state, op)
+        if key not in self._absent_ranks:
+            self._absent_ranks[key] = frozenset(rank for rank in key[2] if _is_before(op, self.states.get(rank)))
+        return self._absent_ranks[key] - {state.rank}
+
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a run waits for.
+    """What a run waits for."""
 
-    Attributes:
-        ranks: those that it waits for; empty where they are not known.
-        sentence: the sentence without its beginning, such as "waiting for rank 3 in the all-gather of layer 12 (fsdp),
-            step 118; rank 3: stopped (SIGSTOP), process 123 on n1".
-        is_expected: whether every rank does the same slow thing, which is not an error: compile, save, evaluate, start.
-        node: the name of the node of the first of these ranks; empty where it is not known.
-        all_entered: whether ranks wait in a collective that all of them have entered.
-        is_save: whether it is a checkpoint that waits.
-        is_hook: whether it waits for hooks of one's own.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # those that it waits for; empty where they are not known
+    # the sentence without its beginning, such as "waiting for rank 3 in the all-gather of layer 12 (fsdp), step 118;
+    # rank 3: stopped (SIGSTOP), process 123 on n1"
     sentence: str
+    # whether every rank does the same slow thing, which is not an error: compile, save, evaluate, start
     is_expected: bool = False
-    node: str = ""
-    all_entered: bool = False
-    is_save: bool = False
-    is_hook: bool = False
+    node: str = ""  # the name of the node of the first of these ranks; empty where it is not known
+    all_entered: bool = False  # whether ranks wait in a collective that all of them have entered
+    is_save: bool = False  # whether it is a checkpoint that waits
+    is_hook: bool = False  # whether it waits for hooks of one's own
 
 
 def diagnose(run_state: RunState) -> Diagnosis:
@@ -122,35 +120,12 @@ def _find_culprits(run_state: RunState, live: Mapping[int, RankState]) -> tuple[
         return tuple(sorted(missing))
     if divergent := _find_different(run_state, live):
         return divergent
-    find_absent = _make_absent_ranks(run_state)
-    waited_for = set[int]().union(*(_find_awaited_ranks(find_absent, state) for state in live.values()))
+    waited_for = set[int]().union(*(_find_awaited_ranks(run_state, state) for state in live.values()))
     free = {rank for rank, state in live.items() if not _is_waiting(state)}
     ended = run_state.states.keys() - run_state.silent_ranks - live.keys()
     if late := sorted(waited_for & (free | ended) or (free if len(free) < len(live) else set())):
         return tuple(late)
     return _find_crossed(live) if waited_for else _find_behind(run_state, live)
-
-
-AbsentRanks = Callable[[RankState, PendingCollective], frozenset[int]]
-"""Returns the ranks that have not come to a rank's collective."""
-
-
-def _make_absent_ranks(run_state: RunState) -> AbsentRanks:
-    cache: dict[tuple[str, int, Sequence[int]], frozenset[int]] = {}  # many ranks ask for each
-
-    def find_absent_ranks(state: RankState, op: PendingCollective) -> frozenset[int]:
-        key = op.group, op.number, _list_members(run_state, state, op)
-        if key not in cache:
-            cache[key] = frozenset(rank for rank in key[2] if _is_before(op, run_state.states.get(rank)))
-        return cache[key] - {state.rank}
-
-    return find_absent_ranks
-
-
-def _list_members(run_state: RunState, state: RankState, op: PendingCollective) -> Sequence[int]:
-    """Return the ranks of a collective; the same value on each of them."""
-    group = state.groups.get(op.group)
-    return op.peers or (group.ranks if group else range(run_state.size))
 
 
 def _is_waiting(state: RankState) -> bool:
@@ -159,14 +134,14 @@ def _is_waiting(state: RankState) -> bool:
     return bool(pending or state.exchanges or state.joins or state.transfers)
 
 
-def _find_awaited_ranks(find_absent: AbsentRanks, state: RankState) -> set[int]:
+def _find_awaited_ranks(run_state: RunState, state: RankState) -> set[int]:
     """Return the ranks that have not entered a collective that this rank is in.
 
     It waits in those that have started. Where that is not known it is the oldest one, the first that the device has not
     computed.
     """
     started = [op for op in state.pending if op.started] or [op for op in state.pending[:1] if op.started is None]
-    awaited = set[int]().union(*(find_absent(state, op) for op in started))
+    awaited = set[int]().union(*(run_state.find_absent_ranks(state, op) for op in started))
     if state.transfers and not awaited:
         groups = state.groups.values()
         awaited |= {rank for group in groups if group.dimension == "pipeline" for rank in group.ranks} - {state.rank}
@@ -185,7 +160,7 @@ def _find_behind(run_state: RunState, live: Mapping[int, RankState]) -> tuple[in
     behind = []
     for rank, state in live.items():
         for op in (op for op in state.pending[:1] if op.started is None and op.number >= 0):
-            peers = [live[peer] for peer in _list_members(run_state, state, op) if peer in live]
+            peers = [live[peer] for peer in run_state.list_members(state, op) if peer in live]
             if any(peer.completed.get(op.group, 0) >= op.number for peer in peers):
                 behind.append(rank)
     return tuple(sorted(behind))
@@ -196,7 +171,7 @@ def _find_different(run_state: RunState, live: Mapping[int, RankState]) -> tuple
     operations_by_number = defaultdict[tuple[str, int, Sequence[int]], dict[int, PendingCollective]](dict)
     for rank, state in live.items():
         for op in (op for op in state.pending if op.number >= 0):
-            operations_by_number[op.group, op.number, _list_members(run_state, state, op)][rank] = op
+            operations_by_number[op.group, op.number, run_state.list_members(state, op)][rank] = op
     for operations in operations_by_number.values():
         kinds = Counter(op.kind for op in operations.values())
         if len(kinds) > 1:
@@ -224,8 +199,7 @@ def _find_crossed(live: Mapping[int, RankState]) -> tuple[int, ...]:
 def _describe_wait(run_state: RunState, live: Mapping[int, RankState], late_ranks: Sequence[int]) -> str:
     """Return in which collective the others wait, and at which step."""
     waiting = [state for rank, state in live.items() if rank not in late_ranks and state.pending]
-    find_absent = _make_absent_ranks(run_state)
-    direct = [s for s in waiting if set(late_ranks) & _find_awaited_ranks(find_absent, s)] or waiting
+    direct = [s for s in waiting if set(late_ranks) & _find_awaited_ranks(run_state, s)] or waiting
     step = Counter(s.step for s in direct or [s for r, s in live.items() if r not in late_ranks] or live.values())
     step_text = _format_step(step.most_common(1)[0][0] if step else 0)
     if not direct:

@@ -16,20 +16,13 @@ from titan.model.parts import Part
 
 @dataclass
 class StageCall:
-    """The micro-batch that a stage computes.
+    """The micro-batch that a stage computes."""
 
-    Attributes:
-        stage: index of the stage on this rank.
-        microbatch: its number in the step.
-        args: positional arguments of the stage's `forward`.
-        kwargs: keyword arguments of the stage's `forward`.
-        called: modules that were called; a checkpointed block calls them again in the backward pass.
-    """
-
-    stage: int
-    microbatch: int = -1
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    stage: int  # index of the stage on this rank
+    microbatch: int = -1  # its number in the step
+    args: tuple[Any, ...] = ()  # positional arguments of the stage's `forward`
+    kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the stage's `forward`
+    # modules that were called; a checkpointed block calls them again in the backward pass
     called: set[tuple[str, nn.Module]] = field(default_factory=set)
 
     def get_argument(self, position: int, name: str) -> Any:
@@ -50,12 +43,9 @@ class ModuleHooks:
 
     Compiled modules ignore hooks: run the step within `force_eager`, or have the hooks run around the compiled code,
     as far as it has outputs (`find_compiled_parts`).
-
-    Attributes:
-        stays_in_modes: whether hooks run within the modes after all, such as those that begin or end one.
     """
 
-    stays_in_modes = False
+    stays_in_modes = False  # whether hooks run within the modes after all, such as those that begin or end one
 
     def __init__(self, stages: Sequence[nn.Module], *, around_compiled: bool = False) -> None:
         """Count the micro-batches of these stages.
@@ -68,14 +58,15 @@ class ModuleHooks:
         self.calls = [StageCall(index) for index in range(len(stages))]
         self._handles: list[Any] = []
         for call, stage in zip(self.calls, stages, strict=True):
-            count_call = _make_counter(call)
-            if self._runs_compiled(stage):
-                self._handles.append(CompiledHook(stage, before=count_call))
-            else:
-                self._handles.append(stage.register_forward_pre_hook(count_call, prepend=True, with_kwargs=True))
+            self._register(stage, "before", _make_counter(call), prepend=True, with_kwargs=True)
 
-    def _runs_compiled(self, module: nn.Module) -> bool:
-        return self.around_compiled and module._compiled_call_impl is not None
+    def _register(self, module: nn.Module, side: str, hook: Callable[..., Any], **options: bool) -> None:
+        """Have a hook called before or after a module, around its compiled code where that runs."""
+        if self.around_compiled and module._compiled_call_impl is not None:
+            self._handles.append(CompiledHook(module, **{side: hook}))
+        else:
+            register: Any = module.register_forward_pre_hook if side == "before" else module.register_forward_hook
+            self._handles.append(register(hook, **options))
 
     def _leave_modes(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stays_in_modes else _disable_current_modes()
@@ -90,10 +81,7 @@ class ModuleHooks:
             with self._leave_modes():
                 return hook(call, module, args)
 
-        if self._runs_compiled(module):
-            self._handles.append(CompiledHook(module, before=call_hook))
-        else:
-            self._handles.append(module.register_forward_pre_hook(call_hook))
+        self._register(module, "before", call_hook)
 
     def add_after(self, stage: int, module: nn.Module, hook: AfterHook, *, first: bool = False) -> None:
         """Call `hook` after a module of a stage and the hooks that it has already; with `first` before those.
@@ -110,10 +98,7 @@ class ModuleHooks:
                 replacement = hook(call, module, args, hidden)
             return replacement if replacement is None or not losses else (replacement, *losses)
 
-        if self._runs_compiled(module):
-            self._handles.append(CompiledHook(module, after=call_hook))
-        else:
-            self._handles.append(module.register_forward_hook(call_hook, prepend=first))
+        self._register(module, "after", call_hook, prepend=first)
 
     def __enter__(self) -> Self:
         return self

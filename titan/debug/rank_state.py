@@ -17,56 +17,40 @@ import contextlib
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan.profile.kinds import name_collective
 
-MAX_PENDING = 8
-"""Collectives that have not ended: the oldest of them, since a GPU has hundreds waiting."""
+MAX_PENDING = 8  # collectives that have not ended: the oldest of them, since a GPU has hundreds waiting
 COALESCED = "nccl:coalesced"
 """The name of the entry of several operations that NCCL launches together, such as `batch_isend_irecv`'s."""
 
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """A collective that a rank has entered and that has not ended.
+    """A collective that a rank has entered and that has not ended."""
 
-    Attributes:
-        group: the name of its process group.
-        number: which of the group's collectives; -1 for a message between two ranks.
-        kind: what it does, such as "all-reduce".
-        sizes: of its input.
-        familiar: whether this rank has done the same before: this group, kind and sizes, called from this line.
-        peers: the ranks that it needs; empty for all of its group.
-        line: the innermost line outside of torch from which it was called, where that is known.
-        started: whether it waits for other ranks; False on a GPU that has other work to do first; None: not known.
-    """
-
-    group: str
-    number: int
-    kind: str
-    sizes: str = ""
+    group: str  # the name of its process group
+    number: int  # which of the group's collectives; -1 for a message between two ranks
+    kind: str  # what it does, such as "all-reduce"
+    sizes: str = ""  # of its input
+    # whether this rank has done the same before: this group, kind and sizes, called from this line
     familiar: bool = True
-    peers: tuple[int, ...] = ()
-    line: str = ""
+    peers: tuple[int, ...] = ()  # the ranks that it needs; empty for all of its group
+    line: str = ""  # the innermost line outside of torch from which it was called, where that is known
+    # whether it waits for other ranks; False on a GPU that has other work to do first; None: not known
     started: bool | None = True
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """What the recorder has of this rank.
+    """What the recorder has of this rank."""
 
-    Attributes:
-        entered: the number of the last collective of each group that this rank has entered.
-        completed: that of the last one that has ended.
-        pending: those that have not ended, the oldest first.
-    """
-
-    entered: dict[str, int]
-    completed: dict[str, int]
-    pending: tuple[PendingCollective, ...]
+    entered: dict[str, int]  # the number of the last collective of each group that this rank has entered
+    completed: dict[str, int]  # that of the last one that has ended
+    pending: tuple[PendingCollective, ...]  # those that have not ended, the oldest first
 
 
 def dump_recorder() -> bytes:
@@ -197,8 +181,7 @@ PROCESS_WORDS = {
     "S": "no answer",
 }
 """What the state of a process says (`titan.files.platform.read_process_state`); "" where there is no such process."""
-STOPPED = ("T", "t", "Z", "")
-"""The states of a process that does nothing."""
+STOPPED = ("T", "t", "Z", "")  # the states of a process that does nothing
 
 
 @dataclass(frozen=True)
@@ -251,25 +234,24 @@ class RankState:
     dumped: bool = False
 
 
-def to_json_object(state: RankState) -> dict[str, Any]:
-    """Return a state as what JSON can hold."""
-    groups = {name: [group.dimension, _pack_ranks(group.ranks)] for name, group in state.groups.items()}
-    return {**asdict(replace(state, groups={})), "groups": groups}
+def encode_state(content: object) -> bytes:
+    """Return a state, or what holds states, as JSON; a group of all ranks may have thousands, so ranges stay short."""
+    return json.dumps(content, default=_to_plain).encode()
+
+
+def _to_plain(value: Any) -> dict[str, Any]:
+    return {"range": [value.start, value.stop, value.step]} if isinstance(value, range) else vars(value)
 
 
 def from_json_object(content: dict[str, Any]) -> RankState:
-    """Return a state from what `to_json_object` returned; raise KeyError, TypeError or ValueError for anything else."""
+    """Return a state from its JSON; raise KeyError, TypeError or ValueError for anything else."""
     pending = tuple(PendingCollective(**{**op, "peers": tuple(op["peers"])}) for op in content["pending"])
     groups = {
-        name: RankGroup(words, range(*ranks["range"]) if isinstance(ranks, dict) else tuple(ranks))
-        for name, (words, ranks) in content["groups"].items()
+        name: RankGroup(group["dimension"], range(*ranks["range"]) if isinstance(ranks, dict) else tuple(ranks))
+        for name, group in content["groups"].items()
+        for ranks in [group["ranks"]]
     }
     return RankState(**{**content, "pending": pending, "groups": groups})
-
-
-def encode_state(state: RankState) -> bytes:
-    """Return a state as JSON."""
-    return json.dumps(to_json_object(state)).encode()
 
 
 def decode_state(content: bytes | None, attempt: int) -> RankState | None:
@@ -281,12 +263,7 @@ def decode_state(content: bytes | None, attempt: int) -> RankState | None:
 
 
 def compact_ranks(ranks: Sequence[int]) -> Sequence[int]:
-    """Return ranks at equal distances as a range: a group of all ranks may have thousands."""
+    """Return ranks at equal distances as a range."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     span = range(ranks[0], ranks[-1] + 1, step)
     return span if list(span) == list(ranks) else tuple(ranks)
-
-
-def _pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
-    span = compact_ranks(ranks)
-    return {"range": [span.start, span.stop, span.step]} if isinstance(span, range) else list(span)

@@ -28,50 +28,38 @@ from titan.debug import rank_state
 from titan.debug.activity import ENDED, Clock
 from titan.debug.diagnosis import RunState
 from titan.debug.rank_state import FOLDER, STOPPED, RankState
-from titan.debug.verdict import Verdict
+from titan.debug.verdict import Verdict, parse_verdict
 from titan.files import platform
 from titan.files.leases import identify_machine
 from titan.files.platform import read_process_state
 
-FILE_BYTES = 1 << 16
-"""Bytes that a file in memory has from the beginning, so that a full memory does not stop it later."""
-NEW_SECONDS = 60.0
-"""A folder in memory may wait so long for its first file."""
+FILE_BYTES = 1 << 16  # bytes that a file in memory has from the beginning, so that a full memory does not stop it later
+NEW_SECONDS = 60.0  # a folder in memory may wait so long for its first file
 PID = re.compile(r'"pid": (\d+)')
 
 
 class Folder:
-    """Files of one folder, by their names; the folder is created with the first of them.
-
-    Attributes:
-        path: the folder.
-        operations: calls of the file system so far.
-    """
+    """Files of one folder, by their names; the folder is created with the first of them."""
 
     def __init__(self, path: Path, file_bytes: int = 0) -> None:
         """Take the folder; each file that is written gets `file_bytes` bytes."""
-        self.path, self.file_bytes, self.operations = path, file_bytes, 0
-        self._open_files: dict[str, tuple[int, int]] = {}
+        self.path, self.file_bytes = path, file_bytes
+        self._open_files: dict[str, int] = {}
 
     def write(self, name: str, content: bytes) -> None:
         """Replace the content of a file; what was longer is filled with spaces."""
-        if self.file_bytes and name in self._open_files and not os.fstat(self._open_files[name][0]).st_nlink:
-            os.close(self._open_files.pop(name)[0])  # somebody has cleared the memory
-        descriptor, longest = self._open_files.get(name) or (self._create_file(name), 0)
-        self._open_files[name] = descriptor, max(longest, len(content))
-        os.pwrite(descriptor, content.ljust(longest), 0)
-        self.operations += 1
+        if self.file_bytes and name in self._open_files and not os.fstat(self._open_files[name]).st_nlink:
+            os.close(self._open_files.pop(name))  # somebody has cleared the memory
+        if name not in self._open_files:
+            self._open_files[name] = self._create_file(name)
+        descriptor = self._open_files[name]
+        os.pwrite(descriptor, content.ljust(os.fstat(descriptor).st_size), 0)
 
     def _create_file(self, name: str) -> int:
-        self.operations += 2
+        self.path.mkdir(0o700 if self.file_bytes else 0o777, parents=True, exist_ok=True)
         # NFS's client would keep what is not written synchronously for half a minute before others see it
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | (0 if self.file_bytes else os.O_DSYNC)
-        file_mode, folder_mode = (0o600, 0o700) if self.file_bytes else (0o644, 0o777)
-        try:
-            descriptor = os.open(self.path / name, flags, file_mode)
-        except FileNotFoundError:
-            self.path.mkdir(folder_mode, parents=True, exist_ok=True)
-            descriptor = os.open(self.path / name, flags, file_mode)
+        descriptor = os.open(self.path / name, flags, 0o600 if self.file_bytes else 0o644)
         try:
             platform.reserve_space(descriptor, self.file_bytes)
         except OSError:
@@ -82,7 +70,6 @@ class Folder:
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a file without what it is filled with; None where there is none."""
-        self.operations += 3
         try:
             return (self.path / name).read_bytes().rstrip(b"\0 ")
         except OSError:
@@ -90,7 +77,6 @@ class Folder:
 
     def list_names(self) -> list[str]:
         """Return the names of the files."""
-        self.operations += 1
         try:
             return os.listdir(self.path)
         except OSError:
@@ -98,7 +84,7 @@ class Folder:
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor, _ in self._open_files.values():
+        for descriptor in self._open_files.values():
             os.close(descriptor)
         self._open_files.clear()
 
@@ -147,32 +133,18 @@ MEMORY_FILE, NODE_FILE, VERDICT_FILE = "rank-{}.json", "node-{}.json", "verdict.
 
 @dataclass
 class NodeStates:
-    """What the file of a node says.
+    """What the file of a node says."""
 
-    Attributes:
-        beat: grows with every write.
-        states: of its ranks.
-        silent: those that it has not heard of.
-        processes: the states of its ranks' processes.
-        verdict: what it has found, where it reports.
-        changed_at: when the beat changed last, in seconds of the clock.
-    """
-
-    beat: int = -1
-    states: dict[int, RankState] = field(default_factory=dict)
-    silent: frozenset[int] = frozenset()
-    processes: dict[int, str] = field(default_factory=dict)
-    verdict: Verdict | None = None
-    changed_at: float = 0.0
+    beat: int = -1  # grows with every write
+    states: dict[int, RankState] = field(default_factory=dict)  # of its ranks
+    silent: frozenset[int] = frozenset()  # those that it has not heard of
+    processes: dict[int, str] = field(default_factory=dict)  # the states of its ranks' processes
+    verdict: Verdict | None = None  # what it has found, where it reports
+    changed_at: float = 0.0  # when the beat changed last, in seconds of the clock
 
 
 class States:
-    """The states of all ranks.
-
-    Attributes:
-        latest: the latest state of each rank.
-        verdict: what this rank or the one that reports has found.
-    """
+    """The states of all ranks."""
 
     def __init__(
         self,
@@ -196,25 +168,24 @@ class States:
             memory = open_memory(f"{directory.resolve()} {attempt} {self.first}")
             memory.write(MEMORY_FILE.format(self.rank), b"")
             self.memory = memory
-        self.latest: dict[int, RankState] = {}
-        self.verdict: Verdict | None = None
+        self.latest: dict[int, RankState] = {}  # the latest state of each rank
+        self.verdict: Verdict | None = None  # what this rank or the one that reports has found
         self.nodes: dict[int, NodeStates] = {}
         self._last_beats: dict[int, tuple[int, float]] = {}
         self._processes: dict[int, str] = {}
-        self._start_time, self._beat = clock.get_time(), 0
-        # nodes start to write one after another; ranks behind a node's first one know by then that it writes
+        self._start_time = self._turn_time = self._read_time = clock.get_time()
+        # nodes take turns, at the start and once they are late; ranks behind a node's first one know by then that it
+        # writes
         self._turn = rank_info.rank / rank_info.world_size
-        self._first_turn = 1.0 if rank_info.local_rank else self._turn
-        self._publish_time: float | None = None
-        self._read_time = self._start_time
-        self._follow_time: float | None = None
-        self._is_first = self.rank == 0
+        self._turn_part = 1.0 if rank_info.local_rank else self._turn
+        self._is_late, self._is_first, self._beat = False, self.rank == 0, 0
         self._unread_nodes: list[int] = []
 
     # --- this node
 
     def write_rank(self, state: RankState) -> None:
-        """Write this rank's state, and those of its node when it is this rank's turn and time."""
+        """Write this rank's state, and, when it is this rank's turn and time, what its node does; once that is late,
+        learn which node reports, and what it has found."""
         self._record_beat(state)
         if self.memory is not None:
             with contextlib.suppress(OSError):
@@ -222,31 +193,35 @@ class States:
             self.clock.ranks_on_node = max(1, sum(1 for _ in _parse_numbers(MEMORY_FILE, self.memory.list_names())))
         if self._is_due():
             self.publish_node()
+            if not self._is_late:
+                self.nodes.clear()  # what was read long ago says nothing of who is alive
+            elif self.is_writer():
+                self._follow_node()
 
     def _is_due(self) -> bool:
         """Whether it is time to write the states of this node."""
-        if self._publish_time is None:
-            delay = self._first_turn * self.clock.node_interval(is_late=False)
-            return self.clock.get_time() - self._start_time >= delay
-        is_late = any(state.late >= 0.5 or state.hung for state in self._list_node_states().values())
-        return self.clock.get_time() - self._publish_time >= self.clock.node_interval(is_late)
+        was_late, current_time = self._is_late, self.clock.get_time()
+        self._is_late = any(state.late >= 0.5 or state.hung for state in self._list_node_states().values())
+        if self._is_late and not was_late:
+            self._turn_time, self._turn_part = current_time, self._turn
+        return current_time - self._turn_time >= self._turn_part * self.clock.node_interval(self._is_late)
 
     def publish_node(self) -> None:
         """Write the states of this node into the run's directory, where this rank does so."""
         self.read_node()
-        self._publish_time = self.clock.get_time()
+        self._turn_time, self._turn_part = self.clock.get_time(), 1.0
         if not self.is_writer():
             return
         self._beat += 1
         content = {
             "beat": self._beat,
-            "states": [rank_state.to_json_object(state) for state in self._list_node_states().values()],
+            "states": list(self._list_node_states().values()),
             "silent": sorted(self.find_silent_ranks()),
             "processes": self._processes,
-            "verdict": None if self.verdict is None else vars(self.verdict),
+            "verdict": self.verdict,
         }
         with contextlib.suppress(OSError):
-            self.shared.write(NODE_FILE.format(self.rank), json.dumps(content).encode())
+            self.shared.write(NODE_FILE.format(self.rank), rank_state.encode_state(content))
 
     def read_node(self) -> None:
         """Read the states of the other ranks of this node."""
@@ -285,25 +260,15 @@ class States:
 
     # --- all nodes
 
-    def follow_reporter(self) -> None:
-        """Learn what the rank that reports has found: from memory, and where this rank writes for its node, from the
-        first node that beats, when it is time."""
+    def read_verdict(self) -> Verdict | None:
+        """Return what this rank or the one that reports has found; the writer of this node passes it on in memory."""
         self.read_node()
-        if content := self.memory.read(VERDICT_FILE) if self.memory else None:  # what this node's writer has passed on
-            self.verdict = _parse_verdict(json.loads(content)) or self.verdict
-        if self.is_writer() and self._is_time_to_follow():
-            self._follow_time = self.clock.get_time()
-            self._follow_node()
-
-    def _is_time_to_follow(self) -> bool:
-        interval, current_time = self.clock.node_interval(is_late=True), self.clock.get_time()
-        if self._follow_time is None or current_time - self._follow_time > 2 * interval:
-            # it was not late: nodes take turns, and what was read long ago says nothing of who is alive
-            self.nodes.clear()
-            self._follow_time = current_time - (1 - self._turn) * interval
-        return current_time - self._follow_time >= interval
+        if content := self.memory.read(VERDICT_FILE) if self.memory else None:
+            self.verdict = parse_verdict(json.loads(content))
+        return self.verdict
 
     def _follow_node(self) -> None:
+        """Read the first node that beats: it reports, unless that is this one."""
         for number in self._filter_earlier(sorted(_parse_numbers(NODE_FILE, self.shared.list_names()))):
             last_node = self.nodes.get(number)
             if last_node is None or self._is_alive(last_node):
@@ -324,7 +289,7 @@ class States:
         self.verdict = verdict
         if self.memory is not None:
             with contextlib.suppress(OSError):
-                self.memory.write(VERDICT_FILE, json.dumps(None if verdict is None else vars(verdict)).encode())
+                self.memory.write(VERDICT_FILE, b"" if verdict is None else rank_state.encode_state(verdict))
         self.publish_node()
 
     def is_reporter(self) -> bool:
@@ -360,7 +325,7 @@ class States:
                 {state.rank: state for state in map(rank_state.from_json_object, fields["states"])},
                 frozenset(fields["silent"]),
                 {int(rank): state for rank, state in fields["processes"].items()},
-                _parse_verdict(fields["verdict"]),
+                None if fields["verdict"] is None else parse_verdict(fields["verdict"]),
                 current_time,
             )
             if new_node.beat != node.beat:
@@ -423,9 +388,3 @@ def _parse_numbers(pattern: str, names: list[str]) -> Iterator[int]:
     """Yield the numbers in the names of files."""
     form = re.compile(re.escape(pattern).replace(re.escape("{}"), r"(\d+)"))
     return (int(match[1]) for match in map(form.fullmatch, names) if match)
-
-
-def _parse_verdict(content: object) -> Verdict | None:
-    if not isinstance(content, dict):
-        return None
-    return Verdict(**{**content, "ranks": tuple(content["ranks"])})

@@ -39,23 +39,14 @@ _MACHINERY = ("/torch/", "/threading.py", "/queue.py", "/concurrent/", "/titan/d
 
 @dataclass(frozen=True)
 class ThreadState:
-    """Where a thread is.
+    """Where a thread is."""
 
-    Attributes:
-        line: the innermost line outside of torch and the standard library, as `FILE:LINE in FUNCTION`.
-        layer: the module of the model it is in, by its name; None outside of the model.
-        compiles: whether it compiles.
-        exchanges: whether it waits for a message of another rank, outside of the process groups.
-        joins: whether it joins a process group.
-        transfers: whether it waits for a message between pipeline stages.
-    """
-
-    line: str
-    layer: str | None = None
-    compiles: bool = False
-    exchanges: bool = False
-    joins: bool = False
-    transfers: bool = False
+    line: str  # the innermost line outside of torch and the standard library, as `FILE:LINE in FUNCTION`
+    layer: str | None = None  # the module of the model it is in, by its name; None outside of the model
+    compiles: bool = False  # whether it compiles
+    exchanges: bool = False  # whether it waits for a message of another rank, outside of the process groups
+    joins: bool = False  # whether it joins a process group
+    transfers: bool = False  # whether it waits for a message between pipeline stages
 
 
 def read_thread_states(names: Mapping[int, str]) -> dict[str, ThreadState]:
@@ -123,8 +114,7 @@ def _shorten_path(file: str) -> str:
     return file
 
 
-WAKE_SECONDS = 5.0
-"""How long a stopped rank may take to write its stacks, on a busy machine."""
+WAKE_SECONDS = 5.0  # how long a stopped rank may take to write its stacks, on a busy machine
 
 
 class Dumps:

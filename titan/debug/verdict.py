@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from titan.cluster.rank_info import RankInfo
 from titan.debug import diagnosis
@@ -29,35 +30,28 @@ VERDICT, MESSAGES, ANALYSIS = Path("debug/hang.json"), Path("debug/hangs.log"), 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A diagnosis.
+    """A diagnosis."""
 
-    Attributes:
-        attempt: of the run.
-        sentence: what the run waits for.
-        ranks: those that it waits for.
-        node: the name of the node of the first of them.
-        exit_code: with which all ranks end now; None: not yet.
-    """
+    attempt: int  # of the run
+    sentence: str  # what the run waits for
+    ranks: tuple[int, ...] = ()  # those that it waits for
+    node: str = ""  # the name of the node of the first of them
+    exit_code: int | None = None  # with which all ranks end now; None: not yet
 
-    attempt: int
-    sentence: str
-    ranks: tuple[int, ...] = ()
-    node: str = ""
-    exit_code: int | None = None
+
+def parse_verdict(content: Any) -> Verdict:
+    """Return a verdict from its JSON; raise KeyError, TypeError or ValueError for anything else."""
+    return Verdict(**{**content, "ranks": tuple(content["ranks"])})
 
 
 class HangError(RunError):
-    """A run hangs, and has to end.
-
-    Attributes:
-        rank: the first that the others wait for; None where it is not known.
-        node: the name of its node; empty where it is not known.
-    """
+    """A run hangs, and has to end."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.sentence)
+        # the first that the others wait for; None where it is not known
         self.rank = verdict.ranks[0] if verdict.ranks else None
-        self.node = verdict.node
+        self.node = verdict.node  # the name of its node; empty where it is not known
 
 
 def write(directory: Path, verdict: Verdict) -> None:
@@ -69,8 +63,7 @@ def write(directory: Path, verdict: Verdict) -> None:
 def read(directory: Path, attempt: int | None = None) -> Verdict | None:
     """Return the last diagnosis, of an attempt where one is given; None when there is none."""
     try:
-        content = untrusted.parse_json(untrusted.read_regular_file(directory / VERDICT))
-        verdict = Verdict(**{**content, "ranks": tuple(content["ranks"])})
+        verdict = parse_verdict(untrusted.parse_json(untrusted.read_regular_file(directory / VERDICT)))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return verdict if attempt in (None, verdict.attempt) else None
@@ -124,17 +117,14 @@ log = logging.getLogger("titan")
 
 
 class Judge:
-    """Says what the run waits for.
-
-    Attributes:
-        find_setting: returns the name of the setting that a timeout in seconds comes from.
-        last_report: the ranks that were named last, and after how many seconds without progress; None: nothing is said.
-    """
+    """Says what the run waits for."""
 
     def __init__(self, directory: Path, rank_info: RankInfo, attempt: int, clock: Clock) -> None:
         """Take whose progress it is; nothing is said yet."""
         self.directory, self.rank_info, self.attempt, self.clock = directory, rank_info, attempt, clock
+        # returns the name of the setting that a timeout in seconds comes from
         self.find_setting: Callable[[float], str] = lambda seconds: "cluster.timeout"
+        # the ranks that were named last, and after how many seconds without progress; None: nothing is said
         self.last_report: tuple[tuple[int, ...], float] | None = None
 
     def decide_verdict(self, run_state: RunState) -> Verdict | None:

@@ -211,10 +211,8 @@ class Watch:
         return {**vars(collectives), "groups": self.groups}
 
     def _read_threads(self) -> dict[str, Any]:
-        threads, details = read_thread_states(self.get_module_names()), dict[str, Any]()
-        if main := threads.get("main"):
-            details |= {name: getattr(main, name) for name in ("line", "layer", "compiles", "exchanges", "joins")}
-            details |= {"transfers": main.transfers}
+        threads = read_thread_states(self.get_module_names())
+        details = dict(vars(threads["main"])) if "main" in threads else dict[str, Any]()
         if data := threads.get("data"):
             details |= {"reads": data.line}
         if save := threads.get("save"):
@@ -224,10 +222,9 @@ class Watch:
     # --- the others
 
     def _check_other_ranks(self, late: float) -> None:
-        self.states.follow_reporter()
-        decision = self.states.verdict
+        decision = self.states.read_verdict()
         if decision and decision.exit_code is not None:
-            self._end_process(decision, is_reporter=False)
+            self._end_process(decision)
         if self.states.is_reporter() and self.states.read_nodes():
             run_state = self.states.build_run_state()
             if any(state.hung for state in run_state.states.values()) or (late >= 1 and not self._is_undecided()):
@@ -244,12 +241,12 @@ class Watch:
     def _decide_verdict(self, run_state: RunState) -> None:
         earlier = verdict.read(self.directory, self.attempt)  # this rank may have been stopped while others decided
         if earlier is not None and earlier.exit_code is not None:
-            self._end_process(earlier, is_reporter=False)
+            self._end_process(earlier)
         decision = self.judge.decide_verdict(run_state)
         if decision is not None and decision != self.states.verdict:
             self.states.publish_verdict(decision)
         if decision is not None and decision.exit_code is not None:
-            self._end_process(decision, is_reporter=True, run_state=run_state)
+            self._end_process(decision, run_state)
 
     # --- the end
 
@@ -263,17 +260,17 @@ class Watch:
         self.hang_event.set()
         self._thread.join(4 * LAST_SECONDS + self.clock.lead_seconds(3600.0) + self.clock.dump_seconds())
 
-    def _end_process(self, decision: Verdict, is_reporter: bool, run_state: RunState | None = None) -> None:
-        """Write what explains the hang, report the error and end this process."""
+    def _end_process(self, decision: Verdict, run_state: RunState | None = None) -> None:
+        """Write what explains the hang, report the error and end this process; one that reports knows all ranks."""
         if run_state is not None:
             with contextlib.suppress(OSError):
                 (self.directory / verdict.ANALYSIS).write_text(
                     f"{decision.sentence}\n\n{diagnosis.format_table(run_state)}\n"
                 )
         self._write_dumps(decision)
-        if not is_reporter:
+        if run_state is None:
             self._closed.wait(3 * LAST_SECONDS + self.clock.dump_seconds())  # the rank that reports ends first
-        elif run_state is not None:
+        else:
             self._wait_for_dumps(run_state)
         if decision.exit_code != 130:
             self.on_failure(HangError(decision))

@@ -11,7 +11,7 @@ import os
 import stat
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -69,12 +69,19 @@ def parse_json(text: bytes | str) -> Any:
         return json.loads(text)
 
 
-def parse_object(text: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object."""
+def parse_object(text: bytes | str, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Parse a JSON object whose values under the names in `kinds` have these types; a missing one is a KeyError."""
     content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError(f"it is {describe_value(content)}, not names and values")
+    for name, kind in (kinds or {}).items():
+        check_type(content[name], kind, name)
     return content
+
+
+def read_object(file: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the JSON object in a regular file; see `parse_object`."""
+    return parse_object(read_regular_file(file), kinds)
 
 
 def parse_yaml(text: str) -> list[Any]:

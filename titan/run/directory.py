@@ -141,7 +141,7 @@ def _build_commit_error(label: str, difference: str, directory: Path | None) -> 
 def _describe_commit(directory: Path | None) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
         if directory is not None:
-            code = untrusted.parse_object(untrusted.read_regular_file(directory / ENVIRONMENT))["code"]
+            code = untrusted.read_object(directory / ENVIRONMENT)["code"]
             if re.fullmatch(r"[0-9a-f]{40,64}", code["commit"]):
                 return f"commit {code['commit'][:12]}{' and the diff in env.json' if code['diff'] else ''}"
     return "the commit that wrote it"
@@ -168,9 +168,7 @@ def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[s
         sciences: the science ids that the run has had, if known: a result with another one is another run's.
     """
     try:
-        content = untrusted.parse_object(untrusted.read_regular_file(directory / RESULT))
-        untrusted.check_type(content["finished"], bool, "finished")
-        untrusted.check_type(content["step"], int, "step")
+        content = untrusted.read_object(directory / RESULT, {"finished": bool, "step": int})
         for name, value in content.items():
             untrusted.check_type(value, _RESULT.get(name.partition("/")[0], Any), name)
     except FileNotFoundError:

@@ -15,12 +15,11 @@ from titan.config.settings import format_value
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
 from titan.run.budget import BudgetStepTime, check_steps, count_steps, find_step_time
+from titan.run.directory import REPEATS
 from titan.run.run import Run
 from titan.sweep.labels import is_same_value
 from titan.sweep.schema import Sweep
 
-REPEATED = ("training.seed=", "training.repeat=")
-"""Beginnings of overrides that make runs of one variant."""
 STEP_SETTINGS = ("training.steps", "training.tokens", "training.hours")
 
 
@@ -106,7 +105,7 @@ def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
 
 def label_variant(trial: Sequence[str]) -> str:
     """Return the overrides that the runs of a variant share, of those that a trial varies."""
-    return " ".join(o for o in trial if not o.lstrip("+").startswith(REPEATED))
+    return " ".join(o for o in trial if o.lstrip("+").partition("=")[0] not in REPEATS)
 
 
 def _find_times(runs: Sequence[Run], varied: Sequence[Sequence[str]]) -> list[BudgetStepTime]:

@@ -25,21 +25,13 @@ TERMINATING = "Terminating StepId"
 
 @dataclass(frozen=True)
 class JobExit:
-    """How one attempt of a job ended.
+    """How one attempt of a job ended."""
 
-    Attributes:
-        attempt: 0 for the first.
-        code: the ranks' highest exit code.
-        requeue: whether it is to be started again.
-        stopped: whether it was stopped from outside, not by its own error.
-        reason: why it ended, in one sentence.
-    """
-
-    attempt: int
-    code: int
-    requeue: bool
-    stopped: bool
-    reason: str
+    attempt: int  # 0 for the first
+    code: int  # the ranks' highest exit code
+    requeue: bool  # whether it is to be started again
+    stopped: bool  # whether it was stopped from outside, not by its own error
+    reason: str  # why it ended, in one sentence
 
 
 def read_last_exit(folder: Path, job: str) -> JobExit | None:
@@ -56,9 +48,7 @@ def find_latest_attempt(folder: Path, job: str) -> str:
 
 def _read_exit(folder: Path, job: str, attempt: int, file: Path) -> JobExit | None:
     try:
-        content = untrusted.parse_object(untrusted.read_regular_file(file))
-        for name, kind in (("code", int), ("again", bool | int), ("state", str)):
-            untrusted.check_type(content[name], kind, name)
+        content = untrusted.read_object(file, {"code": int, "again": bool | int, "state": str})
         untrusted.check_type(content.get("why", ""), str, "why")
         code, requeue, state = int(content["code"]), bool(content["again"]), str(content["state"])
     except (OSError, ValueError, KeyError):
@@ -80,7 +70,7 @@ def find_error(folder: Path, attempt: str) -> str | None:
     A rank that srun killed after another one had failed is the cause only if that one had merely lost it.
     """
     early_kill, late_kill = _find_kills(folder / f"{attempt}.out")
-    first = rank_error.find_first_cause(map(rank_error.read, _list_rank_files(folder, attempt, "error")))
+    first = _find_first_error(folder, attempt)
     if kill := early_kill or (late_kill if first is None or first.lost else None):
         return kill
     if first is None:
@@ -93,7 +83,7 @@ def find_failed_node(folder: Path, attempt: str) -> str | None:
 
     Where ranks differ and no majority decides, they are several: "n1,n2".
     """
-    first = rank_error.find_first_cause(map(rank_error.read, _list_rank_files(folder, attempt, "error")))
+    first = _find_first_error(folder, attempt)
     if first is not None and not first.lost:
         return None if first.code == 2 else first.node or None
     early_kill, late_kill = _find_kills(folder / f"{attempt}.out")
@@ -109,6 +99,10 @@ def find_bad_nodes(folder: Path, times: int) -> list[str]:
     failed_nodes = (find_failed_node(folder, attempt) for attempt, end in exits if end and end.code and not end.stopped)
     counts = Counter(node for nodes in failed_nodes if nodes for node in nodes.split(","))
     return sorted(node for node, count in counts.items() if count >= times)
+
+
+def _find_first_error(folder: Path, attempt: str) -> rank_error.RankError | None:
+    return rank_error.find_first_cause(map(rank_error.read, _list_rank_files(folder, attempt, "error")))
 
 
 def _list_rank_files(folder: Path, attempt: str, kind: str) -> list[Path]:

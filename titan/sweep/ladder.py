@@ -34,27 +34,19 @@ SHOWN = ("model.dim", "training.seed", "checkpoint.decay_steps")
 """The settings that name a trial of a ladder, beside those of its variant; the others follow from them."""
 LENGTH_SETTINGS = ("training.steps", "training.tokens", "training.hours", "checkpoint.resume", "checkpoint.decay_steps")
 """Settings that a ladder decides."""
-LEAST_SIZES = 4
-"""Sizes of a ladder, the largest included."""
-SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
-"""Settings of the model that follow from a size."""
+LEAST_SIZES = 4  # sizes of a ladder, the largest included
+SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")  # settings of the model that follow from a size
 AUTO = "optimizer.lr=auto"
 """The override that has each size take the rate of `titan.optimizer.step_law`."""
-DIGITS = 6
-"""Significant digits of a rate by rule."""
+DIGITS = 6  # significant digits of a rate by rule
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a ladder compares at all its sizes and lengths.
+    """What a ladder compares at all its sizes and lengths."""
 
-    Attributes:
-        overrides: those that distinguish it; none of a ladder with a single variant.
-        base: its recipe, whose shape gives the proportions.
-    """
-
-    overrides: tuple[str, ...]
-    base: Run
+    overrides: tuple[str, ...]  # those that distinguish it; none of a ladder with a single variant
+    base: Run  # its recipe, whose shape gives the proportions
 
     @property
     def label(self) -> str:
@@ -64,19 +56,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Rung:
-    """A length of a size.
+    """A length of a size."""
 
-    Attributes:
-        length: tokens per parameter of the first variant, as asked for.
-        steps: of trunk and branch together.
-        decay_steps: of the branch.
-        tokens: of all steps.
-    """
-
-    length: float
-    steps: int
-    decay_steps: int
-    tokens: int
+    length: float  # tokens per parameter of the first variant, as asked for
+    steps: int  # of trunk and branch together
+    decay_steps: int  # of the branch
+    tokens: int  # of all steps
 
     @property
     def branch_step(self) -> int:
@@ -139,15 +124,10 @@ class Trunk:
 
 @dataclass(frozen=True)
 class Ladder:
-    """All trunks, by rising size, each size with all variants.
+    """All trunks, by rising size, each size with all variants."""
 
-    Attributes:
-        trunks: the trunks.
-        rule: what gives the learning rates, in words.
-    """
-
-    trunks: tuple[Trunk, ...]
-    rule: str = ""
+    trunks: tuple[Trunk, ...]  # the trunks
+    rule: str = ""  # what gives the learning rates, in words
 
     @property
     def fitted(self) -> tuple[Trunk, ...]:
@@ -171,14 +151,10 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Rates:
-    """What gives the learning rate of a trunk.
+    """What gives the learning rate of a trunk."""
 
-    Attributes:
-        description: in words.
-        compute: from the variant, the model at the size and the steps of its longest length to the rate.
-    """
-
-    description: str
+    description: str  # in words
+    # from the variant, the model at the size and the steps of its longest length to the rate
     compute: Callable[[Variant, Decoder, int], float]
 
 
@@ -387,8 +363,7 @@ def format_ladder(ladder: Ladder, hours: Sequence[float | None]) -> str:
     return "\n".join([*text, rule]) + "\n"
 
 
-Cost = tuple[int, float, float | None]
-"""Tokens, FLOPs and device-hours."""
+Cost = tuple[int, float, float | None]  # tokens, FLOPs and device-hours
 
 
 def list_costs(trunk: Trunk) -> Iterator[tuple[int, float]]:

@@ -32,69 +32,45 @@ from titan.sweep.schema import parse_margin
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
 
-LEDGER, SWEEP, SLURM = "ledger.jsonl", "sweep.yaml", "slurm"
-"""Names in a sweep's directory."""
+LEDGER, SWEEP, SLURM = "ledger.jsonl", "sweep.yaml", "slurm"  # names in a sweep's directory
 ENDED_STATES: tuple[State, ...] = ("finished", "stopped", "failed")
 UNCONFIRMED = "its submission is not confirmed yet"
 
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """The specification of a sweep: the content of `sweep.yaml`.
+    """The specification of a sweep: the content of `sweep.yaml`."""
 
-    Attributes:
-        question: that it answers; None for a sweep without a name.
-        axes: the settings that vary, with their values as typed.
-        baseline: of these settings, the values of the variant that the others are compared with; may be empty.
-        margin: difference in validation loss that counts as none, in nats, or a share of compute such as "2%".
-        target: the validation loss to reach; None: there is none.
-        budget: what the variants had as much of as the baseline; see `titan.sweep.schema.Sweep`.
-    """
-
-    question: str | None = None
+    question: str | None = None  # that it answers; None for a sweep without a name
+    # the settings that vary, with their values as typed
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # of these settings, the values of the variant that the others are compared with; may be empty
     baseline: Mapping[str, str] = field(default_factory=dict)
+    # difference in validation loss that counts as none, in nats, or a share of compute such as "2%"
     margin: float | str = 0.02
-    target: float | None = None
-    budget: str = "steps"
+    target: float | None = None  # the validation loss to reach; None: there is none
+    budget: str = "steps"  # what the variants had as much of as the baseline; see `titan.sweep.schema.Sweep`
 
 
 @dataclass(frozen=True)
 class TrialState:
-    """A trial of a sweep and its state.
+    """A trial of a sweep and its state."""
 
-    Attributes:
-        id: follows from its settings.
-        directory: its run's directory, absolute.
-        overrides: those of this trial alone, such as ("parallelism=fsdp", "training.seed=1").
-        state: see `State`.
-        job: the number of its last Slurm job, such as "123_4"; None where it has none.
-        reason: why it failed or was stopped.
-        submissions: how often it was submitted or started.
-        token: of a submission whose job numbers the ledger does not have; None where it has them.
-        sent_at: the time of that submission, in seconds since 1970.
-        jobs: all job numbers of its last submission: several where jobs are chained.
-        steps: of its run.
-        devices: of its run.
-        lane: of its last submission, see `launchers.slurm.state`; None for an array.
-        asked: see `titan.run.identity.compute_portable_trial_id`.
-        settings: see `titan.sweep.trial_settings.collect_settings`; None where an older commit of titan wrote it.
-    """
-
-    id: str
-    directory: str
-    overrides: tuple[str, ...]
-    state: State
-    job: str | None = None
-    reason: str | None = None
-    submissions: int = 0
-    token: str | None = None
-    sent_at: float = 0.0
-    jobs: tuple[str, ...] = ()
-    steps: int = 0
-    devices: int = 1
-    lane: int | None = None
-    asked: str = ""
+    id: str  # follows from its settings
+    directory: str  # its run's directory, absolute
+    overrides: tuple[str, ...]  # those of this trial alone, such as ("parallelism=fsdp", "training.seed=1")
+    state: State  # see `State`
+    job: str | None = None  # the number of its last Slurm job, such as "123_4"; None where it has none
+    reason: str | None = None  # why it failed or was stopped
+    submissions: int = 0  # how often it was submitted or started
+    token: str | None = None  # of a submission whose job numbers the ledger does not have; None where it has them
+    sent_at: float = 0.0  # the time of that submission, in seconds since 1970
+    jobs: tuple[str, ...] = ()  # all job numbers of its last submission: several where jobs are chained
+    steps: int = 0  # of its run
+    devices: int = 1  # of its run
+    lane: int | None = None  # of its last submission, see `launchers.slurm.state`; None for an array
+    asked: str = ""  # see `titan.run.identity.compute_portable_trial_id`
+    # see `titan.sweep.trial_settings.collect_settings`; None where an older commit of titan wrote it
     settings: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 

@@ -16,10 +16,8 @@ LAUNCHER_MODULE = "hydra_plugins.titan"
 """Hydra takes launchers only from a module below `hydra_plugins`; `launchers.plugin` puts them there."""
 
 
-GRID = f"{LAUNCHER_MODULE}.GridSweeper"
-"""titan's own sweeper."""
-OPTUNA = f"{LAUNCHER_MODULE}.OptunaSweeper"
-"""titan's sweeper that chooses trials by the results of others."""
+GRID = f"{LAUNCHER_MODULE}.GridSweeper"  # titan's own sweeper
+OPTUNA = f"{LAUNCHER_MODULE}.OptunaSweeper"  # titan's sweeper that chooses trials by the results of others
 DEFAULT_MARGIN = 0.02
 LARGEST_NATS, LARGEST_SHARE = 1e6, 10.0
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -156,15 +154,10 @@ LAUNCHERS: Mapping[str, tuple[str, type]] = {
 
 @dataclass(frozen=True)
 class Margin:
-    """A margin in one of two units.
+    """A margin in one of two units."""
 
-    Attributes:
-        nats: of validation loss; None where it is a share of compute.
-        share: of the baseline's compute, 0.02 for 2 %; None where it is in nats.
-    """
-
-    nats: float | None
-    share: float | None = None
+    nats: float | None  # of validation loss; None where it is a share of compute
+    share: float | None = None  # of the baseline's compute, 0.02 for 2 %; None where it is in nats
 
 
 def parse_margin(value: float | str, name: str = "sweep.margin") -> Margin:
@@ -178,18 +171,16 @@ def parse_margin(value: float | str, name: str = "sweep.margin") -> Margin:
         ConfigError: for another text, and for a margin that is not above 0 or too large.
     """
     match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
-    share = float(match.group(1)) / 100 if match else None
     try:
-        nats = None if share is not None else float(value)
+        number = float(match[1]) / 100 if match else float(value)
     except ValueError:
-        nats = math.nan
-    number, largest = (share, LARGEST_SHARE) if share is not None else (nats, LARGEST_NATS)
+        number = math.nan
     typed = f"{name}={value if isinstance(value, str) else f'{value:g}'}"
-    if number is not None and -math.inf < number <= 0:
+    if -math.inf < number <= 0:
         raise ConfigError(f"{typed}: must be above 0.")
-    if number is None or not 0 < number <= largest:
+    if not 0 < number <= (LARGEST_SHARE if match else LARGEST_NATS):
         raise ConfigError(
             f"{typed}: must be a number of nats above 0, such as 0.02, or a share of the baseline's compute, "
             "such as 2%."
         )
-    return Margin(nats, share)
+    return Margin(None, number) if match else Margin(number)

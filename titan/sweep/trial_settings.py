@@ -18,16 +18,14 @@ from titan.config.settings import format_value
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
 from titan.run import identity
+from titan.run.directory import REPEATS
 from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.sweep.labels import count_distinguishing_digits, format_label
 from titan.sweep.ledger import TrialState
 
 Settings = Mapping[str, Any]
-REPEATS = ("training.seed", "training.repeat")
-"""Settings that repeat a variant."""
-BUDGETS = ("training.tokens", "training.hours")
-"""Settings that decide the steps."""
+BUDGETS = ("training.tokens", "training.hours")  # settings that decide the steps
 MOST_NAMED, MOST_VALUES, LONGEST_VALUE = 4, 3, 40
 """Settings that a note names, values of each, and characters of a value."""
 NO_VARIANT = re.compile(
