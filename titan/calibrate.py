@@ -131,23 +131,23 @@ def _list_parts(machine: devices.Machine, ranks: int) -> dict[str, Callable[[Fig
     """Return the parts of the measurement in their order; each takes the figures of those before it."""
     import torch
 
-    from titan.bench import calibration
+    from titan.calibration import measurements
 
     device, single_ranks = torch.device(machine.device), min(ranks, machine.cores)
     parts: dict[str, Callable[[Figures], Figures]] = {
-        "matmuls, attention and memory": lambda _: calibration.measure(device, machine.bf16_fast)
+        "matmuls, attention and memory": lambda _: measurements.measure(device, machine.bf16_fast)
     }
     if ranks > 1:
-        parts["communication"] = lambda _: calibration.measure_links(ranks, machine.device)
+        parts["communication"] = lambda _: measurements.measure_links(ranks, machine.device)
     if machine.device == "cpu":
-        parts["steps on one device"] = lambda figures: calibration.measure_step_figures(
+        parts["steps on one device"] = lambda figures: measurements.measure_step_figures(
             figures, machine.cores, single_ranks
         )
     if machine.device == "cpu" and ranks > 1:
-        parts["memory of a process"] = lambda _: calibration.measure_process_memory()
+        parts["memory of a process"] = lambda _: measurements.measure_process_memory()
         parts |= {
-            f"steps with {layout}": partial(calibration.measure_layout_figures, layout)
-            for layout in calibration.DIMENSIONS
+            f"steps with {layout}": partial(measurements.measure_layout_figures, layout)
+            for layout in measurements.DIMENSIONS
         }
     return parts
 

@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.bench import trials
-from titan.bench.bare_loop import measure_copy_speed, time_work
-from titan.bench.trials import join_process_group, run_together
+from titan.calibration import trials
+from titan.calibration.trials import join_process_group, run_together, time_work
 from titan.cluster.schema import Hardware
 from titan.estimate.block_time import LAUNCHES
 from titan.estimate.operations import HEAD_POWER, SHORT_ROWS, Speeds, compute_slowdown
@@ -152,6 +151,23 @@ def _time_attention(shape: tuple[int, int, int, int], device: torch.device, dtyp
     grad = torch.randn_like(out)
     backward_seconds = _time_best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
     return _time_best(forward, device), backward_seconds
+
+
+def measure_copy_speed(device: torch.device, mebibytes: int) -> float:
+    """Return the best speed of a copy within the device's memory in GB/s, bytes read plus written."""
+    source = torch.zeros(mebibytes * 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_in_a_row(lambda: target.copy_(source), device) / 1e9
+
+
+def time_in_a_row(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the least seconds of `work`, done three times in a row."""
+
+    def repeat() -> None:
+        for _ in range(3):
+            work()
+
+    return min(time_work(repeat, device) for _ in range(10)) / 3
 
 
 def measure_eager_factor(device: torch.device, bandwidth: float) -> float:
