@@ -7,6 +7,7 @@ the optimizer begins; activations are allocated in a forward pass and freed afte
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -135,7 +136,9 @@ def find_peak(
     blocks = _list_blocks(trace, start, end)
     if not blocks:
         return None
-    moment = _find_peak_time(blocks)
+    changes = sorted(change for b in blocks for change in ((b.start, 1, b.size), (b.end, 0, -b.size)))
+    used = list(itertools.accumulate(size for _, _, size in changes))
+    moment = changes[used.index(max(used))][0]
     parts = dict(state_bytes)
     forward = [o for o in ranges if o.name == "forward"]
     for block in blocks:
@@ -160,23 +163,9 @@ def _list_blocks(trace: Trace, start: float, end: float) -> list[_LiveBlock]:
     return [block for block in freed if start <= block.start < end]
 
 
-def _find_peak_time(blocks: Sequence[_LiveBlock]) -> float:
-    changes = sorted(
-        change for block in blocks for change in ((block.start, 1, block.size), (block.end, 0, -block.size))
-    )
-    used, largest, moment = 0, 0, blocks[0].start
-    for time, _, size in changes:
-        used += size
-        if used > largest:
-            largest, moment = used, time
-    return moment
-
-
 def _classify_block(block: _LiveBlock, forward: Iterable[Slice]) -> str:
-    for forward_range in forward:
-        if forward_range.start <= block.start < forward_range.end:
-            return ACTIVATIONS if block.end > forward_range.end else TEMPORARY
-    return TEMPORARY
+    ends = [pass_range.end for pass_range in forward if pass_range.start <= block.start < pass_range.end]
+    return ACTIVATIONS if ends and block.end > ends[0] else TEMPORARY
 
 
 def describe_peak(parts: Mapping[str, float], position: str) -> str:
