@@ -45,11 +45,8 @@ def test_what_is_measured_can_be_planned_with(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        pytest.param(["to=here.txt"], "unknown file format; use .yaml.", id="format"),
-        pytest.param([], "to is missing", id="nothing"),
-        pytest.param(["to=x.yaml", "ranks=0"], "ranks=0", id="ranks"),
-    ],
+    [(["to=here.txt"], "unknown file format"), ([], "to is missing"), (["to=x.yaml", "ranks=0"], "ranks=0")],
+    ids=["format", "nothing", "ranks"],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate.main(arguments) == 2
@@ -112,18 +109,11 @@ def test_matmuls_with_a_start_up_are_explained(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("given", "machine", "expected"),
-    [
-        pytest.param("auto", CPU, 2, id="cpu"),
-        pytest.param("auto", GPUS, 2, id="all GPUs"),
-        pytest.param("auto", replace(GPUS, count=1), 1, id="one GPU"),
-        pytest.param(4, CPU, 4, id="given"),
-    ],
+    [("auto", CPU, 2), ("auto", GPUS, 2), ("auto", replace(GPUS, count=1), 1), (4, CPU, 4)],
+    ids=["cpu", "all GPUs", "one GPU", "given"],
 )
 def test_ranks(given: int | str, machine: Machine, expected: int) -> None:
     assert calibrate.choose_ranks(given, machine) == expected
-
-
-def test_no_more_ranks_than_gpus() -> None:
     with pytest.raises(ConfigError, match=r"ranks=3: this machine has 2 x NVIDIA H100.* give ranks=2"):
         calibrate.choose_ranks(3, GPUS)
 

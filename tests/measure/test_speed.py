@@ -105,19 +105,18 @@ def test_each_kind_of_case_is_searched_for_host_synchronisation(monkeypatch: pyt
     assert found["llama1b, bf16, compile off"] == {"location": "", "failure": "CUDA out of memory"}
 
 
-ENDS = [
-    pytest.param(
-        "W1 a warning\ntorch.OutOfMemoryError: CUDA out of memory.\nSet X=1 for more", "torch.OutOf", id="advice"
-    ),
-    pytest.param("[rank0]: ValueError: no\nWarning: leaked", "[rank0]: ValueError: no", id="rank"),
-    pytest.param("torch._dynamo.exc.Unsupported: jump\n  Hint: none", "torch._dynamo.exc.Unsup", id="compiler"),
-    pytest.param("titan: model=x: there is no such choice.\n", "titan: model=x", id="config-error"),
-    pytest.param("loading\n", "exit code -9", id="killed"),
-]
+ENDS = {
+    "advice": ("W1 a warning\ntorch.OutOfMemoryError: CUDA out of memory.\nSet X=1 for more", "torch.OutOf"),
+    "rank": ("[rank0]: ValueError: no\nWarning: leaked", "[rank0]: ValueError: no"),
+    "compiler": ("torch._dynamo.exc.Unsupported: jump\n  Hint: none", "torch._dynamo.exc.Unsup"),
+    "config-error": ("titan: model=x: there is no such choice.\n", "titan: model=x"),
+    "killed": ("loading\n", "exit code -9"),
+}
 
 
-@pytest.mark.parametrize(("text", "line"), ENDS)
-def test_error_line_of_a_process(text: str, line: str) -> None:
+@pytest.mark.parametrize("case", ENDS)
+def test_error_line_of_a_process(case: str) -> None:
+    text, line = ENDS[case]
     assert speed.find_error_line(text, -9).startswith(line)
 
 
@@ -295,17 +294,9 @@ def test_metrics_are_summarised() -> None:
         {"step": s, "step_seconds": 5.0 if s % EVERY == 1 else 2.0, "memory_gib": 1 + s / 100} for s in range(1, 16)
     ]
     saves = [(6, 3.0, 9.0), (12, 1.0, 4.0), (15, 8.0, 8.0)]
-    lines += [
-        {
-            "step": s,
-            "checkpoint_step": s,
-            "checkpoint_stall_seconds": w,
-            "checkpoint_seconds": t,
-            "checkpoint_gib": 1.0,
-            "checkpoint_compare_seconds": w / 2,
-        }
-        for s, w, t in saves
-    ]
+    names = ("step", "stall_seconds", "seconds", "gib", "compare_seconds")
+    values = [(s, wait, seconds, 1.0, wait / 2) for s, wait, seconds in saves]
+    lines += [{"step": row[0], **{f"checkpoint_{n}": v for n, v in zip(names, row, strict=True)}} for row in values]
     found = summarise_run("async", lines, 15)
     assert (found.step, found.beside, found.first, found.stall, found.save) == (2.0, 5.0, 3.0, 1.0, 4.0)
     assert found.compare == 0.5

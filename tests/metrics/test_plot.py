@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tiers import full
-from titan.console.numbers import format_tokens
 from titan.metrics.columns import read_loss_curves
 from titan.metrics.reader import read_steps
 from titan.metrics.svg import plot_losses, thin_curve
@@ -132,13 +131,6 @@ def test_marks_above_the_axis_are_at_its_upper_end(tmp_path: Path) -> None:
     (mark,) = re.findall(r'class="marks spikes" d="M([\d.]+) ([\d.]+)l', text)
     (top,) = {float(y) for y in re.findall(r'<rect x="70" y="(\d+)"', text)}
     assert float(mark[1]) == top and "spikes, 1" in text and "mean over 8 steps" in text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (820, "820"), (16384, "16.4k"), (2_500_000, "2.5M"), (1.2e9, "1.2B"), (15e12, "15T")]
-)
-def test_short(count: float, text: str) -> None:
-    assert format_tokens(count) == text
 
 
 @given(steps=st.integers(1, 3000), points=st.integers(2, 400), share=st.floats(0, 0.2))
