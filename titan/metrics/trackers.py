@@ -301,13 +301,9 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         describe: Any = hparams
-        self._start_summary, self._settings_summary, self._end_summary = describe(
-            flatten_settings(settings), dict.fromkeys(HPARAM_METRICS, 0.0)
-        )
+        *self._start, self._end = describe(flatten_settings(settings), dict.fromkeys(HPARAM_METRICS, 0.0))
         directory.mkdir(parents=True, exist_ok=True)
-        self._open_writer: Callable[[int], Any] = lambda step: SummaryWriter(
-            str(directory), purge_step=step, flush_secs=30
-        )
+        self._open_writer: Any = partial(SummaryWriter, str(directory), flush_secs=30)
         self._writer: Any = None
         self._step = 0
 
@@ -317,14 +313,11 @@ class TensorBoard:
             return
         self._step = int(record["step"])
         if self._writer is None:
-            self._writer = self._open_writer(self._step)
-            self._add_summaries(self._start_summary, self._settings_summary)
+            self._writer = self._open_writer(purge_step=self._step)
+            for summary in self._start:
+                self._writer.file_writer.add_summary(summary)
         for name, value in extract_scalars(record).items():
             self._writer.add_scalar(name, value, self._step, walltime=record.get("time"))
-
-    def _add_summaries(self, *summaries: Any) -> None:
-        for summary in summaries:
-            self._writer.file_writer.add_summary(summary)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the final result as result/... at the last step and close the file."""
@@ -332,7 +325,7 @@ class TensorBoard:
             for name, value in extract_numbers(result).items():
                 self._writer.add_scalar(f"result/{name}", value, self._step)
             if result.get("finished"):
-                self._add_summaries(self._end_summary)
+                self._writer.file_writer.add_summary(self._end)
             self._writer.close()
 
 
