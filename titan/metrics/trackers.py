@@ -21,7 +21,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,15 +151,16 @@ class Trackers:
             patience = self._patience if hurry else self._longer_patience.get(worker.name, self._patience)
             if patience > NOTICE_SECONDS and not worker.join_until(start + NOTICE_SECONDS):
                 self._warn(f"{worker.name}: it is still sending; the run waits {patience:g} s at most.")
-            worker.wait_or_fail(start + patience, patience)
+            if not worker.join_until(start + patience):
+                worker.drop_tracker(f"it did not close within {patience:g} s of the end of the run")
         self._show_warnings()
         self._workers = []
 
     def _show_warnings(self) -> None:
         """Show the workers' warnings, and drop those that failed."""
         for worker in self._workers:
-            for warning in worker.take_warnings():
-                self._warn(warning)
+            while not worker.warnings.empty():
+                self._warn(worker.warnings.get())
         self._workers = [worker for worker in self._workers if not worker.failed]
 
 
@@ -170,7 +171,7 @@ class _TrackerThread:
         self.failed = False
         self.name = name
         self._calls: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(MAX_QUEUED_RECORDS)
-        self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_calls, args=(opener,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -179,7 +180,7 @@ class _TrackerThread:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._drop_tracker(f"its queue is full ({MAX_QUEUED_RECORDS} records)")
+            self.drop_tracker(f"its queue is full ({MAX_QUEUED_RECORDS} records)")
 
     def join_until(self, deadline: float) -> bool:
         """Wait for the thread's end until a time of the monotonic clock; return whether it came, or a failure."""
@@ -187,29 +188,20 @@ class _TrackerThread:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         return self.failed or not self._thread.is_alive()
 
-    def wait_or_fail(self, deadline: float, patience: float) -> None:
-        """Wait for the thread's end; a tracker that is still busy at the deadline has failed."""
-        if not self.join_until(deadline):
-            self._drop_tracker(f"it did not close within {patience:g} s of the end of the run")
-
-    def take_warnings(self) -> Iterator[str]:
-        """Yield the warnings since the last call."""
-        while not self._warnings.empty():
-            yield self._warnings.get()
-
     def _run_calls(self, opener: Opener) -> None:
         try:
-            tracker, method = opener(self._warnings.put), ""
+            tracker, method = opener(self.warnings.put), ""
             while method != "finish" and not self.failed:
                 method, argument = self._calls.get()
                 getattr(tracker, method)(argument)
         except BaseException as error:  # SystemExit too must be reported
             if not self.failed:
-                self._drop_tracker(summarise_error(error))
+                self.drop_tracker(summarise_error(error))
 
-    def _drop_tracker(self, reason: str) -> None:
+    def drop_tracker(self, reason: str) -> None:
+        """Leave the tracker out from now on, with a warning."""
         self.failed = True
-        self._warnings.put(f"{self.name}: {reason}; the run continues without it.")
+        self.warnings.put(f"{self.name}: {reason}; the run continues without it.")
 
 
 Request = tuple[Mapping[str, str], Opener, float | None]
