@@ -25,6 +25,7 @@ from titan.files import untrusted
 from titan.files.output_files import check_output_file, write_output_file
 
 if TYPE_CHECKING:
+    from titan.evidence.campaign import Changes
     from titan.evidence.session import Session
 
 DIVERGED = "diverged"
@@ -217,30 +218,29 @@ def _answer(folder: Path, verb: Verb, request: Settings) -> dict[str, Any]:
         if value != defaults[name] and name not in verb.takes:  # it would have no effect
             takes = f"takes {', '.join(verb.takes)}" if verb.takes else "takes no settings"
             raise ConfigError(f"{name}={typed_settings.format_value(value)}: {verb.name} {takes}; leave it out.")
+    if verb.overridden is not None:
+        check_overrides(getattr(request, verb.overridden))
     session = Session(folder, TitanTrainer())
     with contextlib.redirect_stdout(sys.stderr), redirect_descriptor():
-        return {"verb": verb.name, **verb.answer(session, request)}
+        return {"verb": verb.name, **verb.answer(session, **{name: getattr(request, name) for name in verb.takes})}
 
 
-def _open(session: Session, request: Settings) -> dict[str, Any]:
-    check_overrides(request.baseline)
-    rules = {name: getattr(request, name) for name in ("metric", "budget", "margin", "pairs", "slope")}
-    return session.open(request.baseline, **{name: value for name, value in rules.items() if value is not None})
+def _open(session: Session, baseline: Changes | None, **rules: Any) -> dict[str, Any]:
+    return session.open(baseline, **{name: value for name, value in rules.items() if value is not None})
 
 
-def _try_idea(session: Session, request: Settings) -> dict[str, Any]:
-    if isinstance(request.idea, str):
-        raise ConfigError(f"idea={request.idea}: give overrides of titan.train, as a list in JSON.")
-    check_overrides(request.idea)
-    return session.try_idea(request.idea, request.hypothesis, request.pairs, request.batch)
+def _try_idea(session: Session, idea: Changes | None, **settings: Any) -> dict[str, Any]:
+    if isinstance(idea, str):
+        raise ConfigError(f"idea={idea}: give overrides of titan.train, as a list in JSON.")
+    return session.try_idea(idea, **settings)
 
 
-def _add_result(session: Session, request: Settings) -> dict[str, Any]:
-    if request.idea is None or request.seed is None:
-        missing = "idea" if request.idea is None else "seed"
+def _add_result(
+    session: Session, idea: Changes | None, hypothesis: str | None, seed: int | None, **losses: float | str | None
+) -> dict[str, Any]:
+    if idea is None or seed is None:
+        missing = "idea" if idea is None else "seed"
         raise ConfigError(f"result: {missing} is missing; give idea, seed, baseline_loss and loss.")
-    check_overrides(request.idea)
-    losses = {"baseline_loss": request.baseline_loss, "loss": request.loss}
     for name, value in losses.items():
         if value is None or (isinstance(value, str) and value != DIVERGED):
             raise ConfigError(
@@ -248,20 +248,19 @@ def _add_result(session: Session, request: Settings) -> dict[str, Any]:
                 f"{DIVERGED}."
             )
     first, second = (None if isinstance(value, str) else value for value in losses.values())
-    return session.add_result(request.idea, request.seed, first, second, request.hypothesis)
+    return session.add_result(idea, seed, first, second, hypothesis)
 
 
-def _withdraw(session: Session, request: Settings) -> dict[str, Any]:
-    if request.idea is None:
+def _withdraw(session: Session, idea: Changes | None, reason: str | None) -> dict[str, Any]:
+    if idea is None:
         raise ConfigError("withdraw: idea is missing; give its id, or its changes.")
-    check_overrides(request.idea)
-    return session.withdraw(request.idea, request.reason)
+    return session.withdraw(idea, reason)
 
 
-def _measure(name: str, session: Session, request: Settings) -> dict[str, Any]:
-    if request.losses is not None:
-        return session.add_noise(request.losses)
-    return session.measure(name, request.pairs or DEFAULT_PAIRS, request.batch)
+def _measure(
+    name: str, session: Session, pairs: int | None, batch: int, losses: Sequence[float] | None = None
+) -> dict[str, Any]:
+    return session.measure(name, pairs or DEFAULT_PAIRS, batch) if losses is None else session.add_noise(losses)
 
 
 def check_overrides(changes: str | Sequence[str] | None) -> None:
@@ -279,10 +278,10 @@ SET_BY_CAMPAIGN = (
 )  # fmt: skip
 
 
-def _write_page(session: Session, request: Settings) -> dict[str, Any]:
+def _write_page(session: Session, to: str | None) -> dict[str, Any]:
     from titan.config.optional import import_optional
 
-    file = check_output_file(request.to or str(session.folder / PAGE), (".html",))
+    file = check_output_file(to or str(session.folder / PAGE), (".html",))
     campaign = session.read()
     import_optional("jinja2", "page")
     from titan.report.render.campaign_report import render_page
@@ -298,13 +297,13 @@ class Verb(NamedTuple):
     Attributes:
         name: its name.
         takes: the settings that it takes.
-        answer: returns the answer to a request.
+        answer: returns the answer of a session to these.
         overridden: the setting that overrides of titan.train give; None: it takes none.
     """
 
     name: str
     takes: tuple[str, ...]
-    answer: Callable[[Session, Settings], dict[str, Any]]
+    answer: Callable[..., dict[str, Any]]
     overridden: str | None = None
 
 
@@ -316,8 +315,8 @@ VERBS = {
         Verb("try", ("idea", "hypothesis", "pairs", "batch"), _try_idea, "idea"),
         Verb("result", ("idea", "hypothesis", "seed", "baseline_loss", "loss"), _add_result, "idea"),
         Verb("withdraw", ("idea", "reason"), _withdraw, "idea"),
-        Verb("list", (), lambda session, request: session.list_ideas()),
-        Verb("show", ("idea",), lambda session, request: session.show_idea(request.idea)),
+        Verb("list", (), lambda session: session.list_ideas()),
+        Verb("show", ("idea",), lambda session, idea: session.show_idea(idea)),
         Verb("chain", ("pairs", "batch"), partial(_measure, "chain")),
         Verb("page", ("to",), _write_page),
     )
