@@ -204,11 +204,6 @@ class _TrackerThread:
         self.warnings.put(f"{self.name}: {reason}; the run continues without it.")
 
 
-Request = tuple[Mapping[str, str], Opener, float | None]
-"""The packages that a tracker needs, by the name to import: what pip installs; what opens it; and the minutes that the
-end of a finished run waits for it; None: as short as the end of a stopped one."""
-
-
 def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescription, warn: Warn) -> Trackers:
     """Open the trackers that the settings ask for.
 
@@ -216,37 +211,32 @@ def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescript
         directory: the run's directory; trackers write to folders in it, such as tensorboard/ and wandb/.
     """
     openers, longer_patience = dict[str, Opener](), dict[str, float]()
-    requests = _list_requests(hide_in_labels(metrics), directory, description)
-    for setting, (packages, open_run, finish_minutes) in requests.items():
+    metrics = hide_in_labels(metrics)
+
+    def add_opener(setting: str, packages: Mapping[str, str], finish_minutes: float | None, opener: Opener) -> None:
         if missing := _list_missing(packages):
             names = " ".join(missing)
             warn(f"{setting}: the package {names} is not installed (pip install {names}); continuing without it.")
-            continue
-        openers[setting] = open_run
+            return
+        openers[setting] = opener
         if finish_minutes is not None:
             longer_patience[setting] = 60 * finish_minutes
-    return Trackers(openers, warn, longer_patience=longer_patience)
 
-
-def _list_requests(metrics: Metrics, directory: Path, description: RunDescription) -> dict[str, Request]:
-    """Return the trackers that the settings ask for, by the setting."""
-    requests: dict[str, Request] = {}
     if metrics.tensorboard:
-        requests["metrics.tensorboard=true"] = (
-            {"tensorboard": "tensorboard"},
-            lambda _: TensorBoard(directory / "tensorboard", description.metadata),
-            None,
-        )
+        folder = directory / "tensorboard"
+        packages = {"tensorboard": "tensorboard"}
+        add_opener("metrics.tensorboard=true", packages, None, lambda _: TensorBoard(folder, description.metadata))
     if metrics.wandb:
-        requests["metrics.wandb=true"] = (
+        add_opener(
+            "metrics.wandb=true",
             {"wandb": "wandb"},
-            lambda warn: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), warn),
             metrics.wandb_finish_minutes,
+            lambda warn: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), warn),
         )
     for name, tracker in (metrics.trackers or {}).items():
         open_run = partial(_open_run, hide_in_labels(tracker), directory, description)
-        requests[f"metrics.trackers.{name}"] = tracker.packages, open_run, tracker.finish_minutes
-    return requests
+        add_opener(f"metrics.trackers.{name}", tracker.packages, tracker.finish_minutes, open_run)
+    return Trackers(openers, warn, longer_patience=longer_patience)
 
 
 def _open_run(tracker: Tracker, directory: Path, description: RunDescription, warn: Warn) -> TrackerRun:

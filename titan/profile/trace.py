@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 STEP = re.compile(r"ProfilerStep#(\d+)")
 """The range that torch.profiler makes around each step."""
@@ -76,7 +76,18 @@ def read(file: Path) -> Trace:
     """Return the content of a gzipped trace."""
     with gzip.open(file, "rb") as content:
         events = json.load(content)["traceEvents"]
-    slices = [_parse_slice(event) for event in events if event.get("ph") == "X"]
+    slices = [
+        Slice(
+            str(event["name"]),
+            str(event.get("cat", "")),
+            float(event["ts"]),
+            float(event["ts"]) + float(event.get("dur", 0)),
+            f"{event.get('pid')}/{event.get('tid')}",
+            int(event.get("args", {}).get("correlation", -1)),
+        )
+        for event in events
+        if event.get("ph") == "X"
+    ]
     changes = [event for event in events if event.get("name") == "[memory]"]
     device = max((event["args"]["Device Type"] for event in changes), default=0)  # a GPU's where there is one
     allocations = [
@@ -85,18 +96,6 @@ def read(file: Path) -> Trace:
         if event["args"]["Device Type"] == device
     ]
     return Trace(sorted(slices, key=lambda entry: entry.start), sorted(allocations))
-
-
-def _parse_slice(event: dict[str, Any]) -> Slice:
-    start, arguments = float(event["ts"]), event.get("args", {})
-    return Slice(
-        str(event["name"]),
-        str(event.get("cat", "")),
-        start,
-        start + float(event.get("dur", 0)),
-        f"{event.get('pid')}/{event.get('tid')}",
-        int(arguments.get("correlation", -1)),
-    )
 
 
 WEIGHTS, OPTIMIZER, GRADIENTS, ACTIVATIONS, TEMPORARY = "weights", "optimizer", "gradients", "activations", "temporary"
