@@ -127,7 +127,7 @@ def _compute_breakdown(
 
 def _mark_gpu_work(trace: Trace, timeline: _Timeline) -> dict[str, Cells]:
     """Return when kernels and copies ran, by kind: recomputation where the host was recomputing at their launch."""
-    work = defaultdict(timeline.mark_none)
+    work: dict[str, Cells] = defaultdict(timeline.mark_none)
     recomputing = timeline.mark_cells(event for event in trace.slices if event.name == "recomputation")
     is_recomputed = {}
     for call in trace.slices:
@@ -145,7 +145,7 @@ def _mark_gpu_work(trace: Trace, timeline: _Timeline) -> dict[str, Cells]:
 
 def _mark_cpu_work(trace: Trace, timeline: _Timeline) -> dict[str, Cells]:
     """Return when operations did something themselves, without those that they call, and gloo's collectives ran."""
-    work = defaultdict(timeline.mark_none)
+    work: dict[str, Cells] = defaultdict(timeline.mark_none)
     threads: dict[str, list[Slice]] = defaultdict(list)
     for event in sorted(trace.slices, key=lambda event: (event.start, -event.end)):
         if event.category == "cpu_op":
