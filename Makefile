@@ -75,22 +75,22 @@ lint: $(VENV)/.lint      ## ruff, docstrings (pydoclint), mypy, the order of pac
 	$(VENV)/bin/python -m tests.support.house_size
 
 bench: $(ENV)            ## titan against the bare PyTorch loop
-	$(RUN) -m titan.bench $(ARGS)
+	$(RUN) -m tests.measure $(ARGS)
 
 measure: $(VENV)/.test   ## what titan's parts cost: suite=data, generate, features, experts or scale
-	$(VENV)/bin/python -m tests.measure $(ARGS)
+	$(VENV)/bin/python -m tests.measure $(if $(findstring suite=,$(ARGS)),,suite=data) $(ARGS)
 
 gpu: $(GPU_ENV)          ## is a GPU right, and how fast: a report in ./acceptance, half an hour; RUN=python3 takes your Python
-	$(RUN) -m titan.bench suite=acceptance cluster.device=cuda $(ARGS)
+	$(RUN) -m tests.measure suite=acceptance cluster.device=cuda $(ARGS)
 
 gpu-speeds: $(GPU_ENV)   ## titan against the bare loop on a GPU of 141 GB: llama1b, 8B and experts, memory modes, saves
-	$(RUN) -m titan.bench suite=gpu $(ARGS)
-	$(RUN) -m titan.bench suite=modes cluster.device=cuda model=llama1b dataset=synthetic training.seq_len=8192 \
+	$(RUN) -m tests.measure suite=gpu $(ARGS)
+	$(RUN) -m tests.measure suite=modes cluster.device=cuda model=llama1b dataset=synthetic training.seq_len=8192 \
 	  training.global_batch=8192 precision=bf16 $(ARGS)
-	$(RUN) -m titan.bench suite=checkpoint cluster.device=cuda $(ARGS)
+	$(RUN) -m tests.measure suite=checkpoint cluster.device=cuda $(ARGS)
 
 modes: $(ENV)            ## peak memory and time of each way to keep activations, compiled and not
-	$(RUN) -m titan.bench suite=modes $(ARGS)
+	$(RUN) -m tests.measure suite=modes $(ARGS)
 
 clean:                   ## remove the virtual environment
 	rm -rf $(VENV)

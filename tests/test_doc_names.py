@@ -54,8 +54,8 @@ def iterate_docstrings(file: Path) -> Iterator[tuple[int, str]]:
 
 @cache
 def collect_code_names() -> frozenset[str]:
-    """Return the words of the code without docstrings and comments, of the names of files, and of `conf/`."""
-    modules = list_files(*PRODUCT, "experiments")
+    """Return the words of the code without docstrings and comments, also of benchmarks, of files, and of `conf/`."""
+    modules = list_files(*PRODUCT, "experiments", "tests/measure")
     texts = [COMMENT.sub("", DOCSTRING.sub("", file.read_text(encoding="utf-8"))) for file in modules]
     data = [file for pattern in DATA for file in ROOT.glob(pattern)]
     texts += [file.read_text(encoding="utf-8") for file in data]

@@ -70,30 +70,18 @@ def _run_calibration(command_line: CommandLine[Settings]) -> int:
     machine = devices.detect_machine("auto")
     ranks = choose_ranks(settings.ranks, machine)
     print(f"measuring {machine.describe()}", flush=True)
-    if busy := count_busy_cores():
-        print(f"{busy:.1f} cores are busy with something else; end it and measure again, or the figures are too low.")
-    parts = _open_parts(file, machine, ranks)
+    if (load := os.getloadavg()[0]) > BUSY_LOAD:
+        print(f"{load:.1f} cores are busy with something else; end it and measure again, or the figures are too low.")
+    subject = {"host": platform.node(), "machine": machine.describe(), "cores": machine.cores, "ranks": ranks}
+    parts = MeasuredParts(file, {**subject, "torch": metadata.version("torch"), "titan": titan.__version__})
+    if parts.parts:
+        print(f"measured before: {', '.join(parts.parts)}; delete {parts.file} to measure all again", flush=True)
     text = format_cluster(machine, _measure_figures(machine, ranks, parts), ranks)
     print(text, end="", flush=True)  # before the file, which may fail
     write_output_file(file, text, makes_folder=True)
     parts.remove()
     print(f"written: {file}")
     return 0
-
-
-def _open_parts(file: Path, machine: devices.Machine, ranks: int) -> MeasuredParts:
-    """Return what an earlier calibration into a file has measured on this machine, and print what that is."""
-    subject = {"host": platform.node(), "machine": machine.describe(), "cores": machine.cores, "ranks": ranks}
-    parts = MeasuredParts(file, {**subject, "torch": metadata.version("torch"), "titan": titan.__version__})
-    if parts.parts:
-        print(f"measured before: {', '.join(parts.parts)}; delete {parts.file} to measure all again", flush=True)
-    return parts
-
-
-def count_busy_cores() -> float:
-    """Return how many cores other processes have kept busy in the last minute; 0 below a quarter of one."""
-    load = os.getloadavg()[0]
-    return load if load > BUSY_LOAD else 0.0
 
 
 def choose_ranks(ranks_setting: int | str, machine: devices.Machine) -> int:
@@ -131,23 +119,23 @@ def _list_parts(machine: devices.Machine, ranks: int) -> dict[str, Callable[[Fig
     """Return the parts of the measurement in their order; each takes the figures of those before it."""
     import torch
 
-    from titan.bench import calibration
+    from titan.calibration import measurements
 
     device, single_ranks = torch.device(machine.device), min(ranks, machine.cores)
     parts: dict[str, Callable[[Figures], Figures]] = {
-        "matmuls, attention and memory": lambda _: calibration.measure(device, machine.bf16_fast)
+        "matmuls, attention and memory": lambda _: measurements.measure(device, machine.bf16_fast)
     }
     if ranks > 1:
-        parts["communication"] = lambda _: calibration.measure_links(ranks, machine.device)
+        parts["communication"] = lambda _: measurements.measure_links(ranks, machine.device)
     if machine.device == "cpu":
-        parts["steps on one device"] = lambda figures: calibration.measure_step_figures(
+        parts["steps on one device"] = lambda figures: measurements.measure_step_figures(
             figures, machine.cores, single_ranks
         )
     if machine.device == "cpu" and ranks > 1:
-        parts["memory of a process"] = lambda _: calibration.measure_process_memory()
+        parts["memory of a process"] = lambda _: measurements.measure_process_memory()
         parts |= {
-            f"steps with {layout}": partial(calibration.measure_layout_figures, layout)
-            for layout in calibration.DIMENSIONS
+            f"steps with {layout}": partial(measurements.measure_layout_figures, layout)
+            for layout in measurements.DIMENSIONS
         }
     return parts
 
@@ -177,8 +165,11 @@ class MeasuredParts:
         """
         self.file = target.with_name(f".{target.name}.part")
         self._keeps = not os.path.exists(target) or os.path.isfile(target)  # beside a device nothing is written
-        self._subject = dict(subject)
-        self.parts = self._read_parts()
+        self._subject, self.parts = dict(subject), dict[str, Figures]()
+        with contextlib.suppress(OSError, ValueError):  # none is there, or it is of something else
+            content = untrusted.parse_object(untrusted.read_regular_file(self.file).decode())
+            untrusted.check_type(content.get("parts"), dict[str, dict[str, float]], "parts")
+            self.parts |= content["parts"] if content.get("subject") == self._subject else {}
 
     def add(self, name: str, figures: Figures) -> None:
         """Keep the figures of a part; a file that can't be written is no reason to stop measuring."""
@@ -193,15 +184,6 @@ class MeasuredParts:
         """Remove the file: the calibration is complete."""
         with contextlib.suppress(OSError):
             self.file.unlink(missing_ok=True)
-
-    def _read_parts(self) -> dict[str, Figures]:
-        """Return the parts of the file; empty where there is none, or it is of something else."""
-        try:
-            content = untrusted.parse_object(untrusted.read_regular_file(self.file).decode())
-            untrusted.check_type(content.get("parts"), dict[str, dict[str, float]], "parts")
-        except (OSError, ValueError):
-            return {}
-        return dict(content["parts"]) if content.get("subject") == self._subject else {}
 
 
 def cli() -> None:

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan.cluster.environment import prepare_environment
 from titan.config import settings as typed_settings
@@ -24,6 +25,7 @@ from titan.files import untrusted
 from titan.files.output_files import check_output_file, write_output_file
 
 if TYPE_CHECKING:
+    from titan.evidence.campaign import Changes
     from titan.evidence.session import Session
 
 DIVERGED = "diverged"
@@ -75,20 +77,6 @@ class Settings:
     to: str | None = setting(None, f"page: an HTML file; null: {PAGE} in the campaign's folder")
 
 
-VERBS: Mapping[str, tuple[str, ...]] = {
-    "open": ("baseline", "metric", "budget", "margin", "pairs", "slope"),
-    "noise": ("pairs", "batch", "losses"),
-    "try": ("idea", "hypothesis", "pairs", "batch"),
-    "result": ("idea", "hypothesis", "seed", "baseline_loss", "loss"),
-    "withdraw": ("idea", "reason"),
-    "list": (),
-    "show": ("idea",),
-    "chain": ("pairs", "batch"),
-    "page": ("to",),
-}
-"""The settings that each verb takes."""
-OVERRIDDEN = {"open": "baseline", "try": "idea", "result": "idea", "withdraw": "idea"}
-"""The setting that overrides of titan.train give, by verb."""
 DEFAULT_PAIRS = 6
 """Pairs of the noise and of the chain: the fewest that have an interval."""
 COMMAND = Command(
@@ -106,7 +94,8 @@ COMMAND = Command(
     },
     Settings,
     overrides="Other words are overrides of titan.train: of the baseline (open), or the idea's changes to it.",
-    notes=f"Verbs: {', '.join(VERBS)}. Each request is answered with a line of JSON on stdout; runs print on stderr.",
+    notes="Verbs: open, noise, try, result, withdraw, list, show, chain, page. Each request is answered with a line of "
+    "JSON on stdout; runs print on stderr.",
 )
 
 
@@ -117,27 +106,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_requests(command_line: CommandLine[Settings]) -> int:
-    settings, overrides = command_line.settings, command_line.overrides
-    words, folder = settings.words, find_folder(settings.words[0])
+    """Answer the requests of a file, that of a line of JSON, or that of the words."""
+    settings, overrides, words = command_line.settings, command_line.overrides, command_line.settings.words
+    folder = find_folder(words[0])
     if settings.requests is not None:
         if overrides or len(words) > 2:
             raise ConfigError(f"requests={settings.requests}: the requests are in the file; leave the other words out.")
-        verb = words[1] if len(words) == 2 else None
-        return max((_answer_line(folder, line, verb) for line in _read_lines(settings.requests)), default=0)
+        return max((_answer_line(folder, line, *words[1:]) for line in _read_lines(settings.requests)), default=0)
     if words[-1].startswith("{"):
         if overrides or settings != Settings(words) or len(words) not in (2, 3):
             raise ConfigError("a request as JSON holds everything; leave the other words out.")
-        return _answer_line(folder, words[-1], words[1] if len(words) == 3 else None)
+        return _answer_line(folder, words[-1], *words[1:-1])
     if len(words) != 2:
         wrong = f"{' '.join(words[1:])}: one verb is expected" if len(words) > 1 else "the verb is missing"
         raise ConfigError(f"{wrong}; give one of {', '.join(VERBS)} behind the campaign's name.")
-    verb = _check_verb(words[1])
+    verb = _find_verb(words[1])
     if overrides:
-        if (name := OVERRIDDEN.get(verb)) is None:
-            raise ConfigError(f"{overrides[0]}: {verb} takes no overrides; leave it out.")
-        if getattr(settings, name) is not None:
-            raise ConfigError(f"{overrides[0]}: {name}= is given as well; leave one of them out.")
-        settings = Settings(**{**vars(settings), name: tuple(overrides)})
+        if verb.overridden is None:
+            raise ConfigError(f"{overrides[0]}: {verb.name} takes no overrides; leave it out.")
+        if getattr(settings, verb.overridden) is not None:
+            raise ConfigError(f"{overrides[0]}: {verb.overridden}= is given as well; leave one of them out.")
+        settings = Settings(**{**vars(settings), verb.overridden: tuple(overrides)})
     return _print_answer(_answer(folder, verb, settings))
 
 
@@ -152,13 +141,13 @@ def find_folder(name: str) -> Path:
     return folder
 
 
-def _check_verb(verb: object) -> str:
+def _find_verb(name: object) -> Verb:
     """Return a verb, or raise ConfigError when there is no such verb."""
-    if verb not in VERBS:
+    if name not in VERBS:
         raise ConfigError(
-            f"{verb}: there is no such verb{suggest_nearest(str(verb), VERBS)} There are {', '.join(VERBS)}."
+            f"{name}: there is no such verb{suggest_nearest(str(name), VERBS)} There are {', '.join(VERBS)}."
         )
-    return str(verb)
+    return VERBS[str(name)]
 
 
 def _read_lines(name: str) -> Iterable[str]:
@@ -175,7 +164,7 @@ def _read_lines(name: str) -> Iterable[str]:
         ) from None
 
 
-def _answer_line(folder: Path, line: str, verb: str | None) -> int:
+def _answer_line(folder: Path, line: str, verb: str | None = None) -> int:
     """Answer a line, also with an error, and return its exit code."""
     try:
         return _print_answer(_answer(folder, *_parse_request(line.strip(), verb)))
@@ -188,20 +177,20 @@ def _answer_line(folder: Path, line: str, verb: str | None) -> int:
         return code
 
 
-def _parse_request(text: str, verb: str | None) -> tuple[str, Settings]:
+def _parse_request(text: str, name: str | None) -> tuple[Verb, Settings]:
     """Return the verb and the settings of a line of JSON, or raise ConfigError when it is no request.
 
     Args:
-        verb: the one that the command line gives; None where the line has it.
+        name: of the verb that the command line gives; None where the line has it.
     """
     try:
         content = untrusted.parse_object(text)
     except ValueError as error:
         example = '{"verb": "list"}'
         raise ConfigError(f"{text[:80]}: is no JSON object ({error}); write a request such as {example}.") from None
-    if "verb" in content and verb is not None:
-        raise ConfigError(f"verb={content['verb']}: the command line has the verb {verb}; leave one of them out.")
-    verb = _check_verb(content.pop("verb", verb))
+    if "verb" in content and name is not None:
+        raise ConfigError(f"verb={content['verb']}: the command line has the verb {name}; leave one of them out.")
+    verb = _find_verb(content.pop("verb", name))
     if isinstance(content.get("idea"), dict):  # another program's settings: their order means nothing
         content["idea"] = json.dumps(content["idea"], sort_keys=True)
     known = {field.name for field in fields(Settings)} - {"words", "requests"}
@@ -215,7 +204,7 @@ def _print_answer(answer: Mapping[str, Any]) -> int:
     return 0
 
 
-def _answer(folder: Path, verb: str, request: Settings) -> dict[str, Any]:
+def _answer(folder: Path, verb: Verb, request: Settings) -> dict[str, Any]:
     """Return the answer to a request.
 
     Raises:
@@ -226,50 +215,52 @@ def _answer(folder: Path, verb: str, request: Settings) -> dict[str, Any]:
 
     defaults = vars(Settings(request.words, requests=request.requests))
     for name, value in vars(request).items():
-        if value != defaults[name] and name not in VERBS[verb]:  # it would have no effect
-            takes = f"takes {', '.join(VERBS[verb])}" if VERBS[verb] else "takes no settings"
-            raise ConfigError(f"{name}={typed_settings.format_value(value)}: {verb} {takes}; leave it out.")
+        if value != defaults[name] and name not in verb.takes:  # it would have no effect
+            takes = f"takes {', '.join(verb.takes)}" if verb.takes else "takes no settings"
+            raise ConfigError(f"{name}={typed_settings.format_value(value)}: {verb.name} {takes}; leave it out.")
+    if verb.overridden is not None:
+        check_overrides(getattr(request, verb.overridden))
     session = Session(folder, TitanTrainer())
     with contextlib.redirect_stdout(sys.stderr), redirect_descriptor():
-        answer = ANSWERS[verb](session, request)
-    return {"verb": verb, **answer}
+        return {"verb": verb.name, **verb.answer(session, **{name: getattr(request, name) for name in verb.takes})}
 
 
-def _open(session: Session, request: Settings) -> dict[str, Any]:
-    check_overrides(request.baseline)
-    rules = {n: getattr(request, n) for n in VERBS["open"][1:] if getattr(request, n) is not None}
-    return session.open(request.baseline, **rules)
+def _open(session: Session, baseline: Changes | None, **rules: Any) -> dict[str, Any]:
+    return session.open(baseline, **{name: value for name, value in rules.items() if value is not None})
 
 
-def _try_idea(session: Session, request: Settings) -> dict[str, Any]:
-    if isinstance(request.idea, str):
-        raise ConfigError(f"idea={request.idea}: give overrides of titan.train, as a list in JSON.")
-    check_overrides(request.idea)
-    return session.try_idea(request.idea, request.hypothesis, request.pairs, request.batch)
+def _try_idea(session: Session, idea: Changes | None, **settings: Any) -> dict[str, Any]:
+    if isinstance(idea, str):
+        raise ConfigError(f"idea={idea}: give overrides of titan.train, as a list in JSON.")
+    return session.try_idea(idea, **settings)
 
 
-def _add_result(session: Session, request: Settings) -> dict[str, Any]:
-    if request.idea is None or request.seed is None:
-        missing = "idea" if request.idea is None else "seed"
+def _add_result(
+    session: Session, idea: Changes | None, hypothesis: str | None, seed: int | None, **losses: float | str | None
+) -> dict[str, Any]:
+    if idea is None or seed is None:
+        missing = "idea" if idea is None else "seed"
         raise ConfigError(f"result: {missing} is missing; give idea, seed, baseline_loss and loss.")
-    check_overrides(request.idea)
-    losses: list[float | None] = []
-    for name in ("baseline_loss", "loss"):
-        value = getattr(request, name)
+    for name, value in losses.items():
         if value is None or (isinstance(value, str) and value != DIVERGED):
             raise ConfigError(
                 f"{name}={'' if value is None else value}: is no finite number; give the run's final metric, or "
                 f"{DIVERGED}."
             )
-        losses.append(None if isinstance(value, str) else float(value))
-    return session.add_result(request.idea, request.seed, losses[0], losses[1], request.hypothesis)
+    first, second = (None if isinstance(value, str) else value for value in losses.values())
+    return session.add_result(idea, seed, first, second, hypothesis)
 
 
-def _withdraw(session: Session, request: Settings) -> dict[str, Any]:
-    if request.idea is None:
+def _withdraw(session: Session, idea: Changes | None, reason: str | None) -> dict[str, Any]:
+    if idea is None:
         raise ConfigError("withdraw: idea is missing; give its id, or its changes.")
-    check_overrides(request.idea)
-    return session.withdraw(request.idea, request.reason)
+    return session.withdraw(idea, reason)
+
+
+def _measure(
+    name: str, session: Session, pairs: int | None, batch: int, losses: Sequence[float] | None = None
+) -> dict[str, Any]:
+    return session.measure(name, pairs or DEFAULT_PAIRS, batch) if losses is None else session.add_noise(losses)
 
 
 def check_overrides(changes: str | Sequence[str] | None) -> None:
@@ -287,10 +278,10 @@ SET_BY_CAMPAIGN = (
 )  # fmt: skip
 
 
-def _write_page(session: Session, request: Settings) -> dict[str, Any]:
+def _write_page(session: Session, to: str | None) -> dict[str, Any]:
     from titan.config.optional import import_optional
 
-    file = check_output_file(request.to or str(session.folder / PAGE), (".html",))
+    file = check_output_file(to or str(session.folder / PAGE), (".html",))
     campaign = session.read()
     import_optional("jinja2", "page")
     from titan.report.render.campaign_report import render_page
@@ -300,20 +291,35 @@ def _write_page(session: Session, request: Settings) -> dict[str, Any]:
     return {"written": str(file)}
 
 
-ANSWERS: Mapping[str, Callable[[Session, Settings], dict[str, Any]]] = {
-    "open": _open,
-    "noise": lambda session, request: (
-        session.measure("noise", request.pairs or DEFAULT_PAIRS, request.batch)
-        if request.losses is None
-        else session.add_noise(request.losses)
-    ),
-    "try": _try_idea,
-    "result": _add_result,
-    "withdraw": _withdraw,
-    "list": lambda session, request: session.list_ideas(),
-    "show": lambda session, request: session.show_idea(request.idea),
-    "chain": lambda session, request: session.measure("chain", request.pairs or DEFAULT_PAIRS, request.batch),
-    "page": _write_page,
+class Verb(NamedTuple):
+    """What a campaign can be asked.
+
+    Attributes:
+        name: its name.
+        takes: the settings that it takes.
+        answer: returns the answer of a session to these.
+        overridden: the setting that overrides of titan.train give; None: it takes none.
+    """
+
+    name: str
+    takes: tuple[str, ...]
+    answer: Callable[..., dict[str, Any]]
+    overridden: str | None = None
+
+
+VERBS = {
+    verb.name: verb
+    for verb in (
+        Verb("open", ("baseline", "metric", "budget", "margin", "pairs", "slope"), _open, "baseline"),
+        Verb("noise", ("pairs", "batch", "losses"), partial(_measure, "noise")),
+        Verb("try", ("idea", "hypothesis", "pairs", "batch"), _try_idea, "idea"),
+        Verb("result", ("idea", "hypothesis", "seed", "baseline_loss", "loss"), _add_result, "idea"),
+        Verb("withdraw", ("idea", "reason"), _withdraw, "idea"),
+        Verb("list", (), lambda session: session.list_ideas()),
+        Verb("show", ("idea",), lambda session, idea: session.show_idea(idea)),
+        Verb("chain", ("pairs", "batch"), partial(_measure, "chain")),
+        Verb("page", ("to",), _write_page),
+    )
 }
 
 

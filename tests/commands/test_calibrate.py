@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from titan import calibrate, plan
-from titan.bench import calibration, trials
 from titan.calibrate import MeasuredParts
+from titan.calibration import measurements, trials
 from titan.cluster.devices import Machine
 from titan.errors import ConfigError, RunError
 from titan.estimate.operations import compute_slowdown
@@ -27,8 +27,8 @@ CPU = Machine("cpu", "CPU", 1, 2, 8.0, bf16_fast=True)
 def test_what_is_measured_can_be_planned_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "REPEATS", 1)
-    monkeypatch.setattr(calibration, "ATTENTION", {"cpu": ((1, 2, 128, 32),)})
+    monkeypatch.setattr(measurements, "REPEATS", 1)
+    monkeypatch.setattr(measurements, "ATTENTION", {"cpu": ((1, 2, 128, 32),)})
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(trials, "measure_step_seconds", lambda runs: [0.1] * len(runs))
     monkeypatch.setattr(trials, "measure_crowded_steps", lambda runs, ranks: [0.2] * len(runs))
@@ -45,11 +45,8 @@ def test_what_is_measured_can_be_planned_with(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        pytest.param(["to=here.txt"], "unknown file format; use .yaml.", id="format"),
-        pytest.param([], "to is missing", id="nothing"),
-        pytest.param(["to=x.yaml", "ranks=0"], "ranks=0", id="ranks"),
-    ],
+    [(["to=here.txt"], "unknown file format"), ([], "to is missing"), (["to=x.yaml", "ranks=0"], "ranks=0")],
+    ids=["format", "nothing", "ranks"],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate.main(arguments) == 2
@@ -104,26 +101,19 @@ def test_matmuls_with_a_start_up_are_explained(monkeypatch: pytest.MonkeyPatch) 
         m, n, k = work
         return 2 * m * n * (k + 64) / 1e12
 
-    monkeypatch.setattr(calibration, "_build_matmul", lambda m, n, k, *_: (m, n, k))
-    monkeypatch.setattr(calibration, "_time_best", times)
-    rate, prologue = calibration.measure_matmul(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(measurements, "_build_matmul", lambda m, n, k, *_: (m, n, k))
+    monkeypatch.setattr(measurements, "_time_best", times)
+    rate, prologue = measurements.measure_matmul(torch.device("cpu"), torch.float32)
     assert prologue == 64 and rate == pytest.approx(1e12)
 
 
 @pytest.mark.parametrize(
     ("given", "machine", "expected"),
-    [
-        pytest.param("auto", CPU, 2, id="cpu"),
-        pytest.param("auto", GPUS, 2, id="all GPUs"),
-        pytest.param("auto", replace(GPUS, count=1), 1, id="one GPU"),
-        pytest.param(4, CPU, 4, id="given"),
-    ],
+    [("auto", CPU, 2), ("auto", GPUS, 2), ("auto", replace(GPUS, count=1), 1), (4, CPU, 4)],
+    ids=["cpu", "all GPUs", "one GPU", "given"],
 )
 def test_ranks(given: int | str, machine: Machine, expected: int) -> None:
     assert calibrate.choose_ranks(given, machine) == expected
-
-
-def test_no_more_ranks_than_gpus() -> None:
     with pytest.raises(ConfigError, match=r"ranks=3: this machine has 2 x NVIDIA H100.* give ranks=2"):
         calibrate.choose_ranks(3, GPUS)
 
@@ -162,6 +152,6 @@ def test_attention_of_short_rows_and_narrow_heads_is_explained(monkeypatch: pyte
         there, back = (compute_slowdown(t, d, short, 0.75) for short in (128, 1024))
         return 2 * b * h * t * t * d * there / 2e12, 5 * b * h * t * t * d * back / 1e12
 
-    monkeypatch.setattr(calibration, "_time_attention", times)
-    found = calibration.measure_attention(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(measurements, "_time_attention", times)
+    found = measurements.measure_attention(torch.device("cpu"), torch.float32)
     assert list(found.values()) == pytest.approx([2.0, 1.0, 128, 1024, 0.75])

@@ -56,35 +56,21 @@ def ask(capfd: pytest.CaptureFixture[str]) -> Ask:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """Replace training: a higher learning rate is better; the runs that would be trained."""
-    runs: dict[str, Run] = {}
+    runs: list[Run] = []
 
     def run_local(run: Run, **_: Any) -> int:
         print("what a run prints")
         os.write(1, b"what its ranks print\n")
-        runs[run.directory] = run
+        runs.append(run)
         return 0
 
     def read_metric(directory: Path, code: int, metric: str) -> float:
-        run = runs[str(directory)]
+        run = next(run for run in runs if run.directory == str(directory))
         return 3.0 - 10 * run.optimizer.lr + 1e-4 * (run.training.seed * 7 % 5)
 
     monkeypatch.setattr(start, "run_local", run_local)
     monkeypatch.setattr(campaign, "read_metric", read_metric)
-    listed = _Values(runs)
-    return listed  # type: ignore[return-value]
-
-
-class _Values:
-    """The values of a dictionary as a list that grows with it."""
-
-    def __init__(self, runs: dict[str, Run]) -> None:
-        self.runs = runs
-
-    def __len__(self) -> int:
-        return len(self.runs)
-
-    def __iter__(self) -> Any:
-        return iter(list(self.runs.values()))
+    return runs
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.measure import command as measure
 from tests.measure import fit_costs, predicted
 from tests.support.composing import compose_test_run
 from tests.support.runs import begin_run
@@ -31,7 +32,6 @@ from titan import (
     status,
     train,
 )
-from titan.bench import __main__ as bench
 from titan.config.command import Command
 from titan.console import requirements
 from titan.dataset.tokenizers import train as tokenizer
@@ -76,7 +76,7 @@ CASES = [
     Case("titan.plan", plan.main, ("model=debug",), "plan.keep=0"),
     Case("titan.prove", prove.main, ("model=debug",), "training.steps=few"),
     Case("titan.calibrate", calibrate.main, ("to=x.yaml",), "ranks=0"),
-    Case("titan.bench", bench.main, ("suite=tiny",), "rounds=0"),
+    Case("tests.measure", measure.main, ("suite=tiny",), "rounds=0"),
     Case("tests.measure.predicted", predicted.main, ("cluster=x.yaml",), "steps=1"),
     Case("tests.measure.fit_costs", fit_costs.main, (), "to="),
     Case("titan.dataset.tokenizers.train", tokenizer.main, ("to=x.tiktoken",), "ranks=0"),
@@ -145,7 +145,7 @@ def test_a_wrong_value_is_rejected(case: Case, capsys: pytest.CaptureFixture[str
     [
         ("titan.prepare", "dry_rn=true", "dry_run"),
         ("titan.data", "rowz=1", "rows"),
-        ("titan.bench", "suit=cpu", "suite"),
+        ("tests.measure", "suit=cpu", "suite"),
         ("titan.evaluate", "avrage=2", "average"),
         ("titan.replay", "tolerence=2", "tolerance"),
         ("titan.plan", "serch=true", "plan.search"),
@@ -256,8 +256,8 @@ def test_a_run_and_a_file_in_place_of_a_setting_are_named(capsys: pytest.Capture
 
 FILE_WRITERS = {
     "titan.generate", "titan.evaluate", "titan.replay", "titan.compare", "titan.plan", "titan.prove", "titan.calibrate",
-    "titan.bench", "titan.law",
-    "tests.measure.predicted", "tests.measure.fit_costs", "titan.dataset.tokenizers.train",
+    "titan.law", "titan.dataset.tokenizers.train",
+    "tests.measure", "tests.measure.predicted", "tests.measure.fit_costs",
 }  # fmt: skip
 """Commands that write a file where `to=` says."""
 
@@ -310,7 +310,7 @@ def test_the_way_out_without_packages(files: list[str], prefix: str, advice: str
     assert advice in sentence and sentence.startswith(f"{sys.executable} has no hydra, yaml; ")
 
 
-@pytest.mark.parametrize("file", ["train.py", "profile/__main__.py", "bench/__main__.py"])
+@pytest.mark.parametrize("file", ["train.py", "profile/__main__.py"])
 def test_a_module_of_titan_that_is_started_as_a_script_is_named(file: str) -> None:
     script = requirements.find_script(SimpleNamespace(__file__=str(ROOT / "titan" / file), __spec__=None))
     assert script == ROOT / "titan" / file

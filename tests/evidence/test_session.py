@@ -255,6 +255,11 @@ def test_the_same_pair_twice_counts_once(session: Session) -> None:
 class TestWithdraw:
     """Taking back an idea: an entry more, no budget that was not spent, and no second chance."""
 
+    def screen(self, session: Session) -> str:
+        """Return an idea that has passed the screen."""
+        answers = [session.add_result(("good=1",), seed, 5.0, 2.0) for seed in range(5)]
+        return str(answers[-1]["idea"])
+
     def test_before_any_evidence_it_spends_nothing(self, session: Session, trainer: ScriptedTrainer) -> None:
         trainer.fail_at = 0
         with pytest.raises(KeyboardInterrupt):
@@ -269,8 +274,7 @@ class TestWithdraw:
         assert session.try_idea(("good=1",))["confirmation"] == 1
 
     def test_after_a_confirmation_began_its_budget_stays_spent(self, session: Session) -> None:
-        for seed in range(5):
-            idea = session.add_result(("good=1",), seed, 5.0, 2.0)["idea"]
+        idea = self.screen(session)
         assert session.add_result(idea, 50, 5.0, 2.0)["confirmation"] == 1
         answer = session.withdraw(idea)
         assert answer["budget_spent"] == pytest.approx(0.05 / 2) and "0.025 of the budget stays" in answer["text"]
@@ -278,8 +282,7 @@ class TestWithdraw:
         assert other["state"] == "kept" and other["confirmation"] == 2 and other["needed"] == 120
 
     def test_resumed_it_goes_on_with_its_evidence(self, session: Session) -> None:
-        for seed in range(5):
-            idea = session.add_result(("good=1",), seed, 5.0, 2.0)["idea"]
+        idea = self.screen(session)
         before = session.add_result(idea, 50, 5.0, 2.0)
         session.withdraw(idea)
         after = session.add_result(idea, 51, 5.0, 2.0)
@@ -288,8 +291,7 @@ class TestWithdraw:
 
     def test_pairs_that_come_after_it_do_not_keep_the_idea(self, session: Session) -> None:
         """As of a process that trains it meanwhile; the evidence counts once somebody takes it up again."""
-        for seed in range(5):
-            idea = session.add_result(("good=1",), seed, 5.0, 2.0)["idea"]
+        idea = self.screen(session)
         session.withdraw(idea)
         with session.book.locked() as append:
             for seed in range(60, 72):

@@ -1,4 +1,4 @@
-"""`python -m tests.measure`."""
+"""`python -m tests.measure`: see `tests.measure.command`."""
 
 from tests.measure.command import main
 from titan.console import output

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.measure import expert_traffic, features
+from tests.measure.common import time_in_turn
 from tests.measure.features import Overhead
 from titan.run.compose import compose_run
 
@@ -83,31 +84,16 @@ def measure_matmul(matmul: GroupedMatmul, device: str, rounds: int, repeats: int
     """Return the time of a grouped matmul in bfloat16, forward and backward, relative to that of the loop."""
     import torch
 
-    from titan.bench.bare_loop import time_work
     from titan.model import expert_ops
 
     tensors = _make_tensors(matmul, device)
-    sides = (
-        partial(
-            _run_both_passes,
-            expert_ops.multiply_in_loop,
-            expert_ops.compute_weight_grad_in_loop,
-            *tensors,
-            repeats=repeats,
-        ),
-        partial(
-            _run_both_passes,
-            expert_ops.multiply_with_kernel,
-            expert_ops.compute_weight_grad_with_kernel,
-            *tensors,
-            repeats=repeats,
-        ),
-    )
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds + 1):  # the first warms up
-        for side in (0, 1) if number % 2 else (1, 0):
-            times[side].append(time_work(sides[side], torch.device(device)))
-    first, second = times[0][1:], times[1][1:]
+    functions = {
+        "loop": (expert_ops.multiply_in_loop, expert_ops.compute_weight_grad_in_loop),
+        "kernel": (expert_ops.multiply_with_kernel, expert_ops.compute_weight_grad_with_kernel),
+    }
+    sides = {name: partial(_run_both_passes, *pair, *tensors, repeats=repeats) for name, pair in functions.items()}
+    times = time_in_turn(sides, rounds + 1, torch.device(device))  # the first round warms up
+    first, second = times["loop"][1:], times["kernel"][1:]
     ratios = tuple(b / a for a, b in zip(first, second, strict=True))
     return Overhead(matmul.title, statistics.median(first) / repeats, ratios)
 

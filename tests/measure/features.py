@@ -7,6 +7,7 @@ other waits without using a core. So other work on the machine slows both, and e
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from titan.cluster.environment import divide_cores, set_variables
 from titan.run.compose import compose_run
 from titan.run.run import Run
 
 if TYPE_CHECKING:
-    from titan.bench.trials import Trial
+    from titan.calibration.trials import Trial
     from titan.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -82,13 +84,16 @@ def suite(text: str, base: Sequence[str], rounds: int, steps: int) -> Iterator[O
 
 def measure_overhead(title: str, sides: Sequence[Run], rounds: int, steps: int) -> Overhead:
     """Return the cost of the second run's settings, relative to the first run."""
-    from titan.bench.trials import prepare_trial, run_together
+    from titan.calibration.trials import prepare_trial, run_together
 
     with tempfile.TemporaryDirectory(prefix="titan-features-") as folder:
         trials = [prepare_trial(replace(run, directory=f"{folder}/{name}")) for name, run in enumerate(sides)]
         devices = sides[0].layout.devices
         work = partial(_run_side, trials, rounds, steps, folder, devices)
-        run_together(work, 2 * devices, SECONDS, busy=devices)
+        variables = dict(os.environ)
+        divide_cores(variables, devices)  # of both sides only one computes
+        with set_variables(variables):
+            run_together(work, 2 * devices, SECONDS)
         first, second = (json.loads(Path(folder, f"{name}.json").read_text()) for name in (0, 1))
     ratios = tuple(b / a for a, b in zip(first, second, strict=True))
     return Overhead(title, statistics.median(first) / steps, ratios)
@@ -98,7 +103,7 @@ def _run_side(
     trials: Sequence[Trial], rounds: int, steps: int, folder: str, devices: int, rank: int, ranks: int, init_method: str
 ) -> dict[str, float]:
     """Be a rank of one of the two sides: the first half of the ranks trains the first run."""
-    from titan.bench.trials import build_trainer, connect_rank
+    from titan.calibration.trials import build_trainer, connect_rank
 
     side, side_rank = divmod(rank, devices)
     turns = Turns(f"{folder}/turns", ranks, side)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from titan.bench.bare_loop import time_work
+from tests.measure.common import time_in_turn
 from titan.cluster.rank_info import RankInfo
 from titan.generation.decode import BatchDecoder, Continuation, SamplingRules
 from titan.model import init_weights
@@ -57,16 +57,10 @@ def _measure_length(model: Any, device: torch.device, length: int, rounds: int) 
         "cache": make_cached(1),
         "rows": make_cached(ROWS),
     }
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for number in range(rounds):
-        for name in list(variants)[:: -1 if number % 2 else 1]:
-            times[name].append(time_work(variants[name], device))
+    times = time_in_turn(variants, rounds, device)
     rates = {name: length / statistics.median(durations) for name, durations in times.items()}
     rates["rows"] *= ROWS
-    ratios = [
-        uncached_seconds / cached_seconds
-        for uncached_seconds, cached_seconds in zip(times["uncached"], times["cache"], strict=True)
-    ]
+    ratios = [uncached / cached for uncached, cached in zip(times["uncached"], times["cache"], strict=True)]
     ratio = statistics.median(ratios)
     print(
         f"{length:>10} {rates['uncached']:>15,.0f} {rates['cache']:>16,.0f} {ratio:>6.2f} {rates['rows']:>18,.0f}",

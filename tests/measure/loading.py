@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from tests.measure.common import time_in_turn
 from titan.console.numbers import format_count
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.loader import BatchShape, Loader
@@ -43,11 +44,9 @@ def measure_loader_speed(folder: Path, megatokens: int, rounds: int) -> list[dic
         training = Training(seq_len=seq_len, global_batch=BATCH)
         mix = build_mixture(data, training, corpora)
         steps = mix.sources[0].split.tokens // BATCH - 1
-        times: dict[str, list[float]] = {"loader": [], "numpy": []}
-        for number in range(rounds):
-            sides = [("loader", _read_with_loader), ("numpy", _read_with_numpy)]
-            for name, work in sides if number % 2 else reversed(sides):
-                times[name].append(_time_work(partial(work, mix, training, steps)))
+        sides = {"loader": _read_with_loader, "numpy": _read_with_numpy}
+        work = {name: partial(read, mix, training, steps) for name, read in sides.items()}
+        times = time_in_turn(work, rounds, torch.device("cpu"))
         rates = {name: steps * BATCH / statistics.median(seconds) for name, seconds in times.items()}
         ratio = statistics.median(n / t for t, n in zip(times["loader"], times["numpy"], strict=True))
         print(
@@ -82,12 +81,6 @@ def _compute_deviation(row_indices: Any, modulus: int) -> float:
     expected = row_indices.size / modulus**2
     freedom = (modulus - 1) ** 2
     return float((((table - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
-
-
-def _time_work(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def _read_with_loader(mix: RowMixture, training: Training, steps: int) -> None:

@@ -215,7 +215,7 @@ def predict_run(run: Run) -> Figures:
 
 def measure_run(run: Run, steps: int) -> tuple[Figures, tuple[float, ...]]:
     """Train a run for some steps in new processes; return what it took, and the seconds of the steps that count."""
-    from titan.bench.trials import prepare_trial, run_together
+    from titan.calibration.trials import prepare_trial, run_together
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run = replace(run, directory=folder)
@@ -229,7 +229,7 @@ def _train_rank(
     run: Run, attempt: attempts.Attempt, steps: int, rank: int, ranks: int, init_method: str
 ) -> dict[str, float]:
     """Train as one of the ranks and return the memory of the fullest one."""
-    from titan.bench import trials
+    from titan.calibration import trials
     from titan.metrics.recorder import peak_resident_gib
     from titan.training import reporter
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.measure import loading
+from tests.measure.common import build_environment, read_last_line
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.preprocess.writer import compute_checksum
 from titan.dataset.schema import Jsonl
@@ -140,7 +141,7 @@ def _run_preparation(folder: Path, cache: str, limit: float | None = None) -> An
     start = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-c", RUN, *arguments, "dataset.workers=2"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=_build_environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=build_environment(),
     ) as process:  # fmt: skip
         try:
             code = process.wait(limit)
@@ -168,17 +169,7 @@ def _measure_memory(folder: Path, megabytes: int) -> dict[str, float]:
     )
     code += "from titan.files.platform import read_peak_resident_bytes\nprint(read_peak_resident_bytes())"
     start = time.perf_counter()
-    completed = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=_build_environment()
-    )
-    if completed.returncode:
-        raise ConfigError(f"suite=data: preparing ended with exit code {completed.returncode}; see its message above.")
-    seconds, mebibytes = time.perf_counter() - start, int(completed.stdout) / 2**20
+    mebibytes = int(read_last_line(["-c", code])) / 2**20
+    seconds = time.perf_counter() - start
     print(f"peak memory for {megabytes:,} MB: {mebibytes:.0f} MiB ({seconds:.0f} s)", flush=True)
     return {"megabytes": megabytes, "peak_mebibytes": mebibytes, "seconds": seconds}
-
-
-def _build_environment() -> dict[str, str]:
-    """Return this process's environment with its titan on PYTHONPATH."""
-    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

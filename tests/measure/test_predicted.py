@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.test_step_figures import FIGURES, PRICES
+from tests.calibration.test_measurements import FIGURES, PRICES
 from tests.measure import predicted
 from tests.measure.predicted import Figures, PredictionCase, PredictionRow
 

@@ -43,13 +43,6 @@ def test_a_measurement_that_fails_is_an_error(capfd: pytest.CaptureFixture[str])
     assert "IndexError" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("times", "growth"), [((1, 1, 8), 1.0), ((5, 2, 2), 0.0), ((1, 3, 192), 2.0), ((1,), None)])
-def test_growth_is_that_of_the_largest(times: tuple[float, ...], growth: float | None) -> None:
-    row = scale.CostRow([scale.RankCost("0", "x", 8**i, seconds, 1) for i, seconds in enumerate(times)])
-    assert row.compute_growth() == (growth if growth is None else pytest.approx(growth))
-    assert ("-" if growth is None else f"{growth:.1f}") in row.row()
-
-
 @pytest.mark.full
 def test_the_tensors_of_a_simulated_rank_are_its_items() -> None:
     run = scale.compose_scale_run(16)
@@ -92,18 +85,12 @@ def test_the_simulated_ranks_save_whole_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "growth"),
-    [
-        pytest.param((1.0, 2.0), 1.0, id="linear"),
-        pytest.param((1.0, 1.0), 0.0, id="constant"),
-        pytest.param((0.0, 1.0), None, id="first-too-short"),
-        pytest.param((1.0, 0.0), None, id="last-too-short"),
-        pytest.param((1.0,), None, id="one-number-of-ranks"),
-    ],
+    [((1, 1, 8), 1.0), ((5, 2, 2), 0.0), ((1, 3, 192), 2.0), ((0, 1), None), ((1, 0), None), ((1,), None)],
 )
-def test_growth_is_the_exponent_of_the_time(seconds: tuple[float, ...], growth: float | None) -> None:
-    costs = [scale.RankCost("0", "work", 8 * 2**i, value, 0.0) for i, value in enumerate(seconds)]
-    assert scale.CostRow(costs).compute_growth() == growth
-    assert "work" in scale.CostRow(costs).row()
+def test_growth_is_the_exponent_of_the_time_of_the_largest(seconds: tuple[float, ...], growth: float | None) -> None:
+    row = scale.CostRow([scale.RankCost("0", "work", 8**i, value, 1) for i, value in enumerate(seconds)])
+    assert row.compute_growth() == (growth if growth is None else pytest.approx(growth))
+    assert "work" in row.row() and ("-" if growth is None else f"{growth:.1f}") in row.row()
 
 
 @pytest.mark.full

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import sys
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from tests.bench.test_bench import SMALL
 from tests.measure import command, features, loading, preparing
+from tests.measure.test_speed import SMALL
 from tests.support.composing import compose_test_run
+from tests.support.import_graph import list_imports
 from tests.support.tiers import select_cases
+
+
+def test_suites_import_no_package_of_the_tests() -> None:
+    """A machine with a GPU may have what training needs only."""
+    files = [file for file in Path(command.__file__).parent.glob("*.py") if not file.name.startswith("test_")]
+    names = {name for file in files for name in list_imports(ast.parse(file.read_text()))}
+    others = [name for name in names if name.startswith("tests.") and not name.startswith("tests.measure")]
+    tops = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+    assert (tops, others) == ({"numpy", "torch", "titan", "tests", "yaml"}, [])
 
 
 @pytest.mark.parametrize(

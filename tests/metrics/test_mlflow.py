@@ -25,25 +25,19 @@ from titan.metrics.trackers import open_trackers
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        pytest.param("layer_grad_norm/layers.0", "layer_grad_norm/layers.0", id="kept"),
-        pytest.param("hooks/a-b/c d:e", "hooks/a-b/c d:e", id="characters"),
-        pytest.param("loss/a=b, ü(%)", "loss/a_b_ ü___", id="other-characters"),
-        pytest.param("/a//b/./../c/", "a/b/c", id="path"),
-        pytest.param("..", "_", id="no-path"),
-        pytest.param("a/" * 200, "/".join("a" * 125), id="long"),
+        ("layer_grad_norm/layers.0", "layer_grad_norm/layers.0"), ("hooks/a-b/c d:e", "hooks/a-b/c d:e"),
+        ("loss/a=b, ü(%)", "loss/a_b_ ü___"), ("/a//b/./../c/", "a/b/c"), ("..", "_"),
+        ("a/" * 200, "/".join("a" * 125)),
     ],
-)
+    ids=["kept", "characters", "other-characters", "path", "no-path", "long"],
+)  # fmt: skip
 def test_keys(name: str, key: str) -> None:
     assert clean_key(name) == key
 
 
-@pytest.mark.parametrize(
-    ("result", "status"),
-    [({"finished": True, "loss": 1.0}, "FINISHED"), ({"finished": False, "loss": 1.0}, "KILLED"), ({}, "FAILED")],
-    ids=["finished", "stopped", "failed"],
-)
-def test_status(result: Mapping[str, Any], status: str) -> None:
-    assert choose_status(result) == status
+def test_status() -> None:
+    results: list[dict[str, Any]] = [{"finished": True, "loss": 1.0}, {"finished": False, "loss": 1.0}, {}]
+    assert [choose_status(result) for result in results] == ["FINISHED", "KILLED", "FAILED"]
 
 
 def test_the_store_is_the_settings_then_the_environments_then_the_runs(tmp_path: Path) -> None:
@@ -92,6 +86,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "_is_installed", lambda package: True)
 
 
+STEP = {"step": 1, "loss": 1.0}
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_server_that_does_not_answer_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow, "ANSWER_SECONDS", 0.2)
@@ -100,7 +97,7 @@ def test_a_server_that_does_not_answer_is_one_warning(tmp_path: Path, monkeypatc
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        log_attempt(tmp_path, MLflow(tracking_uri=url), warnings, records=[{"step": 1, "loss": 1.0}], result={})
+        log_attempt(tmp_path, MLflow(tracking_uri=url), warnings, records=[STEP], result={})
     sentence = f"{url} does not answer within 0.2 s; the run continues without it."
     assert warnings == [f"metrics.trackers.mlflow: {sentence}"]
 
@@ -110,7 +107,7 @@ def test_a_store_that_can_not_be_written_to_is_one_warning(tmp_path: Path, monke
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "mlflow").write_text("a file in the way")
     warnings: list[str] = []
-    log_attempt(tmp_path, MLflow(), warnings, records=[{"step": 1, "loss": 1.0}], result={})
+    log_attempt(tmp_path, MLflow(), warnings, records=[STEP], result={})
     assert len(warnings) == 1 and warnings[0].startswith("metrics.trackers.mlflow: [Errno 17] File exists: ")
 
 

@@ -57,43 +57,26 @@ def test_the_code_of_a_tracker_is_the_users_own(tmp_path: Path) -> None:
     assert list_uses(run) == {"tests": ("metrics.trackers.mine",)}
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        pytest.param(
-            "+metrics.trackers.mine={_target_:elsewhere.Lines}",
-            "metrics.trackers.mine._target_=elsewhere.Lines: only classes under titan, experiments, tests may be "
-            "named; if you trust this one, add modules=[elsewhere].",
-            id="not-trusted",
-        ),
-        pytest.param(
-            named("No"),
-            f"metrics.trackers.mine._target_={MODULE}.No: no such class (module '{MODULE}' has no attribute 'No'); "
-            "correct the name.",
-            id="no-such-class",
-        ),
-        pytest.param(
-            "+metrics.trackers.mine={_target_:tests.support.own_hooks.Norms}",
-            "metrics.trackers.mine._target_=tests.support.own_hooks.Norms: is no titan.metrics.schema.Tracker; derive "
-            "it from that class.",
-            id="no-tracker",
-        ),
-        pytest.param(
-            named("Lines", fil="x"),
-            "metrics.trackers.mine.fil=x: there is no such setting; did you mean 'metrics.trackers.mine.file'?",
-            id="no-such-setting",
-        ),
-        pytest.param(
-            named("Lines", finish_minutes=0), "metrics.trackers.mine.finish_minutes=0: must be above 0.", id="range"
-        ),
-        pytest.param(
-            "+metrics.trackers.mine.finish_minutes=1",
-            "metrics.trackers.mine._target_ is missing: it names the class, such as mine.module.Class.",
-            id="no-class",
-        ),
-    ],
-)
-def test_refusals(override: str, sentence: str) -> None:
+REFUSED = {
+    "not trusted": ("+metrics.trackers.mine={_target_:elsewhere.Lines}",
+                    "metrics.trackers.mine._target_=elsewhere.Lines: only classes under titan, experiments, tests may "
+                    "be named; if you trust this one, add modules=[elsewhere]."),
+    "no such class": (named("No"), f"metrics.trackers.mine._target_={MODULE}.No: no such class (module '{MODULE}' has "
+                      "no attribute 'No'); correct the name."),
+    "no tracker": ("+metrics.trackers.mine={_target_:tests.support.own_hooks.Norms}",
+                   "metrics.trackers.mine._target_=tests.support.own_hooks.Norms: is no titan.metrics.schema.Tracker; "
+                   "derive it from that class."),
+    "no such setting": (named("Lines", fil="x"), "metrics.trackers.mine.fil=x: there is no such setting; did you mean "
+                        "'metrics.trackers.mine.file'?"),
+    "range": (named("Lines", finish_minutes=0), "metrics.trackers.mine.finish_minutes=0: must be above 0."),
+    "no class": ("+metrics.trackers.mine.finish_minutes=1",
+                 "metrics.trackers.mine._target_ is missing: it names the class, such as mine.module.Class."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    override, sentence = REFUSED[case]
     with pytest.raises(ConfigError) as caught:
         compose_test_run(["modules=[tests]", override])
     assert str(caught.value) == sentence
@@ -114,24 +97,19 @@ def release() -> Iterator[None]:
     own_trackers.RELEASE.set()
 
 
-@pytest.mark.parametrize(
-    ("tracker", "warning"),
-    [
-        pytest.param(
-            own_trackers.Hangs(finish_minutes=0.2 / 60),
-            "it did not close within 0.2 s of the end of the run; the run continues without it.",
-            id="hangs",
-        ),
-        pytest.param(own_trackers.Raises(), "no such service; the run continues without it.", id="raises"),
-        pytest.param(
-            own_trackers.Lacks(),
-            "the package no-such-package is not installed (pip install no-such-package); continuing without it.",
-            id="lacks-its-package",
-        ),
-    ],
-)
+FAILING: dict[str, tuple[Tracker, str]] = {
+    "hangs": (own_trackers.Hangs(finish_minutes=0.2 / 60),
+              "it did not close within 0.2 s of the end of the run; the run continues without it."),
+    "raises": (own_trackers.Raises(), "no such service; the run continues without it."),
+    "lacks its package": (own_trackers.Lacks(), "the package no-such-package is not installed "
+                          "(pip install no-such-package); continuing without it."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAILING)
 @pytest.mark.usefixtures("release")
-def test_a_tracker_that_fails_is_one_warning(tracker: Tracker, warning: str, tmp_path: Path) -> None:
+def test_a_tracker_that_fails_is_one_warning(case: str, tmp_path: Path) -> None:
+    tracker, warning = FAILING[case]
     warnings: list[str] = []
     log_one(tmp_path, tracker, warnings)
     assert warnings == [f"metrics.trackers.mine: {warning}"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tiers import full
-from titan.console.numbers import format_tokens
 from titan.metrics.columns import read_loss_curves
 from titan.metrics.reader import read_steps
 from titan.metrics.svg import plot_losses, thin_curve
@@ -31,23 +31,18 @@ LINES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture
-def metrics_file(tmp_path: Path) -> Path:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 5, "lo')
+def write_lines(folder: Path, lines: Iterable[Mapping[str, Any]], end: str = "") -> Path:
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
     return file
 
 
-def test_the_last_line_of_a_step_counts(metrics_file: Path) -> None:
-    training = read_loss_curves(metrics_file).training
-    assert training.steps.tolist() == [1, 2, 3]
-    assert training.tokens.tolist() == [2048, 4096, 6144]
-    assert training.values.tolist() == [8.0, 6.5, 6.0]
-
-
-def test_a_validation_line_does_not_hide_the_training_line(metrics_file: Path) -> None:
-    validation = read_loss_curves(metrics_file).validation
-    assert (validation.steps.tolist(), validation.values.tolist()) == ([2], [7.5])
+def test_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
+    curves = read_loss_curves(write_lines(tmp_path, LINES, '{"step": 5, "lo'))
+    assert curves.training.steps.tolist() == [1, 2, 3]
+    assert curves.training.tokens.tolist() == [2048, 4096, 6144]
+    assert curves.training.values.tolist() == [8.0, 6.5, 6.0]
+    assert (curves.validation.steps.tolist(), curves.validation.values.tolist()) == ([2], [7.5])
 
 
 @pytest.mark.parametrize(
@@ -60,22 +55,14 @@ def test_a_validation_line_does_not_hide_the_training_line(metrics_file: Path) -
     ],
 )
 def test_first_and_last_loss(losses: list[float | None], expected: Any, tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    records = [{"step": i, "loss": loss} for i, loss in enumerate(losses)]
-    file.write_text("".join(json.dumps(r) + "\n" for r in [*records, {"step": 9, "validation_loss": 1.0}]))
-    curves = read_loss_curves(file)
+    records: list[dict[str, Any]] = [{"step": i, "loss": loss} for i, loss in enumerate(losses)]
+    curves = read_loss_curves(write_lines(tmp_path, [*records, {"step": 9, "validation_loss": 1.0}]))
     assert (curves.first, curves.last) == expected
-
-
-def test_a_run_without_metrics_has_no_losses(tmp_path: Path) -> None:
-    curves = read_loss_curves(tmp_path / "metrics.jsonl")
-    assert (curves.first, curves.last, len(curves.training), len(curves.validation)) == (None, None, 0, 0)
 
 
 def test_a_number_that_is_too_large_costs_only_its_line(tmp_path: Path) -> None:
     lines = [{"step": step, "loss": 10**400 if step == 3 else 2} for step in range(1, 6)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_loss_curves(tmp_path / "metrics.jsonl").training.steps.tolist() == [1, 2, 4, 5]
+    assert read_loss_curves(write_lines(tmp_path, lines)).training.steps.tolist() == [1, 2, 4, 5]
 
 
 LOSS, VALIDATION = {"loss": 3.0}, {"validation_loss": 4.0}
@@ -94,8 +81,7 @@ lines_of_steps = st.lists(
 def test_curves_are_those_of_merged_records(lines: list[dict[str, Any]]) -> None:
     """Other readers merge records; the columns must say the same."""
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "metrics.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file = write_lines(Path(folder), lines)
         curves, merged = read_loss_curves(file), read_steps(file)
     for curve, key in ((curves.training, "loss"), (curves.validation, "validation_loss")):
         finite = [(record["step"], record[key]) for record in merged if record.get(key) is not None]
@@ -115,9 +101,8 @@ def test_curves_are_those_of_merged_records(lines: list[dict[str, Any]]) -> None
     ],
 )
 def test_draws_a_picture(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
-    file, picture = tmp_path / "metrics.jsonl", tmp_path / "loss.svg"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert plot_losses(read_loss_curves(file), picture) == picture
+    picture = tmp_path / "loss.svg"
+    assert plot_losses(read_loss_curves(write_lines(tmp_path, lines)), picture) == picture
     text = picture.read_text()
     root = ElementTree.fromstring(text)
     assert root.tag == f"{{{SVG}}}svg" and "nan" not in text
@@ -132,26 +117,20 @@ def test_nothing_to_draw(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "metrics.jsonl"
     if text is not None:
         file.write_text(text)
-    assert plot_losses(read_loss_curves(file), tmp_path / "loss.svg") is None
+    curves = read_loss_curves(file)
+    assert (curves.first, curves.last, len(curves.training), len(curves.validation)) == (None, None, 0, 0)
+    assert plot_losses(curves, tmp_path / "loss.svg") is None
     assert not (tmp_path / "loss.svg").exists()
 
 
 def test_marks_above_the_axis_are_at_its_upper_end(tmp_path: Path) -> None:
     lines = [{"step": s, "tokens": 64 * s, "loss": 3.0 + s / 1000} for s in range(1, 401)]
     lines[200] |= {"loss": 90.0, "spike": 3.0}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plot_losses(read_loss_curves(tmp_path / "metrics.jsonl"), tmp_path / "loss.svg")
+    plot_losses(read_loss_curves(write_lines(tmp_path, lines)), tmp_path / "loss.svg")
     text = (tmp_path / "loss.svg").read_text()
     (mark,) = re.findall(r'class="marks spikes" d="M([\d.]+) ([\d.]+)l', text)
     (top,) = {float(y) for y in re.findall(r'<rect x="70" y="(\d+)"', text)}
     assert float(mark[1]) == top and "spikes, 1" in text and "mean over 8 steps" in text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (820, "820"), (16384, "16.4k"), (2_500_000, "2.5M"), (1.2e9, "1.2B"), (15e12, "15T")]
-)
-def test_short(count: float, text: str) -> None:
-    assert format_tokens(count) == text
 
 
 @given(steps=st.integers(1, 3000), points=st.integers(2, 400), share=st.floats(0, 0.2))

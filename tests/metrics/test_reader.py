@@ -18,38 +18,27 @@ from titan.metrics.reader import (
     read_records,
 )
 
-
-@pytest.mark.parametrize(
-    ("lines", "steps"),
-    [
-        pytest.param(b'{"step": 1}\n{"step": 2, "lo', [1], id="truncated"),
-        pytest.param(b'{"step": 1}\n[2]\n\xff\n\n{"step": 3}\n', [1, 3], id="no-objects"),
-        pytest.param(b'{"step": "x"}\n{"step": 2, "loss": "low"}\n{"step": 3, "loss": null}\n', [3], id="types"),
-        pytest.param(None, [], id="no-file"),
-    ],
-)
-def test_invalid_lines_are_skipped(lines: bytes | None, steps: list[int], tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    if lines is not None:
-        file.write_bytes(lines)
-    assert [record["step"] for record in read_records(file)] == steps
+LINES: dict[str, tuple[bytes, list[int], int]] = {
+    "truncated": (b'{"step": 1}\n{"step": 2, "lo', [1], 1),
+    "no objects": (b'{"step": 1}\n[2]\n\xff\n\n{"step": 3}\n', [1, 3], 2),
+    "types": (b'{"step": "x"}\n{"step": 2, "loss": "low"}\n{"step": 3, "loss": null}\n', [3], 2),
+    "two lines are no record": (b'{"step": 1}\n{"step": 2, "x": [1\n2]}\n{"step": 3}\n', [1, 3], 2),
+    "two records in a line": (b'{"step": 1}, {"step": 2}\n{"step": 3}\n', [3], 1),
+    "no steps": (b'{"step": -1}\n{"step": true}\n{"step": 9007199254740992}\n{"step": 3}', [3], 3),
+    "nested": (b'{"step": 1, "x": ' + b"[" * 100_000 + b'\n{"step": 2}\n', [2], 1),
+    "other types": (b'{"step": 1, "attempt": "x"}\n{"step": 2, "tokens": null}\n{"step": 3}\n', [3], 2),
+}  # fmt: skip
+"""Lines, the steps of those that are valid, and the number of the others."""
 
 
-@pytest.mark.parametrize(
-    ("text", "steps", "invalid"),
-    [
-        pytest.param('{"step": 1}\n{"step": 2, "x": [1\n2]}\n{"step": 3}\n', [1, 3], 2, id="two-lines-are-no-record"),
-        pytest.param('{"step": 1}, {"step": 2}\n{"step": 3}\n', [3], 1, id="two-records-in-a-line"),
-        pytest.param('{"step": -1}\n{"step": true}\n{"step": 9007199254740992}\n{"step": 3}', [3], 3, id="no-steps"),
-        pytest.param(f'{{"step": 1, "x": {"[" * 100_000}\n{{"step": 2}}\n', [2], 1, id="nested"),
-        pytest.param('{"step": 1, "attempt": "x"}\n{"step": 2, "tokens": null}\n{"step": 3}\n', [3], 2, id="types"),
-    ],
-)
-def test_a_line_costs_only_itself(text: str, steps: list[int], invalid: int, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(text)
-    records: list[dict[str, Any]] = []
-    assert parse_file(tmp_path / "metrics.jsonl", records.extend) == invalid
-    assert [record["step"] for record in records] == steps == [r["step"] for r in read_records(tmp_path / METRICS)]
+@pytest.mark.parametrize("case", LINES)
+def test_an_invalid_line_costs_only_itself(case: str, tmp_path: Path) -> None:
+    content, steps, invalid = LINES[case]
+    file, records = tmp_path / METRICS, list[dict[str, Any]]()
+    assert read_records(file) == []
+    file.write_bytes(content)
+    assert parse_file(file, records.extend) == invalid
+    assert [record["step"] for record in records] == steps == [record["step"] for record in read_records(file)]
 
 
 def test_what_a_reader_rejects_is_left_out_alone(tmp_path: Path) -> None:
@@ -73,25 +62,20 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 TRAINED, VALIDATED = {"step": 2, "loss": 4.0, "time": 1.0}, {"step": 2, "validation_loss": 4.5, "time": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("records", "merged"),
-    [
-        pytest.param([TRAINED, VALIDATED], {**VALIDATED, **TRAINED}, id="lines-of-one-step"),
-        pytest.param([VALIDATED, TRAINED], {**VALIDATED, **TRAINED}, id="in-any-order"),
-        pytest.param([TRAINED, VALIDATED, {**TRAINED, "loss": 3.0}], {**TRAINED, "loss": 3.0}, id="trained-again"),
-        pytest.param(
-            [TRAINED, VALIDATED, {**VALIDATED, "validation_loss": 4.2}],
-            {**VALIDATED, **TRAINED, "validation_loss": 4.2},
-            id="evaluated-again",
-        ),
-        pytest.param(
-            [{**TRAINED, "attempt": 1}, {**VALIDATED, "attempt": 2}],
-            {**VALIDATED, **TRAINED, "attempt": 1},
-            id="evaluated-by-a-later-attempt",
-        ),
-    ],
-)
-def test_the_last_value_of_a_step_counts(records: list[dict[str, Any]], merged: dict[str, Any]) -> None:
+MERGED: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "lines of one step": ([TRAINED, VALIDATED], {**VALIDATED, **TRAINED}),
+    "in any order": ([VALIDATED, TRAINED], {**VALIDATED, **TRAINED}),
+    "trained again": ([TRAINED, VALIDATED, {**TRAINED, "loss": 3.0}], {**TRAINED, "loss": 3.0}),
+    "evaluated again": ([TRAINED, VALIDATED, {**VALIDATED, "validation_loss": 4.2}],
+                        {**VALIDATED, **TRAINED, "validation_loss": 4.2}),
+    "evaluated by a later attempt": ([{**TRAINED, "attempt": 1}, {**VALIDATED, "attempt": 2}],
+                                     {**VALIDATED, **TRAINED, "attempt": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_the_last_value_of_a_step_counts(case: str) -> None:
+    records, merged = MERGED[case]
     assert merge_steps([{"step": 3}, *records, {"note": "of no step"}], {}) == [merged, {"step": 3}]
 
 
@@ -100,28 +84,21 @@ def test_steps_that_a_later_attempt_does_not_reach_again_do_not_count() -> None:
     assert merge_steps(records, {1: 1, 2: 9}) == [{"step": 1, "attempt": 1}, {"step": 2, "attempt": 2}]
 
 
-@pytest.mark.parametrize(
-    ("text", "last", "attempts"),
-    [
-        pytest.param("", [], [], id="empty"),
-        pytest.param('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1, "att', [1], [1], id="truncated"),
-        pytest.param('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1, "attempt": 2}\n', [2, 1], [2], id="resumed"),
-        pytest.param('{"step": 1, "loss": 2}\n{"step": 1, "validation_loss": 2}\n{"loss": 1}\n', [1], [1], id="other"),
-        pytest.param(
-            f'{{"step": 1, "loss": 2, "x": "{"y" * 70_000}"}}\n{{"step": 2, "loss": 1}}\n', [2, 1], [1], id="long-first"
-        ),
-        pytest.param(
-            f'{{"step": 1, "loss": 2}}\n{{"step": 2, "loss": 1, "attempt": 2, "x": "{"y" * 300_000}"}}\n',
-            [2, 1],
-            [2],
-            id="long-last",
-        ),
-        pytest.param(
-            f'{{"step": 1, "loss": 2}}\n{{"step": 2, "loss": 1, "x": "{"y" * 70_000}', [1], [1], id="long-truncated"
-        ),
-    ],
-)
-def test_the_end_of_the_file(text: str, last: list[int], attempts: list[int], tmp_path: Path) -> None:
+ENDS: dict[str, tuple[str, list[int], list[int]]] = {
+    "empty": ("", [], []),
+    "truncated": ('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1, "att', [1], [1]),
+    "resumed": ('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1, "attempt": 2}\n', [2, 1], [2]),
+    "other": ('{"step": 1, "loss": 2}\n{"step": 1, "validation_loss": 2}\n{"loss": 1}\n', [1], [1]),
+    "long first": (f'{{"step": 1, "loss": 2, "x": "{"y" * 70_000}"}}\n{{"step": 2, "loss": 1}}\n', [2, 1], [1]),
+    "long last": (f'{{"step": 1, "loss": 2}}\n{{"step": 2, "loss": 1, "attempt": 2, "x": "{"y" * 300_000}"}}\n',
+                  [2, 1], [2]),
+    "long truncated": (f'{{"step": 1, "loss": 2}}\n{{"step": 2, "loss": 1, "x": "{"y" * 70_000}', [1], [1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_the_end_of_the_file(case: str, tmp_path: Path) -> None:
+    text, last, attempts = ENDS[case]
     (tmp_path / METRICS).write_text(text)
     assert [record["step"] for record in read_last_steps(tmp_path / METRICS)] == last
     assert [attempt for attempt in (1, 2) if ends_with_attempt(tmp_path / METRICS, attempt)] == attempts

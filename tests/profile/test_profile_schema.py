@@ -52,18 +52,16 @@ def test_rejected(given: dict[str, Any], message: str) -> None:
         Profile(**given).check(4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        pytest.param({"seconds": 0.0}, "it is of 1 steps of 0 s", id="zero-seconds"),
-        pytest.param({"seconds": math.nan}, "it is of 1 steps of nan s", id="no-number"),
-        pytest.param({"steps": []}, "it is of 0 steps of 1 s", id="no-steps"),
-        pytest.param({"memory": {"x": "y"}}, "memory.x is 'y'", id="memory-a-text"),
-        pytest.param({"predicted": 3}, "predicted is 3", id="prediction-a-number"),
-    ],
-)
-def test_a_summary_that_is_damaged_is_rejected(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    content = {"rank": 0, "steps": [1], "seconds": 1.0, "parts": {}, "hidden": {}, **changes}
+DAMAGED: dict[str, dict[str, Any]] = {
+    "it is of 1 steps of 0 s": {"seconds": 0.0}, "it is of 1 steps of nan s": {"seconds": math.nan},
+    "it is of 0 steps of 1 s": {"steps": []}, "memory.x is 'y'": {"memory": {"x": "y"}},
+    "predicted is 3": {"predicted": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", DAMAGED)
+def test_a_summary_that_is_damaged_is_rejected(words: str, tmp_path: Path) -> None:
+    content = {"rank": 0, "steps": [1], "seconds": 1.0, "parts": {}, "hidden": {}, **DAMAGED[words]}
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "step-1-rank-0.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=rf"step-1-rank-0.json: is no summary of a profile \({words}.*; remove it"):

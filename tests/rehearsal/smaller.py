@@ -7,13 +7,13 @@ import runpy
 import sys
 
 SIZES = {
-    "titan.bench.calibration": {
+    "titan.calibration.measurements": {
         "MATMUL_SHAPES": ((64, 64, 64), (64, 128, 64)),
         "ATTENTION": ((1, 2, 64, 16),),
         "UNCOMPILED": (64, 64, 128),
         "COPIED_MIB": 1,
     },
-    "titan.bench.speed": {"CEILINGS": (64, 1)},
+    "tests.measure.speed": {"CEILINGS": (64, 1)},
 }
 """The sizes for CUDA in place of a GPU's, by module and name."""
 

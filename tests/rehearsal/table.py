@@ -135,7 +135,7 @@ TRAINING = (
 BENCHES = (
     Rehearsed(
         "bench: speed",
-        ("titan.bench", "suite=tiny", "case=bf16, compile off, bare", "rounds=1", "steps=1",
+        ("tests.measure", "suite=tiny", "case=bf16, compile off, bare", "rounds=1", "steps=1",
          "to={runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
         SMALLER, leaves=("speed.json",), says="1 case: 0 skipped, 0 with a failed side",
     ),
@@ -144,13 +144,13 @@ BENCHES = (
         leaves=("here.yaml",), says="link_gb_per_second",
     ),
     Rehearsed(
-        "bench: waits of the host", ("only=sync", *SMALL, *BF16, "cluster.device=cuda"), "titan.bench",
+        "bench: waits of the host", ("only=sync", *SMALL, *BF16, "cluster.device=cuda"), "tests.measure",
         says='{"location": "", "failure": ""}',
     ),
     Rehearsed(
         "bench: modes",
         ("suite=modes", "case=single: full, off", "to={runs}/modes.json", *SMALL, *BF16),
-        "titan.bench", leaves=("modes.json",),
+        "tests.measure", leaves=("modes.json",),
     ),
 )  # fmt: skip
 """The longest first."""
@@ -224,7 +224,7 @@ REFUSED = (
 
 def _define_acceptance(name: str, parts: str, **options: Any) -> Rehearsed:
     arguments = ("suite=acceptance", f"to={{runs}}/{name}", f"case={parts}", *ACCEPTED)
-    return Rehearsed(f"acceptance: {name}", arguments, "titan.bench", **options)
+    return Rehearsed(f"acceptance: {name}", arguments, "tests.measure", **options)
 
 
 ACCEPTED = (

@@ -16,11 +16,11 @@ from omegaconf import OmegaConf
 import titan
 from launchers import start
 from launchers.command import run_command
+from tests.measure import command as measure
 from tests.support.machines import make_detector
 from tests.support.runs import TINY, begin_run
 from tests.support.tiers import full
 from titan import compare, convert, data, generate, prepare, status, train
-from titan.bench import __main__ as bench
 from titan.cluster import devices
 from titan.cluster.schema import Cluster
 from titan.config.modules import check_hydra
@@ -257,7 +257,7 @@ def test_ranges_of_one_value(word: str, problem: str) -> None:
         command_line.check(arguments)
 
 
-@pytest.mark.parametrize("module", [train, prepare, generate, status, compare, convert, data, bench])
+@pytest.mark.parametrize("module", [train, prepare, generate, status, compare, convert, data, measure])
 def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert module.main(["--version"]) == 0  # type: ignore[attr-defined]
     assert capsys.readouterr().out.startswith(f"titan {titan.__version__} (torch ")
@@ -284,9 +284,9 @@ def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(prepare, ["dataset={}"], "dataset={}: changes nothing", id="prepare-nothing"),
         pytest.param(data, ["step=99999999999"], "is not a number or a range", id="data"),
         pytest.param(data, ["characters=-1"], "characters=-1: must be at least 0.", id="data-negative"),
-        pytest.param(bench, ["rounds=0"], "rounds=0: must be at least 1.", id="bench"),
-        pytest.param(bench, ["suite=x"], "suite=x: choose one of cpu, gpu", id="bench-suite"),
-        pytest.param(bench, ["to=no/x.json"], "to=no/x.json: there is no directory no", id="bench-json"),
+        pytest.param(measure, ["rounds=0"], "rounds=0: must be at least 1.", id="measure"),
+        pytest.param(measure, ["suite=x"], "suite=x: choose one of cpu, gpu", id="measure-suite"),
+        pytest.param(measure, ["to=no/x.json"], "to=no/x.json: there is no directory no", id="measure-json"),
     ],
 )
 def test_every_command_refuses_in_a_sentence(

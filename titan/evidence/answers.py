@@ -28,11 +28,7 @@ def describe_idea(campaign: Campaign, idea: Idea, from_book: bool = False) -> di
     }
     return {
         "idea": idea.id,
-        "changes": idea.changes,
-        "hypothesis": idea.hypothesis,
-        "baseline": idea.baseline,
-        "state": idea.state,
-        "kept_as": idea.kept_as,
+        **{name: getattr(idea, name) for name in ("changes", "hypothesis", "baseline", "state", "kept_as")},
         "from_book": from_book,
         **stages,
         "confirmation": idea.confirmation,
@@ -129,11 +125,7 @@ def describe_campaign(campaign: Campaign) -> dict[str, Any]:
     return {
         "baseline": len(campaign.kept),
         "first_baseline": rules.baseline,
-        "metric": rules.metric,
-        "budget": rules.budget,
-        "margin": rules.margin,
-        "pairs": rules.pairs,
-        "slope": rules.slope,
+        **{name: getattr(rules, name) for name in ("metric", "budget", "margin", "pairs", "slope")},
         "ideas": {state: states.count(state) for state in dict.fromkeys(states)},
         "kept": list(campaign.kept),
         "confirmations": campaign.confirmations,

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +84,13 @@ class Book:
             ConfigError: when the folder can't be written or locked.
         """
         with locks.hold_file(self.file, str(self.file), "choose another name or repair it") as descriptor:
-            yield partial(_append, descriptor)
 
+            def append(event: str, **values: Any) -> None:
+                line = {"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **values}
+                locks.append_lines(descriptor, line, allow_nan=False)
+                sync_file(descriptor)
 
-def _append(descriptor: int, event: str, **values: Any) -> None:
-    """Append an event, and flush it."""
-    line = {"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **values}
-    locks.append_lines(descriptor, line, allow_nan=False)
-    sync_file(descriptor)
+            yield append
 
 
 def check_event(event: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal
 
@@ -236,10 +236,11 @@ def read_campaign(events: Iterable[Mapping[str, Any]], damaged_lines: int = 0) -
     """Return the state after all events; None where no campaign was opened."""
     campaign: Campaign | None = None
     for event in events:
-        if campaign is None:
-            campaign = _open(event) if event["event"] == "opened" else None
-        else:
+        if campaign is not None:
             _apply(campaign, event)
+        elif event["event"] == "opened":
+            rules = {each.name: event[each.name] for each in fields(Rules)}
+            campaign = Campaign(Rules(**{**rules, "baseline": _read_changes(event["baseline"])}))
     if campaign is not None:
         campaign.damaged_lines = damaged_lines
         for idea in campaign.ideas.values():
@@ -247,19 +248,16 @@ def read_campaign(events: Iterable[Mapping[str, Any]], damaged_lines: int = 0) -
     return campaign
 
 
-def _open(event: Mapping[str, Any]) -> Campaign:
-    baseline = event["baseline"] if isinstance(event["baseline"], str) else tuple(event["baseline"])
-    names = ("baseline_id", "metric", "budget", "margin", "pairs", "slope")
-    return Campaign(Rules(baseline, **{name: event[name] for name in names}))
+def _read_changes(value: str | list[str]) -> Changes:
+    return value if isinstance(value, str) else tuple(value)
 
 
 def _apply(campaign: Campaign, event: Mapping[str, Any]) -> None:
     """Let an event change the state; what nothing is known of, such as an event of a later titan, changes nothing."""
     kind, idea = event["event"], campaign.ideas.get(str(event.get("idea")))
     if kind == "idea" and idea is None:
-        changes = event["changes"] if isinstance(event["changes"], str) else tuple(event["changes"])
-        id, pairs = event["idea"], event["pairs"]
-        campaign.ideas[id] = Idea(id, changes, event["hypothesis"], event["baseline"], event["result_id"], pairs)
+        values = {name: event[name] for name in ("hypothesis", "baseline", "result_id", "pairs")}
+        campaign.ideas[event["idea"]] = Idea(event["idea"], _read_changes(event["changes"]), **values)
     elif kind == "seeds":
         _take_seeds(campaign, event)
     elif kind == "pair":
@@ -285,30 +283,26 @@ def _take_seeds(campaign: Campaign, event: Mapping[str, Any]) -> None:
 
 
 def _add_pair(campaign: Campaign, event: Mapping[str, Any]) -> None:
-    pair = SeedPair(event["seed"], event["baseline_loss"], event["loss"], campaign.noise_squares, campaign.noise_pairs)
-    campaign.seeds.setdefault(pair.seed, set()).add(event["idea"])
-    if event["idea"] == NOISE:
-        campaign.noise.append(pair)
-    elif event["idea"] == CHAIN:
-        campaign.chain.setdefault(event["baseline"], []).append(pair)
-    elif (idea := campaign.ideas.get(event["idea"])) is not None:
-        _add_evidence(campaign, idea, event["stage"], pair)
-
-
-def _add_evidence(campaign: Campaign, idea: Idea, stage: str, pair: SeedPair) -> None:
-    """Add a pair to an idea; the same seed a second time, by two processes at once, does not count.
+    """Add a pair; the same seed of an idea a second time, by two processes at once, does not count.
 
     A confirmation that begins gets its number, also of a withdrawn idea.
     """
-    pairs = idea.stages.get(stage)
-    if pairs is None or any(pair.seed == other.seed for other in idea.stages["screen"] + idea.stages["confirm"]):
-        return
-    pairs.append(pair)
-    if stage == "confirm":
-        if idea.confirmation is None:
-            campaign.confirmations += 1
-            idea.confirmation = campaign.confirmations
-        _keep_proven(campaign, idea)
+    pair = SeedPair(event["seed"], event["baseline_loss"], event["loss"], campaign.noise_squares, campaign.noise_pairs)
+    name, stage, idea = event["idea"], event["stage"], campaign.ideas.get(event["idea"])
+    campaign.seeds.setdefault(pair.seed, set()).add(name)
+    if name == NOISE:
+        campaign.noise.append(pair)
+    elif name == CHAIN:
+        campaign.chain.setdefault(event["baseline"], []).append(pair)
+    elif idea is not None and stage in idea.stages:
+        if any(pair.seed == other.seed for pairs in idea.stages.values() for other in pairs):
+            return
+        idea.stages[stage].append(pair)
+        if stage == "confirm":
+            if idea.confirmation is None:
+                campaign.confirmations += 1
+                idea.confirmation = campaign.confirmations
+            _keep_proven(campaign, idea)
 
 
 def _keep_proven(campaign: Campaign, idea: Idea) -> None:

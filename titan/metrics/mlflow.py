@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from titan.config.optional import advise_extra
 from titan.config.settings import format_value
@@ -54,8 +54,6 @@ ENVIRONMENT = {
 }
 """Variables that MLflow reads: no usage reports, and no messages that would break the progress line."""
 RUN_ID_TAG = "titan.run_id"
-
-T = TypeVar("T")
 
 
 class MLflowRun:
@@ -101,13 +99,16 @@ class MLflowRun:
         )
 
     def _send(self, params: Mapping[str, str] | None = None, tags: Mapping[str, str] | None = None) -> None:
-        """Log parameters and tags, in requests that MLflow accepts."""
+        """Log parameters and tags."""
         from mlflow.entities import Param, RunTag
 
-        for batch in _split([Param(*item) for item in (params or {}).items()], MAX_BATCH_PARAMS):
-            self._client.log_batch(self._run_id, params=batch)
-        for batch in _split([RunTag(*item) for item in (tags or {}).items()], MAX_BATCH_PARAMS):
-            self._client.log_batch(self._run_id, tags=batch)
+        self._log_batches("params", [Param(*item) for item in (params or {}).items()], MAX_BATCH_PARAMS)
+        self._log_batches("tags", [RunTag(*item) for item in (tags or {}).items()], MAX_BATCH_PARAMS)
+
+    def _log_batches(self, kind: str, values: Sequence[Any], size: int) -> None:
+        """Log values in requests of a size that MLflow accepts."""
+        for start in range(0, len(values), size):
+            self._client.log_batch(self._run_id, **{kind: values[start : start + size]})
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Log the numbers of a record at its step; a record without a step is skipped."""
@@ -133,8 +134,7 @@ class MLflowRun:
             self._values.append(Metric(clean_key(name), value, int(1000 * seconds), int(self._step)))
 
     def _flush(self) -> None:
-        for batch in _split(self._values, MAX_BATCH_METRICS):
-            self._client.log_batch(self._run_id, metrics=batch)
+        self._log_batches("metrics", self._values, MAX_BATCH_METRICS)
         self._values = []
         self._next_flush = time.monotonic() + FLUSH_SECONDS
 
@@ -227,9 +227,3 @@ def _lock_store(uri: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _split(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Yield values in parts of a size."""
-    for start in range(0, len(values), size):
-        yield values[start : start + size]

@@ -50,14 +50,11 @@ class SpikeDetector:
         """Add the loss of the next step; return its mark if it is a spike."""
         if not (self.window and math.isfinite(loss)):
             return None
-        spike = self._detect_spike(loss) if len(self.losses) >= min(MIN_LOSSES, self.window) else None
+        spike = None
+        if len(self.losses) >= min(MIN_LOSSES, self.window):
+            window_median = median(self.losses)
+            sigma = MAD_TO_SIGMA * median(abs(x - window_median) for x in self.losses)
+            deviations = (loss - window_median) / max(sigma, MIN_RISE / self.deviations)  # a smaller rise is no spike
+            spike = LossSpike(deviations, window_median) if deviations > self.deviations else None
         self.losses.append(loss)
         return spike
-
-    def _detect_spike(self, loss: float) -> LossSpike | None:
-        window_median = median(self.losses)
-        sigma = MAD_TO_SIGMA * median(abs(x - window_median) for x in self.losses)
-        deviations = (loss - window_median) / max(
-            sigma, MIN_RISE / self.deviations
-        )  # a smaller rise than HIGH is within the limit
-        return LossSpike(deviations, window_median) if deviations > self.deviations else None

@@ -99,31 +99,21 @@ class Frame:
     ) -> str:
         """Return grid lines, ticks with their values, and axis names with units."""
         left, right, low, high = self.x.start, self.x.end, self.y.start, self.y.end
-        names = draw_text((left + right) / 2, low + 38, x_name, "middle", "name")
-        names += draw_text(max(2.0, left - 8 - LETTER * 7), high - 12, y_name, "start", "name")
-        base = f'<path class="axis" d="M{left:.1f} {low:.1f}H{right:.1f}"/>'
-        return self._draw_y_ticks(y_text) + base + self._draw_x_ticks(x_text) + names
-
-    def _draw_y_ticks(self, show: Callable[[float], str]) -> str:
-        """Return a horizontal line and a value for each tick."""
-        left, right, ticks = self.x.start, self.x.end, self.y.compute_ticks()
-        lines = "".join(f"M{left:.1f} {self.y.at(value):.1f}H{right:.1f}" for value in ticks)
-        words = [
-            draw_text(left - 8, self.y.at(value) + 4, text, "end")
-            for value, text in zip(ticks, format_ticks(ticks, show), strict=True)
-        ]
-        return f'<path class="grid" d="{lines}"/>{"".join(words)}'
-
-    def _draw_x_ticks(self, show: Callable[[float], str]) -> str:
-        """Return a short line and a value for each tick."""
-        low, ticks = self.y.start, self.x.compute_ticks(self.count_x_ticks())
-        lines = "".join(f"M{self.x.at(value):.1f} {low:.1f}v4" for value in ticks)
-        words = [
-            draw_text(self.x.at(value), low + 18, text, "middle")
-            for value, text in zip(ticks, format_ticks(ticks, show), strict=True)
-            if text
-        ]
-        return f'<path class="grid" d="{lines}"/>{"".join(words)}'
+        x_ticks, y_ticks = self.x.compute_ticks(self.count_x_ticks()), self.y.compute_ticks()
+        x_texts, y_texts = format_ticks(x_ticks, x_text), format_ticks(y_ticks, y_text)
+        xs, ys = [self.x.at(value) for value in x_ticks], [self.y.at(value) for value in y_ticks]
+        grid = "".join(f"M{left:.1f} {y:.1f}H{right:.1f}" for y in ys)
+        stubs = "".join(f"M{x:.1f} {low:.1f}v4" for x in xs)
+        return "".join(
+            [
+                f'<path class="grid" d="{grid}"/>',
+                *(draw_text(left - 8, y + 4, text, "end") for y, text in zip(ys, y_texts, strict=True)),
+                f'<path class="axis" d="M{left:.1f} {low:.1f}H{right:.1f}"/><path class="grid" d="{stubs}"/>',
+                *(draw_text(x, low + 18, text, "middle") for x, text in zip(xs, x_texts, strict=True) if text),
+                draw_text((left + right) / 2, low + 38, x_name, "middle", "name"),
+                draw_text(max(2.0, left - 8 - LETTER * 7), high - 12, y_name, "start", "name"),
+            ]
+        )
 
     def count_x_ticks(self) -> int:
         """Return about how many values the horizontal axis has room for, 6 at most."""
@@ -176,30 +166,26 @@ class Label:
 
 
 def draw_labels(frame: Frame, labels: Iterable[Label], letters: int = 24, max_lines: int = 2) -> str:
-    """Return labels to the right of the frame, of at most `max_lines` lines each, without overlap."""
+    """Return labels to the right of the frame, of at most `max_lines` lines each, without overlap.
+
+    Each is behind a piece of its line, whose colour the words need not have.
+    """
     ordered = sorted(labels, key=lambda label: label.y)
     wrapped = [_break_label(label.words, letters, max_lines) for label in ordered]
-    tops = spread_boxes(
-        [label.y for label in ordered], [LINE * len(lines) + 3 for lines in wrapped], frame.y.end, frame.y.start
-    )
-    return "".join(
-        f"<g {label.marks}><title>{escape(label.words)}</title>{_draw_label_lines(frame.x.end + 6, top, lines)}</g>"
-        for label, lines, top in zip(ordered, wrapped, tops, strict=True)
-    )
+    heights = [LINE * len(lines) + 3 for lines in wrapped]
+    tops, x = spread_boxes([label.y for label in ordered], heights, frame.y.end, frame.y.start), frame.x.end + 6
+    drawn = []
+    for label, lines, top in zip(ordered, wrapped, tops, strict=True):
+        key = f'<polyline points="{x:.1f},{top + 8:.1f} {x + KEY:.1f},{top + 8:.1f}"/>'
+        words = (draw_text(x + KEY + 4, top + 12 + LINE * k, line, kind="label") for k, line in enumerate(lines))
+        drawn.append(f"<g {label.marks}><title>{escape(label.words)}</title>{key}{''.join(words)}</g>")
+    return "".join(drawn)
 
 
 def _break_label(words: str, letters: int, max_lines: int) -> list[str]:
     lines = textwrap.wrap(words, letters, break_on_hyphens=False) or [""]
     return (
         lines if len(lines) <= max_lines else [*lines[: max_lines - 1], lines[max_lines - 1][: letters - 1] + "\u2026"]
-    )
-
-
-def _draw_label_lines(x: float, top: float, lines: Sequence[str]) -> str:
-    """Return the words behind a piece of their line, whose colour the words need not have."""
-    key = f'<polyline points="{x:.1f},{top + 8:.1f} {x + KEY:.1f},{top + 8:.1f}"/>'
-    return key + "".join(
-        draw_text(x + KEY + 4, top + 12 + LINE * k, words, kind="label") for k, words in enumerate(lines)
     )
 
 
@@ -287,8 +273,14 @@ def _draw_picture(training: Curve, validation: Curve, spikes: Curve) -> str:
     axes = frame.draw_axes("tokens", "loss (nats per token)", format_tokens, format_tick)
     body, labels = axes + _draw_step_axis(frame, training if len(training) else validation), []
     if len(training):
-        body += clip_body(frame, "training", _draw_training(frame, training))
-        labels.append(Label(frame.y.at(training.values[-1]), _label_training(training), 'class="training"'))
+        window = round(SMOOTHING_SHARE * len(training))  # steps that a smoothed point averages over
+        words = f"training, mean over {window} steps" if window > 1 else "training"
+        raw = thin_curve(training.tokens, training.values, RAW_POINTS, share=0)
+        lines = draw_line(frame, *raw, f'class="training{" raw" * (window > 1)}"', "training")
+        if window > 1:
+            lines += draw_line(frame, *thin_curve(training.tokens, training.values), 'class="training"', words)
+        body += clip_body(frame, "training", lines)
+        labels.append(Label(frame.y.at(training.values[-1]), words, 'class="training"'))
     if len(validation):
         last = validation.values[-1]
         body += clip_body(frame, "validation", _draw_marks(frame, validation, "validation", "m-4 0l4 -4l4 4l-4 4z"))
@@ -302,25 +294,6 @@ def _draw_picture(training: Curve, validation: Curve, spikes: Curve) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>'
         f'<rect {size} fill="white"/>{inner}</svg>\n'
     )
-
-
-def _count_window(training: Curve) -> int:
-    """Return the steps that a smoothed point averages over; below 2 there is nothing to smooth."""
-    return round(SMOOTHING_SHARE * len(training))
-
-
-def _label_training(training: Curve) -> str:
-    window = _count_window(training)
-    return f"training, mean over {window} steps" if window > 1 else "training"
-
-
-def _draw_training(frame: Frame, training: Curve) -> str:
-    xs, ys = training.tokens, training.values
-    raw_points = thin_curve(xs, ys, RAW_POINTS, share=0)
-    if _count_window(training) < 2:
-        return draw_line(frame, *raw_points, 'class="training"', "training")
-    raw = draw_line(frame, *raw_points, 'class="training raw"', "training")
-    return raw + draw_line(frame, *thin_curve(xs, ys), 'class="training"', _label_training(training))
 
 
 def _draw_marks(frame: Frame, curve: Curve, kind: str, shape: str) -> str:

@@ -21,7 +21,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,15 +151,16 @@ class Trackers:
             patience = self._patience if hurry else self._longer_patience.get(worker.name, self._patience)
             if patience > NOTICE_SECONDS and not worker.join_until(start + NOTICE_SECONDS):
                 self._warn(f"{worker.name}: it is still sending; the run waits {patience:g} s at most.")
-            worker.wait_or_fail(start + patience, patience)
+            if not worker.join_until(start + patience):
+                worker.drop_tracker(f"it did not close within {patience:g} s of the end of the run")
         self._show_warnings()
         self._workers = []
 
     def _show_warnings(self) -> None:
         """Show the workers' warnings, and drop those that failed."""
         for worker in self._workers:
-            for warning in worker.take_warnings():
-                self._warn(warning)
+            while not worker.warnings.empty():
+                self._warn(worker.warnings.get())
         self._workers = [worker for worker in self._workers if not worker.failed]
 
 
@@ -170,7 +171,7 @@ class _TrackerThread:
         self.failed = False
         self.name = name
         self._calls: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(MAX_QUEUED_RECORDS)
-        self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_calls, args=(opener,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -179,7 +180,7 @@ class _TrackerThread:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._drop_tracker(f"its queue is full ({MAX_QUEUED_RECORDS} records)")
+            self.drop_tracker(f"its queue is full ({MAX_QUEUED_RECORDS} records)")
 
     def join_until(self, deadline: float) -> bool:
         """Wait for the thread's end until a time of the monotonic clock; return whether it came, or a failure."""
@@ -187,34 +188,20 @@ class _TrackerThread:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         return self.failed or not self._thread.is_alive()
 
-    def wait_or_fail(self, deadline: float, patience: float) -> None:
-        """Wait for the thread's end; a tracker that is still busy at the deadline has failed."""
-        if not self.join_until(deadline):
-            self._drop_tracker(f"it did not close within {patience:g} s of the end of the run")
-
-    def take_warnings(self) -> Iterator[str]:
-        """Yield the warnings since the last call."""
-        while not self._warnings.empty():
-            yield self._warnings.get()
-
     def _run_calls(self, opener: Opener) -> None:
         try:
-            tracker, method = opener(self._warnings.put), ""
+            tracker, method = opener(self.warnings.put), ""
             while method != "finish" and not self.failed:
                 method, argument = self._calls.get()
                 getattr(tracker, method)(argument)
         except BaseException as error:  # SystemExit too must be reported
             if not self.failed:
-                self._drop_tracker(summarise_error(error))
+                self.drop_tracker(summarise_error(error))
 
-    def _drop_tracker(self, reason: str) -> None:
+    def drop_tracker(self, reason: str) -> None:
+        """Leave the tracker out from now on, with a warning."""
         self.failed = True
-        self._warnings.put(f"{self.name}: {reason}; the run continues without it.")
-
-
-Request = tuple[Mapping[str, str], Opener, float | None]
-"""The packages that a tracker needs, by the name to import: what pip installs; what opens it; and the minutes that the
-end of a finished run waits for it; None: as short as the end of a stopped one."""
+        self.warnings.put(f"{self.name}: {reason}; the run continues without it.")
 
 
 def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescription, warn: Warn) -> Trackers:
@@ -224,37 +211,32 @@ def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescript
         directory: the run's directory; trackers write to folders in it, such as tensorboard/ and wandb/.
     """
     openers, longer_patience = dict[str, Opener](), dict[str, float]()
-    requests = _list_requests(hide_in_labels(metrics), directory, description)
-    for setting, (packages, open_run, finish_minutes) in requests.items():
+    metrics = hide_in_labels(metrics)
+
+    def add_opener(setting: str, packages: Mapping[str, str], finish_minutes: float | None, opener: Opener) -> None:
         if missing := _list_missing(packages):
             names = " ".join(missing)
             warn(f"{setting}: the package {names} is not installed (pip install {names}); continuing without it.")
-            continue
-        openers[setting] = open_run
+            return
+        openers[setting] = opener
         if finish_minutes is not None:
             longer_patience[setting] = 60 * finish_minutes
-    return Trackers(openers, warn, longer_patience=longer_patience)
 
-
-def _list_requests(metrics: Metrics, directory: Path, description: RunDescription) -> dict[str, Request]:
-    """Return the trackers that the settings ask for, by the setting."""
-    requests: dict[str, Request] = {}
     if metrics.tensorboard:
-        requests["metrics.tensorboard=true"] = (
-            {"tensorboard": "tensorboard"},
-            lambda _: TensorBoard(directory / "tensorboard", description.metadata),
-            None,
-        )
+        folder = directory / "tensorboard"
+        packages = {"tensorboard": "tensorboard"}
+        add_opener("metrics.tensorboard=true", packages, None, lambda _: TensorBoard(folder, description.metadata))
     if metrics.wandb:
-        requests["metrics.wandb=true"] = (
+        add_opener(
+            "metrics.wandb=true",
             {"wandb": "wandb"},
-            lambda warn: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), warn),
             metrics.wandb_finish_minutes,
+            lambda warn: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), warn),
         )
     for name, tracker in (metrics.trackers or {}).items():
         open_run = partial(_open_run, hide_in_labels(tracker), directory, description)
-        requests[f"metrics.trackers.{name}"] = tracker.packages, open_run, tracker.finish_minutes
-    return requests
+        add_opener(f"metrics.trackers.{name}", tracker.packages, tracker.finish_minutes, open_run)
+    return Trackers(openers, warn, longer_patience=longer_patience)
 
 
 def _open_run(tracker: Tracker, directory: Path, description: RunDescription, warn: Warn) -> TrackerRun:
@@ -301,13 +283,9 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         describe: Any = hparams
-        self._start_summary, self._settings_summary, self._end_summary = describe(
-            flatten_settings(settings), dict.fromkeys(HPARAM_METRICS, 0.0)
-        )
+        *self._start, self._end = describe(flatten_settings(settings), dict.fromkeys(HPARAM_METRICS, 0.0))
         directory.mkdir(parents=True, exist_ok=True)
-        self._open_writer: Callable[[int], Any] = lambda step: SummaryWriter(
-            str(directory), purge_step=step, flush_secs=30
-        )
+        self._open_writer: Any = partial(SummaryWriter, str(directory), flush_secs=30)
         self._writer: Any = None
         self._step = 0
 
@@ -317,14 +295,11 @@ class TensorBoard:
             return
         self._step = int(record["step"])
         if self._writer is None:
-            self._writer = self._open_writer(self._step)
-            self._add_summaries(self._start_summary, self._settings_summary)
+            self._writer = self._open_writer(purge_step=self._step)
+            for summary in self._start:
+                self._writer.file_writer.add_summary(summary)
         for name, value in extract_scalars(record).items():
             self._writer.add_scalar(name, value, self._step, walltime=record.get("time"))
-
-    def _add_summaries(self, *summaries: Any) -> None:
-        for summary in summaries:
-            self._writer.file_writer.add_summary(summary)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the final result as result/... at the last step and close the file."""
@@ -332,7 +307,7 @@ class TensorBoard:
             for name, value in extract_numbers(result).items():
                 self._writer.add_scalar(f"result/{name}", value, self._step)
             if result.get("finished"):
-                self._add_summaries(self._end_summary)
+                self._writer.file_writer.add_summary(self._end)
             self._writer.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import netrc
 import os
 import re
@@ -136,12 +137,8 @@ def has_wandb_key(environ: Mapping[str, str] = os.environ) -> bool:
         return True
     host = re.sub(r"^https?://", "", environ.get("WANDB_BASE_URL", WANDB_URL)).split("/")[0].split(":")[0]
     home = Path(environ.get("HOME", "~")).expanduser()
-    files = [Path(environ["NETRC"])] if "NETRC" in environ else [home / ".netrc", home / "_netrc"]
-    return any(_has_netrc_entry(file, host) for file in files)
-
-
-def _has_netrc_entry(file: Path, host: str) -> bool:
-    try:
-        return netrc.netrc(str(file)).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    for file in [Path(environ["NETRC"])] if "NETRC" in environ else [home / ".netrc", home / "_netrc"]:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(str(file)).authenticators(host) is not None:
+                return True
+    return False

@@ -145,7 +145,7 @@ def find_visible_blocks(queries: DocumentTokens, keys: DocumentTokens, mask_mod:
     """Return the blocks of keys that each block of queries attends to, without synchronising with the device.
 
     Two blocks can share a document only if the ranges of their ids overlap, and a block is visible in full if both have
-    one and the same id. So no [T, T] mask is materialised, as torch's `create_block_mask` does. `mask_mod` is that of
+    one and the same id. So no [T, T] mask is materialised, as torch's create_block_mask does. `mask_mod` is that of
     partially visible blocks.
     """
     low, high = (x[:, :, None] for x in _find_block_ranges(queries.document_ids))

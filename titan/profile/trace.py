@@ -7,12 +7,13 @@ the optimizer begins; activations are allocated in a forward pass and freed afte
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 STEP = re.compile(r"ProfilerStep#(\d+)")
 """The range that torch.profiler makes around each step."""
@@ -75,7 +76,18 @@ def read(file: Path) -> Trace:
     """Return the content of a gzipped trace."""
     with gzip.open(file, "rb") as content:
         events = json.load(content)["traceEvents"]
-    slices = [_parse_slice(event) for event in events if event.get("ph") == "X"]
+    slices = [
+        Slice(
+            str(event["name"]),
+            str(event.get("cat", "")),
+            float(event["ts"]),
+            float(event["ts"]) + float(event.get("dur", 0)),
+            f"{event.get('pid')}/{event.get('tid')}",
+            int(event.get("args", {}).get("correlation", -1)),
+        )
+        for event in events
+        if event.get("ph") == "X"
+    ]
     changes = [event for event in events if event.get("name") == "[memory]"]
     device = max((event["args"]["Device Type"] for event in changes), default=0)  # a GPU's where there is one
     allocations = [
@@ -84,18 +96,6 @@ def read(file: Path) -> Trace:
         if event["args"]["Device Type"] == device
     ]
     return Trace(sorted(slices, key=lambda entry: entry.start), sorted(allocations))
-
-
-def _parse_slice(event: dict[str, Any]) -> Slice:
-    start, arguments = float(event["ts"]), event.get("args", {})
-    return Slice(
-        str(event["name"]),
-        str(event.get("cat", "")),
-        start,
-        start + float(event.get("dur", 0)),
-        f"{event.get('pid')}/{event.get('tid')}",
-        int(arguments.get("correlation", -1)),
-    )
 
 
 WEIGHTS, OPTIMIZER, GRADIENTS, ACTIVATIONS, TEMPORARY = "weights", "optimizer", "gradients", "activations", "temporary"
@@ -135,7 +135,9 @@ def find_peak(
     blocks = _list_blocks(trace, start, end)
     if not blocks:
         return None
-    moment = _find_peak_time(blocks)
+    changes = sorted(change for b in blocks for change in ((b.start, 1, b.size), (b.end, 0, -b.size)))
+    used = list(itertools.accumulate(size for _, _, size in changes))
+    moment = changes[used.index(max(used))][0]
     parts = dict(state_bytes)
     forward = [o for o in ranges if o.name == "forward"]
     for block in blocks:
@@ -160,23 +162,9 @@ def _list_blocks(trace: Trace, start: float, end: float) -> list[_LiveBlock]:
     return [block for block in freed if start <= block.start < end]
 
 
-def _find_peak_time(blocks: Sequence[_LiveBlock]) -> float:
-    changes = sorted(
-        change for block in blocks for change in ((block.start, 1, block.size), (block.end, 0, -block.size))
-    )
-    used, largest, moment = 0, 0, blocks[0].start
-    for time, _, size in changes:
-        used += size
-        if used > largest:
-            largest, moment = used, time
-    return moment
-
-
 def _classify_block(block: _LiveBlock, forward: Iterable[Slice]) -> str:
-    for forward_range in forward:
-        if forward_range.start <= block.start < forward_range.end:
-            return ACTIVATIONS if block.end > forward_range.end else TEMPORARY
-    return TEMPORARY
+    ends = [pass_range.end for pass_range in forward if pass_range.start <= block.start < pass_range.end]
+    return ACTIVATIONS if ends and block.end > ends[0] else TEMPORARY
 
 
 def describe_peak(parts: Mapping[str, float], position: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.measure.common import build_environment
 from titan.metrics.reader import METRICS, Record, read_records
 
 SMALL = (
@@ -139,7 +140,7 @@ class Lab:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as out:
             process = subprocess.Popen(
-                [sys.executable, *command], stdout=out, stderr=out, env=dict(os.environ), start_new_session=True
+                [sys.executable, *command], stdout=out, stderr=out, env=build_environment(), start_new_session=True
             )
             code = _wait_for_process(process, should_stop, time.monotonic() + seconds)
         return code, log.read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""Suites of short runs, each in a separate process: `python -m titan.bench suite=modes` and `suite=checkpoint`.
+"""Suites of short runs, each in a separate process: `python -m tests.measure suite=modes` and `suite=checkpoint`.
 
 Modes: each kind of activation checkpointing with each scope of compilation, each with its own peak memory.
 
@@ -16,26 +16,29 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titan.bench.speed import WARM, SpeedCase, build_environment
+from tests.measure.common import QUIET, run_python, select_cases
+from tests.measure.speed import WARM, SpeedCase
 from titan.console.numbers import format_count
 from titan.errors import ConfigError
 from titan.files.platform import sync_file
 from titan.metrics.reader import METRICS, read_records, read_steps
 from titan.run.run import Run
 
+if TYPE_CHECKING:
+    from tests.measure.command import Settings
+
 
 def run_training(overrides: list[str]) -> int:
     """Run titan.train and return its exit code."""
-    command = [sys.executable, "-m", "titan.train", *overrides]
-    return subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=build_environment()
+    return run_python(
+        ["-m", "titan.train", *overrides], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ).returncode
 
 
@@ -76,6 +79,18 @@ def list_modes(run: Run) -> Iterator[SpeedCase]:
         for length in LONG_ROWS:
             rows = (f"training.seq_len={length}", f"training.global_batch={length}")
             yield SpeedCase(f"single: full, block, rows of {length:,}", (*rows, "memory=full", "compile=block"))
+
+
+def measure_modes(settings: Settings, overrides: Sequence[str], run: Run) -> None:
+    """Measure peak memory and step time of each kind of activation checkpointing, compiled and not."""
+    print(f"\n{MODES_HEADER}")
+    results = []
+    for mode in select_cases(settings.case, list_modes(run)):
+        with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+            measured = measure_mode(mode, [*QUIET, *overrides], Path(folder) / "run")
+        print(measured.row() if measured else f"{mode.title:<36} failed", flush=True)
+        results += [asdict(measured)] if measured else []
+        settings.write(results)
 
 
 def measure_mode(mode: SpeedCase, base: list[str], folder: Path, steps: int = 13) -> ModeResult | None:

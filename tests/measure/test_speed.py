@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.measure import command, separate_runs, speed, training
+from tests.measure.common import LONG, QUIET
+from tests.measure.separate_runs import EVERY, summarise_run, write_plain_file
+from tests.measure.speed import SideResult, SpeedCase, list_cpu_cases, list_gpu_cases
 from tests.support.composing import compose_test_run
 from tests.support.machines import make_detector
 from tests.support.runs import train_run
 from tests.support.tiers import select_cases
-from titan.bench import __main__ as command
-from titan.bench import separate_runs, speed
-from titan.bench.separate_runs import EVERY, summarise_run, write_plain_file
-from titan.bench.speed import SideResult, SpeedCase, list_cpu_cases, list_gpu_cases
 from titan.cluster import devices
 from titan.run import checks, compile_scope
+from titan.run.compose import compose_run
 from titan.training.trainer import Trainer
 
 SMALL = [
@@ -74,7 +75,7 @@ QUICK = (
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("case", select_cases([pytest.param(case, id=case.title) for case in list_gpu_cases()], QUICK))
 def test_an_h200_has_room_for_each_of_its_cases(case: SpeedCase) -> None:
-    run = command.compose.compose_run([*command.LONG, *command._choose_overrides("gpu"), *case.overrides])
+    run = compose_run([*LONG, *command.BASES["gpu"], *case.overrides])
     assert run.machine.memory_gib == pytest.approx(139.8, abs=0.05)
     assert (run.layout.devices, run.training.seq_len, run.precision.compute) == (1, 8192, "bf16")
     assert (run.microbatches, run.precision.emulate) == (1, False)
@@ -95,8 +96,8 @@ def test_each_kind_of_case_is_searched_for_host_synchronisation(monkeypatch: pyt
         return {"failure": "CUDA out of memory"} if "compile=off" in overrides else {"location": "x.py:1: y.item()"}
 
     monkeypatch.setattr(speed, "_run_process", started)
-    monkeypatch.setattr(command.compose, "compose_run", lambda overrides: None)
-    found = command._find_host_syncs(list_gpu_cases(), [])
+    monkeypatch.setattr(speed.compose, "compose_run", lambda overrides: None)
+    found = training._find_host_syncs(list_gpu_cases(), [])
     assert len(asked) == len(found) == 8
     assert (
         sum("compile=block" in each for each in asked) == 5 and sum("precision=float8" in each for each in asked) == 2
@@ -104,19 +105,18 @@ def test_each_kind_of_case_is_searched_for_host_synchronisation(monkeypatch: pyt
     assert found["llama1b, bf16, compile off"] == {"location": "", "failure": "CUDA out of memory"}
 
 
-ENDS = [
-    pytest.param(
-        "W1 a warning\ntorch.OutOfMemoryError: CUDA out of memory.\nSet X=1 for more", "torch.OutOf", id="advice"
-    ),
-    pytest.param("[rank0]: ValueError: no\nWarning: leaked", "[rank0]: ValueError: no", id="rank"),
-    pytest.param("torch._dynamo.exc.Unsupported: jump\n  Hint: none", "torch._dynamo.exc.Unsup", id="compiler"),
-    pytest.param("titan: model=x: there is no such choice.\n", "titan: model=x", id="config-error"),
-    pytest.param("loading\n", "exit code -9", id="killed"),
-]
+ENDS = {
+    "advice": ("W1 a warning\ntorch.OutOfMemoryError: CUDA out of memory.\nSet X=1 for more", "torch.OutOf"),
+    "rank": ("[rank0]: ValueError: no\nWarning: leaked", "[rank0]: ValueError: no"),
+    "compiler": ("torch._dynamo.exc.Unsupported: jump\n  Hint: none", "torch._dynamo.exc.Unsup"),
+    "config-error": ("titan: model=x: there is no such choice.\n", "titan: model=x"),
+    "killed": ("loading\n", "exit code -9"),
+}
 
 
-@pytest.mark.parametrize(("text", "line"), ENDS)
-def test_error_line_of_a_process(text: str, line: str) -> None:
+@pytest.mark.parametrize("case", ENDS)
+def test_error_line_of_a_process(case: str) -> None:
+    text, line = ENDS[case]
     assert speed.find_error_line(text, -9).startswith(line)
 
 
@@ -132,7 +132,7 @@ def test_unknown_case(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.full
 def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
-    run = command.compose.compose_run([*chunk, *command.QUIET, *SMALL])
+    run = compose_run([*chunk, *QUIET, *SMALL])
     with speed.open_trainer(run) as trainer:
         bare = speed.build_bare_loop(SpeedCase("", ()), trainer)
     assert bare.model.head.fused.keywords == {"chunk": 16}
@@ -156,7 +156,7 @@ def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch
     compiled: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(getattr(f, "__name__", "a block")) or f)
     overrides = ["precision=fp32", "compile=block", "compile.backend=eager", "training.steps=3", "dataset=synthetic"]
-    run = command.compose.compose_run([*overrides, *command.QUIET, *SMALL])
+    run = compose_run([*overrides, *QUIET, *SMALL])
     with speed.open_trainer(run) as trainer:
         compiled.clear()
         speed.build_bare_loop(SpeedCase("", ()), trainer)
@@ -185,7 +185,7 @@ def one_fails(*given: Any) -> dict[Any, SideResult]:
 def test_a_failed_side_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
     monkeypatch.setattr(speed, "measure_separately", one_fails)
-    overrides = [*command.LONG, *command._choose_overrides("gpu")]
+    overrides = [*LONG, *command.BASES["gpu"]]
     assert "compile=off" in list_gpu_cases()[0].overrides  # so that no compiler is looked for
     found = speed.measure_case(list_gpu_cases()[0], overrides, CEILINGS, 3, 1)
     assert (found.bare, found.titan, found.ratios) == (0, pytest.approx(8192 / 0.16), ())
@@ -197,7 +197,7 @@ def test_a_failed_side_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 def test_a_side_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    overrides = ["dataset=synthetic", "training.steps=100", "precision=fp32", "compile=off", *command.QUIET, *SMALL]
+    overrides = ["dataset=synthetic", "training.steps=100", "precision=fp32", "compile=off", *QUIET, *SMALL]
     how = ["rounds=2", "steps=1"]
     taken = speed._run_process("titan", how, overrides)
     assert len(taken["seconds"]) == 2 and taken["memory_gib"] and not taken["failure"]
@@ -208,7 +208,7 @@ def test_a_side_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 def test_a_case_that_can_not_be_composed_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [SpeedCase("none", ("training.sleep=1",))]
-    assert list(command._measure_speeds(cases, [], {}, command.Settings(rounds=1, steps=1))) == []
+    assert list(training._measure_speeds(cases, [], {}, command.Settings(rounds=1, steps=1))) == []
     assert "skipped: training.sleep=1: there is no such setting" in capsys.readouterr().out
 
 
@@ -225,7 +225,7 @@ def test_host_synchronisation_is_located(monkeypatch: pytest.MonkeyPatch) -> Non
     """On a CPU nothing synchronises: torch's debug mode and its error are simulated."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    run = command.compose.compose_run([*command.LONG, "cluster=cpu", "dataset=synthetic", "compile=off", *SMALL])
+    run = compose_run([*LONG, "cluster=cpu", "dataset=synthetic", "compile=off", *SMALL])
     assert speed.locate_host_sync(run, steps=1) == ""
 
     def failing(self: Trainer, before: Any = None) -> Any:
@@ -236,7 +236,7 @@ def test_host_synchronisation_is_located(monkeypatch: pytest.MonkeyPatch) -> Non
     step, message = Trainer._step, "called a synchronizing CUDA operation\nand where"
     monkeypatch.setattr(Trainer, "_step", failing)
     assert re.fullmatch(
-        r"bench/test_bench\.py:\d+: raise RuntimeError\(message\)", speed.locate_host_sync(run, steps=1)
+        r"measure/test_speed\.py:\d+: raise RuntimeError\(message\)", speed.locate_host_sync(run, steps=1)
     )
     message = "CUDA out of memory"
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -264,7 +264,7 @@ def test_a_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.full
 def test_modes() -> None:
-    run = command.compose.compose_run(["cluster.device=cpu"])
+    run = compose_run(["cluster.device=cpu"])
     titles = [mode.title for mode in separate_runs.list_modes(run)]
     assert len(titles) == len(set(titles)) == 6 * (6 * 3 - 1)
     assert "3d: selective, block" in titles
@@ -294,17 +294,9 @@ def test_metrics_are_summarised() -> None:
         {"step": s, "step_seconds": 5.0 if s % EVERY == 1 else 2.0, "memory_gib": 1 + s / 100} for s in range(1, 16)
     ]
     saves = [(6, 3.0, 9.0), (12, 1.0, 4.0), (15, 8.0, 8.0)]
-    lines += [
-        {
-            "step": s,
-            "checkpoint_step": s,
-            "checkpoint_stall_seconds": w,
-            "checkpoint_seconds": t,
-            "checkpoint_gib": 1.0,
-            "checkpoint_compare_seconds": w / 2,
-        }
-        for s, w, t in saves
-    ]
+    names = ("step", "stall_seconds", "seconds", "gib", "compare_seconds")
+    values = [(s, wait, seconds, 1.0, wait / 2) for s, wait, seconds in saves]
+    lines += [{"step": row[0], **{f"checkpoint_{n}": v for n, v in zip(names, row, strict=True)}} for row in values]
     found = summarise_run("async", lines, 15)
     assert (found.step, found.beside, found.first, found.stall, found.save) == (2.0, 5.0, 3.0, 1.0, 4.0)
     assert found.compare == 0.5

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.bench import __main__ as command
-from titan.bench import acceptance, device_checks
-from titan.bench.__main__ import main
-from titan.bench.acceptance import PARTS, AcceptancePart
-from titan.bench.lab import Findings, Lab, TrainedRun
+from tests.measure import acceptance, device_checks
+from tests.measure.acceptance import PARTS, AcceptancePart
+from tests.measure.command import main
+from tests.measure.lab import Findings, Lab, TrainedRun
 from titan.errors import ConfigError
 
 STEPS = [{"step": n, "loss": 8.0 - n / 10, "step_seconds": 0.5, "memory_gib": 2.0} for n in range(1, 13)]
@@ -132,7 +131,7 @@ def test_what_holds_has_no_problem(tmp_path: Path) -> None:
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("a new GPU", None)],
 )
 def test_the_cluster_that_describes_a_gpu(device: str, cluster: str | None) -> None:
-    assert command._find_cluster(device) == cluster
+    assert acceptance.find_cluster(device) == cluster
 
 
 @pytest.mark.parametrize("part", PARTS, ids=[part.name for part in PARTS])

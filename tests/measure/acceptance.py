@@ -1,4 +1,4 @@
-"""What a new kind of device has to show before it is trusted: `python -m titan.bench suite=acceptance`. Free of torch.
+"""What a new kind of device has to show before it is trusted: `python -m tests.measure suite=acceptance`.
 
 Each part is a question to the device, with the runs that answer it; a report that others can read is written after
 each. A part whose result is there, of the same code and device, is not run again: the same command goes on after it was
@@ -15,18 +15,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from titan.bench.lab import Findings, Lab, TrainedRun
+from tests.measure.lab import Findings, Lab, TrainedRun
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
 from titan.run import prediction
+from titan.run.hydra_session import CONF
+from titan.run.run import Run
+
+if TYPE_CHECKING:
+    from tests.measure.command import Settings
 
 CLOSE = 1e-4
 """Largest relative difference of fp32 losses between devices and layouts."""
-HOOKS = "titan.bench.device_checks"
+HOOKS = "tests.measure.device_checks"
 REQUIRED_KERNELS = {"cpu": ("math fp32", "math bf16"), "cuda": ("math fp32", "math bf16", "flash bf16", "flex bf16")}
 """Kernels that titan needs on a device; others may be refused for a type or a GPU."""
 EXPERTS = ("model=qwen3_moe_debug",)
@@ -67,9 +72,9 @@ def check_losses(lab: Lab, findings: Findings) -> None:
 
 def check_attention(lab: Lab, findings: Findings) -> None:
     """Compute each attention kernel on the device and in fp32 on the CPU."""
-    from titan.bench.device_checks import NO_TRITON, ROUNDING
+    from tests.measure.device_checks import NO_TRITON, ROUNDING
 
-    code, output = lab.run("attention", ["-m", "titan.bench.device_checks", "kernels", lab.device])
+    code, output = lab.run("attention", ["-m", "tests.measure.device_checks", "kernels", lab.device])
     findings.require(code == 0, f"the comparison of kernels ended with exit code {code}")
     for line in (json.loads(line) for line in output.splitlines() if line.startswith("{")):
         name = f"{line['kernel']} {line['type']}"
@@ -201,7 +206,7 @@ def measure_speeds(lab: Lab, findings: Findings) -> None:
     """Run the suite of speeds, with the search for host waits."""
     file = lab.folder / "speeds.json"
     suite = ["suite=gpu", "case=llama1b"] if lab.device == "cuda" else ["suite=tiny", "case=fp32, compile off"]
-    command = ["-m", "titan.bench", *suite, "rounds=3", f"to={file}", *lab.overrides]
+    command = ["-m", "tests.measure", *suite, "rounds=3", f"to={file}", *lab.overrides]
     code, output = lab.run("speeds", command, seconds=900)
     findings.require(code == 0, f"the suite of speeds ended with exit code {code}: {output.strip().splitlines()[-1:]}")
     content = json.loads(file.read_text()) if file.is_file() else {}
@@ -256,7 +261,7 @@ def check_hang(lab: Lab, findings: Findings) -> None:
 def check_recorder(lab: Lab, findings: Findings) -> None:
     """Read the Flight Recorder of one rank, on a GPU while a collective waits for a kernel; its content is kept."""
     file = lab.folder / "flight_recorder" / f"{lab.device}-one-rank"
-    code, output = lab.run("recorder", ["-m", "titan.bench.device_checks", "recorder", lab.device, str(file)])
+    code, output = lab.run("recorder", ["-m", "tests.measure.device_checks", "recorder", lab.device, str(file)])
     recorder_state: dict[str, Any] = next(
         (json.loads(line) for line in output.splitlines() if line.startswith("{")), {}
     )
@@ -273,8 +278,9 @@ def check_recorder(lab: Lab, findings: Findings) -> None:
 
 def _build_hook_overrides(name: str, step: int, key: str = "disturb", **settings: Any) -> Iterable[str]:
     """Return the overrides of a hook, called `key`, that disturbs a step."""
+    hook = f"+hooks.{key}"
     values = {"step": step, **settings}
-    return [f"+hooks.{key}._target_={HOOKS}.{name}", *(f"+hooks.{key}.{k}={v}" for k, v in values.items())]
+    return ["modules=[tests]", f"{hook}._target_={HOOKS}.{name}", *(f"{hook}.{k}={v}" for k, v in values.items())]
 
 
 def _require_success(findings: Findings, *runs: TrainedRun) -> None:
@@ -338,6 +344,24 @@ class PartOutcome:
     def word(self) -> str:
         """The outcome in a word."""
         return "skipped" if self.findings.skipped else "fails" if self.findings.problems else "holds"
+
+
+def accept_device(settings: Settings, overrides: Sequence[str], run: Run, provenance: Mapping[str, Any]) -> int:
+    """Run the parts that `case=` names, and return the exit code."""
+    device, folder = run.machine.device, Path(settings.to or "acceptance").resolve()
+    other_overrides = tuple(override for override in overrides if not override.startswith("cluster.device="))
+    count = run.machine.count if device == "cuda" else 2
+    lab = Lab(folder, device, count, other_overrides, find_cluster(run.machine.name))
+    stable_provenance = {name: value for name, value in provenance.items() if name != "date"}
+    return run_parts(lab, select_parts(settings.case), stable_provenance)
+
+
+def find_cluster(device_name: str) -> str | None:
+    """Return the choice of `cluster` that describes devices of this name."""
+    for file in sorted((CONF / "cluster").glob("*.yaml")):
+        if yaml.safe_load(file.read_text()).get("device_name") == device_name:
+            return file.stem
+    return None
 
 
 def run_parts(lab: Lab, parts: Sequence[AcceptancePart], provenance: Mapping[str, Any]) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.tiers import select_cases
-from titan.bench import calibration as step_figures
-from titan.bench.calibration import SHAPES, TimedRun, _compose_run, _predict_seconds
+from titan.calibration import measurements
+from titan.calibration.measurements import SHAPES, TimedRun, _compose_run, _predict_seconds
 from titan.estimate.fit import estimate_memory
 from titan.estimate.overhead import PROCESS_GIB
 from titan.run.run import Run
@@ -34,7 +34,7 @@ def timed(layout: str, figures: dict[str, float], shapes: range = range(len(SHAP
 
 @pytest.mark.full
 def test_prices_of_one_device_are_recovered() -> None:
-    found = step_figures.fit_single_prices(timed("single", FIGURES | PRICES), FIGURES)
+    found = measurements.fit_single_prices(timed("single", FIGURES | PRICES), FIGURES)
     assert found == pytest.approx(PRICES, rel=1e-3)
 
 
@@ -43,16 +43,16 @@ def test_the_speed_of_a_rank_is_recovered() -> None:
     figures: Any = FIGURES | PRICES
     runs = timed("single", figures, range(2))
     slower = [TimedRun(each.run, _slowed(each.run, figures)) for each in runs]
-    assert step_figures.fit_rank_speed(slower, figures, 2) == pytest.approx(1.25)
+    assert measurements.fit_rank_speed(slower, figures, 2) == pytest.approx(1.25)
 
 
 def _slowed(run: Run, figures: dict[str, float]) -> float:
     """The time with half of the machine at 1.25 times its speed."""
-    parts = step_figures._predict_parts(run, figures)
+    parts = measurements._predict_parts(run, figures)
     return parts["host"] + 2 / 1.25 * (sum(parts.values()) - parts["host"])
 
 
-DIMENSIONS = [pytest.param(*names, id="-".join(names)) for names in step_figures.DIMENSIONS.items()]
+DIMENSIONS = [pytest.param(*names, id="-".join(names)) for names in measurements.DIMENSIONS.items()]
 
 
 @pytest.mark.full
@@ -61,13 +61,13 @@ def test_host_time_of_a_dimension_is_recovered(layout: str, dimension: str) -> N
     unit = "action" if dimension == "pipeline" else "block"
     added = {f"{dimension}_{unit}_microseconds": 700.0, f"{dimension}_step_microseconds": 3000.0}
     given = FIGURES | PRICES
-    found = step_figures.fit_dimension_prices(timed(layout, given | added, range(3)), given, dimension)
+    found = measurements.fit_dimension_prices(timed(layout, given | added, range(3)), given, dimension)
     assert found == pytest.approx(added, rel=0.02)
 
 
 def test_no_price_is_negative() -> None:
     causes = [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}]
-    assert step_figures.solve_least_squares(causes, [2.0, 1.0], [1.0, 1.0]) == pytest.approx([1.5, 0.0])
+    assert measurements.solve_least_squares(causes, [2.0, 1.0], [1.0, 1.0]) == pytest.approx([1.5, 0.0])
 
 
 @pytest.mark.full
@@ -75,10 +75,10 @@ def test_more_ranks_than_cores_take_turns() -> None:
     """What the host does takes longer by ranks per core; a rank that waits in a pipeline leaves its core to others."""
     run = _compose_run(SHAPES[1], "fsdp")
     figures: Any = FIGURES | PRICES | {"shard_step_microseconds": 5000.0}
-    crowded, roomy = (step_figures._predict_parts(run, figures | {"cores": cores})["host"] for cores in (1, 2))
+    crowded, roomy = (measurements._predict_parts(run, figures | {"cores": cores})["host"] for cores in (1, 2))
     assert crowded == pytest.approx(2 * roomy)
     pipeline = _compose_run(SHAPES[1], "pp")
-    idle = [step_figures._predict_parts(pipeline, figures | {"cores": n}).get("pipeline idle", 0.0) for n in (1, 2)]
+    idle = [measurements._predict_parts(pipeline, figures | {"cores": n}).get("pipeline idle", 0.0) for n in (1, 2)]
     assert idle[0] < 0.1 * idle[1]
 
 

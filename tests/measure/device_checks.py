@@ -1,4 +1,4 @@
-"""What the acceptance suite runs in other processes: `python -m titan.bench.device_checks NAME DEVICE [FILE]`.
+"""What the acceptance suite runs in other processes: `python -m tests.measure.device_checks NAME DEVICE [FILE]`.
 
     kernels      each attention kernel of a device against fp32 on the CPU
     recorder     what the Flight Recorder says of a device's collectives: one rank is enough to see the form of NCCL's

@@ -10,26 +10,26 @@ Modules that import torch are imported inside functions: `--help` and the parent
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.measure.common import run_python, time_in_turn
+from tests.measure.roofline import Roofline, compute_roofline, select_rates
 from titan.cluster.known_devices import look_up_peak_tflops
-from titan.estimate.roofline import Roofline, compute_roofline, select_rates
 from titan.run import compose
 from titan.run.run import Run
 
 if TYPE_CHECKING:
-    from titan.bench.bare_loop import BareLoop
+    from tests.measure.bare_loop import BareLoop
     from titan.training.trainer import Trainer
 
 Side = Literal["titan", "bare"]
@@ -87,7 +87,7 @@ class CaseSpeed:
         ratios: titan's speed as a fraction of the bare loop's, one per round; empty if a side failed.
         mfu: model FLOPs utilisation of titan, relative to the device's peak in the compute type (bf16 for float8
             matmuls too); None where the peak is unknown.
-        roofline: tokens/s of the roofline, see `titan.estimate.roofline`.
+        roofline: tokens/s of the roofline, see `tests.measure.roofline`.
         parts: seconds of the roofline's step by kind of operation.
         memory_gib: peak memory of each side, where they ran in separate processes.
         failure: the error messages of sides that failed.
@@ -148,24 +148,19 @@ def measure_alternating(run: Run, case: SpeedCase, rounds: int, steps: int) -> d
     """Measure both sides in this process in alternating rounds."""
     import torch
 
-    from titan.bench.bare_loop import time_work
-
-    side_times: dict[Side, list[float]] = {"bare": [], "titan": []}
     with open_trainer(run) as trainer:
-        bare = build_bare_loop(case, trainer)
-        work: dict[Side, Callable[[int], None]] = {"bare": bare.train_steps, "titan": trainer.run_steps}
-        for side in SIDES:
-            work[side](WARM)
-        for number in range(rounds):
-            for side in SIDES if number % 2 else SIDES[::-1]:
-                side_times[side].append(time_work(lambda side=side: work[side](steps), trainer.world.device))  # type: ignore[misc]
+        sides = {"bare": build_bare_loop(case, trainer).train_steps, "titan": trainer.run_steps}
+        for train in sides.values():
+            train(WARM)
+        work = {side: partial(train, steps) for side, train in sides.items()}
+        side_times = time_in_turn(work, rounds, trainer.world.device)
     torch._dynamo.reset()
     return {side: SideResult(tuple(times)) for side, times in side_times.items()}
 
 
 def build_bare_loop(case: SpeedCase, trainer: Trainer) -> BareLoop:
     """Return the bare loop of a case on the data of titan's trainer."""
-    from titan.bench.bare_loop import BareLoop
+    from tests.measure.bare_loop import BareLoop
 
     run = trainer.run
     bare_run = replace(run, compile=replace(run.compile, scope=case.bare or run.compile.scope))
@@ -187,9 +182,9 @@ def measure_separately(case: SpeedCase, overrides: Sequence[str], rounds: int, s
 
 
 def _run_process(task: str, options: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON that `titan.bench only=TASK` prints in its last line, or its error message as `failure`."""
-    command = [sys.executable, "-m", "titan.bench", f"only={task}", *options, *overrides]
-    completed = subprocess.run(command, capture_output=True, text=True, env=build_environment())
+    """Return the JSON that `tests.measure only=TASK` prints in its last line, or its error message as `failure`."""
+    command = ["-m", "tests.measure", f"only={task}", *options, *overrides]
+    completed = run_python(command, stderr=subprocess.PIPE)
     if completed.returncode:
         return {"failure": find_error_line(completed.stderr, completed.returncode)}
     result: dict[str, Any] = json.loads(completed.stdout.strip().splitlines()[-1])
@@ -207,7 +202,8 @@ def measure_side(side: Side, overrides: Sequence[str], rounds: int, steps: int, 
     run = compose.compose_run(overrides)
     import torch
 
-    from titan.bench.bare_loop import BareLoop, open_mixture, time_work
+    from tests.measure.bare_loop import BareLoop, open_mixture
+    from titan.calibration.trials import time_work
     from titan.metrics.recorder import peak_memory_gib
 
     device = torch.device(run.machine.device)
@@ -225,7 +221,7 @@ def measure_side(side: Side, overrides: Sequence[str], rounds: int, steps: int, 
 @contextmanager
 def open_trainer(run: Run) -> Iterator[Trainer]:
     """Yield titan's trainer for one device, which records as usual."""
-    from titan.bench import trials
+    from titan.calibration import trials
     from titan.training import reporter
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
@@ -300,12 +296,6 @@ def locate_host_sync(run: Run, steps: int = 3) -> str:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return ""
-
-
-def build_environment() -> dict[str, str]:
-    """Return this process's environment with its titan on PYTHONPATH."""
-    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def list_cpu_cases() -> list[SpeedCase]:

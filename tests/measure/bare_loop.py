@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan.calibration.measurements import time_in_a_row
 from titan.compile.schema import Compile
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.loader import BatchShape, Loader
@@ -96,20 +96,11 @@ def _preload(run: Run, mix: RowMixture, device: torch.device, count: int) -> lis
     return [(tokens, targets) for tokens, targets in batches]
 
 
-def time_work(work: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of `work`, device included."""
-    _synchronize(device)
-    start = time.perf_counter()
-    work()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
 def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """Return the best speed of a square matmul of that size in TFLOP/s."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = a @ b
-    return 2 * size**3 / _time_best(lambda: torch.mm(a, b, out=out), device) / 1e12
+    return 2 * size**3 / time_in_a_row(lambda: torch.mm(a, b, out=out), device) / 1e12
 
 
 def measure_float8_tflops(device: torch.device, size: int) -> float:
@@ -123,26 +114,4 @@ def measure_float8_tflops(device: torch.device, size: int) -> float:
         )
 
     matmul()
-    return 2 * size**3 / _time_best(matmul, device) / 1e12
-
-
-def measure_copy_speed(device: torch.device, mebibytes: int) -> float:
-    """Return the best speed of a copy within the device's memory in GB/s, bytes read plus written."""
-    source = torch.zeros(mebibytes * 2**20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _time_best(lambda: target.copy_(source), device) / 1e9
-
-
-def _time_best(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the least seconds of `work`, done three times in a row."""
-
-    def repeat() -> None:
-        for _ in range(3):
-            work()
-
-    return min(time_work(repeat, device) for _ in range(10)) / 3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return 2 * size**3 / time_in_a_row(matmul, device) / 1e12

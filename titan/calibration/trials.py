@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,9 @@ SECONDS = 200.0
 
 COLLECTIVE_SECONDS = 60
 """Timeout of a collective between the ranks."""
-Measurement = Callable[[int, int, str], "dict[str, float]"]
-"""Takes rank, number of ranks and the URL of their rendezvous; what rank 0 returns is the result. It can be pickled."""
+Measurement = Callable[[int, int, str], Any]
+"""Takes rank, number of ranks and the URL of their rendezvous; what rank 0 returns is the result, which is written as
+JSON. It can be pickled."""
 
 
 def measure_step_seconds(runs: Sequence[Run]) -> list[float]:
@@ -67,11 +69,11 @@ def measure_process_gib(run: Run) -> float:
     return _measure_together([run], _measure_resident_gib, run.layout.devices)[0]
 
 
-def _measure_together(runs: Sequence[Run], measure: Callable[..., dict[str, float]], ranks: int) -> list[float]:
+def _measure_together(runs: Sequence[Run], measure: Callable[..., list[float]], ranks: int) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="titan-trials-") as folder:
-        trials = [prepare_trial(replace(run, directory=str(Path(folder) / str(i)))) for i, run in enumerate(runs)]
-        results = run_together(partial(measure, trials), ranks, SECONDS)
-    return [results[str(i)] for i in range(len(runs))]
+        trials = [prepare_trial(replace(run, directory=f"{folder}/{i}")) for i, run in enumerate(runs)]
+        figures: list[float] = run_together(partial(measure, trials), ranks, SECONDS)
+    return figures
 
 
 def prepare_trial(run: Run) -> Trial:
@@ -94,49 +96,54 @@ def build_trainer(trial: Trial, world: RunContext) -> Trainer:
     return Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
 
 
-def _time_layout(trials: Sequence[Trial], rank: int, ranks: int, init_method: str) -> dict[str, float]:
+def _time_layout(trials: Sequence[Trial], rank: int, ranks: int, init_method: str) -> list[float]:
     world = connect_rank(trials[0][0], rank, ranks, init_method)
-    return {str(i): _time_steps(build_trainer(trial, world), world) for i, trial in enumerate(trials)}
+    return [_time_steps(build_trainer(trial, world)) for trial in trials]
 
 
-def _time_alone(trials: Sequence[Trial], rank: int, ranks: int, init_method: str) -> dict[str, float]:
+def _time_alone(trials: Sequence[Trial], rank: int, ranks: int, init_method: str) -> list[float]:
     """Time runs on one device beside other processes, which begin each at the same time."""
-    seconds = {}
+    seconds = []
     with join_process_group(rank, ranks, init_method, "cpu"):
-        for i, trial in enumerate(trials):
-            world = connect_rank(trial[0], 0, 1, "")
-            trainer = build_trainer(trial, world)
+        for trial in trials:
+            trainer = build_trainer(trial, connect_rank(trial[0], 0, 1, ""))
             dist.barrier()
-            seconds[str(i)] = _time_steps(trainer, world)
+            seconds.append(_time_steps(trainer))
     return seconds
 
 
-def _measure_resident_gib(trials: Sequence[Trial], rank: int, ranks: int, init_method: str) -> dict[str, float]:
+def _measure_resident_gib(trials: Sequence[Trial], rank: int, ranks: int, init_method: str) -> list[float]:
     """Train some steps and return the peak resident set of the fullest rank."""
     world = connect_rank(trials[0][0], rank, ranks, init_method)
-    _time_steps(build_trainer(trials[0], world), world)
-    return {"0": max(world.all_gather_object(peak_resident_gib()))}
+    _time_steps(build_trainer(trials[0], world))
+    return [max(world.all_gather_object(peak_resident_gib()))]
 
 
-def _time_steps(trainer: Trainer, world: RunContext) -> float:
+def _time_steps(trainer: Trainer) -> float:
     """Return the lower quartile of the steps' times: what disturbs a step makes it longer."""
     with trainer.loader:
         trainer.run_steps(WARM)
-        world.barrier()
-        times = []
-        for _ in range(ROUNDS):
-            start = time.perf_counter()
-            trainer.run_steps(1)
-            times.append(time.perf_counter() - start)
+        trainer.world.barrier()
+        times = [time_work(partial(trainer.run_steps, 1), trainer.world.device) for _ in range(ROUNDS)]
     return statistics.quantiles(times, n=4)[0]
 
 
-def run_together(measure: Measurement, ranks: int, seconds: float, busy: int | None = None) -> dict[str, float]:
+def time_work(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of `work`, device included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def run_together(measure: Measurement, ranks: int, seconds: float) -> Any:
     """Return what rank 0 measures with so many ranks on this machine.
 
     Args:
         seconds: after which ranks that have not finished are ended.
-        busy: how many of them compute at the same time; None: all.
 
     Raises:
         RunError: when a rank fails or does not finish in time; no rank is left behind.
@@ -144,7 +151,10 @@ def run_together(measure: Measurement, ranks: int, seconds: float, busy: int | N
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the error says which rank failed
     with tempfile.TemporaryDirectory(prefix="titan-ranks-") as folder:
         arguments = (measure, ranks, folder, os.getpid())
-        with set_variables(_build_environment(busy or ranks)):
+        variables = dict(os.environ)  # as titan's launcher would start so many ranks: their threads, gloo's interface
+        divide_cores(variables, ranks)
+        use_loopback(variables)
+        with set_variables(variables):
             context = start_processes(  # type: ignore[no-untyped-call]
                 _run_rank, arguments, ranks, join=False, daemon=True, start_method="spawn"
             )
@@ -152,20 +162,9 @@ def run_together(measure: Measurement, ranks: int, seconds: float, busy: int | N
             _wait_for_ranks(context, ranks, seconds)
         finally:
             for process in context.processes:
-                if process.is_alive():
-                    process.kill()
-            for process in context.processes:
+                process.kill()
                 process.join()
-        result: dict[str, float] = json.loads((Path(folder) / "result.json").read_text())
-        return result
-
-
-def _build_environment(ranks: int) -> dict[str, str]:
-    """Return the variables with which titan's launcher would start so many ranks: their threads, gloo's interface."""
-    variables: dict[str, str] = {}
-    divide_cores(variables, ranks)
-    use_loopback(variables)
-    return {**variables, **{name: os.environ[name] for name in variables if name in os.environ}}
+        return json.loads((Path(folder) / "result.json").read_text())
 
 
 def _wait_for_ranks(context: ProcessContext, ranks: int, seconds: float) -> None:

@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.bench import trials
-from titan.bench.bare_loop import measure_copy_speed, time_work
-from titan.bench.trials import join_process_group, run_together
+from titan.calibration import trials
+from titan.calibration.trials import join_process_group, run_together, time_work
 from titan.cluster.schema import Hardware
 from titan.estimate.block_time import LAUNCHES
 from titan.estimate.operations import HEAD_POWER, SHORT_ROWS, Speeds, compute_slowdown
@@ -154,6 +153,23 @@ def _time_attention(shape: tuple[int, int, int, int], device: torch.device, dtyp
     return _time_best(forward, device), backward_seconds
 
 
+def measure_copy_speed(device: torch.device, mebibytes: int) -> float:
+    """Return the best speed of a copy within the device's memory in GB/s, bytes read plus written."""
+    source = torch.zeros(mebibytes * 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_in_a_row(lambda: target.copy_(source), device) / 1e9
+
+
+def time_in_a_row(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the least seconds of `work`, done three times in a row."""
+
+    def repeat() -> None:
+        for _ in range(3):
+            work()
+
+    return min(time_work(repeat, device) for _ in range(10)) / 3
+
+
 def measure_eager_factor(device: torch.device, bandwidth: float) -> float:
     """Return how many bytes at the bandwidth of a copy uncompiled elementwise work takes, for each fused byte."""
     tokens, dim, ffn = UNCOMPILED[device.type]
@@ -209,17 +225,12 @@ def measure_collectives(device: str, rank: int, ranks: int, init_method: str) ->
         for (name, collective), size in itertools.product(COLLECTIVES.items(), (SMALL, LARGE)):
             shard = torch.zeros(size // 4 // ranks, device=torch_device)
             full_tensor = torch.empty(shard.numel() * ranks, device=torch_device)
-            times[f"{name} {size}"] = _time_median(lambda: collective(full_tensor, shard), torch_device)  # noqa: B023
+            seconds = []
+            for _ in range(REPEATS + 1):  # the first warms up
+                dist.barrier()
+                seconds.append(time_work(partial(collective, full_tensor, shard), torch_device))
+            times[f"{name} {size}"] = statistics.median(seconds[1:])
     return times
-
-
-def _time_median(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the median seconds of what all ranks do together."""
-    times = []
-    for _ in range(REPEATS + 1):
-        dist.barrier()
-        times.append(time_work(work, device))
-    return statistics.median(times[1:])
 
 
 # ---- steps of small models on a CPU ----
@@ -301,36 +312,27 @@ def _compose_run(shape: tuple[int, ...], layout: str) -> Run:
 
 
 def fit_single_prices(timed: Sequence[TimedRun], figures: Mapping[str, float]) -> Prices:
-    """Return what explains the time of steps on one device beside matmuls and attention."""
+    """Return what explains the time of steps on one device beside matmuls and attention, whose seconds are known."""
     unit = dict.fromkeys(("eager_factor", "loss_factor", "update_factor"), 1.0)
     causes, residuals = [], []
     for run, seconds in timed:
         model = StepModel(run, run.layout, run.microbatches, _derive_speeds(run, {**figures, **unit}))
-        causes.append(_compute_single_causes(model))
-        residuals.append(seconds - _compute_known_seconds(model))
+        block, blocks = model.get_block(0), model.model.layers * model.microbatches
+        passes, heads = (block.forward, block.backward), [model.estimate_head(kind) for kind in "FB"]
+        causes.append(
+            {
+                "launch_microseconds": 1e-6 * 3 * LAUNCHES[model.compiled] * blocks,
+                "step_microseconds": 1e-6,
+                "eager_factor": blocks * sum(each.work["memory-bound"] for each in passes),
+                "loss_factor": model.microbatches * sum(head["memory-bound"] for head in heads),
+                "update_factor": model.estimate_update(),
+            }
+        )
+        known = model.model.layers * sum(each.work[name] for each in passes for name in ("matmuls", "attention"))
+        residuals.append(seconds - model.microbatches * (known + sum(head["matmuls"] for head in heads)))
     prices = solve_least_squares(causes, residuals, [each.seconds for each in timed])
     minimums = {"eager_factor": 1.0, "loss_factor": 0.1, "update_factor": 0.1, "launch_microseconds": 0.1}
     return {name: max(minimums.get(name, 0.0), price) for name, price in zip(causes[0], prices, strict=True)}
-
-
-def _compute_single_causes(model: StepModel) -> Prices:
-    """Return the seconds that each price's unit costs in a step on one device."""
-    block, blocks = model.get_block(0), model.model.layers * model.microbatches
-    return {
-        "launch_microseconds": 1e-6 * 3 * LAUNCHES[model.compiled] * blocks,
-        "step_microseconds": 1e-6,
-        "eager_factor": blocks * sum(each.work["memory-bound"] for each in (block.forward, block.backward)),
-        "loss_factor": model.microbatches * sum(model.estimate_head(kind)["memory-bound"] for kind in "FB"),
-        "update_factor": model.estimate_update(),
-    }
-
-
-def _compute_known_seconds(model: StepModel) -> float:
-    """Return the seconds of matmuls and attention in a step."""
-    block = model.get_block(0)
-    seconds = sum(each.work[name] for each in (block.forward, block.backward) for name in ("matmuls", "attention"))
-    head = sum(model.estimate_head(kind)["matmuls"] for kind in "FB")
-    return model.microbatches * (model.model.layers * seconds + head)
 
 
 def fit_rank_speed(timed: Sequence[TimedRun], figures: Mapping[str, float], ranks: int) -> float:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.measure import roofline
+from tests.measure.roofline import DeviceRates
 from tests.support.composing import compose_test_run
 from tests.support.machines import make_detector
 from titan.cluster import devices
-from titan.estimate import roofline
-from titan.estimate.roofline import DeviceRates
 from titan.run.run import Run
 
 H200 = DeviceRates(matmul=750e12, matmul_8bit=1400e12, copy=4.2e12, attention=0.65 * 750e12)

@@ -1,0 +1,1 @@
+"""The measurements of titan.calibrate: figures of a machine, from kernels, collectives and steps of small models."""
