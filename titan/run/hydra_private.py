@@ -28,10 +28,8 @@ from omegaconf._utils import get_omega_conf_dumper
 
 from titan.config.settings import is_foreign
 
-
-def build_option_parser() -> argparse.ArgumentParser:
-    """Return the parser of Hydra's options."""
-    return utils.get_args_parser()
+build_option_parser: Callable[[], argparse.ArgumentParser] = utils.get_args_parser
+"""Returns the parser of Hydra's options."""
 
 
 def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool = False) -> DictConfig:
@@ -40,10 +38,9 @@ def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool =
     Args:
         log: configure logging by `hydra.verbose`, and print what the configuration was composed from.
     """
-    hydra = GlobalHydra.instance().hydra
-    if hydra is None:
-        raise RuntimeError("compose_mode is called outside of a Session")
-    return hydra.compose_config(name, list(overrides), run_mode=mode, with_log_configuration=log)
+    hydra: Any = GlobalHydra.instance().hydra
+    cfg: DictConfig = hydra.compose_config(name, list(overrides), run_mode=mode, with_log_configuration=log)
+    return cfg
 
 
 def open_own_classes() -> None:
@@ -104,13 +101,3 @@ def dump_yaml(content: Any) -> str:
     dumper = get_omega_conf_dumper()
     text: str = yaml.dump(content, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
     return text
-
-
-def clear_group(store: ConfigStore, package: str, group: str) -> None:
-    """Remove the choices of a group that were stored by Hydra and its plugins."""
-    store.repo[package][group].clear()
-
-
-def add_group(store: ConfigStore, group: str) -> None:
-    """Make a group known that has no choices yet: else Hydra takes its override for a value."""
-    store.repo.setdefault(group, {})
