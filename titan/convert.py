@@ -88,11 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_conversion(command_line: CommandLine[Convert]) -> int:
     """Convert, print a report, and return the exit code."""
-    settings = command_line.settings
+    settings, started = command_line.settings, time.monotonic()
     target = Path(settings.to).expanduser().absolute()
     check_source(settings.source)
     _check_target(settings, target)
-    started = time.monotonic()
     weights, files = convert_weights(settings, target)
     _print_report(weights, settings, files, time.monotonic() - started)
     return 0
@@ -100,47 +99,34 @@ def run_conversion(command_line: CommandLine[Convert]) -> int:
 
 def convert_weights(settings: Convert, target: Path) -> tuple[Weights, list[Path]]:
     """Convert; return the weights that were read and the tensor files that were written."""
-    from titan.weights import tokenizer_files
+    from titan.weights import export, tokenizer_files
     from titan.weights.formats import open_weights
 
     weights = open_weights(settings.source, "", verify=True)
     tokenizer_files.check_packages(weights.tokenizer, settings.format, f"to={settings.to}")
     if Path(weights.path).resolve() == target.resolve():
         raise ConfigError(f"to={settings.to}: is the folder of {settings.source}; choose another folder.")
-    names, size, write = _plan_files(weights, settings, target)
+    limit, dtype = int(settings.shard_gb * 10**9), settings.dtype
+    options: Any = {"format": settings.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": settings.meta_ranks}
+    export.check_export(weights.model, settings.format, settings.meta_ranks)
+    files = export.list_files(weights, **options)
+    size = sum(file.bytes for file in files)
     _check_space(target, size)
     _mark_target(target)
     try:
         with show_progress(size) as show:
-            write(show)
+            if settings.format == "titan":
+                export.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show)
+            else:
+                export.export_files(weights, target, **options, progress=show)
+                export.finish_export(weights, target, **options)
         write_atomic(target / RECORD, "".join(f"{name}\n" for name in sorted(_list_written(target))), sync=True)
         (target / MARK).unlink()
     except OSError as error:
         raise RunError(
             f"to={settings.to}: can't be written ({error.strerror or error}); fix this and rerun the same command."
         ) from error
-    return weights, [target / name for name in names]
-
-
-def _plan_files(
-    weights: Weights, settings: Convert, target: Path
-) -> tuple[list[str], int, Callable[[Callable[[int], None]], None]]:
-    """Return the names of the tensor files, their total bytes, and a function that writes them."""
-    from titan.weights import export
-
-    limit, dtype = int(settings.shard_gb * 10**9), settings.dtype
-    options: Any = {"format": settings.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": settings.meta_ranks}
-    export.check_export(weights.model, settings.format, settings.meta_ranks)
-    files = export.list_files(weights, **options)
-
-    def write(show: Callable[[int], None]) -> None:
-        if settings.format == "titan":
-            export.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show)
-            return
-        export.export_files(weights, target, **options, progress=show)
-        export.finish_export(weights, target, **options)
-
-    return [file.name for file in files], sum(file.bytes for file in files), write
+    return weights, [target / file.name for file in files]
 
 
 def _check_target(settings: Convert, target: Path) -> None:
@@ -167,8 +153,7 @@ def _check_folder(settings: Convert, target: Path) -> None:
     folder = target.resolve()
     if any(home.is_relative_to(folder) for home in (Path("/"), Path(os.path.expanduser("~")).resolve())):
         raise ConfigError(f"to={settings.to}: is a home directory or above one; name a folder for the model alone.")
-    run_files = (file for pattern in ("", "*/", "*/*/") for file in folder.glob(f"{pattern}{RUN}"))
-    if (run_file := next(run_files, None)) is not None:
+    for run_file in (file for pattern in ("", "*/", "*/*/") for file in folder.glob(f"{pattern}{RUN}")):
         problem = "is a run's directory" if run_file.parent == folder else f"holds the run {run_file.parent.name}"
         raise ConfigError(f"to={settings.to}: {problem}; name a folder for the model alone.")
 
@@ -224,18 +209,16 @@ def show_progress(size: int) -> Iterator[Callable[[int], None]]:
 
 
 def _print_report(weights: Weights, settings: Convert, files: list[Path], seconds: float) -> None:
-    parameters = sum(math.prod(shape) for shape in weights.shapes.values())
+    model, parameters = weights.model, sum(math.prod(shape) for shape in weights.shapes.values())
     kinds = sorted({str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()})
-    size = sum(file.stat().st_size for file in files)
-    model = weights.model
-    layers = format_plural(model.layers, "layer")
     print("converted:")
     print_table(
         {
             "from": f"{settings.source}: {FORMAT_NAMES[type(weights).__name__]}, {', '.join(kinds)}",
-            "model": f"{type(model).__name__}, {parameters:,} parameters, {layers} of width {model.dim}",
+            "model": f"{type(model).__name__}, {parameters:,} parameters, {format_plural(model.layers, 'layer')} of "
+            f"width {model.dim}",
             "to": f"{settings.to}: {settings.format}, {settings.dtype}",
-            "files": f"{len(files):,}, {format_bytes(size)}",
+            "files": f"{len(files):,}, {format_bytes(sum(file.stat().st_size for file in files))}",
             "tokenizer": weights.tokenizer or "none",
             "time": f"{seconds:.1f} s",
         }

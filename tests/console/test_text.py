@@ -172,10 +172,10 @@ def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
     one, other = run_of(SECRET, laptop), run_of(OTHER, laptop)
     assert identity.compute_trial_id(one) == identity.compute_trial_id(other)
     assert identity.select_settings(one, science=False) == identity.select_settings(other, science=False)
-    before: dict[str, Any] = {
-        "config": {"checkpoint": redact_nested({"resume": one.checkpoint.resume, "weights": None})}
-    }
-    assert lineage._is_unchanged(other, before)
+    recorded: Any = redact_nested({"resume": one.checkpoint.resume, "weights": None})
+    before: dict[str, Any] = {"config": {"checkpoint": recorded}, "parent": "a@1"}
+    mix: Any = None
+    assert lineage.find_parent(other, [before], mix, has_checkpoint=True).id == "a@1"
 
 
 @pytest.mark.full

@@ -47,7 +47,7 @@ from titan.run.directory import (
     read_result,
 )
 from titan.run.identity import Ids
-from titan.run.lineage import Parent, PreparedData, count_rows_read, find_parent
+from titan.run.lineage import PreparedData, count_rows_read, find_parent
 from titan.run.prediction import Prediction, predict
 from titan.run.run import Run, as_config, flatten_config
 
@@ -83,19 +83,42 @@ def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
         if _is_finished(run, history):
             return None
         _check_last(run, history.result, history.last, notes)
-        steps = (history.documents[-1].get("from_step", 0), history.result.get("checkpoint") and history.result["step"])
-        if history.last is None and any(steps):
-            notes += (f"there is no checkpoint any more of a run that had got to step {max(s or 0 for s in steps)}",)
+        saved_step = history.result["step"] if history.result.get("checkpoint") else 0
+        lost_step = max(history.documents[-1].get("from_step", 0), saved_step)
+        if history.last is None and lost_step:
+            notes += (f"there is no checkpoint any more of a run that had got to step {lost_step}",)
         notes += history.result_notes
         notes += identity.note_code_changes(run, history.documents[-1])
     digests = evaluated.compute_digests(run.evaluation)
     notes += evaluated.note_changes(digests, history.documents)
     prediction, problem = predict(run)
     notes += (problem,) if problem else ()
-    attempt = _build_attempt(run, history, identity.compute_ids(run, science), data, origin)
-    attempt = replace(attempt, notes=notes, prediction=prediction, evaluated=digests)
+    ids, checkpoint = identity.compute_ids(run, science), history.last or origin.checkpoint
+    step, rows = _count_work(run, data.mix, checkpoint)
+    is_continuation = bool(history.documents) and ids.science != history.documents[-1]["ids"]["science"]
+    kind = "continuation" if is_continuation else "resume" if history.documents else "fork" if checkpoint else "start"
+    attempt = Attempt(
+        number=len(history.documents) + 1,
+        run_id=history.documents[0]["run_id"] if history.documents else uuid.uuid4().hex[:12],
+        ids=ids,
+        corpora=data.folders,
+        checkpoint=checkpoint.path if checkpoint else None,
+        step=step,
+        rows=rows,
+        kind=kind,
+        parent=origin.id,
+        weights=None if checkpoint else origin.weights,
+        notes=notes,
+        prediction=prediction,
+        evaluated=digests,
+    )
     record_attempt(run, attempt, science, history.documents)
     return attempt
+
+
+def _count_work(run: Run, mix: RowMixture, checkpoint: CheckpointCandidate | None) -> tuple[int, int]:
+    """Return the updates done and the rows read in a checkpoint; none without one."""
+    return (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
 
 
 class _History(NamedTuple):
@@ -110,7 +133,11 @@ class _History(NamedTuple):
 
 def _read_history(run: Run) -> _History:
     directory = Path(run.directory)
-    documents = read_attempts(directory) or _read_remote_attempts(run)
+    documents = read_attempts(directory)
+    if not documents and run.checkpoint.path is not None:  # its directory is gone, or on another machine
+        with contextlib.suppress(OSError):  # `select.find_latest` reports it
+            text = open_remote(run.checkpoint.path, run.directory).read("run.yaml") or b""
+            documents = parse_attempts(text.decode(errors="replace"), f"checkpoint.path={run.checkpoint.path}")
     last, notes = select.find_latest(directory, run.checkpoint.path, documents[-1]["run_id"] if documents else None)
     if last and not documents:
         raise ConfigError(
@@ -163,7 +190,7 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
     _check_last(run, {}, last, notes)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
     checkpoint = last or find_parent(run, earlier, mix, has_checkpoint=False).checkpoint
-    step, rows = (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
+    step, rows = _count_work(run, mix, checkpoint)
     attempt = replace(attempt, checkpoint=checkpoint.path if checkpoint else None, step=step, rows=rows, notes=notes)
     correct_start(directory, attempt)
     return attempt
@@ -204,18 +231,6 @@ def check_directory(run: Run, has_own_job: bool) -> None:
         check_same_without_data(run, earlier[-1])
 
 
-def _read_remote_attempts(run: Run) -> list[dict[str, Any]]:
-    """Return the documents of a run whose directory is gone, or on another machine, from `checkpoint.path`."""
-    if run.checkpoint.path is None:
-        return []
-    copies = open_remote(run.checkpoint.path, run.directory)
-    try:
-        text = copies.read("run.yaml")
-    except OSError:  # `select.find_latest` reports it
-        return []
-    return parse_attempts(text.decode(errors="replace"), f"checkpoint.path={run.checkpoint.path}") if text else []
-
-
 def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate | None, notes: tuple[str, ...]) -> None:
     """Raise ConfigError where a run had got further, but none of its checkpoints can be used: it must not restart."""
     if last is not None:
@@ -230,18 +245,6 @@ def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate |
             f"training.steps={run.training.steps}: the run in {run.directory} is finished and has no checkpoint to "
             "continue from; choose another name."
         )
-
-
-def _build_attempt(run: Run, history: _History, ids: Ids, data: PreparedData, origin: Parent) -> Attempt:
-    documents, checkpoint = history.documents, history.last or origin.checkpoint
-    step, rows = (
-        (checkpoint.manifest.step, count_rows_read(run, data.mix, checkpoint.manifest)) if checkpoint else (0, 0)
-    )
-    is_continuation = bool(documents) and ids.science != documents[-1]["ids"]["science"]
-    kind = "continuation" if is_continuation else "resume" if documents else "fork" if checkpoint else "start"
-    run_id = documents[0]["run_id"] if documents else uuid.uuid4().hex[:12]
-    path, weights = (checkpoint.path, None) if checkpoint else (None, origin.weights)
-    return Attempt(len(documents) + 1, run_id, ids, data.folders, path, step, rows, kind, origin.id, weights)
 
 
 def list_hydra_folders(run: Run) -> set[str]:
@@ -355,10 +358,9 @@ def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Ma
     order_only = [k for k in differ if k in ("dataset", "data", "training.grow") or k.startswith("dataset.")]
     if order_only != differ or "dataset.mask_documents" in differ:
         return False
-    try:
+    with contextlib.suppress(ConfigError):
         return count_rows_read(run, mix, saved) > 0
-    except ConfigError:
-        return False
+    return False
 
 
 def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:

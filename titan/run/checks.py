@@ -139,7 +139,7 @@ def _list_precision_faults(run: Run, remote: bool) -> Faults:
 
 
 def _list_exchange_faults(run: Run, remote: bool) -> Faults:
-    """Ways in which FSDP can't exchange weights and gradients here."""
+    """Ways in which FSDP can't exchange weights and gradients, or accumulate gradients in bf16, here."""
     parallelism, layout = run.parallelism, run.layout
     for name, default in (("reduce_buffers", 1), ("separate_reduce", False), ("symmetric_memory", False)):
         if (value := getattr(parallelism, name)) == default:
@@ -157,16 +157,10 @@ def _list_exchange_faults(run: Run, remote: bool) -> Faults:
             f"parallelism.symmetric_memory=true: has one buffer, and parallelism.reduce_buffers="
             f"{parallelism.reduce_buffers}; give 1, or symmetric_memory=false."
         )
-
-
-def _list_accumulation_faults(run: Run, remote: bool) -> Faults:
-    """Gradients accumulated in bf16 where none are accumulated in another type, or too many."""
     accumulate = run.precision.accumulate
-    if accumulate == "fp32":
-        return
-    rows = max(math.ceil(phase.rows / run.layout.data_ranks) for phase in run.training.phases)
+    rows = max(math.ceil(phase.rows / layout.data_ranks) for phase in run.training.phases)
     most = max(run.microbatches, math.ceil(rows / run.microbatch_rows))  # in the step with the largest batch
-    for reason in fit.iterate_obstacles(run, run.layout, most):
+    for reason in fit.iterate_obstacles(run, layout, most) if accumulate != "fp32" else ():
         yield f"precision.accumulate={accumulate}: {reason}, or precision.accumulate=fp32."
 
 
@@ -193,8 +187,9 @@ def _list_audit_faults(run: Run, remote: bool) -> Faults:
 
 
 def _list_tensor_faults(run: Run, remote: bool) -> Faults:
-    """The overlap that needs a GPU, and gathering again where it does not work."""
-    degree, parallelism = run.layout.tensor, run.parallelism
+    """What tensor and context parallelism need: a GPU, recognised modules, rows and heads in equal parts."""
+    layout, parallelism, length = run.layout, run.parallelism, run.training.seq_len
+    degree = layout.tensor
     if parallelism.async_tensor:
         needed = {
             "parallelism.tensor above 1": degree > 1,
@@ -206,13 +201,8 @@ def _list_tensor_faults(run: Run, remote: bool) -> Faults:
         missing = [name for name, is_met in needed.items() if not is_met]
         if missing:
             yield f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false."
-    if parallelism.regather is True and degree > 1 and (obstacles := list_regather_obstacles(run, run.layout)):
+    if parallelism.regather is True and degree > 1 and (obstacles := list_regather_obstacles(run, layout)):
         yield f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto."
-
-
-def _list_context_faults(run: Run, remote: bool) -> Faults:
-    """Rows that can't be split into equal parts, and heads that Ulysses can't distribute."""
-    layout, parallelism, length = run.layout, run.parallelism, run.training.seq_len
     multiple = parallelism.compute_row_multiple(layout)
     halves = " (a head and a tail each)" if parallelism.balance else ""
     cuts = [f"context {layout.context}{halves}"] if layout.context > 1 else []
@@ -383,7 +373,7 @@ def _list_shortages(run: Run, remote: bool) -> Faults:
 
 
 def _list_debug_faults(run: Run, remote: bool) -> Faults:
-    """Anomalies that can't be traced, and more micro-batches than rows."""
+    """Anomalies that can't be traced, more micro-batches than rows, and packages and programs that are missing."""
     if run.compile.scope != "off" and run.debug.detect_anomaly:
         yield "debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off."
     if run.layout.tensor > 1 and run.debug.detect_anomaly:
@@ -396,10 +386,6 @@ def _list_debug_faults(run: Run, remote: bool) -> Faults:
             f"parallelism.microbatches={run.microbatches}: more than the rows of a rank per step, "
             f"training.global_batch / training.seq_len / ranks; give at most {run.rank_rows}."
         )
-
-
-def _list_compiler_faults(run: Run, remote: bool) -> Faults:
-    """Compiling where its requirements are missing, with a way without a compiler; and 8 bits without torchao."""
     if run.compile.scope != "off" and (lacking := find_missing_compiler(run.machine, run.compile.backend, remote)):
         changes = ["memory=full" if run.staging.splits_backward else "memory=selective"]
         changes = changes if run.memory.checkpointing == "budget" else []
@@ -413,7 +399,7 @@ def _list_compiler_faults(run: Run, remote: bool) -> Faults:
 
 
 def _list_checkpoint_faults(run: Run, remote: bool) -> Faults:
-    """Settings about saved checkpoints where none are saved, and a format that lacks the model."""
+    """Settings about checkpoints where none are saved, a format that lacks the model, texts without a tokenizer."""
     checkpoint, cls = run.checkpoint, type(run.model)
     if checkpoint.mode == "off":
         if run.cluster.restarts:
@@ -436,10 +422,6 @@ def _list_checkpoint_faults(run: Run, remote: bool) -> Faults:
             f"checkpoint.export=hf: Hugging Face has no model {get_kind(cls)}; give checkpoint.export=null "
             f"({OWN_MODELS})."
         )
-
-
-def _list_evaluation_faults(run: Run, remote: bool) -> Faults:
-    """Texts to evaluate where the data have no tokenizer."""
     for name in ("sets", "tasks"):
         if getattr(run.evaluation, name) and isinstance(run.dataset, Synthetic):
             yield (
@@ -450,8 +432,8 @@ def _list_evaluation_faults(run: Run, remote: bool) -> Faults:
 
 CHECKS = (
     list_limit_faults, _list_split_faults, _list_growth_faults, _list_precision_faults, _list_exchange_faults,
-    _list_accumulation_faults, _list_audit_faults, _list_tensor_faults, _list_context_faults, _list_attention_faults,
+    _list_audit_faults, _list_tensor_faults, _list_attention_faults,
     _list_sharding_faults, _list_expert_faults, _list_memory_faults, _list_machine_faults, _list_shortages,
-    _list_debug_faults, _list_compiler_faults, _list_checkpoint_faults, _list_evaluation_faults,
+    _list_debug_faults, _list_checkpoint_faults,
 )  # fmt: skip
 """In the order in which they are asked."""

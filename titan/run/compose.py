@@ -34,7 +34,7 @@ from titan.estimate import fit
 from titan.files.run_directory import check_length, check_name
 from titan.run import command_line, hydra_private, hydra_session, synonyms, trust
 from titan.run.axes import PLUGGABLE
-from titan.run.hydra_errors import HydraErrors, list_names
+from titan.run.hydra_errors import list_names, translate_errors
 from titan.run.hydra_session import CONF, ExtraConfigs, compose_config, drop_hydra_node, open_hydra
 from titan.run.resolve import resolve, resolve_open_layout
 from titan.run.run import Run
@@ -50,8 +50,7 @@ MachineFinder = Callable[[Cluster, bool], Machine]
 
 def register_configs() -> None:
     """Register schemas, search path and launchers with Hydra; idempotent."""
-    store = hydra_private.share_store()
-    hydra_private.open_own_classes()
+    store = hydra_private.adapt_hydra()
     if "run.yaml" not in store.repo.get("schema", {}):  # others may have stored theirs before
         kinds = {(f"schema/{axis}", kind): cls for axis, classes in PLUGGABLE.items() for kind, cls in classes.items()}
         for (group, name), cls in (kinds | {("schema/loss_term", "base"): LossTerm}).items():
@@ -80,7 +79,7 @@ def _build_plugin_nodes() -> dict[tuple[str, str], DictConfig]:
 def compose_run(overrides: Sequence[str], ranks: int | None = None, remote: bool = False) -> Run:
     """Return the checked Run of a list of overrides; see `freeze_run`; raises `ConfigError`."""
     register_configs()
-    with HydraErrors(overrides), open_hydra():
+    with translate_errors(overrides), open_hydra():
         trusted = modules.list_trusted_packages(overrides)
         return freeze_run(compose_config(overrides), ranks=ranks, remote=remote, trusted=trusted)
 
@@ -122,6 +121,7 @@ def freeze_run(
     check_name(recipe.name)
     check_length(directory, f"hydra.run.dir={directory}")
     resolve_recipe, axes = resolve_open_layout if is_searched else resolve, recipe.axes()
+    typed: Any = OmegaConf.to_container(node.overrides.task)
     return resolve_recipe(
         recipe,
         machine,
@@ -129,7 +129,7 @@ def freeze_run(
         ranks=ranks,
         remote=remote,
         choices={str(k): str(v) for k, v in node.runtime.choices.items() if k in axes},
-        overrides=tuple(redact(str(override)) for override in OmegaConf.to_container(node.overrides.task)),
+        overrides=tuple(redact(str(override)) for override in typed),
         hydra=hydra_session.build_files(cfg),
         options=hydra_session.build_options(cfg),
     )
@@ -180,13 +180,12 @@ def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
     elif isinstance(written, list):
         for value, text in zip(written, content, strict=True):
             _warn_of_secrets(value, text, path)
-    elif isinstance(written, str):
-        for name in _ENVIRONMENT.findall(written):
-            if is_secret(name) and (os.environ.get(name) or "\n") in str(content):
-                warn_once(
-                    f"{path}={written}: the value of {name} goes into run.yaml and to trackers; let the library that "
-                    "needs it read it from the environment."
-                )
+    for name in _ENVIRONMENT.findall(written) if isinstance(written, str) else ():
+        if is_secret(name) and (os.environ.get(name) or "\n") in str(content):
+            warn_once(
+                f"{path}={written}: the value of {name} goes into run.yaml and to trackers; let the library that needs "
+                "it read it from the environment."
+            )
 
 
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
@@ -201,7 +200,7 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
     register_configs()
     args = command_line.parse(arguments)
     command_line.reject_shown(args)
-    with HydraErrors(args.overrides), open_hydra(args):
+    with translate_errors(args.overrides), open_hydra(args):
         command_line.check(args)
         cfg = compose_config(args.overrides, args.config_name)
         check_weights(cfg, args.typed)
@@ -289,12 +288,8 @@ def describe_small_work(run: Run) -> str:
     changes = [f"training.seq_len={seq_len}"] * is_short
     changes += [f"training.global_batch={batch} or more"] * (batch != training.global_batch)
     settings = f"training.seq_len={training.seq_len} training.global_batch={training.global_batch}"
-    recipe = _find_training_recipe(run) if is_short and is_few else None
+    is_chosen = any(override.lstrip("+").startswith("recipe=") for override in run.overrides)
+    files = sorted((CONF / "recipe").glob("train_*.yaml")) if is_short and is_few and not is_chosen else []
+    recipe = next((f.stem for f in files if f"/model: {run.choices.get('model')}\n" in f.read_text()), None)
     complete = f"; recipe={recipe} is a complete choice for a real run" if recipe else ""
     return f"{settings}: {', and '.join(reasons)}; give {' and '.join(changes)}{complete}."
-
-
-def _find_training_recipe(run: Run) -> str | None:
-    is_chosen = any(override.lstrip("+").startswith("recipe=") for override in run.overrides)
-    files = [] if is_chosen else sorted((CONF / "recipe").glob("train_*.yaml"))
-    return next((f.stem for f in files if f"/model: {run.choices.get('model')}\n" in f.read_text()), None)

@@ -43,11 +43,6 @@ def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool =
     return cfg
 
 
-def open_own_classes() -> None:
-    """Let overrides name fields of a class outside of titan without a `+`; who imports and builds it checks them."""
-    ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_overrides)  # type: ignore[method-assign]
-
-
 _apply_to_closed = ConfigLoaderImpl._apply_overrides_to_config
 
 
@@ -85,12 +80,15 @@ def watch_files(loader: Any, check: Callable[[ConfigResult, str], None]) -> None
     loader._load_single_config = load_and_check
 
 
-def share_store() -> ConfigStore:
-    """Return Hydra's store of schemas, as one that copies of Hydra's repositories share.
+def adapt_hydra() -> ConfigStore:
+    """Change what Hydra does, and return its store of schemas.
 
-    Hydra copies the repository for each composition, with all schemas in it, and never changes those: what it loads
-    from the store is a copy. That copy would take an eighth of the time to compose.
+    Overrides may name fields of a class outside of titan without a `+`; who imports and builds it checks them. The
+    store becomes one that copies of Hydra's repositories share: Hydra copies the repository for each composition, with
+    all schemas in it, and never changes those; what it loads from the store is a copy. That copy would take an eighth
+    of the time to compose.
     """
+    ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_overrides)  # type: ignore[method-assign]
     store = ConfigStore.instance()
     store.__dict__["__deepcopy__"] = lambda memo: store
     return store

@@ -54,10 +54,8 @@ def resolve(
     recipe = _apply_machine(_check_axes(recipe), machine, remote)
     layout = _choose_layout(recipe, machine, ranks, remote)
     is_schedule_open, recipe = recipe.parallelism.schedule == "auto", fit.choose_schedule(recipe, layout)
-    microbatches, gib = recipe.parallelism.microbatches, fit.compute_available_gib(recipe, layout, machine)
-    count = (
-        fit.choose_microbatches(recipe, layout, gib, machine.device) if microbatches == "auto" else int(microbatches)
-    )
+    chosen, gib = recipe.parallelism.microbatches, fit.compute_available_gib(recipe, layout, machine)
+    count = fit.choose_microbatches(recipe, layout, gib, machine.device) if chosen == "auto" else int(chosen)
     run = Run(
         **{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)},
         machine=machine,

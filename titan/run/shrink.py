@@ -115,11 +115,6 @@ def use_precision(run: Run, precision: Any) -> Run:
     return resolve(replace(_as_recipe(run), precision=precision), run.machine, run.directory, choices=run.choices)
 
 
-def use_seed(run: Run, seed: int) -> Run:
-    """Return a shrunk run with another seed."""
-    return replace(run, training=replace(run.training, seed=seed))
-
-
 def shrink_layout(run: Run) -> Layout:
     """Return the layout with two ranks along each of its dimensions, or three where two would hide a fault.
 
@@ -159,7 +154,7 @@ def _as_recipe(run: Run) -> Recipe:
 def _shrink_recipe(run: Run, layout: Layout) -> Recipe:
     model = shrink_model(run, layout)
     rows = Synthetic(tokens=65536, vocab=min(model.vocab, 128), mask_documents=run.dataset.mask_documents)
-    microbatches = count_microbatches(run, layout)
+    microbatches = 2 * layout.pipeline if layout.pipeline > 1 else min(2, run.microbatches)  # several where it has some
     return replace(
         _as_recipe(run),
         model=model,
@@ -189,13 +184,6 @@ def _shrink_recipe(run: Run, layout: Layout) -> Recipe:
 def _build_cluster(ranks: int) -> Cluster:
     """Return the ranks on this machine, whose collectives end soon where one of them waits for ever."""
     return Cluster(device="cpu", devices=ranks, timeout=TIMEOUT, step_timeout=TIMEOUT)
-
-
-def count_microbatches(run: Run, layout: Layout) -> int:
-    """Return the micro-batches of the shrunk run: several where the run has several."""
-    if layout.pipeline > 1:
-        return 2 * layout.pipeline
-    return min(2, run.microbatches)
 
 
 def _shrink_training(run: Run, layout: Layout, microbatches: int) -> Training:
@@ -235,14 +223,13 @@ def _replace_known(settings: Any, **values: Any) -> Any:
 
 
 def _list_changes(target: Run, run: Run) -> dict[str, tuple[Any, Any]]:
-    changes: dict[str, tuple[Any, Any]] = {}
-    for axis in ("model", "parallelism", "training"):
-        old, new = getattr(target, axis), getattr(run, axis)
-        for field in dataclasses.fields(new):
-            values = getattr(old, field.name, None), getattr(new, field.name)
-            if values[0] != values[1]:
-                changes[f"{axis}.{field.name}"] = values
-    return changes
+    axes = [(axis, getattr(target, axis), getattr(run, axis)) for axis in ("model", "parallelism", "training")]
+    values = {
+        f"{axis}.{field.name}": (getattr(old, field.name, None), getattr(new, field.name))
+        for axis, old, new in axes
+        for field in dataclasses.fields(new)
+    }
+    return {name: (old, new) for name, (old, new) in values.items() if old != new}
 
 
 UNCOVERED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
@@ -273,18 +260,11 @@ UNCOVERED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
 def list_uncovered(run: Run) -> list[str]:
     """Return what the shrunk run of a run can't show."""
     listed = [text for text, applies in UNCOVERED if applies(run)]
-    return listed + [
-        f"model.{name}={value}: it stays as it is, and rows have {SEQ_LEN} tokens"
-        for name, value in list_own_lengths(run)
-    ]
-
-
-def list_own_lengths(run: Run) -> list[tuple[str, int]]:
-    """Return the whole numbers among the settings of a model of one's own that may be lengths beyond a shrunk row."""
+    # whole numbers among the settings of a model of one's own may be lengths beyond a shrunk row
     inherited = {field.name for base in KNOWN_MODELS for field in dataclasses.fields(base)}
     values = {field.name: getattr(run.model, field.name) for field in dataclasses.fields(run.model)}
-    return [
-        (name, value)
+    return listed + [
+        f"model.{name}={value}: it stays as it is, and rows have {SEQ_LEN} tokens"
         for name, value in values.items()
         if name not in inherited and isinstance(value, int) and value >= SEQ_LEN
     ]
@@ -307,14 +287,9 @@ VOCABULARIES = (192, 208, 250, 253)
 CHUNK, FLOOR = 24, 16
 """Of a row of `SEQ_LEN` tokens: an attention chunk, and the position from which queries are scaled."""
 FIXED = {
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "attention_chunk": CHUNK,
-    "floor_scale": FLOOR,
-}
+    "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "attention_chunk": CHUNK, "floor_scale": FLOOR,
+}  # fmt: skip
 """Sizes that no degree divides, where the model has them and they are larger."""
 
 
@@ -329,8 +304,7 @@ def shrink_model(run: Run, layout: Layout) -> Any:
     sizes: dict[str, Any] = _shrink_heads(run, layout) | _shrink_widths(run, layout) | _shrink_experts(run, layout)
     sizes |= {name: min(size, value) for name, size in FIXED.items() if (value := getattr(model, name, None))}
     sizes |= {"layers": count_layers(run, layout), "first_dense": min(1, getattr(model, "first_dense", 0))}
-    names = {field.name for field in dataclasses.fields(model)}
-    return dataclasses.replace(model, **{name: size for name, size in sizes.items() if name in names})
+    return _replace_known(model, **sizes)
 
 
 def count_layers(run: Run, layout: Layout) -> int:
@@ -365,24 +339,20 @@ def choose_size(candidates: Iterable[int], divides: bool, *divisors: int) -> int
 
 def _shrink_heads(run: Run, layout: Layout) -> dict[str, int]:
     model, ranks = run.model, layout.tensor * (layout.context if run.parallelism.context_method == "ulysses" else 1)
-    several = model.kv_heads > run.layout.tensor
-    kv_heads = ranks * (2 if several else 1)
+    kv_heads = ranks * (2 if model.kv_heads > run.layout.tensor else 1)
     heads = kv_heads * (2 if model.heads > model.kv_heads else 1)
-    width = heads * HEAD_WIDTH
     has_own_width = model.heads * model.head_size != model.dim
-    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": width + (2 * HEAD_WIDTH if has_own_width else 0)}
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": (heads + (2 if has_own_width else 0)) * HEAD_WIDTH}
     return sizes | ({"head_dim": HEAD_WIDTH} if getattr(model, "head_dim", None) is not None else {})
 
 
 def _shrink_widths(run: Run, layout: Layout) -> dict[str, int]:
     model, old = run.model, run.layout
-    ffn = choose_size(FFN_WIDTHS, model.ffn % (old.tensor * old.sharded) == 0, layout.tensor, layout.sharded)
-    if ffn % layout.tensor:
-        ffn = FFN_WIDTHS[0]
-    splits_vocab = model.vocab % old.tensor == 0
-    divisors = (layout.tensor, layout.sharded) if splits_vocab else (layout.tensor,)
-    whole = model.vocab % (old.tensor * old.sharded) == 0 if splits_vocab else False
-    return {"ffn": ffn, "vocab": choose_size(VOCABULARIES, whole, *divisors)}
+    ranks = old.tensor * old.sharded
+    ffn = choose_size(FFN_WIDTHS, model.ffn % ranks == 0, layout.tensor, layout.sharded)
+    divisors = (layout.tensor, layout.sharded) if model.vocab % old.tensor == 0 else (layout.tensor,)
+    vocab = choose_size(VOCABULARIES, model.vocab % ranks == 0, *divisors)
+    return {"ffn": FFN_WIDTHS[0] if ffn % layout.tensor else ffn, "vocab": vocab}
 
 
 def _shrink_experts(run: Run, layout: Layout) -> dict[str, int]:
