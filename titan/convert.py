@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -141,7 +141,10 @@ def _check_target(settings: Convert, target: Path) -> None:
     is_marked = (target / MARK).exists()
     if target.is_dir() and any(target.iterdir()) and not (is_marked or settings.overwrite):
         raise ConfigError(f"to={settings.to}: is not empty; choose another folder, or give overwrite=true.")
-    if foreign_files := [] if is_marked else sorted(_list_written(target) - _read_record(target)):
+    recorded: set[str] = set()
+    with suppress(OSError, ValueError):  # there is none without an earlier conversion
+        recorded = set(read_regular_file(target / RECORD).decode(errors="replace").splitlines())
+    if foreign_files := [] if is_marked else sorted(_list_written(target) - recorded):
         raise ConfigError(
             f"to={settings.to}: holds {foreign_files[0]}, which titan.convert did not write; choose another folder, or "
             "remove it yourself."
@@ -161,14 +164,6 @@ def _check_folder(settings: Convert, target: Path) -> None:
 def _list_written(target: Path) -> set[str]:
     """Return the names of the target's files that could be a conversion's."""
     return {file.name for pattern in (*VALIDITY_FILES, *WRITTEN_PATTERNS) for file in target.glob(pattern)}
-
-
-def _read_record(target: Path) -> set[str]:
-    """Return the names of the files that an earlier conversion wrote; none without its record."""
-    try:
-        return set(read_regular_file(target / RECORD).decode(errors="replace").splitlines())
-    except (OSError, ValueError):
-        return set()
 
 
 def _check_space(target: Path, size: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from titan.checkpoint import manifest, select
-from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
+from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.checkpoint.remote import open_remote
 from titan.checkpoint.select import CheckpointCandidate
 from titan.config.kinds import get_kind
@@ -73,14 +73,20 @@ class Attempt:
 
 
 def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
-    """Decide what the directory means, and record the attempt that starts; None where the run is finished."""
+    """Decide what the directory means, and record the attempt that starts; None where the run is finished.
+
+    It is when it has done all its steps, or a hook has ended it, and no post-save hook is pending.
+    """
     history = _read_history(run)
     origin = find_parent(run, history.documents, data.mix, has_checkpoint=history.last is not None)
     science = identity.collect_science(run, corpora.compute_data_digest(data.mix), origin.id)
-    notes = history.notes
+    notes, directory = history.notes, Path(run.directory)
     if history.documents:
         check_same(run, history.documents[-1], science, data.mix, history.last)
-        if _is_finished(run, history):
+        is_done = history.result.get("finished") and history.result["step"] == run.training.steps
+        is_done = is_done or is_ended_by_hook(run, history.documents[-1], history.result)
+        last = history.last
+        if is_done and not (last and select.is_post_save_pending(run.checkpoint, directory, last.manifest.step)):
             return None
         _check_last(run, history.result, history.last, notes)
         saved_step = history.result["step"] if history.result.get("checkpoint") else 0
@@ -149,15 +155,6 @@ def _read_history(run: Run) -> _History:
     return _History(documents, last, notes, result, (problem,) if problem else ())
 
 
-def _is_finished(run: Run, history: _History) -> bool:
-    """Return whether the run has done all its steps, or a hook has ended it, and no post-save hook is pending."""
-    result, last = history.result, history.last
-    is_done = result.get("finished") and result["step"] == run.training.steps
-    if not (is_done or is_ended_by_hook(run, history.documents[-1], result)):
-        return False
-    return not (last and select.is_post_save_pending(run.checkpoint, Path(run.directory), last.manifest.step))
-
-
 def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt:
     """Return the attempt that starts one checkpoint earlier, since the one that it names is corrupt, and record that.
 
@@ -192,7 +189,11 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
     checkpoint = last or find_parent(run, earlier, mix, has_checkpoint=False).checkpoint
     step, rows = _count_work(run, mix, checkpoint)
     attempt = replace(attempt, checkpoint=checkpoint.path if checkpoint else None, step=step, rows=rows, notes=notes)
-    correct_start(directory, attempt)
+    *before, document = earlier
+    try:
+        write_attempts(directory, [*before, document | redact_nested({"from_step": step, "notes": list(notes)})])
+    except OSError as error:
+        raise build_write_error(directory, error) from error
     return attempt
 
 
@@ -302,16 +303,6 @@ def _build_document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> d
     }
 
 
-def correct_start(directory: Path, attempt: Attempt) -> None:
-    """Replace the start and the notes in the last document of run.yaml by those of `attempt`."""
-    *earlier, document = read_attempts(directory)
-    changed = redact_nested({"from_step": attempt.step, "notes": list(attempt.notes)})
-    try:
-        write_attempts(directory, [*earlier, document | changed])
-    except OSError as error:
-        raise build_write_error(directory, error) from error
-
-
 def write_attempts(directory: Path, documents: list[dict[str, Any]]) -> None:
     """Replace run.yaml in one step, so that a kill leaves no half of it."""
     text = "".join("---\n" + yaml.safe_dump(document, sort_keys=False) for document in documents)
@@ -336,8 +327,11 @@ def check_same(
     later stage of the mixture, rows to skip, a larger batch.
     """
     differ = _list_differing(last["science"], science)
-    later = saved is not None and _concerns_later_rows(run, differ, mix, saved.manifest)
-    _reject_other(run, last, science, [] if later else differ)
+    is_of_rows = all(k in ("dataset", "data", "training.grow") or k.startswith("dataset.") for k in differ)
+    if saved is not None and is_of_rows and "dataset.mask_documents" not in differ:
+        with contextlib.suppress(ConfigError):
+            differ = [] if count_rows_read(run, mix, saved.manifest) > 0 else differ
+    _reject_other(run, last, science, differ)
 
 
 def check_same_without_data(run: Run, last: Mapping[str, Any]) -> None:
@@ -351,16 +345,6 @@ def _list_differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
     missing = object()
     differ = {k for k in old.keys() | new.keys() if old.get(k, missing) != new.get(k, missing)}
     return sorted(differ - {"training.steps"})
-
-
-def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Manifest) -> bool:
-    """Return whether the differing settings only concern rows that the last checkpoint has not read."""
-    order_only = [k for k in differ if k in ("dataset", "data", "training.grow") or k.startswith("dataset.")]
-    if order_only != differ or "dataset.mask_documents" in differ:
-        return False
-    with contextlib.suppress(ConfigError):
-        return count_rows_read(run, mix, saved) > 0
-    return False
 
 
 def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:

@@ -207,10 +207,8 @@ def advise_key(key: str, typed: str) -> str | None:
     """Return the error message for a key of `hydra.*` or `hooks.*` that there is not; None for other keys."""
     if re.fullmatch(r"hooks\.[^.]+", key):
         return f"{typed}: there is no such hook yet; write +{key}={{_target_:MODULE.CLASS,...}}, or hooks=[NAME,...]."
-    for group in ("hydra.job.env_set", "hydra.callbacks"):
-        if key.startswith(group):
-            return f"{typed}: names are added one by one; write +{group}.NAME=VALUE."
-    return None
+    groups = (group for group in ("hydra.job.env_set", "hydra.callbacks") if key.startswith(group))
+    return next((f"{typed}: names are added one by one; write +{group}.NAME=VALUE." for group in groups), None)
 
 
 def check_node(cfg: DictConfig) -> None:

@@ -197,7 +197,14 @@ def resolve_open_layout(
             return run
     except ConfigError:
         pass
-    neutral = neutralise_layout(recipe, devices)
+    # with a layout that shards over all devices, and that nothing but the devices can make fail
+    degrees: dict[str, Any] = {**dict.fromkeys(DIMENSIONS, 1), "shard": -1, "expert": 1}
+    parallelism = replace(
+        recipe.parallelism, **degrees, microbatches=1, schedule="1F1B", stages="auto", starts=(), reshard="auto",
+        async_tensor=False,
+    )  # fmt: skip
+    cluster = recipe.cluster if devices is None else replace(recipe.cluster, devices=devices)
+    neutral = replace(recipe, parallelism=parallelism, cluster=cluster)
     run = resolve(neutral, machine, directory, overrides=overrides, is_layout_open=True, **options)
     parallelism = fit.choose_schedule(recipe, run.layout).parallelism
     return replace(run, parallelism=parallelism, cluster=recipe.cluster)
@@ -217,14 +224,3 @@ def count_devices(recipe: Recipe, machine: Machine, typed: Mapping[str, Any]) ->
     if cluster.devices_per_node != "auto":
         return int(cluster.devices_per_node) * cluster.nodes
     return machine.count * cluster.nodes if machine.device == "cuda" else None
-
-
-def neutralise_layout(recipe: Recipe, devices: int | None) -> Recipe:
-    """Return the recipe with a layout that shards over all devices, and that nothing but the devices can make fail."""
-    degrees: dict[str, Any] = {**dict.fromkeys(Layout().degrees(), 1), "shard": -1, "expert": 1}
-    parallelism = replace(
-        recipe.parallelism, **degrees, microbatches=1, schedule="1F1B", stages="auto", starts=(), reshard="auto",
-        async_tensor=False,
-    )  # fmt: skip
-    cluster = recipe.cluster if devices is None else replace(recipe.cluster, devices=devices)
-    return replace(recipe, parallelism=parallelism, cluster=cluster)

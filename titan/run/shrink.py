@@ -134,17 +134,13 @@ def shrink_layout(run: Run) -> Layout:
     if isinstance(settings.reshard, int) or (old.expert > 1 and not spans and ranks == 2):
         widened = "shard" if old.shard > 1 else max(("context", "tensor"), key=lambda name: degrees[name])
         degrees[widened] = 2 * degrees[widened]
-    elif old.shard > 2 and old.expert == 1 and (has_remainders(run) or old.shard < old.devices):
-        degrees["shard"] = 3
+    elif old.shard > 2 and old.expert == 1:
+        model = run.model
+        widths = [model.ffn // old.tensor, model.heads * model.head_size // old.tensor, -(-model.vocab // old.tensor)]
+        has_remainders = any(size % old.sharded for size in (model.dim, *widths))  # in numbers of rows of FSDP's ranks
+        degrees["shard"] = 3 if has_remainders or old.shard < old.devices else degrees["shard"]
     ranks = degrees["shard"] * degrees["context"] * degrees["tensor"]
     return Layout(**degrees, expert=1 if old.expert == 1 else ranks if spans else 2)
-
-
-def has_remainders(run: Run) -> bool:
-    """Return whether FSDP's ranks hold different numbers of rows of a weight."""
-    model, layout = run.model, run.layout
-    rows = [model.dim, model.ffn // layout.tensor, model.heads * model.head_size // layout.tensor]
-    return any(size % layout.sharded for size in [*rows, -(-model.vocab // layout.tensor)])
 
 
 def _as_recipe(run: Run) -> Recipe:
@@ -301,20 +297,14 @@ def shrink_model(run: Run, layout: Layout) -> Any:
     its value: sizes of one's own models too.
     """
     model = run.model
-    sizes: dict[str, Any] = _shrink_heads(run, layout) | _shrink_widths(run, layout) | _shrink_experts(run, layout)
+    sizes: dict[str, Any] = _shrink_widths(run, layout) | _shrink_experts(run, layout)
     sizes |= {name: min(size, value) for name, size in FIXED.items() if (value := getattr(model, name, None))}
-    sizes |= {"layers": count_layers(run, layout), "first_dense": min(1, getattr(model, "first_dense", 0))}
-    return _replace_known(model, **sizes)
-
-
-def count_layers(run: Run, layout: Layout) -> int:
-    """Return the fewest blocks that have every kind of block, and as many on each stage or a remainder, as the run."""
-    model, stages = run.model, count_stages(run, layout)
+    # the fewest blocks that have every kind of block, and as many on each stage or a remainder, as the run
+    first_dense, stages = min(1, getattr(model, "first_dense", 0)), count_stages(run, layout)
     every = run.memory.every if run.memory.checkpointing == "every_n" else 1
     period = math.lcm(getattr(model, "moe_every", 1), getattr(model, "nope_every", 1), every)
-    fewest = max(2, period + min(1, getattr(model, "first_dense", 0)))
-    layers = stages * -(-fewest // stages)
-    return layers + (1 if model.layers % run.staging.count else 0)
+    layers = stages * math.ceil(max(2, period + first_dense) / stages) + (1 if model.layers % run.staging.count else 0)
+    return _replace_known(model, **sizes, layers=layers, first_dense=first_dense)
 
 
 def has_uneven_rows(run: Run) -> bool:
@@ -337,22 +327,23 @@ def choose_size(candidates: Iterable[int], divides: bool, *divisors: int) -> int
     return next((size for size in sizes if (size % product == 0) == divides), sizes[0])
 
 
-def _shrink_heads(run: Run, layout: Layout) -> dict[str, int]:
-    model, ranks = run.model, layout.tensor * (layout.context if run.parallelism.context_method == "ulysses" else 1)
-    kv_heads = ranks * (2 if model.kv_heads > run.layout.tensor else 1)
+def _shrink_widths(run: Run, layout: Layout) -> dict[str, int]:
+    model, old, heads_split = run.model, run.layout, layout.tensor
+    heads_split *= layout.context if run.parallelism.context_method == "ulysses" else 1
+    kv_heads = heads_split * (2 if model.kv_heads > old.tensor else 1)
     heads = kv_heads * (2 if model.heads > model.kv_heads else 1)
     has_own_width = model.heads * model.head_size != model.dim
-    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": (heads + (2 if has_own_width else 0)) * HEAD_WIDTH}
-    return sizes | ({"head_dim": HEAD_WIDTH} if getattr(model, "head_dim", None) is not None else {})
-
-
-def _shrink_widths(run: Run, layout: Layout) -> dict[str, int]:
-    model, old = run.model, run.layout
     ranks = old.tensor * old.sharded
     ffn = choose_size(FFN_WIDTHS, model.ffn % ranks == 0, layout.tensor, layout.sharded)
     divisors = (layout.tensor, layout.sharded) if model.vocab % old.tensor == 0 else (layout.tensor,)
-    vocab = choose_size(VOCABULARIES, model.vocab % ranks == 0, *divisors)
-    return {"ffn": FFN_WIDTHS[0] if ffn % layout.tensor else ffn, "vocab": vocab}
+    sizes = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dim": (heads + (2 if has_own_width else 0)) * HEAD_WIDTH,
+        "ffn": FFN_WIDTHS[0] if ffn % layout.tensor else ffn,
+        "vocab": choose_size(VOCABULARIES, model.vocab % ranks == 0, *divisors),
+    }
+    return sizes | ({"head_dim": HEAD_WIDTH} if getattr(model, "head_dim", None) is not None else {})
 
 
 def _shrink_experts(run: Run, layout: Layout) -> dict[str, int]:

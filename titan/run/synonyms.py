@@ -179,9 +179,8 @@ def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None
         return f"variables of the environment stand before the command: {key}={value} python -m titan.train"
     if axis == "model" and word in EXPERTS:
         return "this model has no experts; choose one that has, such as model=qwen3_moe_debug"
-    for name in (f"{AXES.get(axis)}.{rest}", f"metrics.{axis}_{rest}"):
-        if name in known_keys:
-            return f"write {name}"
+    if name := next((n for n in (f"{AXES.get(axis)}.{rest}", f"metrics.{axis}_{rest}") if n in known_keys), ""):
+        return f"write {name}"
     if word in PERIODS and (name := f"{AXES.get(axis, axis)}.every") in known_keys:
         return f"write {name}=STEPS"
     if (advice := _advise_on_kinds(axis, rest, known_keys)) or key in AXES:
