@@ -34,6 +34,8 @@ SERVER = [  # on 8 x H100 80GB
     ("parallelism.shard=16", "16 ranks|8 x NVIDIA H100|smaller degrees|cluster.device=cpu"),
     ("cluster.nodes=2 parallelism=fsdp", "cluster.nodes=2|torchrun or srun|cluster.nodes=1"),
 ]
+PP = "parallelism=pp parallelism"
+PP_SCHEDULE = f"{PP}.schedule"
 MIXTURE = "dataset=mixture +dataset@dataset.sources.a=stdlib"
 ONE_SOURCE = MIXTURE + " dataset.weights={a:1}"
 LAPTOP = [  # on a CPU with 16 GiB
@@ -341,14 +343,8 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("parallelism=pp parallelism.pipeline=512 cluster.devices=512", "512 stages|6 layers|smaller parallelism.pipeline"),
     ("cluster.price=inf", "cluster.price=inf: must be above 0 and finite"),
     ("parallelism=pp parallelism.microbatches=1", "parallelism.microbatches=1|at least as many as stages|give 2"),
-    (
-        "parallelism=pp parallelism.schedule=1F1B training.global_batch=256",
-        "schedule=1F1B|1 row |training.global_batch",
-    ),
-    (
-        "parallelism=pp parallelism.starts=[3,2] parallelism.schedule=LoopedBFS parallelism.stages=3",
-        "stages=3|multiple",
-    ),
+    (PP_SCHEDULE + "=1F1B training.global_batch=256", "schedule=1F1B|1 row |training.global_batch"),
+    (PP + ".starts=[3,2] parallelism.schedule=LoopedBFS parallelism.stages=3", "stages=3|multiple"),
     ("parallelism=pp parallelism.starts=[7]", "parallelism.starts=[7]|from 1 to 5"),
     ("parallelism=pp parallelism.starts=[1,2]", "parallelism.starts=[1,2]|2 given|2 stages need 1"),
     ("parallelism.starts=[3]", "parallelism.starts=[3]|parallelism=pp"),
@@ -363,10 +359,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ),
     ("parallelism=ddp parallelism.accumulate=whole", "parallelism.accumulate=whole|parallelism=fsdp"),
     ("parallelism=fsdp parallelism.reshard=3", "parallelism.reshard=3|2 ranks|divisor"),
-    (
-        "parallelism=pp parallelism.schedule=ZBVZeroBubble memory=selective",
-        "memory=selective|ZBVZeroBubble|memory=full",
-    ),
+    (PP_SCHEDULE + "=ZBVZeroBubble memory=selective", "memory=selective|ZBVZeroBubble|memory=full"),
     ("memory=budget compile=off", "memory=budget|compile=block"),
     ("memory=budget debug.detect_anomaly=true", "memory=budget|debug.detect_anomaly=false|memory=selective"),
     ("parallelism=tp debug.detect_anomaly=true", "debug.detect_anomaly=true|parallelism.tensor"),

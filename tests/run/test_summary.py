@@ -36,11 +36,7 @@ EXTENSIONS = {
         ["loss terms e 0.1 (tests.support.loss_terms.Entropy)", "own code tests (training.loss_terms.e)"],
     ),
     "a hook and a model": (
-        (
-            OWN,
-            "+hooks.n={_target_: tests.support.own_hooks.Norms}",
-            "model._target_=tests.support.own_models.OwnLlama",
-        ),
+        (OWN, "+hooks.n={_target_: tests.support.own_hooks.Norms}", "model._target_=tests.support.own_models.OwnLlama"),
         ["hooks n (tests.support.own_hooks.Norms)", "own code tests (model, hooks.n)"],
     ),
     "a package that is only imported": ((OWN,), ["own code tests (imported)"]),
