@@ -22,6 +22,7 @@ from titan.errors import ConfigError
 from titan.run.compose import compose_run
 from titan.run.run import Run
 
+pytestmark = pytest.mark.usefixtures("laptop")
 JOBS = "+hydra.callbacks.a._target_=hydra.experimental.callbacks.LogJobReturnCallback"
 SERVER = [  # on 8 x H100 80GB
     ("model=llama8b", "parallelism=single|134 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
@@ -429,12 +430,6 @@ QUICK = (
     "cpu:cluster.memory_gib=0.01", "cpu:parallelism=tp+fsdp", "cpu:optimizer.lr_=_1e-3",
     "gpu:model=llama405b_parallelism=fsdp",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,9 @@ import yaml
 from launchers import start, trials
 from launchers.command import run_command
 from tests.support.composing import compose_test_run
-from tests.support.machines import make_detector
 from tests.support.runs import TINY, begin_run
 from tests.support.tiers import full, select_cases
 from titan import status
-from titan.cluster import devices
 from titan.console.text import escape, is_redacted, redact, redact_nested
 from titan.dataset import corpora, remote
 from titan.errors import ConfigError, RunError
@@ -110,13 +108,6 @@ def test_nested_settings_are_redacted() -> None:
 def test_control_characters_are_escaped() -> None:
     assert escape("a\nb\x1b[2J\u202ec\udcff é\u200d") == "a\\nb\\x1b[2J\\u202ec\\udcff é\u200d"
     assert str(ConfigError("x=a\n#SBATCH: no.")) == "x=a\\n#SBATCH: no."
-
-
-@pytest.fixture
-def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def files_of(folder: Path) -> dict[str, str]:

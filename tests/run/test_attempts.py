@@ -21,10 +21,8 @@ import yaml
 
 from launchers import start
 from tests.support.composing import compose_test_run
-from tests.support.machines import make_detector
 from tests.support.runs import TINY, begin_run, write_run_checkpoint
 from tests.support.tiers import full
-from titan.cluster import devices
 from titan.compare import PAGE
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError, exit_code
@@ -36,14 +34,9 @@ from titan.run.lineage import prepare_data
 from titan.run.run import Run
 from titan.sweep import ledger
 
+pytestmark = pytest.mark.usefixtures("laptop")
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTION = ("parallelism=fsdp", "memory=full", "checkpoint.every=1", "cluster.restarts=1", "debug=deterministic")
-
-
-@pytest.fixture(autouse=True)
-def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
-    monkeypatch.chdir(tmp_path)
 
 
 @functools.cache

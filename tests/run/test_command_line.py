@@ -16,12 +16,10 @@ from omegaconf import OmegaConf
 import titan
 from launchers import start
 from launchers.command import run_command
-from tests.support.machines import make_detector
 from tests.support.runs import TINY, begin_run
 from tests.support.tiers import full
 from titan import compare, convert, data, generate, prepare, status, train
 from titan.bench import __main__ as bench
-from titan.cluster import devices
 from titan.cluster.schema import Cluster
 from titan.config.modules import check_hydra
 from titan.console.text import format_message
@@ -33,11 +31,7 @@ from titan.run.directory import lock_directory
 from titan.run.run import Run
 from titan.sweep.schema import SlurmLaunch
 
-
-@pytest.fixture(autouse=True)
-def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("laptop")
 
 
 def ran(*words: str) -> list[Run]:
@@ -64,11 +58,9 @@ def begun(*words: str) -> Run:
         full(["hydra.mode=MULTIRUN", "training.seed=1,2", "name=g"], id="hydra.mode"),
     ],
 )
-def test_a_grid_may_be_asked_for_anywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
+def test_a_grid_may_be_asked_for_anywhere(words: list[str], started: list[Run]) -> None:
     assert run_command(words, start.run_local) == 0
-    assert [run.training.seed for run in runs] == [1, 2]
+    assert [run.training.seed for run in started] == [1, 2]
 
 
 @pytest.mark.full
@@ -105,15 +97,13 @@ def test_a_run_that_is_not_there_is_answered_with_one(
 
 
 @pytest.mark.full
-def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_of_a_point_of_a_named_grid(started: list[Run]) -> None:
     line = ["-m", "sweep=learning_rate", "optimizer.lr=1e-3", "training.seed=5", "name=g", *TINY]
-    runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     assert run_command(line, start.run_local) == 0
-    Path(runs[0].directory).mkdir(parents=True, exist_ok=True)
-    begin_run(runs[0])
-    (again,) = ran(f"resume={runs[0].directory}")
-    assert (again.training.seed, again.directory, again.name) == (5, runs[0].directory, runs[0].name)
+    Path(started[0].directory).mkdir(parents=True, exist_ok=True)
+    begin_run(started[0])
+    (again,) = ran(f"resume={started[0].directory}")
+    assert (again.training.seed, again.directory, again.name) == (5, started[0].directory, started[0].name)
 
 
 @pytest.mark.full
@@ -218,11 +208,9 @@ def test_output_dir_can_be_named_in_a_value() -> None:
 
 
 @pytest.mark.full
-def test_hydras_own_launcher_is_the_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
+def test_hydras_own_launcher_is_the_local_one(started: list[Run]) -> None:
     assert run_command(["-m", "hydra/launcher=basic", "training.seed=1,2", "name=g"], start.run_local) == 0
-    assert len(runs) == 2
+    assert len(started) == 2
 
 
 def test_other_launchers_keys_name_settings_that_there_are() -> None:
