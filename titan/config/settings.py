@@ -322,20 +322,29 @@ def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str
         advice = next(filter(None, (advise(text, unit, siblings) for text in texts)), "")
         meaning = f" ({field.metadata['help']})" if field.metadata.get("help") else ""  # which has its unit
         raise ConfigError(f"{str(error).rstrip('.')}{advice}{meaning}.") from None
-    typed = f"{path}={format_value(value)}"
-    for number in converted if isinstance(converted, tuple) else (converted,):
-        _check_range(number, limits, typed, words)
-    for scalar in _iterate_scalars(converted):
-        if isinstance(scalar, str):
-            check_text(scalar, typed, any_text=field.metadata.get("any_text", False))
-        elif isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
-            cap = field.metadata.get("cap") or LARGEST_NUMBERS[type(scalar)]
-            if not math.isfinite(scalar):
-                raise ConfigError(f"{typed}: must be a finite number.")
-            if abs(scalar) > cap:
-                bound = f"most {_format_number(cap)}" if scalar > 0 else f"least -{_format_number(cap)}"
-                raise ConfigError(f"{typed}: must be at {bound}.")
+    for problem in _iterate_problems(converted, field.metadata, limits, words):
+        raise ConfigError(f"{path}={format_value(value)}: {problem}")
     return converted
+
+
+def _iterate_problems(
+    value: Any, metadata: Mapping[str, Any], limits: Mapping[str, float], words: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield what is wrong with a setting's value: numbers out of range, and texts that can't be one."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            is_within = all(TESTS[name](number, limit) for name, limit in limits.items())
+            if not (is_within and math.isfinite(number)):
+                yield f"must be {_describe_limits(number, limits, words)}."
+    for scalar in _iterate_scalars(value):
+        if isinstance(scalar, str):
+            yield from filter(None, [find_text_problem(scalar, any_text=metadata.get("any_text", False))])
+        elif isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
+            cap = metadata.get("cap") or LARGEST_NUMBERS[type(scalar)]
+            if not math.isfinite(scalar):
+                yield "must be a finite number."
+            if abs(scalar) > cap:
+                yield f"must be at {'most ' if scalar > 0 else 'least -'}{_format_number(cap)}."
 
 
 def _iterate_scalars(value: Any) -> Iterator[Any]:
@@ -349,24 +358,30 @@ def _iterate_scalars(value: Any) -> Iterator[Any]:
         yield from _iterate_scalars(element)
 
 
-def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
-    """Raise ConfigError for a text that can't be a name, a path or a word of a script, and for a redacted URL.
+def check_text(text: str, typed: str) -> None:
+    """Raise ConfigError for a text that can't be a name, a path or a word of a script, and for a redacted URL."""
+    if problem := find_text_problem(text):
+        raise ConfigError(f"{typed}: {problem}")
+
+
+def find_text_problem(text: str, *, any_text: bool = False) -> str:
+    """Return why a text can't be a name, a path or a word of a script, or is a redacted URL; empty where it can.
 
     Args:
         any_text: whether it may be empty, long and have several lines.
     """
     if "\0" in text:
-        raise ConfigError(f"{typed}: holds a zero byte; leave it out.")
+        return "holds a zero byte; leave it out."
     if any_text:
-        return
+        return ""
     if not text.strip():
-        raise ConfigError(f"{typed}: is empty; give a value, or leave it out.")
+        return "is empty; give a value, or leave it out."
     if escape(text) != text or not text.isprintable():
-        raise ConfigError(f"{typed}: has a control character or a line break in it; take it out.")
+        return "has a control character or a line break in it; take it out."
     if is_redacted(text):
-        raise ConfigError(f"{typed}: *** stands for a secret that titan did not record; give the whole URL.")
-    if len(text) > MAX_TEXT_LENGTH:
-        raise ConfigError(f"{typed}: has {len(text):,} characters; give {MAX_TEXT_LENGTH:,} at most.")
+        return "*** stands for a secret that titan did not record; give the whole URL."
+    too_long = f"has {len(text):,} characters; give {MAX_TEXT_LENGTH:,} at most."
+    return too_long if len(text) > MAX_TEXT_LENGTH else ""
 
 
 def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...], unit: str) -> Any:
@@ -443,17 +458,14 @@ def _reject_type(value: Any, expected: str, path: str) -> NoReturn:
     raise ConfigError(f"{path}={format_value(value)}: expected {expected}{advice}.")
 
 
-def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str, ...]) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return
-    if math.isfinite(value) and all(TESTS[name](value, limit) for name, limit in limits.items()):
-        return
+def _describe_limits(value: float, limits: Mapping[str, float], words: tuple[str, ...]) -> str:
+    """Return what a number that is out of range must be."""
     expected = " and ".join(f"{name.replace('_', ' ')} {_format_number(limit)}" for name, limit in limits.items())
     expected += " and finite" if limits and not math.isfinite(value) else ""
     expected, word_text = expected or "a finite number", " or ".join(words)
     if word_text:
         expected = f"{word_text}, or {expected}" if len(limits) > 1 else f"{expected} or {word_text}"
-    raise ConfigError(f"{typed}: must be {expected}.")
+    return expected
 
 
 def _format_number(value: float) -> str:

@@ -365,15 +365,10 @@ def _list_machine_faults(run: Run, remote: bool) -> Faults:
         )
 
 
-def _list_shortages(run: Run, remote: bool) -> Faults:
-    """Memory that ranks lack, which the estimate says itself."""
+def _list_missing_faults(run: Run, remote: bool) -> Faults:
+    """Memory, packages and programs that are missing, anomalies that can't be traced, micro-batches without rows."""
     if not run.is_layout_open:
         fit.check_memory(run, run.layout, run.machine, run.microbatches, remote)
-    yield from ()
-
-
-def _list_debug_faults(run: Run, remote: bool) -> Faults:
-    """Anomalies that can't be traced, more micro-batches than rows, and packages and programs that are missing."""
     if run.compile.scope != "off" and run.debug.detect_anomaly:
         yield "debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off."
     if run.layout.tensor > 1 and run.debug.detect_anomaly:
@@ -433,7 +428,7 @@ def _list_checkpoint_faults(run: Run, remote: bool) -> Faults:
 CHECKS = (
     list_limit_faults, _list_split_faults, _list_growth_faults, _list_precision_faults, _list_exchange_faults,
     _list_audit_faults, _list_tensor_faults, _list_attention_faults,
-    _list_sharding_faults, _list_expert_faults, _list_memory_faults, _list_machine_faults, _list_shortages,
-    _list_debug_faults, _list_checkpoint_faults,
+    _list_sharding_faults, _list_expert_faults, _list_memory_faults, _list_machine_faults,
+    _list_missing_faults, _list_checkpoint_faults,
 )  # fmt: skip
 """In the order in which they are asked."""
