@@ -490,7 +490,7 @@ def compare(
 
 
 def _list_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
-    return [str(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
 
 
 class NotebookComparison(Comparison):
