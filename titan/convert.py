@@ -6,15 +6,12 @@ restart an interrupted conversion, rerun its command. Only files that a conversi
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +21,7 @@ from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.numbers import format_bytes, format_plural
-from titan.console.progress import print_table
+from titan.console.progress import open_bar, print_table
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic
 from titan.files.run_directory import RUN
@@ -195,12 +192,9 @@ def _mark_target(target: Path) -> None:
 @contextmanager
 def show_progress(size: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that adds written bytes to a progress bar of `size`, on a terminal with tqdm installed."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield lambda _: None
-        return
-    tqdm = importlib.import_module("tqdm").tqdm
-    with tqdm(total=size, unit="B", unit_scale=True, dynamic_ncols=True) as progress_bar:
-        yield progress_bar.update
+    bar = open_bar(total=size, unit="B", unit_scale=True)
+    with nullcontext() if bar is None else bar:
+        yield (lambda _: None) if bar is None else bar.update
 
 
 def _print_report(weights: Weights, settings: Convert, files: list[Path], seconds: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from titan.console.text import redact_nested
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
+from titan.files.platform import find_state_folder
 from titan.parallelism.schema import DIMENSIONS
 from titan.run import identity
 from titan.run.run import Run, as_config
@@ -90,8 +90,7 @@ def _digest(content: Any) -> str:
 
 def find_folder() -> Path:
     """Return the folder of the user's certificates."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return Path(home) / "titan" / "certificates"
+    return find_state_folder() / "certificates"
 
 
 def write(content: Mapping[str, Any], key: str) -> Path:

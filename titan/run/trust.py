@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -24,6 +23,7 @@ from hydra.errors import HydraException
 from titan.config.modules import list_trusted_packages
 from titan.config.text_kinds import Label, RunFolder, TextKind, list_kinds
 from titan.errors import ConfigError
+from titan.files.platform import find_state_folder
 from titan.run.schema import Recipe
 from titan.sweep.schema import LocalLaunch, OptunaSearch, SlurmLaunch, Sweep
 
@@ -245,6 +245,5 @@ def was_typed(leaf: Leaf) -> bool:
 
 def _find_marker(leaf: Leaf) -> Path:
     """Return the file that says that the user has typed a setting with this value."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     text = json.dumps(leaf, default=str)
-    return Path(home) / "titan" / "typed" / hashlib.sha256(text.encode()).hexdigest()
+    return find_state_folder() / "typed" / hashlib.sha256(text.encode()).hexdigest()
