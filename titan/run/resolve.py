@@ -37,18 +37,16 @@ def resolve(
     *,
     ranks: int | None = None,
     remote: bool = False,
-    choices: Mapping[str, str] | None = None,
     overrides: tuple[str, ...] = (),
-    hydra: Mapping[str, Any] | None = None,
-    options: tuple[str, ...] = (),
-    is_layout_open: bool = False,
+    **fields: Any,
 ) -> Run:
     """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.
 
     Args:
         ranks: how many ranks a launcher has started already; None when titan is to start them.
         remote: `machine` is a node that a scheduler will provide, not this one.
-        is_layout_open: see `Run`; its memory is not checked.
+        overrides: see `Run`.
+        fields: others of a `Run`; with is_layout_open, its memory is not checked.
     """
     recipe = apply_decay(apply_tokens(recipe, overrides))
     recipe = _apply_machine(_check_axes(recipe), machine, remote)
@@ -63,11 +61,8 @@ def resolve(
         microbatches=count,
         staging=plan_stages(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, count),
         directory=directory,
-        choices=choices or {},
         overrides=overrides,
-        hydra=hydra or {},
-        options=options,
-        is_layout_open=is_layout_open,
+        **fields,
     )
     # a budget of hours makes steps by the time of a step, which depends on what is compiled
     run = apply_hours(_choose_scope(run, remote), run)
