@@ -119,7 +119,7 @@ def _find_run_state(directory: Path, last: Mapping[str, Any], steps: int) -> tup
 
 def _needs_attention(trial: TrialState) -> bool:
     """Return whether a trial failed or was stopped; one that a hook ended has nothing more to do."""
-    attempts, directory = [], Path(trial.directory)
+    attempts, directory = list[dict[str, Any]](), Path(trial.directory)
     if trial.state != "stopped":
         return trial.state == "failed"
     with contextlib.suppress(ConfigError):  # one of many: the others are shown
