@@ -147,9 +147,8 @@ def _list_exchange_faults(run: Run, remote: bool) -> Faults:
         typed = f"parallelism.{name}={format_value(value)}"
         if layout.only_replicated or layout.sharded * layout.replicate == 1:
             warn_once(f"{typed}: has no effect, because FSDP shards nothing; choose parallelism=fsdp.")
-        else:
-            if not remote and () < read_torch_version() < EXCHANGE_TORCH:
-                yield f"{typed}: needs torch 2.13; install it, or remove the setting."
+        elif not remote and () < read_torch_version() < EXCHANGE_TORCH:
+            yield f"{typed}: needs torch 2.13; install it, or remove the setting."
     if parallelism.symmetric_memory and run.machine.device != "cuda":
         yield "parallelism.symmetric_memory=true: needs a CUDA device; give false."
     if parallelism.symmetric_memory and parallelism.reduce_buffers > 1:
