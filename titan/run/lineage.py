@@ -158,15 +158,13 @@ class PreparedData:
 
 
 def prepare_data(run: Run, progress: Callable[[str], None] | None = None) -> PreparedData:
-    """Prepare what is missing of a run's data, and open them, which may take hours."""
+    """Prepare what is missing of a run's data, and open them, which may take hours.
+
+    Raises:
+        ConfigError: for data that the model or the batch can't use; the message names both sides.
+    """
     folders = corpora.prepare_corpora(run.dataset, progress)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    _check_data(run, mix)
-    return PreparedData(folders, mix)
-
-
-def _check_data(run: Run, mix: RowMixture) -> None:
-    """Raise ConfigError for data that the model or the batch can't use; the message names both sides."""
     for rows in mix.sources:
         corpus = rows.corpus
         if corpus.max_token >= run.model.vocab:
@@ -180,3 +178,4 @@ def _check_data(run: Run, mix: RowMixture) -> None:
                 "less than one row; give a smaller training.seq_len or more data."
             )
     corpora.check_epochs(run.dataset, run.training, mix)
+    return PreparedData(folders, mix)
