@@ -8,15 +8,19 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
 
+from launchers import start
 from tests.support import cpu_time, failure_names, tiers
-from tests.support.machines import NO_COMPILER
+from tests.support.machines import NO_COMPILER, make_detector
+from titan.cluster import devices
 from titan.dataset.preprocess.prepare import ProgressMeter
+from titan.run.run import Run
 
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if (
@@ -91,6 +95,22 @@ def apart() -> Iterator[None]:
     for name, value in before.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
+
+
+@pytest.fixture
+def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A CPU with 16 GiB, and a directory of the test's own, which is the current one."""
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """The runs that commands start on this machine, none of which takes place."""
+    runs: list[Run] = []
+    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
+    return runs
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
 from titan.run import certificate, command_line, directory, hydra_private, hydra_session, trust
 from titan.run.compose import check_weights, freeze_run, register_configs, warn_of_small_work
-from titan.run.hydra_errors import HydraErrors
+from titan.run.hydra_errors import translate_errors
 from titan.run.hydra_session import CONF, CONFIG, compose_config, open_hydra
 from titan.run.run import Run
 from titan.run.schema import Recipe
@@ -181,11 +181,11 @@ def _prepare(
     register_configs()
     plugin.register_plugins()
     args = command_line.parse(arguments, recorded)
-    with HydraErrors(args.overrides):
+    with translate_errors(args.overrides):
         command_line.check(args)
         if accepted is not None:
             command_line.reject_shown(args, accepted)
-        if args.version or args.help or command_line.asks_to_show(args):
+        if any(getattr(args, name) for name in ("version", "help", *command_line.SHOWING_OPTIONS)):
             yield args, None
             return
         with open_hydra(args):

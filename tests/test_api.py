@@ -25,7 +25,6 @@ from titan import api, law
 from titan import plan as plan_command
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError, RunError
-from titan.metrics.reader import merge_steps
 from titan.report.render import law_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,13 +115,13 @@ def made(directory: Path, lines: Sequence[dict[str, Any]], starts: Sequence[int]
     return api.SavedRun(directory)
 
 
-def test_metrics_are_those_of_the_attempt_that_counts() -> None:
+def test_metrics_are_those_of_the_attempt_that_counts(tmp_path: Path) -> None:
     lines = [
         {"step": 1, "loss": 5.0, "attempt": 1}, {"step": 2, "loss": 4.0, "attempt": 1},
         {"step": 2, "validation_loss": 4.5, "attempt": 1}, {"step": 3, "loss": 3.0, "attempt": 1},
         {"step": 2, "loss": None, "attempt": 2},
     ]  # fmt: skip
-    metrics = api._build_columns(merge_steps(lines, {1: 1, 2: float("inf")}))
+    metrics = made(tmp_path, lines, [0, 1]).metrics
     assert metrics["step"].tolist() == [1, 2]
     assert metrics["loss"][0] == 5.0
     assert np.isnan(metrics["loss"][1])

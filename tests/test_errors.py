@@ -19,9 +19,7 @@ KILLED = CppCompileError(["g++", "x.cpp", *["-O3"] * 2000], "g++: fatal error: K
     [
         pytest.param(InductorError(KILLED, None), "C++ compile error, g++: fatal error: Killed signal", id="compiler"),
         pytest.param(KILLED, "C++ compile error, g++: fatal error: Killed signal", id="without-inductor"),
-        pytest.param(
-            InductorError(RuntimeError("no lowering " * 900), None), "RuntimeError: no lowering", id="inductor"
-        ),
+        pytest.param(InductorError(RuntimeError("no lowering " * 900), None), "RuntimeError: no lowering", id="own"),
     ],
 )
 def test_a_failed_compiler_is_no_error_of_the_users_code(error: Exception, start: str, tmp_path: Path) -> None:

@@ -268,33 +268,29 @@ SEVERAL = ["optimizers"]
     "name",
     select_cases([name for name in FILES["sweep"] if name not in ("branches", *LADDERS, *SEVERAL)], ("learning_rate",)),
 )
-def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
+def test_every_point_of_a_sweep_can_run(name: str, started: list[Run]) -> None:
     assert run_command(["-m", f"sweep={name}", "precision.emulate=true"], start.run_local) == 0
     axis, arms = GRIDS[name]
     points = [[f"{axis}={arm}", f"training.seed={seed}"] for arm in arms for seed in range(3)]
-    assert [[o for o in run.overrides if o.partition("=")[0] in (axis, "training.seed")] for run in runs] == points
-    tokens = sum(run.training.total_tokens for run in runs)
+    assert [[o for o in run.overrides if o.partition("=")[0] in (axis, "training.seed")] for run in started] == points
+    tokens = sum(run.training.total_tokens for run in started)
     assert tokens <= 2_000_000, "more than ten minutes at the 3,500 tokens a second of two slow cores"
-    assert {run.checkpoint.mode for run in runs} == {"off"}
+    assert {run.checkpoint.mode for run in started} == {"off"}
 
 
 @pytest.mark.full
-def test_every_branch_of_the_sweep_decays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Run] = []
+def test_every_branch_of_the_sweep_decays(tmp_path: Path, started: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     train_run(
         compose_tiny_run(
             tmp_path / "trunk", "schedule.decay=0", "training.steps=2", "checkpoint.every=1", "checkpoint.keep=9"
         )
     )
-    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     monkeypatch.chdir(tmp_path)
     steps = ",".join(f"{tmp_path}/trunk/checkpoints/step-{step}" for step in (1, 2))
     tiny_settings = [o for o in TINY if not o.startswith(("schedule", "checkpoint", "hydra.run.dir"))]
     line = ["-m", "sweep=branches", *tiny_settings, f"checkpoint.resume={steps}", "checkpoint.decay_steps=3"]
     assert run_command(line, start.run_local) == 0
-    assert [run.training.steps for run in runs] == [4, 5]
+    assert [run.training.steps for run in started] == [4, 5]
 
 
 @pytest.mark.parametrize("name", [name for name in FILES["sweep"] if name not in (*LADDERS, *SEVERAL)])
@@ -307,12 +303,12 @@ def test_a_sweep_says_what_it_asks_and_its_baseline_is_one_of_its_arms(name: str
 
 
 @pytest.mark.full
-def test_a_sweep_yields_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
+def test_a_sweep_yields_to_the_command_line(started: list[Run]) -> None:
     line = ["-m", "sweep=precision", "training.seed=7", "training.steps=5", "model=qwen3_debug"]
     assert run_command(line, start.run_local) == 0
-    assert [(r.precision.compute, r.training.seed, r.training.steps) for r in runs] == [("fp32", 7, 5), ("bf16", 7, 5)]
+    assert [(r.precision.compute, r.training.seed, r.training.steps) for r in started] == [
+        ("fp32", 7, 5), ("bf16", 7, 5),
+    ]  # fmt: skip
 
 
 @pytest.mark.full

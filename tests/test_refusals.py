@@ -7,7 +7,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from titan.errors import ConfigError
 from titan.run.compose import compose_run
 from titan.run.run import Run
 
+pytestmark = pytest.mark.usefixtures("laptop")
 JOBS = "+hydra.callbacks.a._target_=hydra.experimental.callbacks.LogJobReturnCallback"
 SERVER = [  # on 8 x H100 80GB
     ("model=llama8b", "parallelism=single|134 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
@@ -35,6 +35,10 @@ SERVER = [  # on 8 x H100 80GB
     ("parallelism.shard=16", "16 ranks|8 x NVIDIA H100|smaller degrees|cluster.device=cpu"),
     ("cluster.nodes=2 parallelism=fsdp", "cluster.nodes=2|torchrun or srun|cluster.nodes=1"),
 ]
+PP = "parallelism=pp parallelism"
+PP_SCHEDULE = f"{PP}.schedule"
+MIXTURE = "dataset=mixture +dataset@dataset.sources.a=stdlib"
+ONE_SOURCE = MIXTURE + " dataset.weights={a:1}"
 LAPTOP = [  # on a CPU with 16 GiB
     # names
     ("modle=debug", "modle=debug|did you mean 'model'"),
@@ -282,14 +286,8 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("dataset=prepared dataset.path=x dataset.tokenizer=y", "dataset.tokenizer=y|is fixed by|remove it"),
     ("dataset=prepared dataset.path=x dataset.on_error=skip", "dataset.on_error=skip|remove it"),
     ("dataset=mixture +dataset@dataset.sources.a=stdlib", "dataset.weights is missing"),
-    (
-        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:x}",
-        "dataset.weights.a=x: expected a number",
-    ),
-    (
-        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights=3",
-        "dataset.weights=3: expected names and values",
-    ),
+    (MIXTURE + " dataset.weights={a:x}", "dataset.weights.a=x: expected a number"),
+    (MIXTURE + " dataset.weights=3", "dataset.weights=3: expected names and values"),
     (
         "dataset=mixture dataset.sources={} dataset.weights={a:1}",
         "the mixture is empty|+dataset@dataset.sources.NAME=CHOICE",
@@ -300,14 +298,8 @@ LAPTOP = [  # on a CPU with 16 GiB
         "dataset.weights={a:1}: is merged with the weights of the other sources ({b:1})|dataset.weights={a:1,b:0}",
     ),
     ("dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={b:1}", "dataset.weights|no source 'b'"),
-    (
-        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.stages={-5:{a:1}}",
-        "begins at -5|above 0",
-    ),
-    (
-        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.stages={5:{c:1}}",
-        "dataset.stages at 5|no source 'c'",
-    ),
+    (ONE_SOURCE + " dataset.stages={-5:{a:1}}", "begins at -5|above 0"),
+    (ONE_SOURCE + " dataset.stages={5:{c:1}}", "dataset.stages at 5|no source 'c'"),
     (
         "dataset=mixture +dataset@dataset.sources.a=text dataset.weights={a:1}",
         "dataset.sources.a.path is missing|dataset.sources.a.path=VALUE",
@@ -316,18 +308,9 @@ LAPTOP = [  # on a CPU with 16 GiB
         "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.sources.a.validation=0.5",
         "dataset.sources.a.validation=0.5: applies to all sources|give it as dataset.validation",
     ),
-    (
-        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.epochs=2",
-        "dataset.epochs=2|dataset.sources.NAME.epochs",
-    ),
-    (
-        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.stream=true",
-        "dataset.sources.a.window",
-    ),
-    (
-        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.stages={x:{a:1}}",
-        "dataset.stages=x: expected a whole number",
-    ),
+    (ONE_SOURCE + " dataset.epochs=2", "dataset.epochs=2|dataset.sources.NAME.epochs"),
+    (ONE_SOURCE + " dataset.stream=true", "dataset.sources.a.window"),
+    (ONE_SOURCE + " dataset.stages={x:{a:1}}", "dataset.stages=x: expected a whole number"),
     # layouts
     ("parallelism=[fsdp,tp]", "fsdp and tp are alternatives|-m parallelism=fsdp,tp"),
     ("parallelism.shard=0", "parallelism.shard=0|1 or more"),
@@ -361,14 +344,8 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("parallelism=pp parallelism.pipeline=512 cluster.devices=512", "512 stages|6 layers|smaller parallelism.pipeline"),
     ("cluster.price=inf", "cluster.price=inf: must be above 0 and finite"),
     ("parallelism=pp parallelism.microbatches=1", "parallelism.microbatches=1|at least as many as stages|give 2"),
-    (
-        "parallelism=pp parallelism.schedule=1F1B training.global_batch=256",
-        "schedule=1F1B|1 row |training.global_batch",
-    ),
-    (
-        "parallelism=pp parallelism.starts=[3,2] parallelism.schedule=LoopedBFS parallelism.stages=3",
-        "stages=3|multiple",
-    ),
+    (PP_SCHEDULE + "=1F1B training.global_batch=256", "schedule=1F1B|1 row |training.global_batch"),
+    (PP + ".starts=[3,2] parallelism.schedule=LoopedBFS parallelism.stages=3", "stages=3|multiple"),
     ("parallelism=pp parallelism.starts=[7]", "parallelism.starts=[7]|from 1 to 5"),
     ("parallelism=pp parallelism.starts=[1,2]", "parallelism.starts=[1,2]|2 given|2 stages need 1"),
     ("parallelism.starts=[3]", "parallelism.starts=[3]|parallelism=pp"),
@@ -383,10 +360,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ),
     ("parallelism=ddp parallelism.accumulate=whole", "parallelism.accumulate=whole|parallelism=fsdp"),
     ("parallelism=fsdp parallelism.reshard=3", "parallelism.reshard=3|2 ranks|divisor"),
-    (
-        "parallelism=pp parallelism.schedule=ZBVZeroBubble memory=selective",
-        "memory=selective|ZBVZeroBubble|memory=full",
-    ),
+    (PP_SCHEDULE + "=ZBVZeroBubble memory=selective", "memory=selective|ZBVZeroBubble|memory=full"),
     ("memory=budget compile=off", "memory=budget|compile=block"),
     ("memory=budget debug.detect_anomaly=true", "memory=budget|debug.detect_anomaly=false|memory=selective"),
     ("parallelism=tp debug.detect_anomaly=true", "debug.detect_anomaly=true|parallelism.tensor"),
@@ -458,13 +432,6 @@ QUICK = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
-    monkeypatch.chdir(tmp_path)
-    yield
-
-
 @pytest.mark.parametrize(
     ("kind", "line", "expected"),
     select_cases([pytest.param(*case, id=f"{case[0]}:{case[1].replace(' ', '_')[:80]}") for case in CASES], QUICK),
@@ -502,13 +469,13 @@ def tiny(*overrides: str, name: str = "x") -> Run:
     return compose_run([*TINY, f"name={name}", *overrides])
 
 
-def refused(run: Run, expected: str, folder: str = "runs") -> None:
-    """`launchers.start.run_local` refuses the run in one sentence, and leaves the tree as it was."""
-    before = sorted(str(p) for p in Path(folder).rglob("*"))
+def refused(run: Run, expected: str) -> None:
+    """`launchers.start.run_local` refuses the run in one sentence, and leaves all but the lock as it was."""
+    before, lock = sorted(Path().rglob("*")), Path(run.directory, ".lock").relative_to(Path.cwd())
     with pytest.raises(ConfigError) as refusal:
         start.run_local(run)
     sentence(f"titan: {refusal.value}", expected)
-    assert sorted(str(p) for p in Path(folder).rglob("*")) == before
+    assert [file for file in sorted(Path().rglob("*")) if file != lock] == [file for file in before if file != lock]
 
 
 @pytest.mark.full
@@ -537,25 +504,22 @@ def test_data_that_does_not_fit(overrides: list[str], expected: str) -> None:
     Path("bad.jsonl").write_text("{x\n")
     Path("good.jsonl").write_text("\n".join(json.dumps({"text": f"number {i} of a few"}) for i in range(20)))
     data = [o for o in TINY if not o.startswith("dataset")]
-    refused(compose_run([*data, "dataset=jsonl", "name=x", *overrides]), expected, ".")
+    refused(compose_run([*data, "dataset=jsonl", "name=x", *overrides]), expected)
 
 
 @pytest.mark.full
-def test_directory_that_holds_something_else() -> None:
-    Path("runs/x").mkdir(parents=True)
-    Path("runs/x/thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError) as refusal:
-        start.run_local(tiny())
-    sentence(f"titan: {refusal.value}", "hydra.run.dir=|thesis.txt|another name or an empty directory")
-    assert Path("runs/x/thesis.txt").read_text() == "mine"
-
-
-@pytest.mark.full
-def test_directory_that_can_not_be_written_to() -> None:
-    Path("runs").write_text("a file in the way")
-    with pytest.raises(ConfigError) as refusal:
-        start.run_local(tiny())
-    sentence(f"titan: {refusal.value}", "hydra.run.dir=|can't be written to|choose another place")
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        pytest.param("runs/x/thesis.txt", "hydra.run.dir=|thesis.txt|another name or an empty directory", id="foreign"),
+        pytest.param("runs", "hydra.run.dir=|can't be written to|choose another place", id="file"),
+    ],
+)
+def test_directory_that_can_not_be_a_runs(file: str, expected: str) -> None:
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text("mine")
+    refused(tiny(), expected)
+    assert Path(file).read_text() == "mine"
 
 
 def test_directory_in_use() -> None:
@@ -583,13 +547,6 @@ def begun(*overrides: str) -> Run:
     return run
 
 
-def refused_to_begin(run: Run, expected: str) -> None:
-    """`launchers.start.run_local` refuses; only the lock file is new."""
-    with pytest.raises(ConfigError) as refusal:
-        start.run_local(run)
-    sentence(f"titan: {refusal.value}", expected)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "expected"),
@@ -609,13 +566,8 @@ def refused_to_begin(run: Run, expected: str) -> None:
 def test_another_experiment_in_the_directory(overrides: list[str], expected: str) -> None:
     run = begun()
     before = (Path(run.directory) / "run.yaml").read_text()
-    refused_to_begin(tiny(*overrides), expected)
+    refused(tiny(*overrides), expected)
     assert (Path(run.directory) / "run.yaml").read_text() == before
-
-
-@pytest.mark.full
-def test_fork_of_nothing() -> None:
-    refused(tiny("checkpoint.resume=nope"), "checkpoint.resume=nope|no such directory|correct the path")
 
 
 @pytest.mark.full
@@ -635,20 +587,16 @@ def test_weights_of_another_shape_are_rejected_before_the_data_are_prepared(monk
 
 
 @pytest.mark.full
-def test_fork_of_an_incomplete_checkpoint() -> None:
+@pytest.mark.parametrize(
+    ("overrides", "weights", "expected"),
+    [
+        pytest.param([], b"w", "checkpoint.resume=runs/x|no complete checkpoint|give a run's or a", id="damaged"),
+        pytest.param(["dataset.tokens=30000"], None, "the same dataset, tokenizer", id="other-data"),
+        pytest.param(["training.steps=2"], None, "training.steps=2|2 steps already|more", id="too-few-steps"),
+    ],
+)
+def test_fork_that_can_not_work(overrides: list[str], weights: bytes | None, expected: str) -> None:
     folder = write_run_checkpoint(begun(), 2)
-    (folder / "weights").write_bytes(b"w")
-    expected = "checkpoint.resume=runs/x|no complete checkpoint|give a run's or a checkpoint's folder"
-    refused(tiny("checkpoint.resume=runs/x", name="y"), expected)
-
-
-@pytest.mark.full
-def test_fork_of_a_run_on_other_data() -> None:
-    write_run_checkpoint(begun(), 2)
-    refused(tiny("checkpoint.resume=runs/x", "dataset.tokens=30000", name="y"), "the same dataset, tokenizer")
-
-
-@pytest.mark.full
-def test_fork_with_too_few_steps() -> None:
-    write_run_checkpoint(begun(), 2)
-    refused(tiny("checkpoint.resume=runs/x", "training.steps=2", name="y"), "training.steps=2|2 steps already|more")
+    if weights:
+        (folder / "weights").write_bytes(weights)
+    refused(tiny("checkpoint.resume=runs/x", *overrides, name="y"), expected)

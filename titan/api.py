@@ -249,8 +249,9 @@ def train(run: Run, *, in_process: bool = False, quiet: bool = False) -> Result:
 def _read_outcome(directory: Path, code: int) -> Result:
     """What the last attempt wrote; of one that was killed while it stopped, the steps that metrics.jsonl has."""
     saved = open_run(directory)
-    result = saved.result or Result(directory, {"step": int(saved.metrics["step"].max(initial=0))})
-    return replace(result, exit_code=code)
+    return replace(
+        saved.result or Result(directory, {"step": int(saved.metrics["step"].max(initial=0))}), exit_code=code
+    )
 
 
 def launch(run: Run, *, in_process: bool = True, quiet: bool = False, report: ReasonReceiver = ignore_reason) -> int:
@@ -426,8 +427,12 @@ class SavedRun(_Folder):
         Figures of a file or task whose content changed later are called `evaluation/NAME@DIGEST/...`.
         """
         documents = tuple(attempt.document for attempt in self.attempts)
-        records = evaluated.separate_figures(read_records(self.directory / METRICS), documents)
-        return _build_columns(merge_steps(records, history.find_step_limits(documents)))
+        separated = evaluated.separate_figures(read_records(self.directory / METRICS), documents)
+        records = merge_steps(separated, history.find_step_limits(documents))
+        names = dict.fromkeys(["step", *(name for record in records for name in record)])
+        columns = {name: [record.get(name) for record in records] for name in names}
+        flat = {n: values for n, values in columns.items() if not any(isinstance(v, (list, dict)) for v in values)}
+        return {name: _build_column(values) for name, values in flat.items()}
 
     def frame(self) -> Any:
         """The metrics as a pandas DataFrame with one row per step."""
@@ -446,27 +451,14 @@ def open_run(directory: str | os.PathLike[str]) -> SavedRun:
     return run
 
 
-def _build_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
-    names = dict.fromkeys(["step", *(name for record in records for name in record)])
-    columns = {name: [record.get(name) for record in records] for name in names}
-    flat = {n: values for n, values in columns.items() if not any(isinstance(v, (list, dict)) for v in values)}
-    return {name: _build_column(values) for name, values in flat.items()}
-
-
 def _build_column(values: Sequence[Any]) -> NDArray[Any]:
+    """Return numbers with NaN for what is missing, and for what no float can be; or texts."""
     if any(isinstance(value, str) for value in values):
         return np.array(["" if value is None else str(value) for value in values])
     if all(type(value) is int and abs(value) < 2**63 for value in values):
         return np.array(values, dtype=np.int64)
-    return np.array([_to_float(value) for value in values], dtype=np.float64)
-
-
-def _to_float(value: Any) -> float:
-    """A number of a record; NaN for what is missing, and for what no float can be."""
-    try:
-        return math.nan if value is None else float(value)
-    except OverflowError:
-        return math.nan
+    is_known = [value is not None and not (isinstance(value, int) and abs(value) >= 2**1024) for value in values]
+    return np.array([float(v) if known else math.nan for v, known in zip(values, is_known, strict=True)])
 
 
 def compare(
@@ -488,13 +480,17 @@ def compare(
     Raises:
         ConfigError: for a directory without runs, a value out of range, and a baseline that is none of the variants.
     """
-    folders = [directories] if isinstance(directories, (str, os.PathLike)) else directories
-    values = {"baseline": baseline, "margin": margin, "target": target}
-    options = settings.build(CompareSettings, {"directories": [str(folder) for folder in folders], **values})
+    folders = _list_paths(directories)
+    values = {"directories": folders, "baseline": baseline, "margin": margin, "target": target}
+    options = settings.build(CompareSettings, values)
     if options.margin is not None:
         parse_margin(options.margin, "margin")
     found = comparison.compare(folders, comparison.Options(options.baseline, options.margin, options.target))
     return NotebookComparison(**{f.name: getattr(found, f.name) for f in fields(Comparison)})
+
+
+def _list_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
 
 
 class NotebookComparison(Comparison):
@@ -548,13 +544,11 @@ def law(
     Raises:
         ConfigError: for a source that is not there, runs that determine no law, and a target out of reach.
     """
-    names = [sources] if isinstance(sources, (str, os.PathLike)) else sources
     values = {
-        "target": target, "holdout": holdout, "baseline": baseline, "embeddings": embeddings,
-        "extrapolate": extrapolate, "replicates": replicates, "seed": seed,
+        "sources": _list_paths(sources), "target": target, "holdout": holdout, "baseline": baseline,
+        "embeddings": embeddings, "extrapolate": extrapolate, "replicates": replicates, "seed": seed,
     }  # fmt: skip
-    options = settings.build(LawSettings, {"sources": [str(name) for name in names], **values})
-    table, studies = study_sources(options)
+    table, studies = study_sources(settings.build(LawSettings, values))
     return collect_findings(table, studies, law_report.format_studies(table, studies))
 
 

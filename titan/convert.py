@@ -6,15 +6,12 @@ restart an interrupted conversion, rerun its command. Only files that a conversi
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +21,7 @@ from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.numbers import format_bytes, format_plural
-from titan.console.progress import print_table
+from titan.console.progress import open_bar, print_table
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic
 from titan.files.run_directory import RUN
@@ -88,11 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_conversion(command_line: CommandLine[Convert]) -> int:
     """Convert, print a report, and return the exit code."""
-    settings = command_line.settings
+    settings, started = command_line.settings, time.monotonic()
     target = Path(settings.to).expanduser().absolute()
     check_source(settings.source)
     _check_target(settings, target)
-    started = time.monotonic()
     weights, files = convert_weights(settings, target)
     _print_report(weights, settings, files, time.monotonic() - started)
     return 0
@@ -100,47 +96,34 @@ def run_conversion(command_line: CommandLine[Convert]) -> int:
 
 def convert_weights(settings: Convert, target: Path) -> tuple[Weights, list[Path]]:
     """Convert; return the weights that were read and the tensor files that were written."""
-    from titan.weights import tokenizer_files
+    from titan.weights import export, tokenizer_files
     from titan.weights.formats import open_weights
 
     weights = open_weights(settings.source, "", verify=True)
     tokenizer_files.check_packages(weights.tokenizer, settings.format, f"to={settings.to}")
     if Path(weights.path).resolve() == target.resolve():
         raise ConfigError(f"to={settings.to}: is the folder of {settings.source}; choose another folder.")
-    names, size, write = _plan_files(weights, settings, target)
+    limit, dtype = int(settings.shard_gb * 10**9), settings.dtype
+    options: Any = {"format": settings.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": settings.meta_ranks}
+    export.check_export(weights.model, settings.format, settings.meta_ranks)
+    files = export.list_files(weights, **options)
+    size = sum(file.bytes for file in files)
     _check_space(target, size)
     _mark_target(target)
     try:
         with show_progress(size) as show:
-            write(show)
+            if settings.format == "titan":
+                export.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show)
+            else:
+                export.export_files(weights, target, **options, progress=show)
+                export.finish_export(weights, target, **options)
         write_atomic(target / RECORD, "".join(f"{name}\n" for name in sorted(_list_written(target))), sync=True)
         (target / MARK).unlink()
     except OSError as error:
         raise RunError(
             f"to={settings.to}: can't be written ({error.strerror or error}); fix this and rerun the same command."
         ) from error
-    return weights, [target / name for name in names]
-
-
-def _plan_files(
-    weights: Weights, settings: Convert, target: Path
-) -> tuple[list[str], int, Callable[[Callable[[int], None]], None]]:
-    """Return the names of the tensor files, their total bytes, and a function that writes them."""
-    from titan.weights import export
-
-    limit, dtype = int(settings.shard_gb * 10**9), settings.dtype
-    options: Any = {"format": settings.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": settings.meta_ranks}
-    export.check_export(weights.model, settings.format, settings.meta_ranks)
-    files = export.list_files(weights, **options)
-
-    def write(show: Callable[[int], None]) -> None:
-        if settings.format == "titan":
-            export.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show)
-            return
-        export.export_files(weights, target, **options, progress=show)
-        export.finish_export(weights, target, **options)
-
-    return [file.name for file in files], sum(file.bytes for file in files), write
+    return weights, [target / file.name for file in files]
 
 
 def _check_target(settings: Convert, target: Path) -> None:
@@ -155,7 +138,10 @@ def _check_target(settings: Convert, target: Path) -> None:
     is_marked = (target / MARK).exists()
     if target.is_dir() and any(target.iterdir()) and not (is_marked or settings.overwrite):
         raise ConfigError(f"to={settings.to}: is not empty; choose another folder, or give overwrite=true.")
-    if foreign_files := [] if is_marked else sorted(_list_written(target) - _read_record(target)):
+    recorded: set[str] = set()
+    with suppress(OSError, ValueError):  # there is none without an earlier conversion
+        recorded = set(read_regular_file(target / RECORD).decode(errors="replace").splitlines())
+    if foreign_files := [] if is_marked else sorted(_list_written(target) - recorded):
         raise ConfigError(
             f"to={settings.to}: holds {foreign_files[0]}, which titan.convert did not write; choose another folder, or "
             "remove it yourself."
@@ -167,8 +153,7 @@ def _check_folder(settings: Convert, target: Path) -> None:
     folder = target.resolve()
     if any(home.is_relative_to(folder) for home in (Path("/"), Path(os.path.expanduser("~")).resolve())):
         raise ConfigError(f"to={settings.to}: is a home directory or above one; name a folder for the model alone.")
-    run_files = (file for pattern in ("", "*/", "*/*/") for file in folder.glob(f"{pattern}{RUN}"))
-    if (run_file := next(run_files, None)) is not None:
+    for run_file in (file for pattern in ("", "*/", "*/*/") for file in folder.glob(f"{pattern}{RUN}")):
         problem = "is a run's directory" if run_file.parent == folder else f"holds the run {run_file.parent.name}"
         raise ConfigError(f"to={settings.to}: {problem}; name a folder for the model alone.")
 
@@ -176,14 +161,6 @@ def _check_folder(settings: Convert, target: Path) -> None:
 def _list_written(target: Path) -> set[str]:
     """Return the names of the target's files that could be a conversion's."""
     return {file.name for pattern in (*VALIDITY_FILES, *WRITTEN_PATTERNS) for file in target.glob(pattern)}
-
-
-def _read_record(target: Path) -> set[str]:
-    """Return the names of the files that an earlier conversion wrote; none without its record."""
-    try:
-        return set(read_regular_file(target / RECORD).decode(errors="replace").splitlines())
-    except (OSError, ValueError):
-        return set()
 
 
 def _check_space(target: Path, size: int) -> None:
@@ -215,27 +192,22 @@ def _mark_target(target: Path) -> None:
 @contextmanager
 def show_progress(size: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that adds written bytes to a progress bar of `size`, on a terminal with tqdm installed."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield lambda _: None
-        return
-    tqdm = importlib.import_module("tqdm").tqdm
-    with tqdm(total=size, unit="B", unit_scale=True, dynamic_ncols=True) as progress_bar:
-        yield progress_bar.update
+    bar = open_bar(total=size, unit="B", unit_scale=True)
+    with nullcontext() if bar is None else bar:
+        yield (lambda _: None) if bar is None else bar.update
 
 
 def _print_report(weights: Weights, settings: Convert, files: list[Path], seconds: float) -> None:
-    parameters = sum(math.prod(shape) for shape in weights.shapes.values())
+    model, parameters = weights.model, sum(math.prod(shape) for shape in weights.shapes.values())
     kinds = sorted({str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()})
-    size = sum(file.stat().st_size for file in files)
-    model = weights.model
-    layers = format_plural(model.layers, "layer")
     print("converted:")
     print_table(
         {
             "from": f"{settings.source}: {FORMAT_NAMES[type(weights).__name__]}, {', '.join(kinds)}",
-            "model": f"{type(model).__name__}, {parameters:,} parameters, {layers} of width {model.dim}",
+            "model": f"{type(model).__name__}, {parameters:,} parameters, {format_plural(model.layers, 'layer')} of "
+            f"width {model.dim}",
             "to": f"{settings.to}: {settings.format}, {settings.dtype}",
-            "files": f"{len(files):,}, {format_bytes(size)}",
+            "files": f"{len(files):,}, {format_bytes(sum(file.stat().st_size for file in files))}",
             "tokenizer": weights.tokenizer or "none",
             "time": f"{seconds:.1f} s",
         }

@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show_data(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     steps, row_numbers = settings.list_steps(), settings.list_rows()
+    resumed, subject = list[str](), "a run with these settings"
     if settings.run is not None:
         check_run_directory(settings.run)
-    resumed = [] if settings.run is None else [f"{RESUME}{settings.run}"]
+        resumed, subject = [f"{RESUME}{settings.run}"], f"the run in {settings.run}"
     recipe = compose.compose_recipe([*resumed, *command_line.overrides])
     if steps[-1] > (count := recipe.training.steps):
-        subject = "a run with these settings" if settings.run is None else f"the run in {settings.run}"
         raise ConfigError(
             f"step={settings.step}: {subject} has {format_plural(count, 'step')}; give one of them, or a larger "
             "training.steps."
@@ -87,7 +87,7 @@ def _show_data(command_line: CommandLine[Settings]) -> int:
     if settings.run and not any(o.lstrip("+").startswith("dataset") for o in command_line.overrides):
         _check_data(settings.run, mix)
     for step in steps:
-        _show_step(recipe.training, mix, tokenizer, step, row_numbers, settings.characters or None)
+        _show_step(recipe.training, mix, tokenizer, step, row_numbers, settings.characters)
     return 0
 
 
@@ -125,9 +125,9 @@ def _show_step(
     tokenizer: Tokenizer | None,
     step: int,
     selected: range | None,
-    max_characters: int | None,
+    most: int | None,
 ) -> None:
-    """Print the rows of a step, only those with the `selected` numbers."""
+    """Print the rows of a step, only those with the `selected` numbers, with so many characters each (0: all)."""
     first_row = training.count_rows_before(step)
     numbers = mix.compute_row_numbers(np.arange(first_row, first_row + training.find_phase(step).rows))
     source_indices, rows = mix.locate_rows(numbers)
@@ -140,8 +140,7 @@ def _show_step(
         source = mix.sources[k]
         name = f"{source.name}: " if len(mix.sources) > 1 else ""
         print(f"\nrow {number}: {name}row {row:,} of {source.split.count_rows(training.seq_len):,}")
-        for line in _format_documents(source.split, row, training.seq_len, tokenizer, max_characters):
-            print(line)
+        print(*_format_documents(source.split, row, training.seq_len, tokenizer, most or None), sep="\n")
     print()
 
 
@@ -153,12 +152,10 @@ def _format_documents(
     starts = split.find_document_starts(row * seq_len, seq_len)
     starts_document = row == 0 or split.find_document_starts(row * seq_len - 1, 2).size > 0
     for i, part in enumerate(np.split(tokens, starts)):
-        ids = [int(token) for token in part]
-        text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+        text = tokenizer.decode(part.tolist()) if tokenizer else " ".join(map(str, part.tolist()))
         dots = "" if starts_document or i else "..."
         cut = repr(text[:max_characters]) + (" ..." if max_characters and len(text) > max_characters else "")
-        noun = "token" if part.size == 1 else "tokens"
-        yield f"  {part.size:>6,} {noun:<6}  {dots}{cut}"
+        yield f"  {part.size:>6,} {'token' if part.size == 1 else 'tokens':<6}  {dots}{cut}"
 
 
 def cli() -> None:

@@ -97,31 +97,23 @@ def find_own_code_error(error: BaseException, packages: Sequence[str] | None = N
     Args:
         packages: the user's; None: all that is neither titan's nor installed.
     """
-    package_folder = Path(__file__).resolve().parent
-    excluded_folders = (
-        package_folder,
-        package_folder.parent / "launchers",
-        *map(Path, set(sysconfig.get_paths().values())),
+    package = Path(__file__).resolve().parent
+    excluded_folders = {package, package.parent / "launchers", *map(Path, sysconfig.get_paths().values())}
+    walked_frames = (
+        (f, n)
+        for f, n in traceback.walk_tb(error.__traceback__)
+        if packages is None or str(f.f_globals.get("__name__")).partition(".")[0] in packages
     )
-    walked_frames = list(traceback.walk_tb(error.__traceback__))
-    if packages is not None:
-        walked_frames = [
-            (f, n) for f, n in walked_frames if str(f.f_globals.get("__name__")).partition(".")[0] in packages
-        ]
-    frames = traceback.StackSummary.extract(iter(walked_frames))
+    frames = traceback.StackSummary.extract(walked_frames)
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(traceback.FrameSummary(error.filename, error.lineno, "<module>"))
-    own_frames = [
-        frame
-        for frame in frames
-        if os.path.isfile(frame.filename)
-        and not any(folder in Path(frame.filename).resolve().parents for folder in excluded_folders)
-    ]
-    if not own_frames:
-        return None
-    description = f"{type(error).__name__}: {format_message(str(error))}".rstrip(": ")
-    function = f" in {own_frames[-1].name}" if own_frames[-1].name.isidentifier() else ""
-    return f"{os.path.relpath(own_frames[-1].filename)}:{own_frames[-1].lineno}{function} ({description})"
+    for frame in reversed(frames):
+        file = Path(frame.filename)
+        if file.is_file() and excluded_folders.isdisjoint(file.resolve().parents):
+            description = f"{type(error).__name__}: {format_message(str(error))}".rstrip(": ")
+            function = f" in {frame.name}" if frame.name.isidentifier() else ""
+            return f"{os.path.relpath(file)}:{frame.lineno}{function} ({description})"
+    return None
 
 
 EXIT_REQUEUE = 75

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
@@ -16,6 +14,7 @@ from titan.console.progress import print_table, progress_line
 from titan.console.text import sanitize_line
 from titan.dataset.preprocess.prepare import format_rows, prepare, survey_dataset
 from titan.dataset.schema import Dataset, Prepared
+from titan.files.run_directory import shorten_path
 from titan.run import compose
 
 
@@ -71,9 +70,7 @@ def _prepare_corpus(name: str, dataset: Dataset, settings: Settings) -> None:
             **{name: files for name, files in summary.selection.items() if name != "leaves out" or not warns},
             "shards": f"{summary.shards:,}, {completion}",
             "tokenizer": summary.tokenizer,
-            "folder": os.path.relpath(summary.folder)
-            if summary.folder.is_relative_to(Path.cwd())
-            else str(summary.folder),
+            "folder": shorten_path(str(summary.folder)),
         }
     )
     if settings.dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import sys
@@ -113,21 +114,17 @@ def _find_run_state(directory: Path, last: Mapping[str, Any], steps: int) -> tup
     words = (*last.get("choices", {}).values(), *last.get("overrides", ()))
     modules, packages = last["config"].get("modules") or (), last.get(identity.OWN_CODE) or {}
     command = summary.format_next_command(str(directory), words, modules, packages)
-    cause = f"{reason.rstrip('.')}; " if state == "failed" else ""
-    return state, f"{cause}{command} resumes it"
+    return state, f"{reason.rstrip('.') + '; ' if state == 'failed' else ''}{command} resumes it"
 
 
 def _needs_attention(trial: TrialState) -> bool:
     """Return whether a trial failed or was stopped; one that a hook ended has nothing more to do."""
+    attempts, directory = list[dict[str, Any]](), Path(trial.directory)
     if trial.state != "stopped":
         return trial.state == "failed"
-    directory = Path(trial.directory)
-    result = read_result(directory)[0]
-    try:
+    with contextlib.suppress(ConfigError):  # one of many: the others are shown
         attempts = read_attempts(directory)
-    except ConfigError:  # one of many: the others are shown
-        return True
-    return not (attempts and _is_ended_by_hook(attempts[-1], result))
+    return not (attempts and _is_ended_by_hook(attempts[-1], read_result(directory)[0]))
 
 
 def _is_ended_by_hook(last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
@@ -190,15 +187,13 @@ def _describe_slow_ranks(directory: Path) -> str:
 
 def _format_step_times(directory: Path) -> tuple[str, str]:
     """Return the median of the last steps and the predicted time of a step; empty where the run has no prediction."""
-    try:
+    predicted, attempt, first = None, 0, 0
+    with contextlib.suppress(OSError, ConfigError):
         predicted, attempt, first = _read_last_attempt(directory, (directory / RUN).stat().st_mtime_ns)
-    except (OSError, ConfigError):
-        return "", ""
     if predicted is None:
         return "", ""
-    records = islice(read_last_steps(directory / METRICS), RECENT)
-    attempt_records = [r for r in records if r.get("attempt") == attempt and (r.get("step") or 0) > first + WARM]
-    times = [r["step_seconds"] for r in attempt_records if r.get("step_seconds")]
+    records = [r for r in islice(read_last_steps(directory / METRICS), RECENT) if r.get("attempt") == attempt]
+    times = [r["step_seconds"] for r in records if (r.get("step") or 0) > first + WARM and r.get("step_seconds")]
     return f"{format_rounded(median(times))} s" if times else "", f"{format_rounded(predicted)} s"
 
 

@@ -160,9 +160,7 @@ def test_target_must_be_in_a_package_that_may_be_named(allowed: tuple[str, ...])
     ("target", "reason"),
     [
         pytest.param("subprocess.Popen", "subprocess is a module of Python; name a dataclass of yours", id="python"),
-        pytest.param(
-            "torch.optim.AdamW", "torch is a library that titan uses; name a dataclass of yours", id="library"
-        ),
+        pytest.param("torch.optim.AdamW", "torch is a library that titan uses; name a dataclass of yours", id="torch"),
         pytest.param("eval", "names no module; write MODULE.CLASS", id="function"),
         pytest.param("Lion", "names no module; write MODULE.CLASS", id="no-module"),
     ],

@@ -11,11 +11,9 @@ import yaml
 from launchers import start, trials
 from launchers.command import run_command
 from tests.support.composing import compose_test_run
-from tests.support.machines import make_detector
 from tests.support.runs import TINY, begin_run
 from tests.support.tiers import full, select_cases
 from titan import status
-from titan.cluster import devices
 from titan.console.text import escape, is_redacted, redact, redact_nested
 from titan.dataset import corpora, remote
 from titan.errors import ConfigError, RunError
@@ -112,13 +110,6 @@ def test_control_characters_are_escaped() -> None:
     assert str(ConfigError("x=a\n#SBATCH: no.")) == "x=a\\n#SBATCH: no."
 
 
-@pytest.fixture
-def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def files_of(folder: Path) -> dict[str, str]:
     return {str(f.relative_to(folder)): f.read_text(errors="replace") for f in folder.rglob("*") if f.is_file()}
 
@@ -172,10 +163,10 @@ def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
     one, other = run_of(SECRET, laptop), run_of(OTHER, laptop)
     assert identity.compute_trial_id(one) == identity.compute_trial_id(other)
     assert identity.select_settings(one, science=False) == identity.select_settings(other, science=False)
-    before: dict[str, Any] = {
-        "config": {"checkpoint": redact_nested({"resume": one.checkpoint.resume, "weights": None})}
-    }
-    assert lineage._is_unchanged(other, before)
+    recorded: Any = redact_nested({"resume": one.checkpoint.resume, "weights": None})
+    before: dict[str, Any] = {"config": {"checkpoint": recorded}, "parent": "a@1"}
+    mix: Any = None
+    assert lineage.find_parent(other, [before], mix, has_checkpoint=True).id == "a@1"
 
 
 @pytest.mark.full

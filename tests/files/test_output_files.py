@@ -16,9 +16,7 @@ LONG = "x" * 300
 @pytest.mark.parametrize(
     ("name", "endings", "sentence"),
     [
-        pytest.param(
-            "a.pdf", (".html", ".json"), "to=a.pdf: unknown file format; use one of .html, .json.", id="format"
-        ),
+        pytest.param("a.pdf", (".html", ".json"), "to=a.pdf: unknown file format; use one of .html, .json.", id="form"),
         pytest.param("a", (".yaml",), "to=a: unknown file format; use .yaml.", id="no-ending"),
         pytest.param("folder", (".json",), "to=folder: is a directory; give another file.", id="directory-first"),
         pytest.param("folder", (), "to=folder: is a directory; give another file.", id="directory"),

@@ -21,10 +21,8 @@ import yaml
 
 from launchers import start
 from tests.support.composing import compose_test_run
-from tests.support.machines import make_detector
 from tests.support.runs import TINY, begin_run, write_run_checkpoint
 from tests.support.tiers import full
-from titan.cluster import devices
 from titan.compare import PAGE
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError, exit_code
@@ -36,13 +34,9 @@ from titan.run.lineage import prepare_data
 from titan.run.run import Run
 from titan.sweep import ledger
 
+pytestmark = pytest.mark.usefixtures("laptop")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
-    monkeypatch.chdir(tmp_path)
+EXECUTION = ("parallelism=fsdp", "memory=full", "checkpoint.every=1", "cluster.restarts=1", "debug=deterministic")
 
 
 @functools.cache
@@ -118,69 +112,37 @@ def test_start() -> None:
     assert open_corpus(attempt.corpora["data"]).train.tokens > 0
 
 
-@pytest.mark.full
-def test_life_without_a_checkpoint_starts_again() -> None:
-    first = lived(tiny())
-    again = lived(tiny())
-    assert (again.number, again.kind, again.checkpoint, again.step) == (2, "resume", None, 0)
-    assert (again.run_id, again.ids) == (first.run_id, first.ids)
-
-
-def test_resume_from_the_last_checkpoint() -> None:
-    run = tiny()
-    lived(run)
-    write_run_checkpoint(run, 1)
-    last = write_run_checkpoint(run, 2)
-    attempt = lived(tiny())
-    assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step) == (2, "resume", str(last), 2)
-    assert attempt.rows == 2 * run.training.rows
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
-    "override",
-    [full("parallelism=fsdp"), full("memory=full"), "checkpoint.every=1", "cluster.restarts=1",
-     full("debug=deterministic")],
-)  # fmt: skip
-def test_resume_with_another_execution(override: str) -> None:
+    ("saved", "override", "kind"),
+    [
+        full(0, "training.seed=0", "resume", id="no-checkpoint"),
+        pytest.param(2, "training.seed=0", "resume", id="last-checkpoint"),
+        full(3, "training.steps=5", "continuation", id="continuation"),
+        *(full(2, override, "resume", id=override) for override in EXECUTION),
+    ],
+)
+def test_the_second_attempt_begins_at_the_last_checkpoint(saved: int, override: str, kind: str) -> None:
     run = tiny()
     first = lived(run)
-    write_run_checkpoint(run, 2)
+    folders = [None, *(write_run_checkpoint(run, step) for step in range(1, saved + 1))]
+    if saved == 3:
+        finish(run)
     attempt = lived(tiny(override))
-    assert (attempt.kind, attempt.step, attempt.run_id) == ("resume", 2, first.run_id)
-    assert attempt.ids.science == first.ids.science
-    assert attempt.ids.execution != first.ids.execution
+    checkpoint = str(folders[saved]) if saved else None
+    assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step) == (2, kind, checkpoint, saved)
+    assert (attempt.rows, attempt.run_id) == (saved * run.training.rows, first.run_id)
+    assert (attempt.ids.science == first.ids.science) == (kind == "resume")
+    assert (attempt.ids.execution != first.ids.execution) == (override in EXECUTION)
 
 
-def test_finished() -> None:
+def test_finished_run_starts_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny()
     lived(run)
     write_run_checkpoint(run, 3)
     finish(run)
-    assert begin_run(tiny()) is None
+    assert begin_run(tiny()) is None and start.run_local(tiny()) == 0
     assert len(read_attempts(Path(run.directory))) == 1, "nothing is recorded"
-
-
-def test_finished_run_starts_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tiny()
-    lived(run)
-    finish(run)
-    result = {"finished": True, "step": 3, "first_loss": 4.0, "last_loss": 3.0}
-    (Path(run.directory) / "result.json").write_text(json.dumps(result))
-    assert start.run_local(tiny()) == 0
     assert "is finished: 3 steps" in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_continuation() -> None:
-    run = tiny()
-    first = lived(run)
-    last = write_run_checkpoint(run, 3)
-    finish(run)
-    attempt = lived(tiny("training.steps=5"))
-    assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step) == (2, "continuation", str(last), 3)
-    assert attempt.run_id == first.run_id
-    assert attempt.ids.science != first.ids.science
 
 
 @pytest.mark.full
@@ -226,12 +188,8 @@ def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> No
     own = write_run_checkpoint(fork, 2)
     (folder / "weights").unlink()
     attempt = lived(fork)
-    assert (attempt.kind, attempt.checkpoint, attempt.parent, attempt.ids) == (
-        "resume",
-        str(own),
-        "abcdef@1",
-        first.ids,
-    )
+    assert (attempt.kind, attempt.parent, attempt.ids) == ("resume", "abcdef@1", first.ids)
+    assert attempt.checkpoint == str(own)
 
 
 @pytest.mark.full
@@ -339,22 +297,15 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: P
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("precious")
     run.mkdir()
-    for link in (lambda: (run / ".lock").symlink_to(victim), lambda: (run / ".lock").hardlink_to(victim)):
-        link()
-        with pytest.raises(ConfigError, match=r"hydra.run.dir=\S+: can't be written to \(.*link"), lock_directory(run):
+    lock = run / ".lock"
+    makers = (lambda: lock.symlink_to(victim), lambda: lock.hardlink_to(victim), lambda: os.mkfifo(lock))
+    for make in makers:  # a pipe does not block
+        make()
+        assert not is_locked(run)
+        with pytest.raises(ConfigError, match=r"=\S+: can't be written to \(.*link"), lock_directory(run):
             pass
-        (run / ".lock").unlink()
+        lock.unlink()
     assert victim.read_text() == "precious"
-
-
-def test_a_pipe_in_place_of_a_lock_does_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / ".lock")
-    assert not is_locked(tmp_path)
-    with (
-        pytest.raises(ConfigError, match=r"\.lock is a link or not a regular file; remove it"),
-        lock_directory(tmp_path),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=errno.errorcode.get)

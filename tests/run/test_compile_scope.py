@@ -57,9 +57,7 @@ CHOSEN = [
     full("cpu", (LONG, *FLOAT8), "block", "blocks, for precision=float8", id="float8"),
     full("cpu", (LONG, "model.layers=12"), "model", "on one CPU device", id="twelve-layers"),
     full("cpu", (LONG, "model.layers=13"), "block", "take long to compile at once", id="many-layers"),
-    full(
-        "cpu", (LONG, "model.dim=1024", "model.vocab=32768"), "block", "no faster for a model of this size", id="large"
-    ),
+    full("cpu", (LONG, "model.dim=1024", "model.vocab=32768"), "block", "no faster for a model of this size", id="big"),
     full("cpu", (SHORT, DOCUMENTS), "off", "compiling pays above 5 minutes", id="short-documents"),
     pytest.param("cpu", (LONG, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="anomaly"),
     full("cpu", (SHORT, "memory=budget"), "block", "memory=budget", id="budget"),

@@ -177,15 +177,13 @@ def test_completion(
 
 
 @pytest.mark.full
-def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
+def test_sweep_runs_every_combination_in_order(started: list[Run]) -> None:
     line = ["-m", "name=grid", "training.seed=1,2", "optimizer.lr=1e-3,3e-3", "training.steps=9"]
     assert run_command(line, start.run_local) == 0
-    assert [(r.training.seed, r.optimizer.lr) for r in runs] == [(1, 1e-3), (1, 3e-3), (2, 1e-3), (2, 3e-3)]
+    assert [(r.training.seed, r.optimizer.lr) for r in started] == [(1, 1e-3), (1, 3e-3), (2, 1e-3), (2, 3e-3)]
     points = [f"seed-{seed}_lr-{lr}" for seed in (1, 2) for lr in (0.001, 0.003)]
-    assert [r.directory for r in runs] == [str(Path.cwd() / "runs/grid" / point) for point in points]
-    assert {r.training.steps for r in runs} == {9}
+    assert [r.directory for r in started] == [str(Path.cwd() / "runs/grid" / point) for point in points]
+    assert {r.training.steps for r in started} == {9}
 
 
 @pytest.mark.parametrize("codes", [full([0, 1, 0]), full([2, 0]), [1, 2]], ids=str)

@@ -78,7 +78,7 @@ def test_a_private_name_is_there_with_its_parameters(name: str) -> None:
 def test_the_store_of_choices_has_groups() -> None:
     store = ConfigStore.instance()
     store.store(group="made_up/stripes", name="a", node={})
-    hydra_private.clear_group(store, "made_up", "stripes")
+    store.repo["made_up"]["stripes"].clear()
     assert store.list("made_up/stripes") == []
 
 

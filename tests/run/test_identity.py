@@ -27,6 +27,7 @@ from titan.run.schema import Recipe
 from titan.schedule.schema import KINDS as SCHEDULES
 from titan.training.loss_terms import LossTerm
 
+pytestmark = pytest.mark.usefixtures("laptop")
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTION = {  # in an axis of science, but without a say in what is learned
     "training.attention", "training.gc_every", "training.loss_chunk", "training.repeat", "training.tokens",
@@ -40,11 +41,6 @@ HINTS = typing.get_type_hints(Recipe)
 KINDS: dict[str, list[type]] = {axis: [HINTS[axis]] for axis in Recipe.axes()}
 KINDS |= {"dataset": list(DATASETS.values()), "optimizer": [AdamW, SGD, Muon], "schedule": list(SCHEDULES.values())}
 ALL = [pytest.param(axis, kind, id=kind.__name__) for axis, kinds in KINDS.items() for kind in kinds]
-
-
-@pytest.fixture(autouse=True)
-def laptop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -37,9 +37,7 @@ def make(directory: Path, seconds: float, *overrides: str, **story: Any) -> Path
     [
         full((), id="the-same"),
         full(("optimizer.lr=0.5", "training.seed=3", "schedule=cosine"), id="another-rate"),
-        pytest.param(
-            ("training.steps=9", "checkpoint=off", "evaluation.tokens=64", "dataset.seed=3"), id="another-length"
-        ),
+        pytest.param(("training.steps=9", "checkpoint=off", "evaluation.tokens=64", "dataset.seed=3"), id="length"),
     ],
 )
 def test_settings_that_change_no_steps_time_may_differ(overrides: tuple[str, ...], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from launchers.command import run_command
 from launchers.start import run_local
 from tests.support.runs import TINY
 
+Captured = pytest.CaptureFixture[str]
 HEAD = """
 from dataclasses import dataclass
 from titan.config.settings import setting
@@ -36,7 +37,6 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, *more: str
     (folder / package).mkdir()
     (folder / package / "__init__.py").write_text("")
     (folder / package / "opt.py").write_text(HEAD + source)
-    monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     target = f"+optimizer._target_={package}.opt.Own"
     conf = folder / "conf" / "optimizer"
@@ -66,22 +66,15 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, *more: str
     ],
 )
 def test_the_place_is_named(
-    source: str,
-    code: int,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    source: str, code: int, said: str, laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    assert ended(tmp_path, monkeypatch, source) == code
+    assert ended(laptop, monkeypatch, source) == code
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
 
 
 @pytest.mark.full
-def test_a_class_that_is_not_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_class_that_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     (tmp_path / "optimizer").mkdir()
     file = tmp_path / "optimizer" / "own.yaml"
     for text, said in (("", "optimizer._target_ is missing"), ("beta: 1\n", "is named by _target_")):
@@ -91,9 +84,7 @@ def test_a_class_that_is_not_named(
         assert said in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setenv("TITAN_CONF", os.pathsep.join((str(tmp_path), f"{tmp_path}/nowhere")))
     assert run_command([f"hydra.run.dir={tmp_path}/x"], run_local) == 2
     assert f"TITAN_CONF={tmp_path}/nowhere: there is no such folder" in capsys.readouterr().err

@@ -31,9 +31,7 @@ def shrink(folder: Path, *words: str) -> Shrunk:
 LAYOUTS = [
     pytest.param((*LLAMA, "parallelism=fsdp", "cluster.devices=256"), {"shard": 2}, id="divides"),
     pytest.param((*LLAMA, "parallelism=fsdp", "cluster.devices=96"), {"shard": 3}, id="remainders"),
-    pytest.param(
-        (*LLAMA, "parallelism=fsdp_tp", "parallelism.tensor=8"), {"shard": 3, "tensor": 2}, id="two-dimensions"
-    ),
+    pytest.param((*LLAMA, "parallelism=fsdp_tp", "parallelism.tensor=8"), {"shard": 3, "tensor": 2}, id="two"),
     pytest.param(
         (*LLAMA, "parallelism=3d", "parallelism.tensor=8", "parallelism.pipeline=8", *CHUNKED),
         {"shard": 3, "tensor": 2, "pipeline": 2}, id="chunks",

@@ -36,9 +36,7 @@ FEW = "each GPU computes only 1,024 tokens per step"
             ("training.seq_len=1024", "training.global_batch=8192"),
             rf": {FEW}; give training.global_batch=16384 or more\.", id="one short row",
         ),
-        pytest.param(
-            ("parallelism=cp", "training.seq_len=8192", "training.global_batch=8192"), FEW, id="a row of eight ranks"
-        ),
+        pytest.param(("parallelism=cp", "training.seq_len=8192", "training.global_batch=8192"), FEW, id="row of 8"),
         pytest.param(LONG, "^$", id="one long row"),
         pytest.param(
             ("training.seq_len=8192", "training.global_batch=16384"),
@@ -46,9 +44,7 @@ FEW = "each GPU computes only 1,024 tokens per step"
         ),
         pytest.param(("training.seq_len=1024", "training.global_batch=16384"), "^$", id="two short rows"),
         pytest.param((*LONG, "parallelism=tp"), "^$", id="tensor"),
-        pytest.param(
-            ("model.rope_factor=1", "training.seq_len=512", "training.global_batch=262144"), "^$", id="unscaled RoPE"
-        ),
+        pytest.param(("model.rope_factor=1", "training.seq_len=512", "training.global_batch=262144"), "^$", id="RoPE"),
         pytest.param(
             ("model.rope_factor=1", "training.seq_len=512", "training.global_batch=8192"),
             rf": {FEW}; give training.global_batch=16384 or more\.", id="unscaled RoPE, few tokens",

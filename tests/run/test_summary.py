@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from tests.support.machines import make_detector
 from tests.support.runs import TINY
 from tests.support.tiers import select_cases
-from titan.cluster import devices
 from titan.console.numbers import format_count
 from titan.dataset import corpora
 from titan.run import attempts, identity, summary
@@ -18,15 +15,14 @@ from titan.run.compose import compose_run
 from titan.run.run import Run
 
 
-def show(settings: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
-    monkeypatch.chdir(tmp_path)
+def show(settings: Sequence[str]) -> Run:
     run = compose_run([*TINY, *settings, "name=x", "training.global_batch=256"])
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
     summary.show_run(run, attempts.Attempt(1, "id", identity.compute_ids(run, {}), {}, None, 0, 0, "start"), mix, ())
     return run
 
 
+pytestmark = pytest.mark.usefixtures("laptop")
 OWN = "modules=[tests]"
 EXTENSIONS = {
     "none": ((), []),
@@ -36,11 +32,7 @@ EXTENSIONS = {
         ["loss terms e 0.1 (tests.support.loss_terms.Entropy)", "own code tests (training.loss_terms.e)"],
     ),
     "a hook and a model": (
-        (
-            OWN,
-            "+hooks.n={_target_: tests.support.own_hooks.Norms}",
-            "model._target_=tests.support.own_models.OwnLlama",
-        ),
+        (OWN, "+hooks.n={_target_: tests.support.own_hooks.Norms}", "model._target_=tests.support.own_models.OwnLlama"),
         ["hooks n (tests.support.own_hooks.Norms)", "own code tests (model, hooks.n)"],
     ),
     "a package that is only imported": ((OWN,), ["own code tests (imported)"]),
@@ -56,13 +48,9 @@ EXTENSIONS = {
     ),
 )
 def test_what_is_not_titans_own_is_listed(
-    settings: tuple[str, ...],
-    lines: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    settings: tuple[str, ...], lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show(settings, tmp_path, monkeypatch)
+    show(settings)
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert [line for line in printed if line.startswith(("hooks ", "loss terms ", "own code "))] == lines
 
@@ -81,14 +69,9 @@ def test_what_is_not_titans_own_is_listed(
     ],
 )
 def test_the_model_and_the_layout(
-    settings: tuple[str, ...],
-    model: str,
-    layout: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    settings: tuple[str, ...], model: str, layout: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = show(settings, tmp_path, monkeypatch)
+    run = show(settings)
     shown = " ".join(capsys.readouterr().out.split())
     counts = map(format_count, (run.model.parameters(), run.model.active_parameters()))
     assert model.format(*counts) in shown

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from launchers.trials import Composer
 from titan.config import modules
 from titan.run import compose
-from titan.run.hydra_errors import HydraErrors
+from titan.run.hydra_errors import translate_errors
 from titan.run.hydra_session import compose_config, open_hydra
 from titan.run.run import Run
 from titan.run.synonyms import check_optional
@@ -37,7 +37,7 @@ def compose_test_run(overrides: Sequence[str], ranks: int | None = None, remote:
     if any(o.lstrip("+~").startswith(("hydra", "sweep")) for o in lines):
         return compose.compose_run(overrides, ranks, remote)
     compose.register_configs()
-    with HydraErrors(lines):
+    with translate_errors(lines):
         trusted = modules.list_trusted_packages(lines)
         composer = _load_composer(os.environ.get("TITAN_CONF", ""))
         cfg = composer(lines)

@@ -62,11 +62,10 @@ class Key:
     @property
     def usage(self) -> str:
         """How the usage line of `--help` shows it where it takes the first words."""
-        label = self.field.metadata["operand"]
-        optional = f"[{label} ...]" if self.takes_several else f"[{label}]"
+        label, several = self.field.metadata["operand"], " ..." if self.takes_several else ""
         if not self.is_required:
-            return optional
-        return f"{label} {optional}" if self.takes_several else label
+            return f"[{label}{several}]"
+        return f"{label} [{label} ...]" if several else str(label)
 
 
 def list_keys(cls: type, path: tuple[str, ...] = ()) -> dict[str, Key]:
@@ -99,12 +98,11 @@ def parse_arguments(cls: type[T], argv: Sequence[str]) -> T:
     """
     words, assignments = split_operands(cls, argv)
     first, values = find_operand(cls), {}
-    if first is not None:
-        if "" in words or (not words and first.is_required):
-            label, meaning = first.field.metadata["operand"], first.field.metadata["help"]
-            raise ConfigError(f"{label} is missing: {meaning}; give it as the first word, before KEY=VALUE.")
-        if words:
-            values = {first.field.name: words if first.takes_several else words[0]}
+    if first is not None and ("" in words or (not words and first.is_required)):
+        label, meaning = first.field.metadata["operand"], first.field.metadata["help"]
+        raise ConfigError(f"{label} is missing: {meaning}; give it as the first word, before KEY=VALUE.")
+    if first is not None and words:
+        values = {first.field.name: words if first.takes_several else words[0]}
     return typing.cast(T, settings.build(cls, values | _read_assignments(list_keys(cls), assignments)))
 
 
@@ -141,10 +139,9 @@ def _is_assignment(word: str, keys: dict[str, Key]) -> bool:
     key, equals, _ = word.partition("=")
     if word.startswith("-") or (equals and key in keys):
         return True
-    if word.startswith("{"):
-        return False
     is_path = "/" in key and not re.match(r"\+|~[^/]|hydra/", key)
-    return bool(equals) and not is_path and not os.path.exists(word)  # Path.exists raises for a long value
+    is_operand = word.startswith("{") or is_path or os.path.exists(word)  # Path.exists raises for a long value
+    return bool(equals) and not is_operand
 
 
 def _read_assignments(keys: dict[str, Key], assignments: Sequence[str]) -> dict[str, Any]:

@@ -75,13 +75,16 @@ class Command(Generic[T]):
     def parse(self, words: Sequence[str]) -> CommandLine[T]:
         """Return a parsed command line."""
         operands, rest = split_operands(self.settings, words)
+        keys, overrides, assignments = list_keys(self.settings), list[str](), list[str]()
+        groups = {key.path[0] for key in keys.values() if len(key.path) > 1}
         for word in rest:
-            if (name := word.partition("=")[0]) in TRAIN_OPTIONS and name not in self.options:
+            name, equals, _ = word.partition("=")
+            if name in TRAIN_OPTIONS and name not in self.options:
                 raise ConfigError(describe_train_option(word))
             if name in self.removed:
                 raise ConfigError(f"{word}: was removed; leave it out, and {self.removed[name]}.")
-        overrides = [word for word in rest if self.overrides and not self._declares(word)]
-        assignments = [word for word in rest if word not in overrides]
+            is_own = name in keys or (equals and name.partition(".")[0] in groups)
+            (assignments if is_own or not self.overrides else overrides).append(word)
         return CommandLine(parse_arguments(self.settings, [*operands, *assignments]), overrides, list(words))
 
     def format_help(self) -> str:
@@ -109,13 +112,6 @@ class Command(Generic[T]):
             raise ConfigError(
                 f"{error.typed}: there is no such setting{hint} See --help and python -m titan.train --cfg job."
             ) from error
-
-    def _declares(self, word: str) -> bool:
-        """Return whether a word is KEY=VALUE of a setting of the command, or of one of its groups."""
-        name, equals, _ = word.partition("=")
-        keys = list_keys(self.settings)
-        groups = {key.path[0] for key in keys.values() if len(key.path) > 1}
-        return name in keys or (bool(equals) and name.partition(".")[0] in groups)
 
 
 def describe_train_option(option: str) -> str:

@@ -6,6 +6,7 @@ or a site's file may ask for some, which raises ConfigError until the user allow
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -92,10 +93,9 @@ def _is_in(name: str, packages: Sequence[str]) -> bool:
 def _check_callback(name: str) -> None:
     """Raise ConfigError for what is no class of callbacks: Hydra would call it."""
     module, _, attribute = name.rpartition(".")
-    try:
+    target = None
+    with contextlib.suppress(ImportError):  # Hydra reports it
         target = getattr(importlib.import_module(module), attribute, None)
-    except ImportError:
-        return  # Hydra reports it
     if target is not None and not (isinstance(target, type) and issubclass(target, Callback)):
         raise ConfigError(
             f"hydra.callbacks: names {name}, which is no hydra.experimental.callback.Callback; take it out."
@@ -104,13 +104,10 @@ def _check_callback(name: str) -> None:
 
 def _iterate_imports(content: Any) -> Iterator[str]:
     """Yield what Hydra or Python's logging would import for a part of the settings."""
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            if key in ("_target_", "class", "()") and isinstance(value, str):
-                yield value
-            yield from _iterate_imports(value)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _iterate_imports(value)
-    elif isinstance(content, str) and content.startswith("ext://"):
+    if isinstance(content, str) and content.startswith("ext://"):
         yield content.removeprefix("ext://")
+    items = content.items() if isinstance(content, Mapping) else enumerate(content if isinstance(content, list) else ())
+    for key, value in items:
+        if key in ("_target_", "class", "()") and isinstance(value, str):
+            yield value
+        yield from _iterate_imports(value)

@@ -10,6 +10,7 @@ Nothing here imports torch or Hydra, so that schemas stay cheap to load.
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -51,10 +52,6 @@ def setting(
     help: str = "",
     *,
     science: bool | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
     cap: float | None = None,
     words: tuple[str, ...] = (),
     unit: str = "",
@@ -62,12 +59,12 @@ def setting(
     any_text: bool = False,
     later: bool = False,
     hashed: bool = True,
+    **limits: float,
 ) -> Any:
     """Declare a field of a schema.
 
     Args:
         science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
-        at_least: the least value of a number (of each number, in a tuple).
         cap: the largest plausible number; unlike `at_most` it follows from no property of the setting.
         words: texts that a field of type `int | str` or `float | str` accepts beside numbers, such as "auto".
         unit: what it counts, if its name and limits don't say it: "seconds", "powers" (32k may be 32,000 or 32,768).
@@ -75,19 +72,13 @@ def setting(
         any_text: whether a text may be empty, long and have several lines.
         later: whether files and digests leave it out while it has its default, as those from before it was added do.
         hashed: False where its values have no hash, as mappings, and instances of the schema need one.
+        limits: of a number, by the names of `TESTS` (of each number, in a tuple).
     """
-    limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    limits = {name: limits[name] for name in sorted(limits, key=tuple(TESTS).index)}
     metadata = {
-        "help": help,
-        "science": science,
-        "words": words,
-        "unit": unit,
-        "in_ids": in_ids,
-        "limits": {k: v for k, v in limits.items() if v is not None},
-        "cap": cap,
-        "any_text": any_text,
-        "later": later,
-    }
+        "help": help, "science": science, "words": words, "unit": unit, "in_ids": in_ids, "limits": limits, "cap": cap,
+        "any_text": any_text, "later": later,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata, hash=None if hashed else False)
 
 
@@ -139,10 +130,10 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
     values = build_fields(cls, data, path, allowed)
     if not has_target and _suggest_target(cls):
         raise ConfigError(f"{path}._target_ is missing: it names the class, such as mine.module.Class.")
-    for name, field in _list_fields(cls).items():
+    for name, (field, kind) in _list_fields(cls).items():
         if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
             field_path, help_text = _join_path(path, name), field.metadata.get("help") or "a value is needed"
-            is_plain = get_value_schema(_read_type_hints(cls)[name]) is None
+            is_plain = get_value_schema(kind) is None
             way_out = f"{field_path}=VALUE" if is_plain else f"+{path}@{field_path}.NAME=CHOICE"
             raise ConfigError(f"{field_path} is missing: {help_text}; give it as {way_out}.")
     return cls(**values)
@@ -150,24 +141,24 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
 
 def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the values of those fields of the schema `cls` that `data` has; see `build`."""
-    fields, hints = _list_fields(cls), _read_type_hints(cls)
+    fields = _list_fields(cls)
     names = [_join_path(path, name) for name in fields]
     for key in data:
         if key not in fields:
             raise _build_unknown_error(cls, _join_path(path, str(key)), data[key], names)
     values: dict[str, Any] = {}
-    for name, value in sorted(data.items(), key=_imports_last):
-        field_path, kind = _join_path(path, name.rstrip("_")), hints[name]
+    for name, value in _sort_imports_last(data):
+        field_path, (field, kind) = _join_path(path, name.rstrip("_")), fields[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, field_path, allowed)
         elif (nested := get_value_schema(kind)) is not None and isinstance(value, Mapping):
             for key in value:  # names that the user chooses, whose order stays
                 check_text(str(key), f"{field_path}.{key}")
-            order = sorted(value.items(), key=_imports_last)
-            built = {key: build(nested, part, _join_path(field_path, str(key)), allowed) for key, part in order}
+            parts = _sort_imports_last(value)
+            built = {key: build(nested, part, _join_path(field_path, str(key)), allowed) for key, part in parts}
             values[name] = {str(key): built[key] for key in value}
         else:
-            values[name] = _check_value(value, kind, fields[name], field_path, names)
+            values[name] = _check_value(value, kind, field, field_path, names)
     return values
 
 
@@ -194,13 +185,10 @@ def _suggest_target(cls: type) -> str:
 
 
 @functools.cache
-def _read_type_hints(cls: type) -> dict[str, Any]:
-    """Return the types of a schema's fields, read once: each composition asks for those of all schemas."""
-    return typing.get_type_hints(cls)
-
-
-def _list_fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    return {field.name: field for field in dataclasses.fields(cls) if field.init}
+def _list_fields(cls: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """Return a schema's fields with their types, read once: each composition asks for those of all schemas."""
+    kinds = typing.get_type_hints(cls)
+    return {field.name: (field, kinds[field.name]) for field in dataclasses.fields(cls) if field.init}
 
 
 def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
@@ -220,32 +208,27 @@ def is_foreign(data: Any) -> bool:
     return (isinstance(name, str) and not name.startswith("titan.")) or any(map(is_foreign, data.values()))
 
 
-def _imports_last(item: tuple[Any, Any]) -> bool:
-    """Sort key of building: third-party code is imported after everything else is checked."""
-    return is_foreign(item[1])
+def _sort_imports_last(data: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the order of building: third-party code is imported after everything else is checked."""
+    return sorted(data.items(), key=lambda item: is_foreign(item[1]))
 
 
 def get_value_schema(kind: Any) -> Any:
     """Return the schema of the values of a mapping (or null); None where `kind` is not a mapping of schemas."""
-    arguments = typing.get_args(kind)
+    arguments = [argument for argument in typing.get_args(kind) if argument is not type(None)]
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        kinds = [k for k in arguments if k is not type(None)]
-        return get_value_schema(kinds[0]) if len(kinds) == 1 else None
-    if typing.get_origin(kind) is collections.abc.Mapping and dataclasses.is_dataclass(arguments[1]):
-        return arguments[1]
-    return None
+        return get_value_schema(arguments[0]) if len(arguments) == 1 else None
+    is_mapping = typing.get_origin(kind) is collections.abc.Mapping and dataclasses.is_dataclass(arguments[1])
+    return arguments[1] if is_mapping else None
 
 
 def collect_defaults(cls: type) -> dict[str, Any]:
     """Return the schema's default values as plain containers, nested schemas included."""
-    hints = _read_type_hints(cls)
     out: dict[str, Any] = {}
-    for field in _list_fields(cls).values():
-        kind = hints[field.name]
+    for name, (field, kind) in _list_fields(cls).items():
+        out[name] = list(field.default) if isinstance(field.default, tuple) else field.default
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            out[field.name] = collect_defaults(kind)
-        else:
-            out[field.name] = list(field.default) if isinstance(field.default, tuple) else field.default
+            out[name] = collect_defaults(kind)
     return out
 
 
@@ -263,10 +246,8 @@ def to_plain(value: Any) -> Any:
 
 def format_value(value: Any) -> str:
     """Return a value as a user types it on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(format_value(v) for v in value) + "]"
     if isinstance(value, Mapping):
@@ -328,7 +309,7 @@ def _import_target(name: str, path: str, allowed: tuple[str, ...]) -> type:
 
 
 def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str, siblings: Iterable[str] = ()) -> Any:
-    if value is MISSING or value == MISSING:
+    if value == MISSING:
         return MISSING
     words, limits = field.metadata.get("words", ()), field.metadata.get("limits", {})
     unit = find_unit(field.name, field.metadata.get("unit", ""), limits)
@@ -341,15 +322,29 @@ def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str
         advice = next(filter(None, (advise(text, unit, siblings) for text in texts)), "")
         meaning = f" ({field.metadata['help']})" if field.metadata.get("help") else ""  # which has its unit
         raise ConfigError(f"{str(error).rstrip('.')}{advice}{meaning}.") from None
-    typed = f"{path}={format_value(value)}"
-    for number in converted if isinstance(converted, tuple) else (converted,):
-        _check_range(number, limits, typed, words)
-    for scalar in _iterate_scalars(converted):
-        if isinstance(scalar, str):
-            check_text(scalar, typed, any_text=field.metadata.get("any_text", False))
-        elif isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
-            _check_plausible(scalar, field.metadata.get("cap") or LARGEST_NUMBERS[type(scalar)], typed)
+    for problem in _iterate_problems(converted, field.metadata, limits, words):
+        raise ConfigError(f"{path}={format_value(value)}: {problem}")
     return converted
+
+
+def _iterate_problems(
+    value: Any, metadata: Mapping[str, Any], limits: Mapping[str, float], words: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield what is wrong with a setting's value: numbers out of range, and texts that can't be one."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            is_within = all(TESTS[name](number, limit) for name, limit in limits.items())
+            if not (is_within and math.isfinite(number)):
+                yield f"must be {_describe_limits(number, limits, words)}."
+    for scalar in _iterate_scalars(value):
+        if isinstance(scalar, str):
+            yield from filter(None, [find_text_problem(scalar, any_text=metadata.get("any_text", False))])
+        elif isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
+            cap = metadata.get("cap") or LARGEST_NUMBERS[type(scalar)]
+            if not math.isfinite(scalar):
+                yield "must be a finite number."
+            if abs(scalar) > cap:
+                yield f"must be at {'most ' if scalar > 0 else 'least -'}{_format_number(cap)}."
 
 
 def _iterate_scalars(value: Any) -> Iterator[Any]:
@@ -363,32 +358,30 @@ def _iterate_scalars(value: Any) -> Iterator[Any]:
         yield from _iterate_scalars(element)
 
 
-def _check_plausible(number: float, cap: float, typed: str) -> None:
-    if not math.isfinite(number):
-        raise ConfigError(f"{typed}: must be a finite number.")
-    if abs(number) > cap:
-        bound = f"most {_format_number(cap)}" if number > 0 else f"least -{_format_number(cap)}"
-        raise ConfigError(f"{typed}: must be at {bound}.")
+def check_text(text: str, typed: str) -> None:
+    """Raise ConfigError for a text that can't be a name, a path or a word of a script, and for a redacted URL."""
+    if problem := find_text_problem(text):
+        raise ConfigError(f"{typed}: {problem}")
 
 
-def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
-    """Raise ConfigError for a text that can't be a name, a path or a word of a script, and for a redacted URL.
+def find_text_problem(text: str, *, any_text: bool = False) -> str:
+    """Return why a text can't be a name, a path or a word of a script, or is a redacted URL; empty where it can.
 
     Args:
         any_text: whether it may be empty, long and have several lines.
     """
     if "\0" in text:
-        raise ConfigError(f"{typed}: holds a zero byte; leave it out.")
+        return "holds a zero byte; leave it out."
     if any_text:
-        return
+        return ""
     if not text.strip():
-        raise ConfigError(f"{typed}: is empty; give a value, or leave it out.")
+        return "is empty; give a value, or leave it out."
     if escape(text) != text or not text.isprintable():
-        raise ConfigError(f"{typed}: has a control character or a line break in it; take it out.")
+        return "has a control character or a line break in it; take it out."
     if is_redacted(text):
-        raise ConfigError(f"{typed}: *** stands for a secret that titan did not record; give the whole URL.")
-    if len(text) > MAX_TEXT_LENGTH:
-        raise ConfigError(f"{typed}: has {len(text):,} characters; give {MAX_TEXT_LENGTH:,} at most.")
+        return "*** stands for a secret that titan did not record; give the whole URL."
+    too_long = f"has {len(text):,} characters; give {MAX_TEXT_LENGTH:,} at most."
+    return too_long if len(text) > MAX_TEXT_LENGTH else ""
 
 
 def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...], unit: str) -> Any:
@@ -397,36 +390,33 @@ def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...], uni
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, arguments, path, words, unit)
     if origin is Literal:
-        if _as_typed(value) in arguments:
-            return _as_typed(value)
+        typed = {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # as YAML reads a bare one
+        if typed in arguments:
+            return typed
         choices = ", ".join(map(str, arguments))
         word = "cuda" if value == "gpu" else str(value).lower()
         raise ConfigError(
             f"{path}={format_value(value)}: choose one of {choices}{suggest_nearest(word, map(str, arguments))}"
         )
     if origin is tuple:
-        return _convert_tuple(value, arguments, path, unit)
+        if not isinstance(value, (list, tuple)):
+            _reject_type(value, f"a list, such as {path}=[a,b]", path)
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(value) != len(kinds):
+            _reject_type(value, f"a list of {len(kinds)} values", path)
+        return tuple(_convert_value(v, k, path, (), unit) for v, k in zip(value, kinds, strict=True))
     if origin is collections.abc.Mapping:
         return _convert_mapping(value, arguments, path, unit)
     if kind is Any or (kind is bool and isinstance(value, bool)):
         return value
     if kind in (int, float) and isinstance(value, str) and isinstance(number := read_number(value, unit), (int, kind)):
         return kind(number)
-    if kind is int and not isinstance(value, bool):
-        if isinstance(value, int):
-            return value
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and (kind in (float, str) or (kind is int and (isinstance(value, int) or value.is_integer()))):
+        return kind(value)
+    if kind is str and isinstance(value, str):
         return str(value)
     _reject_type(value, {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind], path)
-
-
-def _as_typed(value: Any) -> Any:
-    """YAML reads a bare `off` or `on` as a boolean; choices are texts."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 def _convert_union(value: Any, kinds: tuple[Any, ...], path: str, words: tuple[str, ...], unit: str) -> Any:
@@ -438,26 +428,14 @@ def _convert_union(value: Any, kinds: tuple[Any, ...], path: str, words: tuple[s
             return value
         if read_number(value, unit) is None or bool in kinds:
             _reject_type(value, f"{'true, false' if bool in kinds else 'a number'} or {' or '.join(words)}", path)
-    rest = [k for k in kinds if k is not type(None) and not (k is str and words)]
-    for kind in rest[:-1]:
-        try:
+    *kinds_before, last = (k for k in kinds if k is not type(None) and not (k is str and words))
+    for kind in kinds_before:
+        with contextlib.suppress(ConfigError):
             return _convert_value(value, kind, path, (), unit)
-        except ConfigError:
-            continue
     try:
-        return _convert_value(value, rest[-1], path, (), unit)
+        return _convert_value(value, last, path, (), unit)
     except ConfigError as error:
         raise ConfigError(f"{str(error).rstrip('.')} or null." if optional else str(error)) from None
-
-
-def _convert_tuple(value: Any, kinds: tuple[Any, ...], path: str, unit: str) -> tuple[Any, ...]:
-    if not isinstance(value, (list, tuple)):
-        _reject_type(value, f"a list, such as {path}=[a,b]", path)
-    if kinds[-1] is Ellipsis:
-        return tuple(_convert_value(v, kinds[0], path, (), unit) for v in value)
-    if len(value) != len(kinds):
-        _reject_type(value, f"a list of {len(kinds)} values", path)
-    return tuple(_convert_value(v, k, path, (), unit) for v, k in zip(value, kinds, strict=True))
 
 
 def _convert_mapping(value: Any, kinds: tuple[Any, ...], path: str, unit: str) -> dict[Any, Any]:
@@ -480,17 +458,14 @@ def _reject_type(value: Any, expected: str, path: str) -> NoReturn:
     raise ConfigError(f"{path}={format_value(value)}: expected {expected}{advice}.")
 
 
-def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str, ...]) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return
-    if math.isfinite(value) and all(TESTS[name](value, limit) for name, limit in limits.items()):
-        return
+def _describe_limits(value: float, limits: Mapping[str, float], words: tuple[str, ...]) -> str:
+    """Return what a number that is out of range must be."""
     expected = " and ".join(f"{name.replace('_', ' ')} {_format_number(limit)}" for name, limit in limits.items())
     expected += " and finite" if limits and not math.isfinite(value) else ""
     expected, word_text = expected or "a finite number", " or ".join(words)
     if word_text:
         expected = f"{word_text}, or {expected}" if len(limits) > 1 else f"{expected} or {word_text}"
-    raise ConfigError(f"{typed}: must be {expected}.")
+    return expected
 
 
 def _format_number(value: float) -> str:

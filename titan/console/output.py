@@ -104,31 +104,27 @@ def redirect_output(file: Path) -> Iterator[None]:
 
     Of several threads one after the other does so: the descriptors are the process's.
     """
-    with _REDIRECTION:
-        yield from _redirect_descriptors(file)
-
-
-def _redirect_descriptors(file: Path) -> Iterator[None]:
     global _terminal
-    streams, terminal, saved = (sys.stdout, sys.stderr), _terminal, list[int]()
-    for descriptor, stream in enumerate(streams, 1):
-        _open_null(descriptor)
-        if stream is not None:
-            stream.flush()
-        saved.append(os.dup(descriptor))
-    try:
-        with file.open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        _terminal = terminal if is_redirected() else saved[1]
-        sys.stdout, sys.stderr = (_open_stream(stream, i, True) for i, stream in enumerate(streams, 1))
-        yield
-    finally:
-        sys.stdout.flush()
-        (sys.stdout, sys.stderr), _terminal = streams, terminal
-        for descriptor, copy in enumerate(saved, 1):
-            os.dup2(copy, descriptor)
-            os.close(copy)
+    with _REDIRECTION:
+        streams, terminal, saved = (sys.stdout, sys.stderr), _terminal, list[int]()
+        for descriptor, stream in enumerate(streams, 1):
+            _open_null(descriptor)
+            if stream is not None:
+                stream.flush()
+            saved.append(os.dup(descriptor))
+        try:
+            with file.open("ab") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            _terminal = terminal if is_redirected() else saved[1]
+            sys.stdout, sys.stderr = (_open_stream(stream, i, True) for i, stream in enumerate(streams, 1))
+            yield
+        finally:
+            sys.stdout.flush()
+            (sys.stdout, sys.stderr), _terminal = streams, terminal
+            for descriptor, copy in enumerate(saved, 1):
+                os.dup2(copy, descriptor)
+                os.close(copy)
 
 
 def write_stderr(text: str) -> None:

@@ -7,7 +7,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,7 @@ class Progress:
 
     def __init__(self, start_step: int, steps: int, every: int) -> None:
         self.steps, self.every, self.start_time, self.start_step = steps, every, time.monotonic(), start_step
-        self._bar = _open_bar(start_step, steps)
+        self._bar = open_bar(initial=start_step, total=steps, unit="step", smoothing=0.05)
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Show that `step` is done."""
@@ -77,14 +78,11 @@ def progress_line() -> Iterator[Callable[[str], None]]:
             print(WIPE, end="", file=sys.stderr, flush=True)
 
 
-def _open_bar(start_step: int, steps: int) -> Any:
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(initial=start_step, total=steps, unit="step", dynamic_ncols=True, smoothing=0.05)
+def open_bar(**options: Any) -> Any:
+    """Return a bar of tqdm, on a terminal and where that is installed; else None."""
+    with suppress(ImportError):
+        return import_module("tqdm").tqdm(dynamic_ncols=True, **options) if sys.stderr.isatty() else None
+    return None
 
 
 def print_table(rows: Mapping[str, str]) -> None:

@@ -44,10 +44,9 @@ def check_requirements(program: Sequence[str]) -> None:
 def find_script(main_module: object) -> Path | None:
     """Return the file of titan that was started as a script; None for `python -m` and multiprocessing."""
     file = getattr(main_module, "__file__", None)
-    if file is None or getattr(main_module, "__spec__", None) is not None:
-        return None
-    script = Path(file).resolve()
-    return script if ROOT / "titan" in script.parents else None
+    script = Path(file or "").resolve()
+    is_script = file is not None and getattr(main_module, "__spec__", None) is None
+    return script if is_script and ROOT / "titan" in script.parents else None
 
 
 def describe_script(script: Path) -> str:

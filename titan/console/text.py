@@ -48,19 +48,14 @@ def is_url(path: str) -> bool:
 
 def redact(text: str) -> str:
     """Return `text` without passwords and tokens in URLs, and without the values of secret variables."""
-    for secret in _list_secrets():
-        text = text.replace(secret, MARK)
-    return _VARIABLE.sub(rf"\g<1>{MARK}", _URL.sub(lambda url: _redact_url(url[0]), text))
-
-
-def _list_secrets() -> list[str]:
-    """Return the values of the environment's secret variables that hardly occur in other texts, the longest first."""
-    values = [
+    secrets = (  # values that hardly occur in other texts
         value
         for name, value in os.environ.items()
         if is_secret(name) and (_PASSWORD if _PASSWORD_NAME.search(name) else _GENERATED).fullmatch(value)
-    ]
-    return sorted(values, key=len, reverse=True)
+    )
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, MARK)
+    return _VARIABLE.sub(rf"\g<1>{MARK}", _URL.sub(lambda url: _redact_url(url[0]), text))
 
 
 def _redact_url(url: str) -> str:

@@ -42,6 +42,12 @@ def find_c_function(name: str) -> Any:
     return getattr(ctypes.CDLL(None), name, None)
 
 
+def find_state_folder() -> Path:
+    """Return the folder of what titan remembers for the user of this machine."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(home) / "titan"
+
+
 def count_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

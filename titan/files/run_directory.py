@@ -38,12 +38,10 @@ def check_run_directory(name: str | Path) -> Path:
 def describe_runs_below(name: str | Path) -> str | None:
     """Return what a directory with runs in it is, and one of them to give instead; None where it has none."""
     directory = Path(name).expanduser()
-    patterns = (f"*/{RUN}", f"*/*/{RUN}")
-    run_file = next((file for pattern in patterns for file in sorted(directory.glob(pattern))), None)
-    if not is_sweep_directory(directory) and run_file is None:
-        return None
+    run_file = next((f for pattern in (f"*/{RUN}", f"*/*/{RUN}") for f in sorted(directory.glob(pattern))), None)
     if run_file is None:
-        return "holds a sweep, and none of its trials has begun; give another run's directory"
+        absent = "holds a sweep, and none of its trials has begun; give another run's directory"
+        return absent if is_sweep_directory(directory) else None
     noun = "a sweep; give one of its trials" if is_sweep_directory(directory) else "runs; give one of them"
     return f"holds {noun}, such as {Path(name) / run_file.parent.relative_to(directory)}"
 

@@ -131,7 +131,7 @@ def describe_value(value: object) -> str:
         return repr(value)[:80]
     if isinstance(value, int):
         return repr(value) if abs(value) < 10**20 else "a huge number"
-    return next((type_name for kind, type_name in _TYPE_NAMES if type(value) is kind), f"a {type(value).__name__}")
+    return _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
 
 
 def check_type(value: object, kind: Any, name: str) -> None:
@@ -140,13 +140,14 @@ def check_type(value: object, kind: Any, name: str) -> None:
     Args:
         kind: the annotation. `float` admits an int, `int` no bool; a tuple is a list in the file.
     """
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    alternatives = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    kinds = [alternative for alternative in alternatives if alternative is not type(None)]
+    if Any in kinds or (value is None and len(kinds) < len(alternatives)):
         return
-    if origin in (typing.Union, types.UnionType):
-        return _check_union(value, inner, name)
-    if not _is_instance(value, origin or kind):
-        raise ValueError(f"{name} is {describe_value(value)}, where {_describe_kind(kind)} is due")
+    if not any(_is_instance(value, typing.get_origin(each) or each) for each in kinds):
+        expected = " or ".join(map(_describe_kind, kinds))
+        raise ValueError(f"{name} is {describe_value(value)}, where {expected} is due")
+    inner = typing.get_args(kinds[0]) if len(kinds) == 1 else ()
     if isinstance(value, dict) and inner:
         for key, part in value.items():
             check_type(key, inner[0], f"a key of {name}")
@@ -156,18 +157,6 @@ def check_type(value: object, kind: Any, name: str) -> None:
             check_type(part, inner[0], f"a value of {name}")
 
 
-def _check_union(value: object, kinds: tuple[Any, ...], name: str) -> None:
-    if value is None and type(None) in kinds:
-        return
-    alternatives = [kind for kind in kinds if kind is not type(None)]
-    if len(alternatives) == 1:
-        return check_type(value, alternatives[0], name)
-    if not any(_is_instance(value, typing.get_origin(kind) or kind) for kind in alternatives):
-        raise ValueError(
-            f"{name} is {describe_value(value)}, where {' or '.join(map(_describe_kind, alternatives))} is due"
-        )
-
-
 def _is_instance(value: object, kind: Any) -> bool:
     if kind in (int, float) and isinstance(value, bool):
         return False
@@ -175,16 +164,10 @@ def _is_instance(value: object, kind: Any) -> bool:
 
 
 def _describe_kind(kind: Any) -> str:
-    base = typing.get_origin(kind) or kind
-    return next((type_name for candidate, type_name in _TYPE_NAMES if base is candidate), "null")
+    return _TYPE_NAMES.get(typing.get_origin(kind) or kind, "null")
 
 
-_TYPE_NAMES: tuple[tuple[type, str], ...] = (
-    (str, "a text"),
-    (int, "a whole number"),
-    (float, "a number"),
-    (bool, "true or false"),
-    (dict, "a mapping"),
-    (list, "a list"),
-    (tuple, "a list"),
-)
+_TYPE_NAMES: dict[Any, str] = {
+    str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping", list: "a list",
+    tuple: "a list",
+}  # fmt: skip

@@ -203,14 +203,12 @@ class CachedForward:
 
     def prefill(self, tokens: Tensor, last: Tensor) -> Tensor:
         """Return the hidden states [B, 1, D] at each row's index `last`, int64 [B], of tokens [B, T]."""
-        out: Tensor | None = None
+        out = torch.zeros(())
         for start in range(0, tokens.shape[1], self.chunk):
             chunk = tokens[:, start : start + self.chunk]
             hidden = self.model(chunk, self.cache.extend(start, chunk.shape[1]))
             chunk_hidden = _select_positions(hidden, (last - start).clamp(0, chunk.shape[1] - 1))
-            out = chunk_hidden if out is None else torch.where((last >= start)[:, None, None], chunk_hidden, out)
-        if out is None:
-            raise ValueError("prompts without tokens")
+            out = torch.where((last >= start)[:, None, None], chunk_hidden, out) if start else chunk_hidden
         return out
 
     def step(self, tokens: Tensor, positions: list[int]) -> Tensor:
@@ -229,8 +227,6 @@ class WholeForward:
 
     def prefill(self, tokens: Tensor, last: Tensor) -> Tensor:
         """See `CachedForward.prefill`."""
-        if not tokens.shape[1]:
-            raise ValueError("prompts without tokens")
         self.tokens = tokens.new_zeros(len(tokens), self.length)
         self.tokens[:, : tokens.shape[1]] = tokens
         return _select_positions(self.model(tokens), last)
@@ -253,13 +249,3 @@ def _select_positions(hidden: Tensor, index: Tensor) -> Tensor:
 
 Forward = CachedForward | WholeForward
 """The forward passes of a batch of rows."""
-
-
-@contextmanager
-def prepare_forward(model: Any, length: int, device: torch.device, chunk: int | None) -> Iterator[Forward]:
-    """Return a context with the forward passes of rows of up to `length` tokens; no `chunk`: without a cache."""
-    if chunk is None:
-        yield WholeForward(model, length)
-        return
-    with use_cache(model, length, device) as cache:
-        yield CachedForward(model, cache, chunk)

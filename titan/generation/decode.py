@@ -10,6 +10,7 @@ With tensor parallelism all ranks do the same, and use the tokens that the first
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import RunError
-from titan.generation.cache import Forward, can_cache, prepare_forward
+from titan.generation.cache import CachedForward, Forward, WholeForward, can_cache, use_cache
 from titan.model import sampling
 
 Reason = Literal["stop", "length"]
@@ -176,9 +177,9 @@ class BatchDecoder:
             RunError: when the model gives logits that are not finite.
         """
         live = [(row, sampling.make_generator(self.rules.seed, row.prompt, row.sample)) for row in rows]
-        longest = max(len(row.prompt) for row in rows)
-        length, chunk = longest + self.rules.max_tokens, self.chunk if self.caches else None
-        with prepare_forward(self.model, length, self.device, chunk) as forward:
+        length = max(len(row.prompt) for row in rows) + self.rules.max_tokens
+        with use_cache(self.model, length, self.device) if self.caches else nullcontext() as cache:
+            forward = CachedForward(self.model, cache, self.chunk) if cache else WholeForward(self.model, length)
             logits = self._prefill_prompts(rows, forward)
             while live:
                 tokens = self._sample_tokens(logits, [generator for _, generator in live])

@@ -76,21 +76,15 @@ def build_job(
     compute = settings.dtype if settings.dtype != "auto" else "bf16" if machine.bf16_fast else "fp32"
     precision = Precision(compute=compute)
     _check_memory(settings, longest, model, layout, machine, precision)
-    trained_length, length = (
-        getattr(weights, "config", {}).get("max_position_embeddings"),
-        longest + settings.max_tokens,
-    )
+    trained_length = getattr(weights, "config", {}).get("max_position_embeddings")
+    length = longest + settings.max_tokens
     if trained_length is not None and length > trained_length:
-        print(
-            f"titan: warning: a prompt with max_tokens has up to {length:,} tokens, but the model was trained on up "
-            f"to {trained_length:,}; later tokens may be of low quality.",
-            file=sys.stderr,
-        )
+        sentence = f"a prompt with max_tokens has up to {length:,} tokens, but the model was trained on up to "
+        print(f"titan: warning: {sentence}{trained_length:,}; later tokens may be of low quality.", file=sys.stderr)
     eos = None if tokenizer is None or settings.ignore_eos else tokenizer.eos
     vocab = model.vocab if tokenizer is None else min(tokenizer.vocab_size, model.vocab)
-    return GenerationJob(
-        settings, weights.path, prompts, weights.tokenizer, vocab, eos, layout, machine.device, precision
-    )
+    origin = (settings, weights.path, prompts, weights.tokenizer, vocab, eos)
+    return GenerationJob(*origin, layout, machine.device, precision)
 
 
 def _encode_prompts(
@@ -132,20 +126,14 @@ def _check_layout(model: Any, layout: Layout, machine: Machine) -> None:
         check_module(model, tensor=degree)
 
 
-def estimate_memory(settings: Settings, longest: int, model: Any, precision: Precision) -> tuple[float, float]:
-    """Return the GiB of all weights, and of one batch's keys and values."""
-    columns = (longest + settings.max_tokens) * settings.batch
-    cache = 2 * model.layers * model.kv_heads * model.head_size * columns
-    return model.parameters() * precision.bytes / GIB, cache * precision.bytes / GIB
-
-
 def _check_memory(
     settings: Settings, longest: int, model: Any, layout: Layout, machine: Machine, precision: Precision
 ) -> None:
     if machine.memory_gib is None:
         return
-    weights, cache = estimate_memory(settings, longest, model, precision)
-    ranks = layout.tensor
+    columns, ranks = (longest + settings.max_tokens) * settings.batch, layout.tensor
+    keys_and_values = 2 * model.layers * model.kv_heads * model.head_size * columns
+    weights, cache = (count * precision.bytes / GIB for count in (model.parameters(), keys_and_values))
     available = machine.memory_gib * USABLE * (ranks if machine.device == "cuda" else 1)
     available -= PROCESS_GIB * ranks if machine.device == "cpu" else 0
     if weights + cache > available:

@@ -24,13 +24,10 @@ def decode_prompt(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 class GenerationOutput:
-    """Shows continuations; a context manager. This one, for ranks other than 0, shows nothing."""
+    """Shows continuations, until it is closed. This one, for ranks other than 0, shows nothing."""
 
-    def __enter__(self) -> GenerationOutput:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
+    def close(self) -> None:
+        """End the output."""
 
     def begin_prompt(self, prompt: Sequence[int]) -> None:
         """Start a continuation of this prompt."""
@@ -64,11 +61,9 @@ class TerminalOutput(GenerationOutput):
     def finish_row(self, row: Continuation) -> None:
         """See `GenerationOutput`."""
         self.number += 1
-        if self.count == 1:
-            print(flush=True)
-            return
         text = row.detokenizer.text if row.detokenizer is not None else " " + " ".join(map(str, row.tokens))
-        print(f"--- {self.number} of {self.count}\n{self._format_prompt(row.prompt)}{text}\n", flush=True)
+        shown = f"--- {self.number} of {self.count}\n{self._format_prompt(row.prompt)}{text}\n"
+        print("" if self.count == 1 else shown, flush=True)
 
     def _format_prompt(self, prompt: Sequence[int]) -> str:
         return " ".join(map(str, prompt)) if self.tokenizer is None else decode_prompt(prompt, self.tokenizer)
@@ -79,16 +74,14 @@ class JsonLinesOutput(GenerationOutput):
 
     def __init__(self, file: Path, tokenizer: Tokenizer | None) -> None:
         """Take the file, which is overwritten."""
-        self.file, self.tokenizer = file, tokenizer
-
-    def __enter__(self) -> JsonLinesOutput:
+        self.tokenizer = tokenizer
         try:
-            self.stream = self.file.open("w", encoding="utf-8")
+            self.stream = file.open("w", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"to={self.file}: can't be written ({error.strerror}); give another file.") from error
-        return self
+            raise ConfigError(f"to={file}: can't be written ({error.strerror}); give another file.") from error
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """See `GenerationOutput`."""
         self.stream.close()
 
     def finish_row(self, row: Continuation) -> None:

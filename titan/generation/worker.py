@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from itertools import islice
 from pathlib import Path
@@ -45,7 +46,7 @@ def work(job: GenerationJob, rank_info: RankInfo) -> int:
             output = JsonLinesOutput(Path(job.settings.to).expanduser(), tokenizer)
         elif world.is_rank0:
             output = TerminalOutput(tokenizer, len(job.prompts) * job.settings.samples)
-        with output:
+        with contextlib.closing(output):
             throughput = continue_prompts(job, model, tokenizer, world, output)
     except torch.OutOfMemoryError as error:
         message = str(error).split(". ")[0]

@@ -49,7 +49,7 @@ class Decoder(DecoderCounts):
     SPLIT: ClassVar[tuple[str, ...]] = ("kv_heads", "heads", "ffn", "vocab")
     """Settings that the degree of tensor parallelism must divide."""
     LACKS: ClassVar[tuple[str, ...]] = ()
-    """Techniques that a family's module does not support, of `titan.run.model_limits.TECHNIQUES`: they are rejected."""
+    """Techniques that a family's module does not support, of `titan.run.model_limits`: they are rejected."""
     predicts_tokens: ClassVar[bool] = True
     """Whether the head gives logits of the next token; if not, `titan.run.model_limits` rejects what needs them."""
     uses_keys: ClassVar[bool] = False

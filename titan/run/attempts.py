@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from titan.checkpoint import manifest, select
-from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
+from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.checkpoint.remote import open_remote
 from titan.checkpoint.select import CheckpointCandidate
 from titan.config.kinds import get_kind
@@ -47,7 +47,7 @@ from titan.run.directory import (
     read_result,
 )
 from titan.run.identity import Ids
-from titan.run.lineage import Parent, PreparedData, count_rows_read, find_parent
+from titan.run.lineage import PreparedData, count_rows_read, find_parent
 from titan.run.prediction import Prediction, predict
 from titan.run.run import Run, as_config, flatten_config
 
@@ -73,29 +73,58 @@ class Attempt:
 
 
 def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
-    """Decide what the directory means, and record the attempt that starts; None where the run is finished."""
+    """Decide what the directory means, and record the attempt that starts; None where the run is finished.
+
+    It is when it has done all its steps, or a hook has ended it, and no post-save hook is pending.
+    """
     history = _read_history(run)
     origin = find_parent(run, history.documents, data.mix, has_checkpoint=history.last is not None)
     science = identity.collect_science(run, corpora.compute_data_digest(data.mix), origin.id)
-    notes = history.notes
+    notes, directory = history.notes, Path(run.directory)
     if history.documents:
         check_same(run, history.documents[-1], science, data.mix, history.last)
-        if _is_finished(run, history):
+        is_done = history.result.get("finished") and history.result["step"] == run.training.steps
+        is_done = is_done or is_ended_by_hook(run, history.documents[-1], history.result)
+        last = history.last
+        if is_done and not (last and select.is_post_save_pending(run.checkpoint, directory, last.manifest.step)):
             return None
         _check_last(run, history.result, history.last, notes)
-        steps = (history.documents[-1].get("from_step", 0), history.result.get("checkpoint") and history.result["step"])
-        if history.last is None and any(steps):
-            notes += (f"there is no checkpoint any more of a run that had got to step {max(s or 0 for s in steps)}",)
+        saved_step = history.result["step"] if history.result.get("checkpoint") else 0
+        lost_step = max(history.documents[-1].get("from_step", 0), saved_step)
+        if history.last is None and lost_step:
+            notes += (f"there is no checkpoint any more of a run that had got to step {lost_step}",)
         notes += history.result_notes
         notes += identity.note_code_changes(run, history.documents[-1])
     digests = evaluated.compute_digests(run.evaluation)
     notes += evaluated.note_changes(digests, history.documents)
     prediction, problem = predict(run)
     notes += (problem,) if problem else ()
-    attempt = _build_attempt(run, history, identity.compute_ids(run, science), data, origin)
-    attempt = replace(attempt, notes=notes, prediction=prediction, evaluated=digests)
+    ids, checkpoint = identity.compute_ids(run, science), history.last or origin.checkpoint
+    step, rows = _count_work(run, data.mix, checkpoint)
+    is_continuation = bool(history.documents) and ids.science != history.documents[-1]["ids"]["science"]
+    kind = "continuation" if is_continuation else "resume" if history.documents else "fork" if checkpoint else "start"
+    attempt = Attempt(
+        number=len(history.documents) + 1,
+        run_id=history.documents[0]["run_id"] if history.documents else uuid.uuid4().hex[:12],
+        ids=ids,
+        corpora=data.folders,
+        checkpoint=checkpoint.path if checkpoint else None,
+        step=step,
+        rows=rows,
+        kind=kind,
+        parent=origin.id,
+        weights=None if checkpoint else origin.weights,
+        notes=notes,
+        prediction=prediction,
+        evaluated=digests,
+    )
     record_attempt(run, attempt, science, history.documents)
     return attempt
+
+
+def _count_work(run: Run, mix: RowMixture, checkpoint: CheckpointCandidate | None) -> tuple[int, int]:
+    """Return the updates done and the rows read in a checkpoint; none without one."""
+    return (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
 
 
 class _History(NamedTuple):
@@ -110,7 +139,11 @@ class _History(NamedTuple):
 
 def _read_history(run: Run) -> _History:
     directory = Path(run.directory)
-    documents = read_attempts(directory) or _read_remote_attempts(run)
+    documents = read_attempts(directory)
+    if not documents and run.checkpoint.path is not None:  # its directory is gone, or on another machine
+        with contextlib.suppress(OSError):  # `select.find_latest` reports it
+            text = open_remote(run.checkpoint.path, run.directory).read("run.yaml") or b""
+            documents = parse_attempts(text.decode(errors="replace"), f"checkpoint.path={run.checkpoint.path}")
     last, notes = select.find_latest(directory, run.checkpoint.path, documents[-1]["run_id"] if documents else None)
     if last and not documents:
         raise ConfigError(
@@ -120,15 +153,6 @@ def _read_history(run: Run) -> _History:
     sciences = {document["ids"]["science"] for document in documents}  # several, since more steps change it
     result, problem = read_result(directory, sciences) if documents else ({}, None)
     return _History(documents, last, notes, result, (problem,) if problem else ())
-
-
-def _is_finished(run: Run, history: _History) -> bool:
-    """Return whether the run has done all its steps, or a hook has ended it, and no post-save hook is pending."""
-    result, last = history.result, history.last
-    is_done = result.get("finished") and result["step"] == run.training.steps
-    if not (is_done or is_ended_by_hook(run, history.documents[-1], result)):
-        return False
-    return not (last and select.is_post_save_pending(run.checkpoint, Path(run.directory), last.manifest.step))
 
 
 def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt:
@@ -163,9 +187,13 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
     _check_last(run, {}, last, notes)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
     checkpoint = last or find_parent(run, earlier, mix, has_checkpoint=False).checkpoint
-    step, rows = (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
+    step, rows = _count_work(run, mix, checkpoint)
     attempt = replace(attempt, checkpoint=checkpoint.path if checkpoint else None, step=step, rows=rows, notes=notes)
-    correct_start(directory, attempt)
+    *before, document = earlier
+    try:
+        write_attempts(directory, [*before, document | redact_nested({"from_step": step, "notes": list(notes)})])
+    except OSError as error:
+        raise build_write_error(directory, error) from error
     return attempt
 
 
@@ -204,18 +232,6 @@ def check_directory(run: Run, has_own_job: bool) -> None:
         check_same_without_data(run, earlier[-1])
 
 
-def _read_remote_attempts(run: Run) -> list[dict[str, Any]]:
-    """Return the documents of a run whose directory is gone, or on another machine, from `checkpoint.path`."""
-    if run.checkpoint.path is None:
-        return []
-    copies = open_remote(run.checkpoint.path, run.directory)
-    try:
-        text = copies.read("run.yaml")
-    except OSError:  # `select.find_latest` reports it
-        return []
-    return parse_attempts(text.decode(errors="replace"), f"checkpoint.path={run.checkpoint.path}") if text else []
-
-
 def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate | None, notes: tuple[str, ...]) -> None:
     """Raise ConfigError where a run had got further, but none of its checkpoints can be used: it must not restart."""
     if last is not None:
@@ -230,18 +246,6 @@ def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate |
             f"training.steps={run.training.steps}: the run in {run.directory} is finished and has no checkpoint to "
             "continue from; choose another name."
         )
-
-
-def _build_attempt(run: Run, history: _History, ids: Ids, data: PreparedData, origin: Parent) -> Attempt:
-    documents, checkpoint = history.documents, history.last or origin.checkpoint
-    step, rows = (
-        (checkpoint.manifest.step, count_rows_read(run, data.mix, checkpoint.manifest)) if checkpoint else (0, 0)
-    )
-    is_continuation = bool(documents) and ids.science != documents[-1]["ids"]["science"]
-    kind = "continuation" if is_continuation else "resume" if documents else "fork" if checkpoint else "start"
-    run_id = documents[0]["run_id"] if documents else uuid.uuid4().hex[:12]
-    path, weights = (checkpoint.path, None) if checkpoint else (None, origin.weights)
-    return Attempt(len(documents) + 1, run_id, ids, data.folders, path, step, rows, kind, origin.id, weights)
 
 
 def list_hydra_folders(run: Run) -> set[str]:
@@ -299,16 +303,6 @@ def _build_document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> d
     }
 
 
-def correct_start(directory: Path, attempt: Attempt) -> None:
-    """Replace the start and the notes in the last document of run.yaml by those of `attempt`."""
-    *earlier, document = read_attempts(directory)
-    changed = redact_nested({"from_step": attempt.step, "notes": list(attempt.notes)})
-    try:
-        write_attempts(directory, [*earlier, document | changed])
-    except OSError as error:
-        raise build_write_error(directory, error) from error
-
-
 def write_attempts(directory: Path, documents: list[dict[str, Any]]) -> None:
     """Replace run.yaml in one step, so that a kill leaves no half of it."""
     text = "".join("---\n" + yaml.safe_dump(document, sort_keys=False) for document in documents)
@@ -333,8 +327,11 @@ def check_same(
     later stage of the mixture, rows to skip, a larger batch.
     """
     differ = _list_differing(last["science"], science)
-    later = saved is not None and _concerns_later_rows(run, differ, mix, saved.manifest)
-    _reject_other(run, last, science, [] if later else differ)
+    is_of_rows = all(k in ("dataset", "data", "training.grow") or k.startswith("dataset.") for k in differ)
+    if saved is not None and is_of_rows and "dataset.mask_documents" not in differ:
+        with contextlib.suppress(ConfigError):
+            differ = [] if count_rows_read(run, mix, saved.manifest) > 0 else differ
+    _reject_other(run, last, science, differ)
 
 
 def check_same_without_data(run: Run, last: Mapping[str, Any]) -> None:
@@ -348,17 +345,6 @@ def _list_differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
     missing = object()
     differ = {k for k in old.keys() | new.keys() if old.get(k, missing) != new.get(k, missing)}
     return sorted(differ - {"training.steps"})
-
-
-def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Manifest) -> bool:
-    """Return whether the differing settings only concern rows that the last checkpoint has not read."""
-    order_only = [k for k in differ if k in ("dataset", "data", "training.grow") or k.startswith("dataset.")]
-    if order_only != differ or "dataset.mask_documents" in differ:
-        return False
-    try:
-        return count_rows_read(run, mix, saved) > 0
-    except ConfigError:
-        return False
 
 
 def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:

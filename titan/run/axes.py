@@ -31,17 +31,13 @@ from titan.schedule import schema as schedule
 
 PLUGGABLE: dict[str, dict[str, Any]] = {
     "model": {
-        "llama": Llama,
-        "qwen3": Qwen3,
-        "qwen3_moe": Qwen3Moe,
-        "deepseek_v3": DeepseekV3,
-        "llama4": Llama4,
+        "llama": Llama, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe, "deepseek_v3": DeepseekV3, "llama4": Llama4,
         "base": Decoder,
     },
     "dataset": {**KINDS, "base": Dataset},
     "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon, "external": External, "base": Optimizer},
     "schedule": {**schedule.KINDS, "base": schedule.Schedule},
-}
+}  # fmt: skip
 """Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A user's own
 kind takes the settings that all kinds share from `/schema/AXIS/base`."""
 

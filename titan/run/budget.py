@@ -126,7 +126,7 @@ def find_step_time(run: Run) -> BudgetStepTime | None:
     Raises:
         ConfigError: where the runs that it is to be measured by do not fit, and for two sources.
     """
-    training = run.training
+    training, origin = run.training, describe_origin(run.training)
     if training.step_seconds is not None and training.measured is not None:
         raise ConfigError(
             f"training.measured={training.measured}: training.step_seconds={training.step_seconds:g} gives the time of "
@@ -134,11 +134,10 @@ def find_step_time(run: Run) -> BudgetStepTime | None:
         )
     if training.measured is not None:
         spread = measure_step(run)
-        return BudgetStepTime(spread.seconds, describe_origin(training), spread)
-    if training.step_seconds is not None:
-        return BudgetStepTime(training.step_seconds, describe_origin(training))
-    prediction, _ = predict(run)
-    return None if prediction is None else BudgetStepTime(prediction.step_seconds.value, describe_origin(training))
+        return BudgetStepTime(spread.seconds, origin, spread)
+    prediction = predict(run)[0] if training.step_seconds is None else None
+    seconds = training.step_seconds if prediction is None else prediction.step_seconds.value
+    return None if seconds is None else BudgetStepTime(seconds, origin)
 
 
 def describe_hours(training: Training) -> str:
@@ -210,7 +209,16 @@ def apply_learning_rate(run: Run) -> Run:
 
 def compute_learning_rate(recipe: Recipe) -> float:
     """Return the rule's number for a recipe, and warn where it is an extrapolation."""
-    _check_kind(recipe)
+    if type(recipe.optimizer) is not AdamW:
+        raise ConfigError(
+            f"optimizer.lr=auto: the rule is of AdamW, and the optimizer is {type(recipe.optimizer).__name__}; give a "
+            "number, or optimizer=adamw."
+        )
+    if recipe.checkpoint.decay_steps is not None:
+        raise ConfigError(
+            "optimizer.lr=auto: the rule is of whole runs, and checkpoint.decay_steps="
+            f"{recipe.checkpoint.decay_steps} decays another run's; give the optimizer.lr in that run's run.yaml."
+        )
     parameters, tokens = count_parameters(recipe), recipe.training.total_tokens
     rate = float(f"{step_law.compute_learning_rate(parameters, tokens):.{DIGITS}g}")
     _check_range("parameters without embedding and head", step_law.PARAMETERS, parameters, rate)
@@ -227,19 +235,6 @@ def compute_learning_rate(recipe: Recipe) -> float:
 def count_parameters(recipe: Recipe) -> int:
     """Return the parameters that the rule counts: matrices of blocks, with all experts, without embedding and head."""
     return int(recipe.model.sum_over_blocks(recipe.model.block_matmul_parameters))
-
-
-def _check_kind(recipe: Recipe) -> None:
-    if type(recipe.optimizer) is not AdamW:
-        raise ConfigError(
-            f"optimizer.lr=auto: the rule is of AdamW, and the optimizer is {type(recipe.optimizer).__name__}; give a "
-            "number, or optimizer=adamw."
-        )
-    if recipe.checkpoint.decay_steps is not None:
-        raise ConfigError(
-            "optimizer.lr=auto: the rule is of whole runs, and checkpoint.decay_steps="
-            f"{recipe.checkpoint.decay_steps} decays another run's; give the optimizer.lr in that run's run.yaml."
-        )
 
 
 def _check_range(unit: str, published: step_law.Range, value: float, rate: float) -> None:

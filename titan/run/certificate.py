@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from titan.console.text import redact_nested
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
+from titan.files.platform import find_state_folder
 from titan.parallelism.schema import DIMENSIONS
 from titan.run import identity
 from titan.run.run import Run, as_config
@@ -56,8 +56,8 @@ class Certificate:
 
 def compute_key(run: Run) -> str:
     """Return 16 hex digits of all that decides whether a run's layout is right."""
-    config = as_config(run)
-    settings = {axis: _drop(config.get(axis), IGNORED.get(axis, ())) for axis in AXES}
+    config, code = as_config(run), identity.describe_code(run)
+    settings = {axis: {k: v for k, v in config[axis].items() if k not in IGNORED.get(axis, ())} for axis in AXES}
     training = {name: config["training"][name] for name in TRAINING}
     hooks = {name: hook for name, hook in (run.hooks or {}).items() if hook.science}
     classes = {axis: _list_classes(getattr(run, axis)) for axis in (*AXES, "training")}
@@ -72,26 +72,15 @@ def compute_key(run: Run) -> str:
         "masks": run.dataset.mask_documents,
         "async": run.checkpoint.mode == "async",
         "device": run.machine.device,
-        "code": _describe_code(run),
+        # builds of one torch for CPUs and GPUs are the same
+        "code": {name: code.get(name) for name in ("titan", "commit", "diff", "torchao", "own")}
+        | {"torch": str(code.get("torch")).partition("+")[0]},
     }
     return _digest(redact_nested(kind))
 
 
 def _list_classes(value: Any) -> list[tuple[str, str]]:
     return [(name, get_kind(found)) for name, found in identity.find_classes(value)]
-
-
-def _describe_code(run: Run) -> dict[str, Any]:
-    """Return the code that decides whether a layout is right; builds of one torch for CPUs and GPUs are the same."""
-    code = identity.describe_code(run)
-    kept = {name: code.get(name) for name in ("titan", "commit", "diff", "torchao", "own")}
-    return kept | {"torch": str(code.get("torch")).partition("+")[0]}
-
-
-def _drop(settings: Any, names: tuple[str, ...]) -> Any:
-    if not isinstance(settings, Mapping):
-        return settings
-    return {name: value for name, value in settings.items() if name not in names}
 
 
 def _digest(content: Any) -> str:
@@ -101,8 +90,7 @@ def _digest(content: Any) -> str:
 
 def find_folder() -> Path:
     """Return the folder of the user's certificates."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return Path(home) / "titan" / "certificates"
+    return find_state_folder() / "certificates"
 
 
 def write(content: Mapping[str, Any], key: str) -> Path:

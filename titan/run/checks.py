@@ -21,13 +21,14 @@ from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.estimate.regather import list_regather_obstacles
+from titan.hooks.schema import check_hooks
 from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
 from titan.parallelism import strategy
 from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.precision.schema import CAPABILITY, HARDWARE, QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
-from titan.run.model_limits import TECHNIQUES, check_limits
+from titan.run.model_limits import list_limit_faults
 from titan.weights.hf_config import FAMILIES, OWN_MODELS
 
 if TYPE_CHECKING:
@@ -48,21 +49,12 @@ def check_run(run: Run, started: bool = False, remote: bool = False) -> None:
         started: its ranks are started by others, not on this machine by titan.
         remote: its machine is a node that a scheduler will provide, with other packages and programs.
     """
-    check_limits(run)
+    check_hooks(run.hooks)
+    skipped = [_list_machine_faults] if started else []
     for list_faults in CHECKS:
-        _reject(list_faults(run, remote))
-    if not started:
-        _check_machine(run)
-    if not run.is_layout_open:
-        fit.check_memory(run, run.layout, run.machine, run.microbatches, remote)
-    for list_faults in (_list_debug_faults, _list_compiler_faults, _list_checkpoint_faults, _list_evaluation_faults):
-        _reject(list_faults(run, remote))
+        for sentence in list_faults(run, remote) if list_faults not in skipped else ():
+            raise ConfigError(sentence)
     run.profile.check(run.layout.devices)
-
-
-def _reject(faults: Faults) -> None:
-    for sentence in faults:
-        raise ConfigError(sentence)
 
 
 def _list_split_faults(run: Run, remote: bool) -> Faults:
@@ -79,7 +71,7 @@ def _list_split_faults(run: Run, remote: bool) -> Faults:
     if not is_titan_class(type(model)):
         from titan.model.module_checks import check_module
 
-        sequence = TECHNIQUES["sequence_parallel"].is_on(run)
+        sequence = run.parallelism.sequence_parallel and degree > 1
         check_module(model, degree, layout.context, layout.expert, run.memory.checkpointing == "gate", sequence)
 
 
@@ -147,7 +139,7 @@ def _list_precision_faults(run: Run, remote: bool) -> Faults:
 
 
 def _list_exchange_faults(run: Run, remote: bool) -> Faults:
-    """Ways in which FSDP can't exchange weights and gradients here."""
+    """Ways in which FSDP can't exchange weights and gradients, or accumulate gradients in bf16, here."""
     parallelism, layout = run.parallelism, run.layout
     for name, default in (("reduce_buffers", 1), ("separate_reduce", False), ("symmetric_memory", False)):
         if (value := getattr(parallelism, name)) == default:
@@ -155,28 +147,19 @@ def _list_exchange_faults(run: Run, remote: bool) -> Faults:
         typed = f"parallelism.{name}={format_value(value)}"
         if layout.only_replicated or layout.sharded * layout.replicate == 1:
             warn_once(f"{typed}: has no effect, because FSDP shards nothing; choose parallelism=fsdp.")
-        else:
-            is_old = not remote and () < read_torch_version() < EXCHANGE_TORCH
-            if is_old:
-                yield f"{typed}: needs torch 2.13; install it, or remove the setting."
-    if parallelism.symmetric_memory:
-        if run.machine.device != "cuda":
-            yield "parallelism.symmetric_memory=true: needs a CUDA device; give false."
-        if parallelism.reduce_buffers > 1:
-            yield (
-                f"parallelism.symmetric_memory=true: has one buffer, and parallelism.reduce_buffers="
-                f"{parallelism.reduce_buffers}; give 1, or symmetric_memory=false."
-            )
-
-
-def _list_accumulation_faults(run: Run, remote: bool) -> Faults:
-    """Gradients accumulated in bf16 where none are accumulated in another type, or too many."""
+        elif not remote and () < read_torch_version() < EXCHANGE_TORCH:
+            yield f"{typed}: needs torch 2.13; install it, or remove the setting."
+    if parallelism.symmetric_memory and run.machine.device != "cuda":
+        yield "parallelism.symmetric_memory=true: needs a CUDA device; give false."
+    if parallelism.symmetric_memory and parallelism.reduce_buffers > 1:
+        yield (
+            f"parallelism.symmetric_memory=true: has one buffer, and parallelism.reduce_buffers="
+            f"{parallelism.reduce_buffers}; give 1, or symmetric_memory=false."
+        )
     accumulate = run.precision.accumulate
-    if accumulate == "fp32":
-        return
-    rows = max(math.ceil(phase.rows / run.layout.data_ranks) for phase in run.training.phases)
+    rows = max(math.ceil(phase.rows / layout.data_ranks) for phase in run.training.phases)
     most = max(run.microbatches, math.ceil(rows / run.microbatch_rows))  # in the step with the largest batch
-    for reason in fit.iterate_obstacles(run, run.layout, most):
+    for reason in fit.iterate_obstacles(run, layout, most) if accumulate != "fp32" else ():
         yield f"precision.accumulate={accumulate}: {reason}, or precision.accumulate=fp32."
 
 
@@ -203,8 +186,9 @@ def _list_audit_faults(run: Run, remote: bool) -> Faults:
 
 
 def _list_tensor_faults(run: Run, remote: bool) -> Faults:
-    """The overlap that needs a GPU, and gathering again where it does not work."""
-    degree, parallelism = run.layout.tensor, run.parallelism
+    """What tensor and context parallelism need: a GPU, recognised modules, rows and heads in equal parts."""
+    layout, parallelism, length = run.layout, run.parallelism, run.training.seq_len
+    degree = layout.tensor
     if parallelism.async_tensor:
         needed = {
             "parallelism.tensor above 1": degree > 1,
@@ -216,15 +200,8 @@ def _list_tensor_faults(run: Run, remote: bool) -> Faults:
         missing = [name for name, is_met in needed.items() if not is_met]
         if missing:
             yield f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false."
-    if parallelism.regather is True and degree > 1:
-        obstacles = list_regather_obstacles(run, run.layout)
-        if obstacles:
-            yield f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto."
-
-
-def _list_context_faults(run: Run, remote: bool) -> Faults:
-    """Rows that can't be split into equal parts, and heads that Ulysses can't distribute."""
-    layout, parallelism, length = run.layout, run.parallelism, run.training.seq_len
+    if parallelism.regather is True and degree > 1 and (obstacles := list_regather_obstacles(run, layout)):
+        yield f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto."
     multiple = parallelism.compute_row_multiple(layout)
     halves = " (a head and a tail each)" if parallelism.balance else ""
     cuts = [f"context {layout.context}{halves}"] if layout.context > 1 else []
@@ -276,7 +253,22 @@ def _list_sharding_faults(run: Run, remote: bool) -> Faults:
                 "parallelism=fsdp, or no group."
             )
         strategy.check_groups(parallelism.groups, run.model.parameter_names(), layout, run.model.tied)
-        yield from _list_model_sharding_faults(run)
+    if (sharding := parallelism.model_sharding) is not None:
+        only_fsdp = {
+            f"parallelism.reshard={parallelism.reshard}": isinstance(parallelism.reshard, int),
+            f"parallelism.accumulate={parallelism.accumulate}": parallelism.accumulate == "whole",
+            f"parallelism.prefetch={parallelism.prefetch}": parallelism.prefetch not in ("auto", 0),
+            f"parallelism.reduce_buffers={parallelism.reduce_buffers}": parallelism.reduce_buffers > 1,
+            "parallelism.separate_reduce=true": parallelism.separate_reduce,
+            "parallelism.symmetric_memory=true": parallelism.symmetric_memory,
+            f"parallelism.expert={parallelism.expert}": layout.expert > 1,
+            "memory.offload=true": run.memory.offload,
+        }
+        for setting in (setting for setting, is_set in only_fsdp.items() if is_set):
+            yield (
+                f"{setting}: only FSDP has it, and {sharding._target_} shards the model (parallelism.groups); leave "
+                "one of them out."
+            )
     if isinstance(parallelism.reshard, int) and (
         layout.sharded % parallelism.reshard or layout.sharded == parallelism.reshard
     ):
@@ -294,29 +286,6 @@ def _list_sharding_faults(run: Run, remote: bool) -> Faults:
         yield f"parallelism.accumulate=sharded: {phases} FSDP can't reduce together; give auto or whole."
     if run.memory.offload and shards_nothing:
         yield "memory.offload=true: only sharded weights can be in host memory; give parallelism=fsdp."
-
-
-def _list_model_sharding_faults(run: Run) -> Faults:
-    """What only FSDP does where a strategy shards the whole model in another way."""
-    parallelism, sharding = run.parallelism, run.parallelism.model_sharding
-    if sharding is None:
-        return
-    rejected = {
-        f"parallelism.reshard={parallelism.reshard}": isinstance(parallelism.reshard, int),
-        f"parallelism.accumulate={parallelism.accumulate}": parallelism.accumulate == "whole",
-        f"parallelism.prefetch={parallelism.prefetch}": parallelism.prefetch not in ("auto", 0),
-        f"parallelism.reduce_buffers={parallelism.reduce_buffers}": parallelism.reduce_buffers > 1,
-        "parallelism.separate_reduce=true": parallelism.separate_reduce,
-        "parallelism.symmetric_memory=true": parallelism.symmetric_memory,
-        f"parallelism.expert={parallelism.expert}": run.layout.expert > 1,
-        "memory.offload=true": run.memory.offload,
-    }
-    for setting, is_set in rejected.items():
-        if is_set:
-            yield (
-                f"{setting}: only FSDP has it, and {sharding._target_} shards the model (parallelism.groups); leave "
-                "one of them out."
-            )
 
 
 def _list_expert_faults(run: Run, remote: bool) -> Faults:
@@ -351,7 +320,7 @@ def _list_expert_faults(run: Run, remote: bool) -> Faults:
 def _list_memory_faults(run: Run, remote: bool) -> Faults:
     """Kinds of activation checkpointing that need other settings."""
     memory, scope, kind = run.memory, run.compile.scope, run.memory.checkpointing
-    alternative = _name_budget_alternative(run)
+    alternative = "memory=full" if run.staging.splits_backward else "memory=selective"  # which needs no compiler
     if kind == "every_n" and memory.every > run.model.layers:
         yield (
             f"memory.every={memory.every}: the model has {format_plural(run.model.layers, 'layer')}, so none would be "
@@ -379,32 +348,26 @@ def _list_memory_faults(run: Run, remote: bool) -> Faults:
         )
 
 
-CHECKS = (
-    _list_split_faults, _list_growth_faults, _list_precision_faults, _list_exchange_faults, _list_accumulation_faults,
-    _list_audit_faults, _list_tensor_faults, _list_context_faults, _list_attention_faults, _list_sharding_faults,
-    _list_expert_faults, _list_memory_faults,
-)  # fmt: skip
-"""In the order in which they are asked; machine, memory and compiler come after them."""
-
-
-def _check_machine(run: Run) -> None:
-    """Raise ConfigError for more ranks than this machine has devices."""
+def _list_machine_faults(run: Run, remote: bool) -> Faults:
+    """More ranks than this machine has devices."""
     if run.cluster.nodes > 1:
-        raise ConfigError(
+        yield (
             f"cluster.nodes={run.cluster.nodes}: titan starts ranks on one machine only; "
             "give hydra/launcher=slurm, start this command on each node with torchrun or srun, or give cluster.nodes=1."
         )
     if run.machine.device == "cuda" and run.layout.devices > run.machine.count:
         layout, available_devices = run.layout, f"{run.machine.count} x {run.machine.name}"
         fit.check_memory(run, layout, run.machine, run.microbatches)
-        raise ConfigError(
+        yield (
             f"{run.describe()}: {layout} needs {layout.devices} ranks, and this machine has {available_devices}; give "
             f"smaller degrees, or cluster.device=cpu to try it with {layout.devices} CPU ranks."
         )
 
 
-def _list_debug_faults(run: Run, remote: bool) -> Faults:
-    """Anomalies that can't be traced, and more micro-batches than rows."""
+def _list_missing_faults(run: Run, remote: bool) -> Faults:
+    """Memory, packages and programs that are missing, anomalies that can't be traced, micro-batches without rows."""
+    if not run.is_layout_open:
+        fit.check_memory(run, run.layout, run.machine, run.microbatches, remote)
     if run.compile.scope != "off" and run.debug.detect_anomaly:
         yield "debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off."
     if run.layout.tensor > 1 and run.debug.detect_anomaly:
@@ -417,12 +380,9 @@ def _list_debug_faults(run: Run, remote: bool) -> Faults:
             f"parallelism.microbatches={run.microbatches}: more than the rows of a rank per step, "
             f"training.global_batch / training.seq_len / ranks; give at most {run.rank_rows}."
         )
-
-
-def _list_compiler_faults(run: Run, remote: bool) -> Faults:
-    """Compiling where its requirements are missing, with a way without a compiler; and 8 bits without torchao."""
     if run.compile.scope != "off" and (lacking := find_missing_compiler(run.machine, run.compile.backend, remote)):
-        changes = [_name_budget_alternative(run)] if run.memory.checkpointing == "budget" else []
+        changes = ["memory=full" if run.staging.splits_backward else "memory=selective"]
+        changes = changes if run.memory.checkpointing == "budget" else []
         changes += ["parallelism.async_tensor=false"] if run.parallelism.async_tensor else []
         yield (
             f"compile={run.choices.get('compile', 'block')}: torch.compile can't work here: {lacking}; "
@@ -432,20 +392,15 @@ def _list_compiler_faults(run: Run, remote: bool) -> Faults:
         yield f"precision.matmuls={run.precision.matmuls}: needs torchao; {advise_extra('float8')}."
 
 
-def _name_budget_alternative(run: Run) -> str:
-    """Return activation checkpointing that needs no compiler and works with the schedule."""
-    return "memory=full" if run.staging.splits_backward else "memory=selective"
-
-
 def _list_checkpoint_faults(run: Run, remote: bool) -> Faults:
-    """Settings about saved checkpoints where none are saved, and a format that lacks the model."""
+    """Settings about checkpoints where none are saved, a format that lacks the model, texts without a tokenizer."""
     checkpoint, cls = run.checkpoint, type(run.model)
-    is_off = checkpoint.mode == "off"
-    if is_off and run.cluster.restarts:
-        yield f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync."
-    for name, value in (("export", checkpoint.export), ("path", checkpoint.path)):
-        if is_off and value:
-            yield f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async."
+    if checkpoint.mode == "off":
+        if run.cluster.restarts:
+            yield f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync."
+        for name in ("export", "path"):
+            if value := getattr(checkpoint, name):
+                yield f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async."
     if checkpoint.export in ("hf", "meta") and run.model.logit_cap is not None:
         yield (
             f"checkpoint.export={checkpoint.export}: models of this format do not cap logits, and model.logit_cap="
@@ -461,13 +416,18 @@ def _list_checkpoint_faults(run: Run, remote: bool) -> Faults:
             f"checkpoint.export=hf: Hugging Face has no model {get_kind(cls)}; give checkpoint.export=null "
             f"({OWN_MODELS})."
         )
-
-
-def _list_evaluation_faults(run: Run, remote: bool) -> Faults:
-    """Texts to evaluate where the data have no tokenizer."""
     for name in ("sets", "tasks"):
         if getattr(run.evaluation, name) and isinstance(run.dataset, Synthetic):
             yield (
                 f"evaluation.{name}: dataset=synthetic has no tokenizer to read text with; choose a dataset of text, "
                 "or leave it out."
             )
+
+
+CHECKS = (
+    list_limit_faults, _list_split_faults, _list_growth_faults, _list_precision_faults, _list_exchange_faults,
+    _list_audit_faults, _list_tensor_faults, _list_attention_faults,
+    _list_sharding_faults, _list_expert_faults, _list_memory_faults, _list_machine_faults,
+    _list_missing_faults, _list_checkpoint_faults,
+)  # fmt: skip
+"""In the order in which they are asked."""

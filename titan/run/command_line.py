@@ -63,11 +63,6 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
     return args
 
 
-def asks_to_show(args: argparse.Namespace) -> bool:
-    """Return whether a command line asks for something other than one run."""
-    return any(getattr(args, name) for name in SHOWING_OPTIONS)
-
-
 def reject_shown(args: argparse.Namespace, accepted: Sequence[str] = ()) -> None:
     """Raise ConfigError for an option of titan.train that asks for something other than one run.
 
@@ -97,8 +92,7 @@ def check(args: argparse.Namespace) -> None:
                 f"others out, or run each with -m {group}={','.join(alternatives)}."
             )
     if args.multirun:
-        _check_duplicates(overrides)
-        _check_ranges(overrides)
+        _check_sweeps(overrides)
 
 
 def parse_search_path(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -167,8 +161,18 @@ def _check_options(args: argparse.Namespace) -> None:
             raise ConfigError(f"{override}: settings can't be removed; write {key[1:]}=VALUE, or leave it out.")
 
 
-def _check_ranges(overrides: Sequence[Override]) -> None:
-    """Raise ConfigError for a range among other values, and for one with a single value: its step is 1 by default."""
+def _check_sweeps(overrides: Sequence[Override]) -> None:
+    """Raise ConfigError for what Hydra would sweep otherwise than typed.
+
+    A setting that is given twice, a range among other values, and one with a single value: its step is 1 by default.
+    """
+    count = Counter(override.key_or_group for override in overrides)
+    for override in overrides:
+        if count[override.key_or_group] > 1 and override.is_sweep_override():
+            raise ConfigError(
+                f"{override.input_line}: {override.key_or_group} is given twice, and only the last would be run; "
+                "leave one out."
+            )
     for override in overrides:
         value: Any = override.value()
         if isinstance(value, ChoiceSweep) and any(isinstance(choice, Sweep) for choice in value.list):
@@ -177,30 +181,14 @@ def _check_ranges(overrides: Sequence[Override]) -> None:
             )
         if not override.is_range_sweep():
             continue
-        count = len(list(override.sweep_iterator()))
-        if count == 0:
-            raise ConfigError(f"{override.input_line}: has no values; give range(START,STOP,STEP).")
-        if count == 1 and (isinstance(value.start, float) or isinstance(value.stop, float)) and not _has_step(override):
-            raise ConfigError(
-                f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP)."
-            )
-
-
-def _has_step(override: Override) -> bool:
-    """Return whether the step of a range was typed: Hydra keeps the value, not whether it is the default."""
-    arguments = re.sub(r".*\brange\(([^)]*)\).*", r"\1", override.input_line or "")
-    return arguments.count(",") == 2 or "step" in arguments
-
-
-def _check_duplicates(overrides: Sequence[Override]) -> None:
-    """Raise ConfigError for a swept setting that is given twice: Hydra would take the last one."""
-    count = Counter(override.key_or_group for override in overrides)
-    for override in overrides:
-        if count[override.key_or_group] > 1 and override.is_sweep_override():
-            raise ConfigError(
-                f"{override.input_line}: {override.key_or_group} is given twice, and only the last would be run; "
-                "leave one out."
-            )
+        values = len(list(override.sweep_iterator()))
+        # whether the step was typed: Hydra keeps the value, not whether it is the default
+        arguments = re.sub(r".*\brange\(([^)]*)\).*", r"\1", override.input_line or "")
+        has_step = arguments.count(",") == 2 or "step" in arguments
+        is_single = values == 1 and float in (type(value.start), type(value.stop)) and not has_step
+        if values == 0 or is_single:
+            problem = "is one value, because its step is 1" if is_single else "has no values"
+            raise ConfigError(f"{override.input_line}: {problem}; give range(START,STOP,STEP).")
 
 
 def _read_resumed_arguments(word: str, args: argparse.Namespace) -> list[str]:

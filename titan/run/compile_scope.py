@@ -92,12 +92,8 @@ def estimate_eager_seconds(run: Run) -> float:
     """Return the estimated run time on a CPU, whose cores the ranks share, if nothing is compiled."""
     precision, flops = run.precision, run.training.total_tokens * run.model.flops_per_token(run.training.seq_len)
     flops_per_second = FAST_CORE_FLOPS if precision.compute == "bf16" and run.machine.bf16_fast else CORE_FLOPS
-    return (
-        flops
-        * (EMULATION_FACTOR if precision.eight_bit and precision.emulate else 1)
-        / flops_per_second
-        / _count_cores(run)
-    )
+    factor = EMULATION_FACTOR if precision.eight_bit and precision.emulate else 1
+    return flops * factor / flops_per_second / _count_cores(run)
 
 
 def _count_cores(run: Run) -> int:

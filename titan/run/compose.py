@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -32,10 +31,10 @@ from titan.console.numbers import format_rounded
 from titan.console.text import is_secret, redact, redact_nested
 from titan.errors import ConfigError, UnknownSettingError
 from titan.estimate import fit
-from titan.files.run_directory import check_name
+from titan.files.run_directory import check_length, check_name
 from titan.run import command_line, hydra_private, hydra_session, synonyms, trust
 from titan.run.axes import PLUGGABLE
-from titan.run.hydra_errors import HydraErrors, list_names
+from titan.run.hydra_errors import list_names, translate_errors
 from titan.run.hydra_session import CONF, ExtraConfigs, compose_config, drop_hydra_node, open_hydra
 from titan.run.resolve import resolve, resolve_open_layout
 from titan.run.run import Run
@@ -51,51 +50,36 @@ MachineFinder = Callable[[Cluster, bool], Machine]
 
 def register_configs() -> None:
     """Register schemas, search path and launchers with Hydra; idempotent."""
-    store = hydra_private.share_store()
-    hydra_private.open_own_classes()
+    store = hydra_private.adapt_hydra()
     if "run.yaml" not in store.repo.get("schema", {}):  # others may have stored theirs before
-        _register_schemas(store)
+        kinds = {(f"schema/{axis}", kind): cls for axis, classes in PLUGGABLE.items() for kind, cls in classes.items()}
+        for (group, name), cls in (kinds | {("schema/loss_term", "base"): LossTerm}).items():
+            store.store(name=name, group=group, node=settings.collect_defaults(cls))
+        run_node = settings.collect_defaults(Recipe) | dict.fromkeys(PLUGGABLE, settings.MISSING)
+        store.store(name="run", group="schema", node=run_node | {"sweep": settings.collect_defaults(Sweep)})
+        store.repo.setdefault("hooks", {})  # without choices yet: else Hydra takes its override for a value
     Plugins.instance().register(ExtraConfigs)
-    _register_launchers(store)
-
-
-def _register_schemas(store: ConfigStore) -> None:
-    for axis, kinds in PLUGGABLE.items():
-        for kind, cls in kinds.items():
-            store.store(name=kind, group=f"schema/{axis}", node=settings.collect_defaults(cls))
-    store.store(name="base", group="schema/loss_term", node=settings.collect_defaults(LossTerm))
-    fixed_nodes = settings.collect_defaults(Recipe)
-    choice_nodes = dict.fromkeys(PLUGGABLE, settings.MISSING)
-    store.store(
-        name="run", group="schema", node=fixed_nodes | choice_nodes | {"sweep": settings.collect_defaults(Sweep)}
-    )
-    hydra_private.add_group(store, "hooks")
-
-
-def _register_launchers(store: ConfigStore) -> None:
-    """Register titan's launchers and sweepers, in place of those of Hydra and of plugins."""
-    hydra_private.clear_group(store, "hydra", "launcher")
-    for name, node in _build_launcher_nodes().items():
-        store.store(group="hydra/launcher", name=name, node=node, provider="titan")
-    sweeper = {"_target_": GRID, "max_batch_size": None, "params": None}
-    store.store(group="hydra/sweeper", name="grid", node=sweeper, provider="titan")
-    search = {"_target_": OPTUNA, **settings.collect_defaults(OptunaSearch), "params": None}
-    store.store(group="hydra/sweeper", name="optuna", node=search, provider="titan")
+    store.repo["hydra"]["launcher"].clear()  # of Hydra's and of plugins
+    for (group, name), node in _build_plugin_nodes().items():
+        store.store(group=f"hydra/{group}", name=name, node=node, provider="titan")
 
 
 @cache
-def _build_launcher_nodes() -> dict[str, DictConfig]:
-    """Return the node of each launcher, made once: composing begins with registering them."""
-    nodes = {
-        n: {"_target_": f"{LAUNCHER_MODULE}.{cls}", **settings.collect_defaults(s)} for n, (cls, s) in LAUNCHERS.items()
+def _build_plugin_nodes() -> dict[tuple[str, str], DictConfig]:
+    """Return the nodes of titan's launchers and sweepers, made once: composing begins with registering them."""
+    nodes: dict[tuple[str, str], dict[str, Any]] = {
+        ("launcher", name): {"_target_": f"{LAUNCHER_MODULE}.{cls}", **settings.collect_defaults(schema)}
+        for name, (cls, schema) in LAUNCHERS.items()
     }
+    nodes["sweeper", "grid"] = {"_target_": GRID, "max_batch_size": None, "params": None}
+    nodes["sweeper", "optuna"] = {"_target_": OPTUNA, **settings.collect_defaults(OptunaSearch), "params": None}
     return {name: OmegaConf.create(node) for name, node in nodes.items()}
 
 
 def compose_run(overrides: Sequence[str], ranks: int | None = None, remote: bool = False) -> Run:
     """Return the checked Run of a list of overrides; see `freeze_run`; raises `ConfigError`."""
     register_configs()
-    with HydraErrors(overrides), open_hydra():
+    with translate_errors(overrides), open_hydra():
         trusted = modules.list_trusted_packages(overrides)
         return freeze_run(compose_config(overrides), ranks=ranks, remote=remote, trusted=trusted)
 
@@ -124,26 +108,28 @@ def freeze_run(
         is_searched: whether its layout is searched, so that it need not work: `titan.run.resolve`.
     """
     HydraConfig.instance().set_config(cfg)
-    if str(cfg.name) and not str(cfg.hydra.run.dir).strip():  # the name first: the directory follows from it
+    node = cfg.hydra
+    if str(cfg.name) and not str(node.run.dir).strip():  # the name first: the directory follows from it
         raise ConfigError("hydra.run.dir=: names no directory; give one, or name=NAME.")
     hydra_session.check_node(cfg)
-    directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
+    directory = os.path.abspath(directory or str(node.run.dir))
     settings.check_text(directory, f"hydra.run.dir={directory}")
-    with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):  # as Hydra does when a job begins
-        cfg.hydra.runtime.output_dir = directory
+    with read_write(node.runtime), open_dict(node.runtime):  # as Hydra does when a job begins
+        node.runtime.output_dir = directory
     recipe = _build_recipe(cfg, trusted)
-    choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
-    typed: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
-    overrides = tuple(redact(str(override)) for override in typed)
-    resolve_recipe = resolve_open_layout if is_searched else resolve
+    machine = find_machine(recipe.cluster, remote)
+    check_name(recipe.name)
+    check_length(directory, f"hydra.run.dir={directory}")
+    resolve_recipe, axes = resolve_open_layout if is_searched else resolve, recipe.axes()
+    typed: Any = OmegaConf.to_container(node.overrides.task)
     return resolve_recipe(
         recipe,
-        find_machine(recipe.cluster, remote),
+        machine,
         directory,
         ranks=ranks,
         remote=remote,
-        choices=choices,
-        overrides=overrides,
+        choices={str(k): str(v) for k, v in node.runtime.choices.items() if k in axes},
+        overrides=tuple(redact(str(override)) for override in typed),
         hydra=hydra_session.build_files(cfg),
         options=hydra_session.build_options(cfg),
     )
@@ -194,13 +180,12 @@ def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
     elif isinstance(written, list):
         for value, text in zip(written, content, strict=True):
             _warn_of_secrets(value, text, path)
-    elif isinstance(written, str):
-        for name in _ENVIRONMENT.findall(written):
-            if is_secret(name) and (os.environ.get(name) or "\n") in str(content):
-                warn_once(
-                    f"{path}={written}: the value of {name} goes into run.yaml and to trackers; let the library that "
-                    "needs it read it from the environment."
-                )
+    for name in _ENVIRONMENT.findall(written) if isinstance(written, str) else ():
+        if is_secret(name) and (os.environ.get(name) or "\n") in str(content):
+            warn_once(
+                f"{path}={written}: the value of {name} goes into run.yaml and to trackers; let the library that needs "
+                "it read it from the environment."
+            )
 
 
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
@@ -215,7 +200,7 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
     register_configs()
     args = command_line.parse(arguments)
     command_line.reject_shown(args)
-    with HydraErrors(args.overrides), open_hydra(args):
+    with translate_errors(args.overrides), open_hydra(args):
         command_line.check(args)
         cfg = compose_config(args.overrides, args.config_name)
         check_weights(cfg, args.typed)
@@ -303,12 +288,8 @@ def describe_small_work(run: Run) -> str:
     changes = [f"training.seq_len={seq_len}"] * is_short
     changes += [f"training.global_batch={batch} or more"] * (batch != training.global_batch)
     settings = f"training.seq_len={training.seq_len} training.global_batch={training.global_batch}"
-    recipe = _find_training_recipe(run) if is_short and is_few else None
+    is_chosen = any(override.lstrip("+").startswith("recipe=") for override in run.overrides)
+    files = sorted((CONF / "recipe").glob("train_*.yaml")) if is_short and is_few and not is_chosen else []
+    recipe = next((f.stem for f in files if f"/model: {run.choices.get('model')}\n" in f.read_text()), None)
     complete = f"; recipe={recipe} is a complete choice for a real run" if recipe else ""
     return f"{settings}: {', and '.join(reasons)}; give {' and '.join(changes)}{complete}."
-
-
-def _find_training_recipe(run: Run) -> str | None:
-    is_chosen = any(override.lstrip("+").startswith("recipe=") for override in run.overrides)
-    files = [] if is_chosen else sorted((CONF / "recipe").glob("train_*.yaml"))
-    return next((f.stem for f in files if f"/model: {run.choices.get('model')}\n" in f.read_text()), None)

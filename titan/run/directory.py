@@ -132,19 +132,16 @@ def _build_read_error(label: str, reason: str) -> ConfigError:
 
 
 def _build_commit_error(label: str, difference: str, directory: Path | None) -> ConfigError:
-    return ConfigError(
-        f"{label}: another commit of titan wrote run.yaml ({difference}); read it with {_describe_commit(directory)}, "
-        "or choose another name to start again."
-    )
-
-
-def _describe_commit(directory: Path | None) -> str:
+    reader = "the commit that wrote it"
     with suppress(OSError, ValueError, KeyError, TypeError):
         if directory is not None:
             code = untrusted.read_object(directory / ENVIRONMENT)["code"]
             if re.fullmatch(r"[0-9a-f]{40,64}", code["commit"]):
-                return f"commit {code['commit'][:12]}{' and the diff in env.json' if code['diff'] else ''}"
-    return "the commit that wrote it"
+                reader = f"commit {code['commit'][:12]}{' and the diff in env.json' if code['diff'] else ''}"
+    return ConfigError(
+        f"{label}: another commit of titan wrote run.yaml ({difference}); read it with {reader}, or choose another "
+        "name to start again."
+    )
 
 
 def is_finished(directory: Path, steps: int = 0) -> bool:
@@ -188,13 +185,10 @@ def is_locked(directory: Path) -> bool:
 
 def is_done(run: Run) -> bool:
     """Return whether the run in the directory has done all its steps, or a hook that it still has ended it."""
-    directory = Path(run.directory)
-    if is_finished(directory, run.training.steps):
-        return True
-    result = read_result(directory)[0]
-    if not result.get("ended_by") or not (attempts := read_attempts(directory)):
-        return False
-    return is_ended_by_hook(run, attempts[-1], result)
+    directory, result = Path(run.directory), read_result(Path(run.directory))[0]
+    if is_finished(directory, run.training.steps) or not result.get("ended_by"):
+        return is_finished(directory, run.training.steps)
+    return any(is_ended_by_hook(run, last, result) for last in read_attempts(directory)[-1:])
 
 
 def is_ended_by_hook(run: Run, last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
@@ -221,18 +215,14 @@ def find_parent_sweep(run: Run) -> ParentSweep | None:
     """Return the sweep that started a run; None for a run outside of a sweep."""
     folder = Path(run.directory).parent
     try:
-        content = (
-            next(iter(untrusted.parse_yaml(untrusted.read_regular_file(folder / "sweep.yaml").decode())), None) or {}
-        )
+        content = [*untrusted.parse_yaml(untrusted.read_regular_file(folder / "sweep.yaml").decode()), {}][0] or {}
         untrusted.check_type(content, dict[str, object], "it")
         untrusted.check_type(varied := content.get("axes") or {}, dict[str, list[object]], "axes")
     except (OSError, ValueError):
         return None
-    names = varied.keys() - set(REPEATS)
-    override_values = {override.partition("=")[0].lstrip("+"): override.partition("=")[2] for override in run.overrides}
-    return ParentSweep(
-        folder.name, " ".join(f"{name}={override_values[name]}" for name in sorted(names & override_values.keys()))
-    )
+    values = dict(override.lstrip("+").split("=", 1) for override in run.overrides if "=" in override)
+    names = sorted((varied.keys() - set(REPEATS)) & values.keys())
+    return ParentSweep(folder.name, " ".join(f"{name}={values[name]}" for name in names))
 
 
 WRITTEN_FOLDERS = ("log", "profile", "debug")

@@ -20,9 +20,11 @@ Documents = Sequence[Mapping[str, Any]]
 
 def compute_digests(evaluation: Evaluation) -> dict[str, str]:
     """Return the digest of each set and task."""
-    sets, tasks = evaluation.sets or {}, evaluation.tasks or {}
-    return {name: sets[name].compute_digest(f"evaluation.sets.{name}") for name in sets} | {
-        name: tasks[name].compute_digest(f"evaluation.tasks.{name}") for name in tasks
+    groups: dict[str, Mapping[str, Any]] = {"sets": evaluation.sets or {}, "tasks": evaluation.tasks or {}}
+    return {
+        name: part.compute_digest(f"evaluation.{group}.{name}")
+        for group, parts in groups.items()
+        for name, part in parts.items()
     }
 
 

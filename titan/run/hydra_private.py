@@ -28,10 +28,8 @@ from omegaconf._utils import get_omega_conf_dumper
 
 from titan.config.settings import is_foreign
 
-
-def build_option_parser() -> argparse.ArgumentParser:
-    """Return the parser of Hydra's options."""
-    return utils.get_args_parser()
+build_option_parser: Callable[[], argparse.ArgumentParser] = utils.get_args_parser
+"""Returns the parser of Hydra's options."""
 
 
 def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool = False) -> DictConfig:
@@ -40,15 +38,9 @@ def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool =
     Args:
         log: configure logging by `hydra.verbose`, and print what the configuration was composed from.
     """
-    hydra = GlobalHydra.instance().hydra
-    if hydra is None:
-        raise RuntimeError("compose_mode is called outside of a Session")
-    return hydra.compose_config(name, list(overrides), run_mode=mode, with_log_configuration=log)
-
-
-def open_own_classes() -> None:
-    """Let overrides name fields of a class outside of titan without a `+`; who imports and builds it checks them."""
-    ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_overrides)  # type: ignore[method-assign]
+    hydra: Any = GlobalHydra.instance().hydra
+    cfg: DictConfig = hydra.compose_config(name, list(overrides), run_mode=mode, with_log_configuration=log)
+    return cfg
 
 
 _apply_to_closed = ConfigLoaderImpl._apply_overrides_to_config
@@ -88,12 +80,15 @@ def watch_files(loader: Any, check: Callable[[ConfigResult, str], None]) -> None
     loader._load_single_config = load_and_check
 
 
-def share_store() -> ConfigStore:
-    """Return Hydra's store of schemas, as one that copies of Hydra's repositories share.
+def adapt_hydra() -> ConfigStore:
+    """Change what Hydra does, and return its store of schemas.
 
-    Hydra copies the repository for each composition, with all schemas in it, and never changes those: what it loads
-    from the store is a copy. That copy would take an eighth of the time to compose.
+    Overrides may name fields of a class outside of titan without a `+`; who imports and builds it checks them. The
+    store becomes one that copies of Hydra's repositories share: Hydra copies the repository for each composition, with
+    all schemas in it, and never changes those; what it loads from the store is a copy. That copy would take an eighth
+    of the time to compose.
     """
+    ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_overrides)  # type: ignore[method-assign]
     store = ConfigStore.instance()
     store.__dict__["__deepcopy__"] = lambda memo: store
     return store
@@ -104,13 +99,3 @@ def dump_yaml(content: Any) -> str:
     dumper = get_omega_conf_dumper()
     text: str = yaml.dump(content, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
     return text
-
-
-def clear_group(store: ConfigStore, package: str, group: str) -> None:
-    """Remove the choices of a group that were stored by Hydra and its plugins."""
-    store.repo[package][group].clear()
-
-
-def add_group(store: ConfigStore, group: str) -> None:
-    """Make a group known that has no choices yet: else Hydra takes its override for a value."""
-    store.repo.setdefault(group, {})

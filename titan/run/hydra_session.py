@@ -79,8 +79,17 @@ def guard_loader(loader: ConfigLoader, name: str, overrides: Collection[str]) ->
         for key, value in trust.list_leaves("", content):
             risk, leaf = explain_file_risk(key, value), (key.removeprefix(trust.SWEPT), value)
             is_own = leaf[0] in typed or trust.is_listed(leaf, packages)
-            if risk and not is_own and not trust.was_typed((key, value)):
-                raise ConfigError(_describe_risk(key, value, risk, path, os.path.abspath(folder)))
+            if not risk or is_own or trust.was_typed((key, value)):
+                continue
+            text = format_value(value)
+            text = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+            typed_folder = os.path.abspath(folder if path.is_relative_to(os.path.abspath(folder)) else path.parent)
+            folders = os.pathsep.join([*list_own_folders(), typed_folder])
+            raise ConfigError(
+                f"{leaf[0]}={text}: {path} sets this, which {risk}, and only the command line names its folder; if "
+                f"you trust the folder, make it one of yours with export {VARIABLE}={folders}, or give {leaf[0]}=VALUE "
+                "here."
+            )
 
     source = next((source for source in loader.get_sources() if source.is_config(name)), None)
     if source is not None:  # which folders it adds, before Hydra searches them and imports packages
@@ -99,25 +108,12 @@ def explain_file_risk(key: str, value: Any) -> str | None:
 def _reads_secret(text: str) -> bool:
     """Return whether a value's interpolations read a variable of the environment that may be a secret."""
     for call in trust.find_resolvers(text):
-        variable = _READING.match(call)
-        if "${" in call.partition(":")[0] or (call.lstrip().startswith("oc.env") and variable is None):
-            return True
-        if variable is not None and is_secret(variable[1]):
-            return True
-        if (decoding := _DECODING.match(call)) and "$" in _CALL.sub("", call[decoding.end() :]):
+        variable, decoding = _READING.match(call), _DECODING.match(call)
+        is_unknown = "${" in call.partition(":")[0] or (call.lstrip().startswith("oc.env") and variable is None)
+        decodes = decoding is not None and "$" in _CALL.sub("", call[decoding.end() :])
+        if is_unknown or decodes or (variable is not None and is_secret(variable[1])):
             return True
     return False
-
-
-def _describe_risk(key: str, value: Any, risk: str, path: Path, folder: str) -> str:
-    text = format_value(value)
-    text = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-    folder = folder if path.is_relative_to(folder) else str(path.parent)
-    key, folders = key.removeprefix(trust.SWEPT), os.pathsep.join([*list_own_folders(), folder])
-    return (
-        f"{key}={text}: {path} sets this, which {risk}, and only the command line names its folder; if you trust the "
-        f"folder, make it one of yours with export {VARIABLE}={folders}, or give {key}=VALUE here."
-    )
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -160,14 +156,13 @@ def open_hydra(args: argparse.Namespace | None = None) -> Iterator[ConfigLoader]
     """Initialize Hydra for one composition; give the loader, which knows the choices."""
     GlobalHydra.instance().clear()
     ExtraConfigs.config_dir = getattr(args, "config_dir", None)
-    folder = getattr(args, "config_path", None) or str(CONF)
+    folder = os.path.abspath(getattr(args, "config_path", None) or str(CONF))
     try:
-        initialize_config_dir(os.path.abspath(folder), job_name="train", version_base=BASE)
-    finally:
+        initialize_config_dir(folder, job_name="train", version_base=BASE)
         ExtraConfigs.config_dir = None
-    try:
         yield GlobalHydra.instance().config_loader()
     finally:
+        ExtraConfigs.config_dir = None
         GlobalHydra.instance().clear()
 
 
@@ -212,10 +207,8 @@ def advise_key(key: str, typed: str) -> str | None:
     """Return the error message for a key of `hydra.*` or `hooks.*` that there is not; None for other keys."""
     if re.fullmatch(r"hooks\.[^.]+", key):
         return f"{typed}: there is no such hook yet; write +{key}={{_target_:MODULE.CLASS,...}}, or hooks=[NAME,...]."
-    for group in ("hydra.job.env_set", "hydra.callbacks"):
-        if key.startswith(group):
-            return f"{typed}: names are added one by one; write +{group}.NAME=VALUE."
-    return None
+    groups = (group for group in ("hydra.job.env_set", "hydra.callbacks") if key.startswith(group))
+    return next((f"{typed}: names are added one by one; write +{group}.NAME=VALUE." for group in groups), None)
 
 
 def check_node(cfg: DictConfig) -> None:
@@ -241,14 +234,11 @@ def build_files(cfg: DictConfig) -> dict[str, Any]:
     They have what Hydra writes, with secrets redacted and interpolations unresolved; `hydra_private.dump_yaml` gives
     their text.
     """
-    subdir = cfg.hydra.output_subdir
-    if subdir is None:
-        return {}
     content: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
-    node = {key: value for key, value in content["hydra"].items() if key not in HELP_KEYS}
-    own_config = {key: value for key, value in content.items() if key != "hydra"}
-    parts = {"config": own_config, "hydra": {"hydra": node}, "overrides": node["overrides"]["task"]}
-    return {f"{subdir}/{name}.yaml": redact_nested(part) for name, part in parts.items()}
+    node = {key: value for key, value in content.pop("hydra").items() if key not in HELP_KEYS}
+    parts = {"config": content, "hydra": {"hydra": node}, "overrides": node["overrides"]["task"]}
+    subdir = cfg.hydra.output_subdir
+    return {} if subdir is None else {f"{subdir}/{name}.yaml": redact_nested(part) for name, part in parts.items()}
 
 
 def redact_config(cfg: Any) -> Any:

@@ -10,6 +10,7 @@ continuation with changed code is noticed; a launcher's copy of the code include
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -77,37 +78,23 @@ def select_settings(run: Run, *, science: bool) -> dict[str, Any]:
 
     Passwords and tokens in URLs are left out: a new one continues the same run.
     """
-    settings: dict[str, Any] = {}
-    declared = typing.get_type_hints(type(run))
-    for axis in run.axes():
-        value, default = getattr(run, axis), axis in SCIENCE
-        if type(value) is not declared[axis] and default == science:
-            settings[axis] = kinds.get_kind(type(value))
-        settings |= _select_differing(axis, value, default, science)
-    for name, hook in (run.hooks or {}).items():
-        if hook.science == science:
-            settings[f"hooks.{name}"] = kinds.get_kind(type(hook))
-        settings |= _select_differing(f"hooks.{name}", hook, hook.science, science)
-    changing = [name for name, hook in (run.hooks or {}).items() if hook.science]
-    # of several that change what is learned, the order too
+    settings, declared, hooks = dict[str, Any](), typing.get_type_hints(type(run)), run.hooks or {}
+    # each schema by its name, with the class that is the default, and whether settings that don't say are science
+    schemas = [(axis, getattr(run, axis), declared[axis], axis in SCIENCE) for axis in run.axes()]
+    schemas += [(f"hooks.{name}", hook, None, hook.science) for name, hook in hooks.items()]
+    for path, schema, cls, default in schemas:
+        if type(schema) is not cls and default == science:
+            settings[path] = kinds.get_kind(type(schema))
+        for field in dataclasses.fields(schema):
+            mark, name = field.metadata.get("science"), f"{path}.{field.name}"
+            setting = getattr(schema, field.name)
+            if not field.metadata.get("in_ids", True):
+                continue
+            if (default if mark is None else mark) == science and setting != DIGEST_DEFAULTS.get(name, field.default):
+                settings[name] = redact_nested(to_plain(setting))
+    # of several hooks that change what is learned, the order too
+    changing = [name for name, hook in hooks.items() if hook.science]
     return settings | ({"hooks": changing} if science and len(changing) > 1 else {})
-
-
-def _select_differing(path: str, value: Any, default: bool, science: bool) -> dict[str, Any]:
-    """Return the science (or else the execution) settings of a schema that differ from their defaults.
-
-    Args:
-        default: whether its settings are science, where they don't say.
-    """
-    settings: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
-        mark = field.metadata.get("science")
-        setting, name = getattr(value, field.name), f"{path}.{field.name}"
-        if not field.metadata.get("in_ids", True):
-            continue
-        if (default if mark is None else mark) == science and setting != DIGEST_DEFAULTS.get(name, field.default):
-            settings[name] = redact_nested(to_plain(setting))
-    return settings
 
 
 def collect_science(run: Run, data_digest: str, parent: str | None) -> dict[str, Any]:
@@ -122,9 +109,8 @@ def collect_science(run: Run, data_digest: str, parent: str | None) -> dict[str,
 
 def compute_ids(run: Run, science: Mapping[str, Any]) -> Ids:
     """Return the ids of a run whose `collect_science` is `science`."""
-    group = _drop_seed(science)
     execution = select_settings(run, science=False) | run.layout.degrees()
-    science_id, group_id, execution_id = map(_compute_settings_digest, (science, group, execution))
+    science_id, group_id, execution_id = map(_compute_settings_digest, (science, _drop_seed(science), execution))
     return Ids(science_id, group_id, execution_id, compute_digest(describe_code(run)))
 
 
@@ -214,19 +200,17 @@ def run_git(*arguments: str) -> str | None:
     """Return git's output in titan's checkout; None where there is none."""
     if not (ROOT / ".git").exists():
         return None
-    try:
-        process = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return process.stdout.strip() if process.returncode == 0 else None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return None
 
 
 @functools.cache
 def _find_version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 OWN_CODE = "own_code"
@@ -259,23 +243,20 @@ def find_classes(value: Any, name: str = "") -> Iterator[tuple[str, type]]:
     if dataclasses.is_dataclass(value):
         yield name, type(value)
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    parts = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    )
-    for key, part in parts:
+    elif isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    for key, part in value.items() if isinstance(value, Mapping) else ():
         yield from find_classes(part, f"{name}.{key}".lstrip("."))
 
 
 def find_files(package: str) -> dict[str, Path]:
     """Return the files of a package by their paths from the folder that it is imported from; none if it has none."""
-    try:
+    spec = None
+    with contextlib.suppress(ValueError):  # of a module that was made without a file, as a notebook's
         spec = importlib.util.find_spec(package)
-    except ValueError:  # a module that was made without a file, as a notebook's
-        spec = None
-    if spec is None:
-        return {}
-    if spec.submodule_search_locations is None:
-        return {Path(spec.origin).name: Path(spec.origin)} if spec.origin and Path(spec.origin).is_file() else {}
+    if spec is None or spec.submodule_search_locations is None:
+        origin = Path(spec.origin or "") if spec else Path()
+        return {origin.name: origin} if origin.is_file() else {}
     files_by_path: dict[str, Path] = {}
     for folder in map(Path, spec.submodule_search_locations):
         files_by_path = {f"{package}/{file.relative_to(folder)}": file for file in walk_files(folder)} | files_by_path

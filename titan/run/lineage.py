@@ -7,7 +7,7 @@ recorded then, even if the other run has changed since.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,10 @@ def find_parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, has_c
     resume, weights = run.checkpoint.resume, run.checkpoint.weights
     _reject_both(run)
     recorded = attempts[0].get("parent") if attempts else None
-    if recorded and has_checkpoint and _is_unchanged(run, attempts[-1]):
-        return Parent(str(recorded))
+    if recorded and has_checkpoint:
+        last, names = attempts[-1]["config"].get("checkpoint", {}), ("resume", "weights")
+        if all(redact_nested(getattr(run.checkpoint, name)) == redact_nested(last.get(name)) for name in names):
+            return Parent(str(recorded))
     if weights:
         return _find_weights(run, weights, recorded)
     if resume and recorded:
@@ -78,19 +80,19 @@ def _reject_both(run: Run) -> None:
         )
 
 
-def _is_unchanged(run: Run, last: Mapping[str, Any]) -> bool:
-    """Return whether this attempt's command names the same source as the last one's."""
-    last_settings = last["config"].get("checkpoint", {})
-    return all(
-        redact_nested(getattr(run.checkpoint, name)) == redact_nested(last_settings.get(name))
-        for name in ("resume", "weights")
-    )
-
-
 def _load_fork(run: Run, resume: str) -> CheckpointCandidate:
     checkpoint = select.load_named(resume)
     check_resumable(checkpoint.manifest, resume)
-    _check_model(run, checkpoint)
+    model, saved_model = as_model(run), checkpoint.manifest.model
+    differences = "; ".join(
+        f"model.{k} is {format_value(saved_model.get(k))} there and {format_value(model.get(k))} here"
+        for k in sorted(model.keys() | saved_model.keys())
+        if model.get(k) != saved_model.get(k)
+    )
+    if differences:
+        raise ConfigError(
+            f"checkpoint.resume={resume}: was saved with another model: {differences}; give the same model."
+        )
     if checkpoint.manifest.step >= run.training.steps:
         raise ConfigError(
             f"training.steps={run.training.steps}: the checkpoint to start from has done {checkpoint.manifest.step} "
@@ -136,21 +138,6 @@ def _open_weights(run: Run, path: str) -> Weights:
     return weights
 
 
-def _check_model(run: Run, checkpoint: CheckpointCandidate) -> None:
-    """Raise ConfigError for a checkpoint of another model; the message names what differs."""
-    model, saved_model = as_model(run), checkpoint.manifest.model
-    differ = sorted(k for k in model.keys() | saved_model.keys() if model.get(k) != saved_model.get(k))
-    if differ:
-        differences = "; ".join(
-            f"model.{k} is {format_value(saved_model.get(k))} there and {format_value(model.get(k))} here"
-            for k in differ
-        )
-        raise ConfigError(
-            f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {differences}; give the same "
-            "model."
-        )
-
-
 def count_rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
     """Return how many rows a checkpoint has read, if this run would have read the same ones."""
     rows = permutation.check_state(saved.data, mix.compute_fingerprint)
@@ -171,15 +158,13 @@ class PreparedData:
 
 
 def prepare_data(run: Run, progress: Callable[[str], None] | None = None) -> PreparedData:
-    """Prepare what is missing of a run's data, and open them, which may take hours."""
+    """Prepare what is missing of a run's data, and open them, which may take hours.
+
+    Raises:
+        ConfigError: for data that the model or the batch can't use; the message names both sides.
+    """
     folders = corpora.prepare_corpora(run.dataset, progress)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    _check_data(run, mix)
-    return PreparedData(folders, mix)
-
-
-def _check_data(run: Run, mix: RowMixture) -> None:
-    """Raise ConfigError for data that the model or the batch can't use; the message names both sides."""
     for rows in mix.sources:
         corpus = rows.corpus
         if corpus.max_token >= run.model.vocab:
@@ -193,3 +178,4 @@ def _check_data(run: Run, mix: RowMixture) -> None:
                 "less than one row; give a smaller training.seq_len or more data."
             )
     corpora.check_epochs(run.dataset, run.training, mix)
+    return PreparedData(folders, mix)

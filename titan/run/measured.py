@@ -114,22 +114,14 @@ def combine_runs(runs: Sequence[RunSteps]) -> StepSpread:
     center = median(run.median for run in runs)
     medians = [run.median for run in runs]
     samples = medians if len(runs) >= LEAST_RUNS else [value for run in runs for value in run.blocks]
-    return StepSpread(
-        center,
-        median(run.p10 for run in runs),
-        median(run.p90 for run in runs),
-        sum(run.steps for run in runs),
-        min(run.steps for run in runs),
-        _compute_interval(center, samples) if all(run.blocks for run in runs) else None,
-        len(runs),
-    )
-
-
-def _compute_interval(center: float, samples: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% interval of `center` by Student's t distribution of the logarithms of at least two samples."""
-    logs = [math.log(value) for value in samples]
-    half = compute_t(len(logs) - 1) * stdev(logs, fmean(logs)) / math.sqrt(len(logs))
-    return center * math.exp(-half), center * math.exp(half)
+    interval = None
+    if all(run.blocks for run in runs):  # by Student's t distribution of the logarithms of at least two samples
+        logs = [math.log(value) for value in samples]
+        half = compute_t(len(logs) - 1) * stdev(logs, fmean(logs)) / math.sqrt(len(logs))
+        interval = center * math.exp(-half), center * math.exp(half)
+    p10, p90 = (median(getattr(run, name) for run in runs) for name in ("p10", "p90"))
+    counts = [run.steps for run in runs]
+    return StepSpread(center, p10, p90, sum(counts), min(counts), interval, len(runs))
 
 
 def compute_t(freedom: int) -> float:
@@ -158,12 +150,9 @@ CLASSES = {"model": "titan.model.schema.Llama", "optimizer": ""}
 """Axes whose class decides the time of a step, with the class that science settings do not name."""
 
 
-class StepMeasurement(NamedTuple):
-    """The time of a step in a finished run."""
-
-    directory: str  # of the run
-    settings: Mapping[str, str]  # what decides the time of a step, as text by name
-    steps: RunSteps  # those of its last attempt, without the warm-up
+Measurement = tuple[str, Mapping[str, str], RunSteps]
+"""A finished run: its folder's name, what decides the time of a step, as text by name, and the steps of its last
+attempt, without the warm-up."""
 
 
 def measure_step(run: Run) -> StepSpread:
@@ -174,51 +163,51 @@ def measure_step(run: Run) -> StepSpread:
     layout = run.layout.degrees() | {"expert": run.layout.expert}
     classes = {axis: get_kind(type(getattr(run, axis))) for axis in CLASSES}
     settings = _build_settings(as_config(run), layout, run.microbatches, machine, classes)
-    fitting = [m.steps for m in measurements if m.settings == settings]
-    if not fitting:
-        raise _build_mismatch_error(source, measurements, settings)
-    return combine_runs(fitting)
-
-
-def _build_mismatch_error(
-    source: str, measurements: Sequence[StepMeasurement], settings: Mapping[str, str]
-) -> ConfigError:
-    """Return the error that names what differs in the run that differs least."""
-    nearest = min(measurements, key=lambda m: len(_find_differing(m.settings, settings)))
+    if fitting := [steps for _, other, steps in measurements if other == settings]:
+        return combine_runs(fitting)
+    differing = [
+        (sorted(k for k in other.keys() | settings.keys() if other.get(k) != settings.get(k)), name, other)
+        for name, other, _ in measurements
+    ]
+    names, nearest, other = min(differing, key=lambda found: len(found[0]))
     differences = ", ".join(
-        f"{name} is {nearest.settings.get(name, 'its default')} there and {settings.get(name, 'its default')} here"
-        for name in _find_differing(nearest.settings, settings)[:3]
+        f"{name} is {other.get(name, 'its default')} there and {settings.get(name, 'its default')} here"
+        for name in names[:3]
     )
-    return ConfigError(
+    raise ConfigError(
         f"training.measured={source}: none of its {format_plural(len(measurements), 'finished run')} computes as this "
-        f"run does ({sanitize_line(f'{Path(nearest.directory).name}: {differences}')}); measure this one with a short "
-        "run, or leave training.measured out, for predicted times."
+        f"run does ({sanitize_line(f'{nearest}: {differences}')}); measure this one with a short run, or leave "
+        "training.measured out, for predicted times."
     )
-
-
-def _find_differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
 def _build_settings(
-    config: Mapping[str, Any], layout: Mapping[str, int], microbatches: int, machine: Mapping[str, Any],
-    classes: Mapping[str, str],
-) -> dict[str, str]:  # fmt: skip
+    config: Mapping[str, Any],
+    layout: Mapping[str, int],
+    count: int,
+    machine: Mapping[str, Any],
+    classes: dict[str, str],
+) -> dict[str, str]:
     """Return what decides the time of a run's step, as text by name."""
     config = complete_config(config, layout)
     values = {name: value for name, value in flatten_config(config).items() if not UNTIMED.fullmatch(name)}
     values |= {f"layout.{name}": degree for name, degree in layout.items()}
-    values |= {"micro-batches": microbatches, **{f"{axis}.class": name for axis, name in classes.items()}}
+    values |= {"micro-batches": count, **{f"{axis}.class": name for axis, name in classes.items()}}
     keys = DEVICE if machine.get("device") == "cpu" else DEVICE[:2]
     values |= {f"machine.{key}": machine.get(key) for key in keys}
     return {name: format_value(value) for name, value in values.items()}
 
 
-def _read_measurements(source: str) -> list[StepMeasurement]:
+def _read_measurements(source: str) -> list[Measurement]:
     folder = Path(source).expanduser().resolve()
-    files = [folder / RUN] if (folder / RUN).is_file() else sorted(folder.glob(f"*/{RUN}"))
-    measurements = [_read_measurement(file.parent, *_read_times(file.parent)) for file in files]
-    timed = [measurement for measurement in measurements if measurement is not None]
+    timed = []
+    for directory in (
+        [folder] if (folder / RUN).is_file() else [file.parent for file in sorted(folder.glob(f"*/{RUN}"))]
+    ):
+        files = [directory / name for name in (RUN, METRICS, RESULT)]
+        changed = [file.stat().st_mtime_ns if file.is_file() else 0 for file in files]
+        if (measurement := _read_measurement(directory, *changed)) is not None:
+            timed.append(measurement)
     if not timed:
         raise ConfigError(
             f"training.measured={source}: holds no finished run of at least {LEAST_STEPS + WARM} steps; give the "
@@ -227,15 +216,12 @@ def _read_measurements(source: str) -> list[StepMeasurement]:
     return timed
 
 
-def _read_times(directory: Path) -> tuple[int, ...]:
-    """Return when the files of a run changed last, in nanoseconds; 0 for a missing one."""
-    files = [directory / name for name in (RUN, METRICS, RESULT)]
-    return tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
-
-
 @functools.lru_cache(maxsize=2**14)
-def _read_measurement(directory: Path, *changed: int) -> StepMeasurement | None:
-    """Return the measurement of a run; None where it is not finished, or timed too few steps."""
+def _read_measurement(directory: Path, *changed: int) -> Measurement | None:
+    """Return the measurement of a run, read again when its files have changed.
+
+    None where it is not finished, or timed too few steps.
+    """
     try:
         documents = read_attempts(directory)
         environment = untrusted.parse_object(untrusted.read_regular_file(directory / ENVIRONMENT))
@@ -251,7 +237,7 @@ def _read_measurement(directory: Path, *changed: int) -> StepMeasurement | None:
     settings = _build_settings(
         document["config"], read_degrees(document), int(document.get("microbatches") or 1), machine, classes
     )
-    return StepMeasurement(str(directory), settings, summarize_steps(seconds))
+    return directory.name, settings, summarize_steps(seconds)
 
 
 def _read_step_seconds(directory: Path, document: Mapping[str, Any]) -> list[float]:

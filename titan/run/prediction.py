@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from titan.errors import ConfigError
 from titan.estimate.constants import load_constants
 from titan.estimate.memory import Usage
-from titan.estimate.plan import Plan, PredictedValue, build_plan, list_memory_parts
+from titan.estimate.plan import PredictedValue, build_plan, list_memory_parts
 from titan.files import untrusted
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ KEY = "predicted"
 """Of a document in run.yaml."""
 NOT_MEASURED = ("context", "allocator")
 """Memory of a GPU that metrics.jsonl does not count: it lies outside of the allocator, or is reserved and not used."""
-_FIGURE = dict[str, float]
+FIGURES = ("step_seconds", "memory_gib", "rank0_memory_gib")
+"""Figures with an interval."""
 _KINDS: dict[str, Any] = {
-    "step_seconds": _FIGURE, "memory_gib": _FIGURE, "rank0_memory_gib": _FIGURE, "parts": dict[str, _FIGURE],
-    "constants": str,
+    **dict.fromkeys(FIGURES, dict[str, float]), "parts": dict[str, dict[str, float]], "constants": str,
 }  # fmt: skip
 
 
@@ -44,24 +44,21 @@ def predict(run: Run) -> tuple[Prediction | None, str]:
     No error of the planner may stop a run.
     """
     try:
-        return _build_prediction(build_plan(run, run.layout, run.microbatches, run.machine), run.machine.device), ""
+        planned = build_plan(run, run.layout, run.microbatches, run.machine)
+        measured_share = sum_measured_bytes(planned.memory[0], run.machine.device) / planned.fullest.bytes
+        prediction = Prediction(
+            step_seconds=planned.step_seconds,
+            memory_gib=planned.memory_gib_needed,
+            rank0_memory_gib=planned.memory_gib_needed.scale(measured_share),
+            step_parts=dict(planned.step.parts),
+            memory_parts=list_memory_parts(planned),
+            constants=load_constants().version,
+        )
+        return prediction, ""
     except ConfigError:
         return None, ""
     except Exception as error:
         return None, f"step time and memory are not predicted: {type(error).__name__}: {error}"
-
-
-def _build_prediction(planned: Plan, device: str) -> Prediction:
-    return Prediction(
-        step_seconds=planned.step_seconds,
-        memory_gib=planned.memory_gib_needed,
-        rank0_memory_gib=planned.memory_gib_needed.scale(
-            sum_measured_bytes(planned.memory[0], device) / planned.fullest.bytes
-        ),
-        step_parts=dict(planned.step.parts),
-        memory_parts=list_memory_parts(planned),
-        constants=load_constants().version,
-    )
 
 
 def sum_measured_bytes(usage: Usage, device: str) -> float:
@@ -73,9 +70,7 @@ def sum_measured_bytes(usage: Usage, device: str) -> float:
 def to_document(prediction: Prediction) -> dict[str, Any]:
     """Return a prediction as plain data, under the names that titan.plan writes."""
     return {
-        "step_seconds": prediction.step_seconds._asdict(),
-        "memory_gib": prediction.memory_gib._asdict(),
-        "rank0_memory_gib": prediction.rank0_memory_gib._asdict(),
+        **{name: getattr(prediction, name)._asdict() for name in FIGURES},
         "parts": {"step_seconds": dict(prediction.step_parts), "memory_gib": dict(prediction.memory_parts)},
         "constants": prediction.constants,
     }
@@ -83,14 +78,11 @@ def to_document(prediction: Prediction) -> dict[str, Any]:
 
 def parse_document(document: Mapping[str, Any]) -> Prediction | None:
     """Return the prediction in a document of run.yaml; None where it has none, or a corrupt one."""
-    recorded = document.get(KEY)
-    content = recorded if isinstance(recorded, dict) else {}
+    content: Any = document.get(KEY)
     try:
         for name, kind in _KINDS.items():
             untrusted.check_type(content[name], kind, name)
-        step, memory, rank0 = (
-            PredictedValue(**content[name]) for name in ("step_seconds", "memory_gib", "rank0_memory_gib")
-        )
+        step, memory, rank0 = (PredictedValue(**content[name]) for name in FIGURES)
         parts = content["parts"]
         return Prediction(step, memory, rank0, parts["step_seconds"], parts["memory_gib"], content["constants"])
     except (ValueError, KeyError, TypeError):

@@ -18,10 +18,8 @@ from titan.config.warning import warn_once
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import fit
-from titan.files.run_directory import check_length, check_name
-from titan.hooks import schema as hooks
 from titan.parallelism.pipeline.stage_plan import plan_stages
-from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism, resolve_layout
+from titan.parallelism.schema import DIMENSIONS, Layout, resolve_layout
 from titan.run.budget import apply_decay, apply_hours, apply_learning_rate, apply_tokens
 from titan.run.checks import check_run
 from titan.run.compile_scope import choose_scope
@@ -39,38 +37,32 @@ def resolve(
     *,
     ranks: int | None = None,
     remote: bool = False,
-    choices: Mapping[str, str] | None = None,
     overrides: tuple[str, ...] = (),
-    hydra: Mapping[str, Any] | None = None,
-    options: tuple[str, ...] = (),
-    is_layout_open: bool = False,
+    **fields: Any,
 ) -> Run:
     """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.
 
     Args:
         ranks: how many ranks a launcher has started already; None when titan is to start them.
         remote: `machine` is a node that a scheduler will provide, not this one.
-        is_layout_open: see `Run`; its memory is not checked.
+        overrides: see `Run`.
+        fields: others of a `Run`; with is_layout_open, its memory is not checked.
     """
-    check_name(recipe.name)
-    check_length(directory, f"hydra.run.dir={directory}")
     recipe = apply_decay(apply_tokens(recipe, overrides))
     recipe = _apply_machine(_check_axes(recipe), machine, remote)
     layout = _choose_layout(recipe, machine, ranks, remote)
     is_schedule_open, recipe = recipe.parallelism.schedule == "auto", fit.choose_schedule(recipe, layout)
-    microbatches = _choose_microbatches(recipe, layout, machine)
+    chosen, gib = recipe.parallelism.microbatches, fit.compute_available_gib(recipe, layout, machine)
+    count = fit.choose_microbatches(recipe, layout, gib, machine.device) if chosen == "auto" else int(chosen)
     run = Run(
         **{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)},
         machine=machine,
         layout=layout,
-        microbatches=microbatches,
-        staging=plan_stages(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, microbatches),
+        microbatches=count,
+        staging=plan_stages(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, count),
         directory=directory,
-        choices=choices or {},
         overrides=overrides,
-        hydra=hydra or {},
-        options=options,
-        is_layout_open=is_layout_open,
+        **fields,
     )
     # a budget of hours makes steps by the time of a step, which depends on what is compiled
     run = apply_hours(_choose_scope(run, remote), run)
@@ -99,7 +91,7 @@ def _check_axes(recipe: Recipe) -> Recipe:
     recipe.dataset.check()
     recipe.evaluation.check()
     check_cluster(recipe.cluster)
-    hooks.check_hooks(recipe.hooks)
+
     return replace(recipe, optimizer=recipe.optimizer.measure(recipe.model))
 
 
@@ -119,7 +111,8 @@ def _apply_machine(recipe: Recipe, machine: Machine, remote: bool) -> Recipe:
 
 def adapt_to_machine(run: Run, machine: Machine) -> Run:
     """Return the run on the machine of its job: the layout stays, settings that are "auto" follow the machine."""
-    count = _choose_microbatches(run, run.layout, machine)
+    chosen, gib = run.parallelism.microbatches, fit.compute_available_gib(run, run.layout, machine)
+    count = fit.choose_microbatches(run, run.layout, gib, machine.device) if chosen == "auto" else int(chosen)
     stages = plan_stages(run.parallelism, run.layout, run.model, run.training.seq_len, count)
     adapted = replace(run, machine=machine, microbatches=count, staging=stages)
     if adapted.compile_why:  # it was `auto`
@@ -138,34 +131,20 @@ def _choose_scope(run: Run, remote: bool = False) -> Run:
 def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: bool) -> Layout:
     cluster, per_node = recipe.cluster, recipe.cluster.devices_per_node
     node = fit.count_node_devices(recipe, machine)
-
-    def choose_for(devices: int) -> Layout:
-        return fit.choose_layout(recipe, machine, devices, node)
-
-    if ranks is not None:
-        if cluster.devices not in ("auto", ranks):
-            raise ConfigError(
-                f"cluster.devices={cluster.devices}: torchrun or srun has {format_plural(ranks, 'rank')}; start as "
-                "many, or give auto."
-            )
-        return choose_for(ranks)
-    if cluster.devices != "auto":
-        return choose_for(int(cluster.devices))
-    if per_node != "auto" and not (remote and not _has_open_degrees(recipe.parallelism)):
-        return choose_for(int(per_node) * cluster.nodes)
-    if machine.device == "cpu" or not _has_open_degrees(recipe.parallelism):
+    has_open_degrees = any(getattr(recipe.parallelism, name) in (-1, "auto") for name in DIMENSIONS)
+    devices = machine.count * cluster.nodes
+    if ranks is not None and cluster.devices not in ("auto", ranks):
+        raise ConfigError(
+            f"cluster.devices={cluster.devices}: torchrun or srun has {format_plural(ranks, 'rank')}; start as "
+            "many, or give auto."
+        )
+    if ranks is not None or cluster.devices != "auto":
+        devices = int(cluster.devices if ranks is None else ranks)
+    elif per_node != "auto" and (has_open_degrees or not remote):
+        devices = int(per_node) * cluster.nodes
+    elif machine.device == "cpu" or not has_open_degrees:
         return resolve_layout(recipe.parallelism, None, fit.find_largest_degrees(recipe, node))
-    return choose_for(machine.count * cluster.nodes)
-
-
-def _has_open_degrees(parallelism: Parallelism) -> bool:
-    return any(getattr(parallelism, name) in (-1, "auto") for name in Layout().degrees())
-
-
-def _choose_microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
-    if recipe.parallelism.microbatches != "auto":
-        return int(recipe.parallelism.microbatches)
-    return fit.choose_microbatches(recipe, layout, fit.compute_available_gib(recipe, layout, machine), machine.device)
+    return fit.choose_layout(recipe, machine, devices, node)
 
 
 OPEN = (-1, "auto", ())
@@ -213,7 +192,14 @@ def resolve_open_layout(
             return run
     except ConfigError:
         pass
-    neutral = neutralise_layout(recipe, devices)
+    # with a layout that shards over all devices, and that nothing but the devices can make fail
+    degrees: dict[str, Any] = {**dict.fromkeys(DIMENSIONS, 1), "shard": -1, "expert": 1}
+    parallelism = replace(
+        recipe.parallelism, **degrees, microbatches=1, schedule="1F1B", stages="auto", starts=(), reshard="auto",
+        async_tensor=False,
+    )  # fmt: skip
+    cluster = recipe.cluster if devices is None else replace(recipe.cluster, devices=devices)
+    neutral = replace(recipe, parallelism=parallelism, cluster=cluster)
     run = resolve(neutral, machine, directory, overrides=overrides, is_layout_open=True, **options)
     parallelism = fit.choose_schedule(recipe, run.layout).parallelism
     return replace(run, parallelism=parallelism, cluster=recipe.cluster)
@@ -233,14 +219,3 @@ def count_devices(recipe: Recipe, machine: Machine, typed: Mapping[str, Any]) ->
     if cluster.devices_per_node != "auto":
         return int(cluster.devices_per_node) * cluster.nodes
     return machine.count * cluster.nodes if machine.device == "cuda" else None
-
-
-def neutralise_layout(recipe: Recipe, devices: int | None) -> Recipe:
-    """Return the recipe with a layout that shards over all devices, and that nothing but the devices can make fail."""
-    degrees: dict[str, Any] = {**dict.fromkeys(Layout().degrees(), 1), "shard": -1, "expert": 1}
-    parallelism = replace(
-        recipe.parallelism, **degrees, microbatches=1, schedule="1F1B", stages="auto", starts=(), reshard="auto",
-        async_tensor=False,
-    )  # fmt: skip
-    cluster = recipe.cluster if devices is None else replace(recipe.cluster, devices=devices)
-    return replace(recipe, parallelism=parallelism, cluster=cluster)

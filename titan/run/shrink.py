@@ -115,11 +115,6 @@ def use_precision(run: Run, precision: Any) -> Run:
     return resolve(replace(_as_recipe(run), precision=precision), run.machine, run.directory, choices=run.choices)
 
 
-def use_seed(run: Run, seed: int) -> Run:
-    """Return a shrunk run with another seed."""
-    return replace(run, training=replace(run.training, seed=seed))
-
-
 def shrink_layout(run: Run) -> Layout:
     """Return the layout with two ranks along each of its dimensions, or three where two would hide a fault.
 
@@ -139,17 +134,13 @@ def shrink_layout(run: Run) -> Layout:
     if isinstance(settings.reshard, int) or (old.expert > 1 and not spans and ranks == 2):
         widened = "shard" if old.shard > 1 else max(("context", "tensor"), key=lambda name: degrees[name])
         degrees[widened] = 2 * degrees[widened]
-    elif old.shard > 2 and old.expert == 1 and (has_remainders(run) or old.shard < old.devices):
-        degrees["shard"] = 3
+    elif old.shard > 2 and old.expert == 1:
+        model = run.model
+        widths = [model.ffn // old.tensor, model.heads * model.head_size // old.tensor, -(-model.vocab // old.tensor)]
+        has_remainders = any(size % old.sharded for size in (model.dim, *widths))  # in numbers of rows of FSDP's ranks
+        degrees["shard"] = 3 if has_remainders or old.shard < old.devices else degrees["shard"]
     ranks = degrees["shard"] * degrees["context"] * degrees["tensor"]
     return Layout(**degrees, expert=1 if old.expert == 1 else ranks if spans else 2)
-
-
-def has_remainders(run: Run) -> bool:
-    """Return whether FSDP's ranks hold different numbers of rows of a weight."""
-    model, layout = run.model, run.layout
-    rows = [model.dim, model.ffn // layout.tensor, model.heads * model.head_size // layout.tensor]
-    return any(size % layout.sharded for size in [*rows, -(-model.vocab // layout.tensor)])
 
 
 def _as_recipe(run: Run) -> Recipe:
@@ -159,7 +150,7 @@ def _as_recipe(run: Run) -> Recipe:
 def _shrink_recipe(run: Run, layout: Layout) -> Recipe:
     model = shrink_model(run, layout)
     rows = Synthetic(tokens=65536, vocab=min(model.vocab, 128), mask_documents=run.dataset.mask_documents)
-    microbatches = count_microbatches(run, layout)
+    microbatches = 2 * layout.pipeline if layout.pipeline > 1 else min(2, run.microbatches)  # several where it has some
     return replace(
         _as_recipe(run),
         model=model,
@@ -189,13 +180,6 @@ def _shrink_recipe(run: Run, layout: Layout) -> Recipe:
 def _build_cluster(ranks: int) -> Cluster:
     """Return the ranks on this machine, whose collectives end soon where one of them waits for ever."""
     return Cluster(device="cpu", devices=ranks, timeout=TIMEOUT, step_timeout=TIMEOUT)
-
-
-def count_microbatches(run: Run, layout: Layout) -> int:
-    """Return the micro-batches of the shrunk run: several where the run has several."""
-    if layout.pipeline > 1:
-        return 2 * layout.pipeline
-    return min(2, run.microbatches)
 
 
 def _shrink_training(run: Run, layout: Layout, microbatches: int) -> Training:
@@ -235,14 +219,13 @@ def _replace_known(settings: Any, **values: Any) -> Any:
 
 
 def _list_changes(target: Run, run: Run) -> dict[str, tuple[Any, Any]]:
-    changes: dict[str, tuple[Any, Any]] = {}
-    for axis in ("model", "parallelism", "training"):
-        old, new = getattr(target, axis), getattr(run, axis)
-        for field in dataclasses.fields(new):
-            values = getattr(old, field.name, None), getattr(new, field.name)
-            if values[0] != values[1]:
-                changes[f"{axis}.{field.name}"] = values
-    return changes
+    axes = [(axis, getattr(target, axis), getattr(run, axis)) for axis in ("model", "parallelism", "training")]
+    values = {
+        f"{axis}.{field.name}": (getattr(old, field.name, None), getattr(new, field.name))
+        for axis, old, new in axes
+        for field in dataclasses.fields(new)
+    }
+    return {name: (old, new) for name, (old, new) in values.items() if old != new}
 
 
 UNCOVERED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
@@ -273,18 +256,11 @@ UNCOVERED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
 def list_uncovered(run: Run) -> list[str]:
     """Return what the shrunk run of a run can't show."""
     listed = [text for text, applies in UNCOVERED if applies(run)]
-    return listed + [
-        f"model.{name}={value}: it stays as it is, and rows have {SEQ_LEN} tokens"
-        for name, value in list_own_lengths(run)
-    ]
-
-
-def list_own_lengths(run: Run) -> list[tuple[str, int]]:
-    """Return the whole numbers among the settings of a model of one's own that may be lengths beyond a shrunk row."""
+    # whole numbers among the settings of a model of one's own may be lengths beyond a shrunk row
     inherited = {field.name for base in KNOWN_MODELS for field in dataclasses.fields(base)}
     values = {field.name: getattr(run.model, field.name) for field in dataclasses.fields(run.model)}
-    return [
-        (name, value)
+    return listed + [
+        f"model.{name}={value}: it stays as it is, and rows have {SEQ_LEN} tokens"
         for name, value in values.items()
         if name not in inherited and isinstance(value, int) and value >= SEQ_LEN
     ]
@@ -307,14 +283,9 @@ VOCABULARIES = (192, 208, 250, 253)
 CHUNK, FLOOR = 24, 16
 """Of a row of `SEQ_LEN` tokens: an attention chunk, and the position from which queries are scaled."""
 FIXED = {
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "attention_chunk": CHUNK,
-    "floor_scale": FLOOR,
-}
+    "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "attention_chunk": CHUNK, "floor_scale": FLOOR,
+}  # fmt: skip
 """Sizes that no degree divides, where the model has them and they are larger."""
 
 
@@ -326,21 +297,14 @@ def shrink_model(run: Run, layout: Layout) -> Any:
     its value: sizes of one's own models too.
     """
     model = run.model
-    sizes: dict[str, Any] = _shrink_heads(run, layout) | _shrink_widths(run, layout) | _shrink_experts(run, layout)
+    sizes: dict[str, Any] = _shrink_widths(run, layout) | _shrink_experts(run, layout)
     sizes |= {name: min(size, value) for name, size in FIXED.items() if (value := getattr(model, name, None))}
-    sizes |= {"layers": count_layers(run, layout), "first_dense": min(1, getattr(model, "first_dense", 0))}
-    names = {field.name for field in dataclasses.fields(model)}
-    return dataclasses.replace(model, **{name: size for name, size in sizes.items() if name in names})
-
-
-def count_layers(run: Run, layout: Layout) -> int:
-    """Return the fewest blocks that have every kind of block, and as many on each stage or a remainder, as the run."""
-    model, stages = run.model, count_stages(run, layout)
+    # the fewest blocks that have every kind of block, and as many on each stage or a remainder, as the run
+    first_dense, stages = min(1, getattr(model, "first_dense", 0)), count_stages(run, layout)
     every = run.memory.every if run.memory.checkpointing == "every_n" else 1
     period = math.lcm(getattr(model, "moe_every", 1), getattr(model, "nope_every", 1), every)
-    fewest = max(2, period + min(1, getattr(model, "first_dense", 0)))
-    layers = stages * -(-fewest // stages)
-    return layers + (1 if model.layers % run.staging.count else 0)
+    layers = stages * math.ceil(max(2, period + first_dense) / stages) + (1 if model.layers % run.staging.count else 0)
+    return _replace_known(model, **sizes, layers=layers, first_dense=first_dense)
 
 
 def has_uneven_rows(run: Run) -> bool:
@@ -363,26 +327,23 @@ def choose_size(candidates: Iterable[int], divides: bool, *divisors: int) -> int
     return next((size for size in sizes if (size % product == 0) == divides), sizes[0])
 
 
-def _shrink_heads(run: Run, layout: Layout) -> dict[str, int]:
-    model, ranks = run.model, layout.tensor * (layout.context if run.parallelism.context_method == "ulysses" else 1)
-    several = model.kv_heads > run.layout.tensor
-    kv_heads = ranks * (2 if several else 1)
-    heads = kv_heads * (2 if model.heads > model.kv_heads else 1)
-    width = heads * HEAD_WIDTH
-    has_own_width = model.heads * model.head_size != model.dim
-    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": width + (2 * HEAD_WIDTH if has_own_width else 0)}
-    return sizes | ({"head_dim": HEAD_WIDTH} if getattr(model, "head_dim", None) is not None else {})
-
-
 def _shrink_widths(run: Run, layout: Layout) -> dict[str, int]:
-    model, old = run.model, run.layout
-    ffn = choose_size(FFN_WIDTHS, model.ffn % (old.tensor * old.sharded) == 0, layout.tensor, layout.sharded)
-    if ffn % layout.tensor:
-        ffn = FFN_WIDTHS[0]
-    splits_vocab = model.vocab % old.tensor == 0
-    divisors = (layout.tensor, layout.sharded) if splits_vocab else (layout.tensor,)
-    whole = model.vocab % (old.tensor * old.sharded) == 0 if splits_vocab else False
-    return {"ffn": ffn, "vocab": choose_size(VOCABULARIES, whole, *divisors)}
+    model, old, heads_split = run.model, run.layout, layout.tensor
+    heads_split *= layout.context if run.parallelism.context_method == "ulysses" else 1
+    kv_heads = heads_split * (2 if model.kv_heads > old.tensor else 1)
+    heads = kv_heads * (2 if model.heads > model.kv_heads else 1)
+    has_own_width = model.heads * model.head_size != model.dim
+    ranks = old.tensor * old.sharded
+    ffn = choose_size(FFN_WIDTHS, model.ffn % ranks == 0, layout.tensor, layout.sharded)
+    divisors = (layout.tensor, layout.sharded) if model.vocab % old.tensor == 0 else (layout.tensor,)
+    sizes = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dim": (heads + (2 if has_own_width else 0)) * HEAD_WIDTH,
+        "ffn": FFN_WIDTHS[0] if ffn % layout.tensor else ffn,
+        "vocab": choose_size(VOCABULARIES, model.vocab % ranks == 0, *divisors),
+    }
+    return sizes | ({"head_dim": HEAD_WIDTH} if getattr(model, "head_dim", None) is not None else {})
 
 
 def _shrink_experts(run: Run, layout: Layout) -> dict[str, int]:

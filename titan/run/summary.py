@@ -37,10 +37,12 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
     origin = f" of {attempt.parent}" if attempt.kind == "fork" else ""
     state = f"attempt {attempt.number}, {attempt.kind}{origin} from step {attempt.step}"
     state = "new" if attempt.kind == "start" else state
-    memory_per_rank = f"estimated memory {memory:.1f} GiB per rank"
-    predicted = ""  # where the cluster's hardware is not described
-    if attempt.prediction is not None:
-        predicted = f", predicted step {format_rounded(attempt.prediction.step_seconds.value)} s"
+    seconds = attempt.prediction and format_rounded(attempt.prediction.step_seconds.value)  # if hardware is described
+    extensions = {
+        "loss terms": [f"{name} {term.coefficient:g}{_name_own_class(term)}" for name, term in training.terms.items()],
+        "hooks": [f"{name}{_name_own_class(hook)}" for name, hook in (run.hooks or {}).items()],
+        "own code": [f"{name} ({', '.join(used) or 'imported'})" for name, used in identity.list_uses(run).items()],
+    }
     later = [f"{phase.rows * training.seq_len:,} from step {phase.step:,}" for phase in training.phases[1:]]
     print_table(
         {
@@ -57,22 +59,14 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             f"{choices.get('optimizer', '')}, lr {format_value(run.optimizer.lr)}, {choices.get('schedule', '')}; seed "
             f"{training.seed}",
             **({"budget": hours} if (hours := describe_hours(training)) else {}),
-            **_describe_extensions(run),
+            **{name: ", ".join(parts) for name, parts in extensions.items() if parts},
             "layout": f"{choices.get('parallelism', '')}: {run.layout}",
             **_describe_dimensions(run),
             **{f"{'' if i else 'applied':<9}{i + 1}": step for i, step in enumerate(applied)},
-            "devices": f"{run.machine.describe()}; {memory_per_rank}{predicted}",
+            "devices": f"{run.machine.describe()}; estimated memory {memory:.1f} GiB per rank"
+            f"{f', predicted step {seconds} s' if seconds else ''}",
         }
     )
-
-
-def _describe_extensions(run: Run) -> dict[str, str]:
-    """Return a line each on loss terms, hooks and packages outside of titan; none where there are none."""
-    terms = [f"{name} {term.coefficient:g}{_name_own_class(term)}" for name, term in run.training.terms.items()]
-    hooks = [f"{name}{_name_own_class(hook)}" for name, hook in (run.hooks or {}).items()]
-    uses = [f"{package} ({', '.join(names) or 'imported'})" for package, names in identity.list_uses(run).items()]
-    lines = {"loss terms": terms, "hooks": hooks, "own code": uses}
-    return {name: ", ".join(parts) for name, parts in lines.items() if parts}
 
 
 def _name_own_class(value: Any) -> str:
@@ -90,21 +84,17 @@ def _describe_data(run: Run, mix: RowMixture) -> dict[str, str]:
     lines = {}
     for source, read in zip(mix.sources, reads, strict=True):
         corpus, rows = source.corpus, source.split.count_rows(training.seq_len)
-        shard_progress = (
-            "" if corpus.complete else f" so far ({corpus.shard_jobs[0]} of {corpus.shard_jobs[1]} shard jobs)"
-        )
-        epochs = f", {read / rows:.2f} epochs" if rows and corpus.complete else ""
+        done, total = corpus.shard_jobs
+        state = f", {read / rows:.2f} epochs" if rows else ""
+        state = state if corpus.complete else f" so far ({done} of {total} shard jobs)"
         lines[source.name] = (
-            f"{format_count(corpus.train.tokens)} tokens in {rows:,} rows of "
-            f"{training.seq_len}{shard_progress}{epochs}, {format_count(corpus.validation.tokens)} tokens for "
-            "evaluation"
+            f"{format_count(corpus.train.tokens)} tokens in {rows:,} rows of {training.seq_len}{state}, "
+            f"{format_count(corpus.validation.tokens)} tokens for evaluation"
         )
     if len(lines) == 1:
         return {"data": f"{dataset_choice}: {next(iter(lines.values()))}; {heading.partition('; ')[2]}"}
-    shares = {
-        name: f"{read / max(1, sum(reads)):.1%} of the rows, of " for name, read in zip(lines, reads, strict=True)
-    }
-    return {"data": heading, **{f"  {name}": shares[name] + line for name, line in lines.items()}}
+    shares = [f"{read / max(1, sum(reads)):.1%} of the rows, of " for read in reads]
+    return {"data": heading, **{f"  {name}": share + lines[name] for name, share in zip(lines, shares, strict=True)}}
 
 
 PURPOSES = {
@@ -141,12 +131,10 @@ def _abbreviate_list(items: list[Any]) -> list[Any]:
 
 def show_result(run: Run, result: Mapping[str, Any]) -> None:
     """Print the results of a run."""
-    sources = []  # the validation loss of each source of a mixture
-    for key, loss in result.items():
-        kind, _, name = key.partition("/")
-        if kind == "validation_loss" and name:
-            bits = result.get(f"bits_per_byte/{name}")
-            sources.append(f"{name} {format_loss(loss)}" + (f" ({bits:.3f} bits/byte)" if bits is not None else ""))
+    names = [key.partition("/")[2] for key in result if key.startswith("validation_loss/")]  # sources of a mixture
+    sources = [
+        f"{n} {format_loss(result[f'validation_loss/{n}'])}{_describe_bits(result, f'/{n}')}" for n in names if n
+    ]
     rows = {
         "loss": _describe_loss(result),
         **({"  by source": ", ".join(sources)} if sources else {}),
@@ -156,12 +144,12 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         "loss curve": shorten_path(result["plot"]) if result.get("plot") else "not drawn",
         **find_viewers(run.metrics, Path(shorten_path(run.directory))),
     }
-    if result.get("checkpoint") and result.get("sample"):
-        package = type(run.model).__module__.partition(".")[0]
-        variables = _format_variables("", [] if package in ("titan", "experiments") else [package])
-        directory = shlex.quote(shorten_path(run.directory))
-        rows["generate"] = f'{variables}python -m titan.generate {directory} prompt="..."'
     if result.get("checkpoint"):
+        if result.get("sample"):
+            package = type(run.model).__module__.partition(".")[0]
+            variables = _format_variables("", [] if package in ("titan", "experiments") else [package])
+            directory = shlex.quote(shorten_path(run.directory))
+            rows["generate"] = f'{variables}python -m titan.generate {directory} prompt="..."'
         rows["continue" if result["finished"] else "resume"] = build_next_command(run, result)
     hook_note = f" ({hook})" if (hook := describe_hook_end(result)) else ""
     status = "Done" if result["finished"] else "Stopped"
@@ -174,11 +162,16 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
 
 
 def _describe_loss(result: Mapping[str, Any]) -> str:
-    first, last, validation, bits = map(result.get, ("first_loss", "last_loss", "validation_loss", "bits_per_byte"))
+    first, last, validation = map(result.get, ("first_loss", "last_loss", "validation_loss"))
     timed = result.get("tokens_per_second") or last is not None
     text = f"{format_loss(first)} -> {format_loss(last)}" if timed else "no step in this attempt"
     text += f", validation {format_loss(validation)}" if validation is not None else ""
-    return text + (f" ({bits:.3f} bits/byte)" if bits is not None else "")
+    return text + _describe_bits(result)
+
+
+def _describe_bits(result: Mapping[str, Any], source: str = "") -> str:
+    bits = result.get(f"bits_per_byte{source}")
+    return "" if bits is None else f" ({bits:.3f} bits/byte)"
 
 
 def describe_evaluation(figures: Mapping[str, Any]) -> str:
@@ -198,9 +191,9 @@ def describe_evaluation(figures: Mapping[str, Any]) -> str:
 def show_finished(run: Run) -> None:
     """Print that the finished run in a directory has nothing to do, and its results."""
     result, _ = read_result(Path(run.directory))
-    hook = describe_hook_end(result)
-    state = f"was ended by {hook}" if hook else "is finished"
-    hint = "without the hook" if hook else f"with {' '.join(budget.build_continuation(run, result['step'] * 2))}"
+    state, hint = "is finished", f"with {' '.join(budget.build_continuation(run, result['step'] * 2))}"
+    if hook := describe_hook_end(result):
+        state, hint = f"was ended by {hook}", "without the hook"
     print(f"{shorten_path(run.directory)} {state}: {format_plural(result['step'], 'step')}; nothing to do.")
     print_table(
         {

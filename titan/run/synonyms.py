@@ -139,19 +139,16 @@ EXPERTS = ("experts", "num_experts", "n_experts", "num_local_experts", "expert_f
 
 def build_error(typed: str, key: str, known_keys: frozenset[str]) -> UnknownSettingError | None:
     """Return the error that answers a name of other software; None where nothing is known."""
-    advice = _find_advice(key, typed.partition("=")[2], known_keys)
-    if advice is None:
-        return None
-    return UnknownSettingError(f"{typed}: there is no such setting; {advice}.", typed, key, f"; {advice}.")
+    if advice := _find_advice(key, typed.partition("=")[2], known_keys):
+        return UnknownSettingError(f"{typed}: there is no such setting; {advice}.", typed, key, f"; {advice}.")
+    return None
 
 
 def suggest_setting(word: str) -> str | None:
     """Return titan's setting for a name of other software, as it is typed; None for other words."""
-    name = SYNONYMS.get(word.replace("-", "_").lower())
-    if name is None:
-        return None
-    value = "CHOICE" if "." not in name and name != "name" else "VALUE"
-    return f"{name}={VALUES.get(name, value)}"
+    if name := SYNONYMS.get(word.replace("-", "_").lower()):
+        return f"{name}={VALUES.get(name, 'CHOICE' if '.' not in name and name != 'name' else 'VALUE')}"
+    return None
 
 
 def advise_on_option(option: str, value: str) -> str:
@@ -182,9 +179,8 @@ def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None
         return f"variables of the environment stand before the command: {key}={value} python -m titan.train"
     if axis == "model" and word in EXPERTS:
         return "this model has no experts; choose one that has, such as model=qwen3_moe_debug"
-    for name in (f"{AXES.get(axis)}.{rest}", f"metrics.{axis}_{rest}"):
-        if name in known_keys:
-            return f"write {name}"
+    if name := next((n for n in (f"{AXES.get(axis)}.{rest}", f"metrics.{axis}_{rest}") if n in known_keys), ""):
+        return f"write {name}"
     if word in PERIODS and (name := f"{AXES.get(axis, axis)}.every") in known_keys:
         return f"write {name}=STEPS"
     if (advice := _advise_on_kinds(axis, rest, known_keys)) or key in AXES:
@@ -208,8 +204,10 @@ def _advise_on_kinds(axis: str, rest: str, known_keys: frozenset[str]) -> str | 
         return (
             f"{axis}.{name} has keys that you choose; write +{axis}.{rest}=VALUE for a new one" if is_mapping else None
         )
-    owners = [kind for kind, cls in kinds.items() if kind != "base" and name in {f.name for f in fields(cls)}]
-    return f"choose {axis}={' or '.join(owners)} for it" if owners else None
+    owners = " or ".join(
+        kind for kind, cls in kinds.items() if kind != "base" and name in {f.name for f in fields(cls)}
+    )
+    return owners and f"choose {axis}={owners} for it"
 
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments"
@@ -220,28 +218,19 @@ SHOWN_GROUPS = ("recipe", "optimizer", "hooks")
 
 def describe_experiment_choice(group: str, choice: str) -> str | None:
     """Return which experiment has a choice of a config group, and how to find it; None where none has it."""
-    if not re.fullmatch(r"[\w-]+", choice):
-        return None
-    for file in sorted(FOLDER.glob(f"*/conf/{group}/{choice}.yaml")):
-        name = file.relative_to(FOLDER).parts[0]
-        return f"experiments/{name} has it: add {_format_search_path(name)}"
-    return None
+    files = sorted(FOLDER.glob(f"*/conf/{group}/{choice}.yaml")) if re.fullmatch(r"[\w-]+", choice) else ()
+    names = (file.relative_to(FOLDER).parts[0] for file in files)
+    return next((f"experiments/{name} has it: add {_format_search_path(name)}" for name in names), None)
 
 
 def advise_on_experiment(name: str) -> str:
     """Return what to write in place of `experiment=NAME`: an experiment's choices where it is one, else a recipe."""
-    if re.fullmatch(r"\w+", name) and (FOLDER / name / "conf").is_dir():
-        choices = " or ".join(_list_choices(name))
-        return f"write {_format_search_path(name)} {choices} (experiments/{name}/README.md)"
-    return "named settings are a recipe: write recipe=NAME, and see docs/grids.md"
-
-
-def _list_choices(name: str) -> list[str]:
-    files = [file for group in SHOWN_GROUPS for file in sorted((FOLDER / name / "conf" / group).glob("*.yaml"))]
-    return [
-        f"{file.parent.name}=[{file.stem}]" if file.parent.name == "hooks" else f"{file.parent.name}={file.stem}"
-        for file in files
-    ]
+    folder = FOLDER / name / "conf"
+    if not re.fullmatch(r"\w+", name) or not folder.is_dir():
+        return "named settings are a recipe: write recipe=NAME, and see docs/grids.md"
+    files = [file for group in SHOWN_GROUPS for file in sorted((folder / group).glob("*.yaml"))]
+    words = [f"{f.parent.name}={f'[{f.stem}]' if f.parent.name == 'hooks' else f.stem}" for f in files]
+    return f"write {_format_search_path(name)} {' or '.join(words)} (experiments/{name}/README.md)"
 
 
 def _format_search_path(name: str) -> str:
@@ -309,13 +298,7 @@ def describe_value_error(
     return f"{' '.join(str(error).split()).rstrip('.')}."
 
 
-LAUNCHERS = {
-    "submitit_slurm": "slurm",
-    "submitit_local": "local",
-    "joblib": "local",
-    "ray": "local",
-    "rq": "local",
-}
+LAUNCHERS = {"submitit_slurm": "slurm", **dict.fromkeys(("submitit_local", "joblib", "ray", "rq"), "local")}
 """Other launchers by name, and titan's launcher that replaces them."""
 SUBMITIT = {
     "timeout_min": "cluster.time=VALUE (minutes)",
@@ -329,23 +312,16 @@ SUBMITIT = {
     "mem_per_gpu": "cluster.sbatch={mem-per-gpu:VALUE}",
     "mem_per_cpu": "cluster.sbatch={mem-per-cpu:VALUE}",
     "array_parallelism": "hydra.launcher.at_once=VALUE",
-    "partition": "cluster.partition=VALUE",
-    "account": "cluster.account=VALUE",
-    "qos": "cluster.qos=VALUE",
-    "constraint": "cluster.constraint=VALUE",
-    "exclude": "cluster.exclude=VALUE",
-    "gres": "cluster.gres=VALUE",
-    "exclusive": "cluster.exclusive=VALUE",
+    **{
+        name: f"cluster.{name}=VALUE"
+        for name in ("partition", "account", "qos", "constraint", "exclude", "gres", "exclusive", "setup")
+    },
     "signal_delay_s": "cluster.signal_seconds=VALUE",
     "max_num_timeout": "cluster.requeues=VALUE",
     "additional_parameters": "cluster.sbatch=VALUE",
-    "setup": "cluster.setup=VALUE",
     "srun_args": "cluster.srun=VALUE",
     "name": "name=VALUE",
-    "submitit_folder": "",
-    "stderr_to_stdout": "",
-    "comment": "",
-    "use_srun": "",
+    **dict.fromkeys(("submitit_folder", "stderr_to_stdout", "comment", "use_srun"), ""),
     "n_jobs": "hydra.launcher.at_once=VALUE (hydra/launcher=local)",
 }
 """Keys of hydra-submitit-launcher, and joblib's, with the setting of titan's; empty where titan handles it itself."""
@@ -364,9 +340,5 @@ def describe_launcher_setting(key: str, typed: str) -> str | None:
 
 def describe_launcher(choice: str) -> str | None:
     """Return the error message for another launcher; None for an unknown name."""
-    if choice not in LAUNCHERS:
-        return None
-    return (
-        f"hydra/launcher={choice}: titan launches runs itself; give hydra/launcher={LAUNCHERS[choice]} "
-        "(docs/slurm.md has the names of its settings)."
-    )
+    sentence = f"hydra/launcher={choice}: titan launches runs itself; give hydra/launcher={LAUNCHERS.get(choice)} "
+    return f"{sentence}(docs/slurm.md has the names of its settings)." if choice in LAUNCHERS else None

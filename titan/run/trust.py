@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -24,6 +23,7 @@ from hydra.errors import HydraException
 from titan.config.modules import list_trusted_packages
 from titan.config.text_kinds import Label, RunFolder, TextKind, list_kinds
 from titan.errors import ConfigError
+from titan.files.platform import find_state_folder
 from titan.run.schema import Recipe
 from titan.sweep.schema import LocalLaunch, OptunaSearch, SlurmLaunch, Sweep
 
@@ -61,19 +61,18 @@ def _list_risks(word: str) -> tuple[tuple[Leaf, str], ...]:
     """Return the settings in a recorded word that the user must have typed, and what they would do."""
     if word.startswith("-"):  # argparse takes abbreviations too
         return ((_parse(word), "is an option that names files of settings"),)
-    risks = ((leaf, _explain_recorded(*leaf)) for leaf in list_leaves(*_parse(word)))
-    return tuple((leaf, risk) for leaf, risk in risks if risk is not None)
-
-
-def _explain_recorded(key: str, value: Any) -> str | None:
-    text = str(value)
-    if find_resolvers(text):
-        return "reads the environment"
-    if key == "hydra.mode":
-        return "asks for a sweep"
-    if _PARENT.search(text) and "." not in key.removeprefix(SWEPT):
-        return "may name a file outside of the folders of settings"
-    return None if key == "hydra.run.dir" else explain_setting(key, value)  # who repeats a run names the folder
+    risks: list[tuple[Leaf, str]] = []
+    for key, value in list_leaves(*_parse(word)):
+        if find_resolvers(str(value)):
+            risk: str | None = "reads the environment"
+        elif key == "hydra.mode":
+            risk = "asks for a sweep"
+        elif _PARENT.search(str(value)) and "." not in key.removeprefix(SWEPT):
+            risk = "may name a file outside of the folders of settings"
+        else:  # who repeats a run names the folder
+            risk = None if key == "hydra.run.dir" else explain_setting(key, value)
+        risks += [] if risk is None else [((key, value), risk)]
+    return tuple(risks)
 
 
 def explain_setting(key: str, value: Any) -> str | None:
@@ -246,6 +245,5 @@ def was_typed(leaf: Leaf) -> bool:
 
 def _find_marker(leaf: Leaf) -> Path:
     """Return the file that says that the user has typed a setting with this value."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     text = json.dumps(leaf, default=str)
-    return Path(home) / "titan" / "typed" / hashlib.sha256(text.encode()).hexdigest()
+    return find_state_folder() / "typed" / hashlib.sha256(text.encode()).hexdigest()

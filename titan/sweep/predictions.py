@@ -16,7 +16,7 @@ from typing import Any
 
 from titan.errors import ConfigError
 from titan.files import locks, untrusted
-from titan.files.platform import sync_file
+from titan.files.platform import find_state_folder, sync_file
 
 PREDICTION, SCORE = "prediction.json", "score.json"
 """Names in a ladder's directory."""
@@ -152,8 +152,7 @@ class Record:
 
 def find_record() -> Path:
     """Return the file of the user's record."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return Path(home) / "titan" / RECORD
+    return find_state_folder() / RECORD
 
 
 def add_score(folder: Path, prediction: LadderPrediction, predicted: PredictedLoss, loss: float, time: str) -> None:

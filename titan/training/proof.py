@@ -39,7 +39,7 @@ from titan.run.attempts import Attempt, begin_attempt
 from titan.run.directory import lock_directory
 from titan.run.lineage import prepare_data
 from titan.run.run import Run
-from titan.run.shrink import SAVED_STEP, Shrunk, reduce_to_one_device, use_precision, use_seed, widen_run
+from titan.run.shrink import SAVED_STEP, Shrunk, reduce_to_one_device, use_precision, widen_run
 from titan.training.build import build_train_step
 from titan.training.observe import StepRows
 from titan.training.replay.routing import RouteWatch, join_experts
@@ -109,7 +109,8 @@ def prove(run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], obj
     ties: list[str] = []
     has_experts = hasattr(run.model, "experts")
     for seed in range(SEEDS if has_experts else 1):
-        checks = _Prover(use_seed(run, seed), folder / str(seed), run_ranks, show).prove()
+        seeded = replace(run, training=replace(run.training, seed=seed))
+        checks = _Prover(seeded, folder / str(seed), run_ranks, show).prove()
         failed = [check for check in checks if not check.passed]
         if not has_experts or not failed or not all(check.may_be_tie for check in failed):
             break
