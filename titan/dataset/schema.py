@@ -228,7 +228,7 @@ class Chat(Dataset):
         if self.name is not None:
             reader: RowReader = hub.HubReader(self.name, self.subset, self.split, self.revision, row_format.columns)
         else:
-            reader = chat.build_file_reader(str(self.path), row_format.columns)
+            reader = records.find_reader(str(self.path), row_format.columns)
         return records.RowSource("chat", reader, row_format, self.on_error)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -33,8 +33,7 @@ MICROBATCHES = 8
 """Numbers of micro-batches that are tried for each layout: the largest that divide its rows."""
 
 
-@dataclass(frozen=True)
-class LayoutCandidate:
+class LayoutCandidate(NamedTuple):
     """A recipe with a layout in its parallelism and memory axes, and the micro-batches of a rank in one step."""
 
     recipe: Recipe

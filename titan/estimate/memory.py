@@ -122,18 +122,7 @@ def iterate_step_phases(
     yield None, list(memory.iterate_end())
 
 
-def find_largest_block_activations(recipe: Recipe, layout: Layout, microbatches: int) -> float:
-    """Return the most bytes that a block saves of one micro-batch."""
-    return max(block.saved for block in _list_block_activations(recipe, layout, microbatches, "cpu"))
-
-
-def compute_received_share(recipe: Recipe, layout: Layout, microbatches: int) -> float:
-    """Return the share of what a block saves that grows with the rows its rank's experts receive; of all, the most."""
-    blocks = _list_block_activations(recipe, layout, microbatches, "cuda")
-    return max(block.received / block.saved for block in blocks)
-
-
-def _list_block_activations(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> list[BlockActivations]:
+def list_block_activations(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> list[BlockActivations]:
     """Return the activations of each kind of block."""
     layers = range(recipe.model.layers)
     rank = _RankMemory(recipe, layout, microbatches, device, {0: StageBlocks(layers, False, False)})

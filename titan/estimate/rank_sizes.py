@@ -161,7 +161,7 @@ class RankSizes:
             fused=device == "cuda",
             compiled=recipe.compile.fuses,
             expert=layout.expert,
-            regather=regathers_input(recipe, layout),
+            regather=regathers_input(self.parallelism, recipe.memory, layout),
             one_row=rows == 1,
             recomputes_gates=recipe.memory.checkpointing == "gate",
         )

@@ -236,7 +236,7 @@ def predict_layout(
     accepts: Accept,
 ) -> PredictedLayout | None:
     """Return the prediction of a candidate; None when it does not fit or can't be started."""
-    recipe, layout, count = candidate.recipe, candidate.layout, candidate.microbatches
+    recipe, layout, count = candidate
     try:
         gib = overhead.compute_fitting_gib(recipe, layout, count, device, available_gib)
         if gib is None or not accepts(candidate):
@@ -263,8 +263,8 @@ def iterate_changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterat
             yield LayoutCandidate(recipe, layout, count)
     if scope == "off":
         yield vary("compile", scope="block")
-    if layout.tensor > 1 and not list_regather_obstacles(recipe, layout):
-        yield vary("parallelism", regather=not regathers_input(recipe, layout))
+    if layout.tensor > 1 and not list_regather_obstacles(parallelism, layout):
+        yield vary("parallelism", regather=not regathers_input(parallelism, recipe.memory, layout))
     if layout.tensor > 1 and scope == "block" and parallelism.regather is not True and not parallelism.async_tensor:
         yield vary("parallelism", async_tensor=True)
     if layout.pipeline > 1:
@@ -281,7 +281,7 @@ def iterate_changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterat
     ]
     for neighbour in (*expert_layouts, *_iterate_neighbours(layout)):
         if neighbour.expert in list_expert_degrees(recipe, neighbour):
-            yield replace(vary("parallelism", **list_degrees(neighbour)), layout=neighbour)
+            yield vary("parallelism", **list_degrees(neighbour))._replace(layout=neighbour)
 
 
 def _allows_microbatches(recipe: Recipe, layout: Layout, microbatches: int) -> bool:

@@ -217,7 +217,7 @@ def _list_tensor_faults(run: Run, remote: bool) -> Faults:
         if missing:
             yield f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false."
     if parallelism.regather is True and degree > 1:
-        obstacles = list_regather_obstacles(run, run.layout)
+        obstacles = list_regather_obstacles(run.parallelism, run.layout)
         if obstacles:
             yield f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto."
 

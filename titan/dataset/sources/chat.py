@@ -13,13 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from titan.config.settings import format_value
 from titan.dataset.documents import Document, Skip, Turn
-from titan.dataset.sources import files
 from titan.dataset.sources.files import BadDocumentError
 from titan.dataset.sources.records import (
-    JsonLinesReader,
-    ParquetReader,
     RowFormat,
-    RowReader,
     TableRow,
     get_value,
     repair_surrogates,
@@ -30,8 +26,6 @@ if TYPE_CHECKING:
     from titan.dataset.tokenizers.tokenizer import Tokenizer
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-_PARQUET_SUFFIXES = (".parquet", ".pq")
-_JSONL_SUFFIXES = (".jsonl", ".json")
 
 Message = tuple[str, str]
 """A role and the text of its message."""
@@ -167,12 +161,3 @@ def _parse_message(message: Any, key: str, setting: str) -> Message:
             "no text", f"{key!r} contains {excerpt}, not {{role, content}} of text; give the right key in {setting}."
         )
     return ROLES.get(role, role), repair_surrogates(text)
-
-
-def build_file_reader(path: str, columns: tuple[str, ...]) -> RowReader:
-    """Return the reader of the JSON Lines or Parquet files at `path`."""
-    source_files = files.find_files(path, (*_JSONL_SUFFIXES, *_PARQUET_SUFFIXES))
-    parquet_files = [file for file in source_files if files.get_suffix(file.path) in _PARQUET_SUFFIXES]
-    if parquet_files and len(parquet_files) < len(source_files):
-        raise ConfigError(f"dataset.path={path}: there are JSON Lines and Parquet files; select one kind with a glob.")
-    return ParquetReader(source_files, columns) if parquet_files else JsonLinesReader(source_files)

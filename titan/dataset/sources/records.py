@@ -31,6 +31,7 @@ from titan.errors import ConfigError
 TableRow = Mapping[str, Any]
 _BOM = b"\xef\xbb\xbf"
 _PIECE = 1024 * 1024
+JSONL_SUFFIXES, PARQUET_SUFFIXES = (".jsonl", ".json"), (".parquet", ".pq")
 
 
 class RowReader(ABC):
@@ -278,6 +279,15 @@ class ParquetReader(RowReader):
                 for group in range(metadata.num_row_groups)
             ]
         return [SourcePart(f"{file.path}, row group {i}", size, (file, i)) for i, size in enumerate(sizes)]
+
+
+def find_reader(path: str, columns: tuple[str, ...]) -> RowReader:
+    """Return the reader of the JSON Lines or Parquet files at `path`."""
+    found = files.find_files(path, (*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
+    parquet_files = [file for file in found if files.get_suffix(file.path) in PARQUET_SUFFIXES]
+    if parquet_files and len(parquet_files) < len(found):
+        raise ConfigError(f"dataset.path={path}: there are JSON Lines and Parquet files; select one kind with a glob.")
+    return ParquetReader(found, columns) if parquet_files else JsonLinesReader(found)
 
 
 def describe_missing_column(location: str, column: str, column_names: Sequence[str]) -> str:

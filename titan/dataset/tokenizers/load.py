@@ -6,11 +6,16 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import os
 import re
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,18 +30,6 @@ from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers
-import base64
-import binascii
-import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 BUILT_IN = "titan4k"
 
@@ -81,14 +74,7 @@ class RankTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens."""
-        pieces = [cut_spaces(text) for text in texts]
-        flat = [piece for parts in pieces for piece in parts]
-        threads = self.threads or min(8, os.cpu_count() or 1)
-        if len(flat) < 4 or threads == 1:
-            ids = iter([self._encoding.encode_ordinary(piece) for piece in flat])
-        else:
-            ids = iter(self._encoding.encode_ordinary_batch(flat, num_threads=threads))
-        return [[i for _ in parts for i in next(ids)] if len(parts) > 1 else next(ids) for parts in pieces]
+        return [ids.tolist() for ids in self.encode_arrays(texts)]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Return the ids of each text as an array, without Python lists of ids, which take half of the time."""
