@@ -275,7 +275,7 @@ class _RankMemory(RankSizes):
         reduced = self.count_gradient_bytes(head, has_grads)
         unreduced = gradients + self.precision.bytes * head
         yield head_done.add_parts("gradient of the head", gradients=unreduced)
-        if exchanged := self.count_exchange_bytes(head, has_grads):
+        if exchanged := self.exchange_element[has_grads] * head:
             yield head_done.add_parts(
                 "reduce-scatter of the head's gradient",
                 gradients=(reduced if self.reduces_once else unreduced) + REDUCE_BYTES * head / self.shards,
@@ -335,7 +335,7 @@ class _RankMemory(RankSizes):
             yield ended.add_parts(gathered=gathered, communication=buffers)
             if block.experts and self.layout.expert > 1 and not block.experts_gathered:
                 yield self._estimate_expert_reduction(ended, unfinished, gathered)
-            exchanged = self.count_exchange_bytes(block.elements, has_grads)
+            exchanged = self.exchange_element[has_grads] * block.elements
             yield ended.add_parts(
                 gathered=self.count_gathered_bytes(unfinished[:-1][-1:], unfinished[:-1]),
                 communication=exchanged + self.count_retained_bytes(reduced, head, has_grads),
@@ -387,7 +387,7 @@ class _RankMemory(RankSizes):
         yield base.add_parts(
             "reduce-scatter of the embedding's gradient",
             gradients=reduced_gradients + unreduced + output_bytes,
-            communication=self.count_exchange_bytes(elements, has_grads)
+            communication=self.exchange_element[has_grads] * elements
             + self.count_retained_bytes(stage.layers, 0.0, has_grads),
         )
 

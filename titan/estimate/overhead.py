@@ -1,6 +1,6 @@
 """The overhead of processes, allocators and communication libraries beside a run's live tensors. Free of torch.
 
-The figures for CPUs are fitted to what tests/support/measured_memory.py measures. On GPUs the context is an assumption.
+The figures for CPUs are fitted to what tests/measure/measured_memory.py measures. On GPUs the context is an assumption.
 What the allocator reserves beside live tensors is at least what a simulation of it shows
 (`titan.estimate.traced`): a run that does not fit with that is rejected. A plan takes what published peaks show.
 """

@@ -142,6 +142,8 @@ class RankSizes:
         shards: of an element; the mean where weights have other numbers of shards.
         weights: bytes on the device; so are `optimizer`, of its state, and `grad_element`, of an accumulated gradient.
         buffer_element: bytes of an element in FSDP's reduce-scatter input.
+        exchange_element: the same while ranks exchange it beside the backward pass: in the first micro-batch, and in
+            one that has gradients of an earlier one in memory.
     """
 
     def __init__(
@@ -168,6 +170,11 @@ class RankSizes:
         self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
         self.reduces_once = self.parallelism.accumulates_whole(layout) and microbatches > 1
         self.buffer_element = float(REDUCE_BYTES * (self.fsdp and not self.reduces_once))
+        # gradients that are accumulated unsharded are reduced in the last micro-batch, in a pipeline after it; gloo, on
+        # CPUs, makes a copy
+        is_last = self.fsdp and (not self.reduces_once or layout.pipeline == 1)
+        exchanged = self.exchange_copies * self.buffer_element, self.exchange_copies * REDUCE_BYTES * float(is_last)
+        self.exchange_element = exchanged
         self.head: HeadActivations = self.model.head_activations(
             self.share,
             parts=self.parallelism.loss_parallel,
@@ -402,17 +409,6 @@ class RankSizes:
         """
         return self.grad_element * (self.elements if self.layout.only_replicated or has_grads else elements)
 
-    def reduces_in_backward(self, has_grads: bool) -> bool:
-        """Return whether FSDP reduces gradients while it computes others.
-
-        Those that are accumulated unsharded are reduced in the last micro-batch, in a pipeline after it.
-        """
-        return self.fsdp and (not self.reduces_once or (has_grads and self.layout.pipeline == 1))
-
-    def count_exchange_bytes(self, elements: float, has_grads: bool) -> float:
-        """Return the bytes of FSDP's reduce-scatter input while ranks exchange it; gloo, on CPUs, makes a copy."""
-        return REDUCE_BYTES * elements * self.exchange_copies * self.reduces_in_backward(has_grads)
-
     def count_retained_bytes(self, reduced: range, head: float, has_grads: bool, before: int = 0) -> float:
         """Return the bytes of the reduce-scatter inputs that `parallelism.reduce_buffers` lets FSDP retain.
 
@@ -424,7 +420,7 @@ class RankSizes:
             has_grads: whether all gradients of an earlier micro-batch are in memory.
             before: the buffers, of the last ones reduced, that are counted already where there is a `buffer_element`.
         """
-        if not self.reduces_in_backward(has_grads):
+        if not self.exchange_element[has_grads]:
             return 0.0
         first, last = 0 if self.reduces_once else before, before + self.parallelism.reduce_buffers - 1
         elements = [*(self.blocks[layer].elements for layer in reduced[:last]), head]
