@@ -14,7 +14,7 @@ from titan.estimate import operations
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, find_weight_sharding
 from titan.estimate.regather import regathers_input
-from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes, count_row_bytes
+from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes
 
 if TYPE_CHECKING:
     from titan.model.counts import Matmul
@@ -262,7 +262,9 @@ class BlockTime:
         size += count_routing_bytes(*exchange) / rank.count_sequence_ranks()
         size *= rank.eager
         if rank.compiled and not rank.compiles_routing:
-            size += (rank.speeds.eager - 1) * count_row_bytes(*exchange) / rank.count_sequence_ranks()
+            size += (
+                (rank.speeds.eager - 1) * count_routing_bytes(*exchange, rows_only=True) / rank.count_sequence_ranks()
+            )
         return size * rank.tokens / rank.speeds.memory
 
     # ---- experts ----

@@ -128,8 +128,14 @@ def derive_speeds(
         ConfigError: when a figure is missing.
     """
     factors = constants or load_constants()
+
+    def read_seconds(name: str) -> float:
+        return 1e-6 * (getattr(hardware, f"{name}_microseconds") or 0.0)
+
     peak = 1e12 * hardware.require_figure(f"{dtype}_tflops", f"the time of {dtype} matmuls")
-    clock = _compute_clock(hardware, factors.power)
+    clock = 1.0  # at the power limit, relative to that at the reference power
+    if hardware.watts and hardware.reference_watts:
+        clock = float(min(1.0, hardware.watts / hardware.reference_watts) ** factors.power)
     efficiency = hardware.matmul_efficiency or factors.matmul
     forward, backward = (clock * rate * 1e12 * peak / (REFERENCE_TFLOPS * 1e12) for rate in ATTENTION[kernel])
     fp8_tflops = hardware.fp8_tflops
@@ -149,8 +155,8 @@ def derive_speeds(
         launch=1e-6 * hardware.launch_microseconds if hardware.launch_microseconds else LAUNCH_SECONDS,
         link=1e9 * (hardware.link_gb_per_second or 0.0),
         network=1e9 * (hardware.network_gb_per_second or 0.0),
-        link_latency=1e-6 * (hardware.link_microseconds or 0.0),
-        network_latency=1e-6 * (hardware.network_microseconds or 0.0),
+        link_latency=read_seconds("link"),
+        network_latency=read_seconds("network"),
         per_node=per_node,
         overlapped=factors.overlapped,
         per_doubling=factors.per_doubling,
@@ -159,8 +165,10 @@ def derive_speeds(
         update=hardware.update_factor or 1.0,
         reduce=1e9 * (hardware.reduce_gb_per_second or 0.0),
         sum=1e9 * (hardware.sum_gb_per_second or hardware.reduce_gb_per_second or 0.0),
-        host={name: _read_host_seconds(hardware, name) for name in HOST_UNITS},
-        step=1e-6 * (hardware.step_microseconds or 0.0),
+        host={
+            name: (read_seconds(f"{name}_{unit}"), read_seconds(f"{name}_step")) for name, unit in HOST_UNITS.items()
+        },
+        step=read_seconds("step"),
         short_rows=(
             _fall_back(hardware.attention_short_rows, SHORT_ROWS),
             _fall_back(hardware.attention_backward_short_rows, SHORT_ROWS),
@@ -171,21 +179,6 @@ def derive_speeds(
 
 def _fall_back(figure: float | None, default: float) -> float:
     return default if figure is None else figure
-
-
-def _read_host_seconds(hardware: Hardware, dimension: str) -> tuple[float, float]:
-    """Return the host seconds that a dimension adds to a block or action, and to a step."""
-    per_unit, per_step = (
-        getattr(hardware, f"{dimension}_{unit}_microseconds") for unit in (HOST_UNITS[dimension], "step")
-    )
-    return 1e-6 * (per_unit or 0.0), 1e-6 * (per_step or 0.0)
-
-
-def _compute_clock(hardware: Hardware, power: float) -> float:
-    """Return the clock at the power limit, relative to that at the reference power."""
-    if not hardware.watts or not hardware.reference_watts:
-        return 1.0
-    return float(min(1.0, hardware.watts / hardware.reference_watts) ** power)
 
 
 def estimate_matmul(
