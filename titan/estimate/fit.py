@@ -52,7 +52,7 @@ def estimate_memory(
             supports.
         fragments: see `titan.estimate.overhead.add_overhead`; by default the least.
     """
-    peak = memory.estimate_peak(recipe, layout, microbatches, device)
+    peak = max(memory.estimate_peaks(recipe, layout, microbatches, device), key=lambda usage: usage.bytes)
     return overhead.add_overhead(recipe, layout, microbatches, peak, device, fragments)
 
 

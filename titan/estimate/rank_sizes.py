@@ -125,13 +125,6 @@ def count_block_elements(model: Decoder, layer: int, tensor: int) -> BlockElemen
     return BlockElements(router + sum(m.split(tensor).size for m in matmuls), unsplit, vectors, experts)
 
 
-@lru_cache(256)
-def _find_block_models(model: Decoder) -> tuple[int, ...]:
-    """Return for each block the first one of its kind."""
-    first_layers = {kind: layers[0] for kind, layers in model.kinds().items()}
-    return tuple(first_layers[model.kind(layer)] for layer in range(model.layers))
-
-
 class RankSizes:
     """The sizes of one rank in bytes, after tensor parallelism, FSDP and offloading.
 
@@ -206,15 +199,15 @@ class RankSizes:
         frees_all = isinstance(self.parallelism.resolve_reshard(layout), bool)
         has_one_mesh = () < read_torch_version() < MESH_PER_PARAMETER_TORCH
         is_apart = is_divided and not (self.fsdp and frees_all and not has_one_mesh)
-        sizes = dict[int, BlockSizes]()
-        for layer in dict.fromkeys(_find_block_models(model)):
+        sizes = dict[str, BlockSizes]()
+        for kind, (layer, *_) in model.kinds().items():
             weights = count_block_elements(model, layer, layout.tensor)
             experts = weights.experts / layout.expert
             dense_bytes, expert_bytes = _count_used_bytes(model, layer, precision, self.sharding)
             expert_bytes = precision.bytes * experts if is_divided else expert_bytes
             activations = model.block_activations(self.share, context, layer)
             casts = 0.0 if self.fsdp else dense_bytes + expert_bytes * (not is_divided)
-            sizes[layer] = BlockSizes(
+            sizes[kind] = BlockSizes(
                 activations,
                 elements=weights.matrices + weights.vectors + experts,
                 experts=experts,
@@ -224,7 +217,7 @@ class RankSizes:
                 full_bytes=activations.saved + casts,
                 experts_gathered=expert_bytes if is_apart else 0.0,
             )
-        return [sizes[layer] for layer in _find_block_models(model)]
+        return [sizes[model.kind(layer)] for layer in range(model.layers)]
 
     def sum_blocks(self, size_of: Callable[[BlockSizes], float], layers: range) -> float:
         """Return the sum over blocks."""
