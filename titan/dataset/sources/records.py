@@ -304,19 +304,15 @@ def convert_rows(batch: Any) -> Iterator[TableRow | BadDocumentError]:
     try:
         values = {name: column.to_pylist() for name, column in columns.items()}
     except UnicodeDecodeError:
-        yield from _convert_row_by_row(columns, batch.num_rows)
+        for i in range(batch.num_rows):
+            try:
+                yield {name: column[i].as_py() for name, column in columns.items()}
+            except UnicodeDecodeError as error:
+                way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
+                yield BadDocumentError("not UTF-8", f"not UTF-8 ({error.reason}); {way_out}")
         return
     for row in zip(*values.values(), strict=True):
         yield dict(zip(values, row, strict=True))
-
-
-def _convert_row_by_row(columns: Mapping[str, Any], count: int) -> Iterator[TableRow | BadDocumentError]:
-    for i in range(count):
-        try:
-            yield {name: column[i].as_py() for name, column in columns.items()}
-        except UnicodeDecodeError as error:
-            way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
-            yield BadDocumentError("not UTF-8", f"not UTF-8 ({error.reason}); {way_out}")
 
 
 MAX_ROWS = 256
