@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,9 +29,8 @@ from titan.dataset.sources.files import BadDocumentError, SourceFile, reject_or_
 from titan.dataset.sources.records import (
     JSONL_SUFFIXES,
     PARQUET_SUFFIXES,
-    JsonLinesReader,
-    ParquetReader,
-    RowSource,
+    JsonLinesSource,
+    ParquetSource,
     TextField,
 )
 from titan.errors import ConfigError
@@ -94,24 +93,22 @@ def build_field_sources(path: str, field: str) -> list[Source]:
     by_kind = defaultdict[str, list[SourceFile]](list)
     for file in files.find_files(path, (*_TEXTS, *_RECORDS), any_other=True):
         by_kind[_RECORDS.get(files.get_suffix(file.path), "text")].append(file)
-    builders: dict[str, Callable[[tuple[SourceFile, ...]], Source]] = {
-        "text": lambda found: TextSource("text", found, has_passages=True),
-        "jsonl": lambda found: RowSource("jsonl", JsonLinesReader(found), TextField(field)),
-        "parquet": lambda found: RowSource("parquet", ParquetReader(found, (field,)), TextField(field)),
-    }
-    return [builders[kind](tuple(found)) for kind, found in sorted(by_kind.items())]
+    text, records = tuple(by_kind.pop("text", ())), TextField(field)
+    kinds = {"jsonl": JsonLinesSource, "parquet": ParquetSource}
+    rows = [kinds[kind](name=kind, files=tuple(found), row_format=records) for kind, found in sorted(by_kind.items())]
+    return [*rows, *([TextSource("text", text, has_passages=True)] if text else [])]
 
 
 def build_jsonl_source(path: str, field: str = "text", on_error: str = "refuse") -> Source:
     """Return the source of JSON Lines files: a file, a folder (*.jsonl and *.json below it) or a glob."""
-    return RowSource("jsonl", JsonLinesReader(files.find_files(path, JSONL_SUFFIXES)), TextField(field), on_error)
+    found = files.find_files(path, JSONL_SUFFIXES)
+    return JsonLinesSource(name="jsonl", files=found, row_format=TextField(field), on_error=on_error)
 
 
 def build_parquet_source(path: str, field: str = "text", on_error: str = "refuse") -> Source:
     """Return the source of Parquet files: a file, a folder (*.parquet below it) or a glob."""
-    return RowSource(
-        "parquet", ParquetReader(files.find_files(path, PARQUET_SUFFIXES), (field,)), TextField(field), on_error
-    )
+    found = files.find_files(path, PARQUET_SUFFIXES)
+    return ParquetSource(name="parquet", files=found, row_format=TextField(field), on_error=on_error)
 
 
 @dataclass

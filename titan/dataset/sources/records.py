@@ -1,7 +1,7 @@
 """Records: documents in the columns of a table or under the keys of an object.
 
-A `RowReader` (JSON Lines, Parquet, `titan.dataset.sources.hub`) yields rows; a `RowFormat` (the text of a field, or a
-conversation of `titan.dataset.sources.chat`) makes a document of each row.
+A `RowSource` (JSON Lines, Parquet, `titan.dataset.sources.hub`) reads rows, of which its `RowFormat` (the text of a
+field, or a conversation of `titan.dataset.sources.chat`) makes documents.
 
 Parquet files are read in bounded memory. They store a repeated value once: the rows of a file of some hundred bytes may
 have gigabytes. So text is read as a dictionary of the distinct values, and a batch is expanded only if it is small;
@@ -34,26 +34,6 @@ _PIECE = 1024 * 1024
 JSONL_SUFFIXES, PARQUET_SUFFIXES = (".jsonl", ".json"), (".parquet", ".pq")
 
 
-class RowReader(ABC):
-    """A reader of rows."""
-
-    @abstractmethod
-    def list_parts(self) -> Sequence[SourcePart]:
-        """Return the parts, in order."""
-
-    @abstractmethod
-    def compute_digests(self, memo: Path | None) -> list[str]:
-        """Return what identifies the content."""
-
-    @abstractmethod
-    def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
-        """Yield the rows of a part, each with its location; a BadDocumentError for an unreadable one.
-
-        Raises:
-            ConfigError: when the part can't be read, whatever the value of `dataset.on_error`.
-        """
-
-
 class RowFormat(ABC):
     """Makes a document of a row.
 
@@ -62,6 +42,11 @@ class RowFormat(ABC):
     """
 
     masked: bool = False
+
+    @property
+    @abstractmethod
+    def columns(self) -> tuple[str, ...]:
+        """The keys or columns to read."""
 
     @abstractmethod
     def list_parameters(self) -> list[Any]:
@@ -76,31 +61,38 @@ class RowFormat(ABC):
         """
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RowSource(Source):
-    """A source of the documents that `row_format` makes of the rows of `reader`."""
+    """A source of the documents that `row_format` makes of rows."""
 
     name: str
-    reader: RowReader
     row_format: RowFormat
     on_error: str = "refuse"
+
+    @abstractmethod
+    def compute_digests(self, memo: Path | None) -> list[str]:
+        """Return what identifies the rows."""
+
+    @abstractmethod
+    def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
+        """Yield the rows of a part, each with its location; a BadDocumentError for an unreadable one.
+
+        Raises:
+            ConfigError: when the part can't be read, whatever the value of `dataset.on_error`.
+        """
 
     @property
     def masked(self) -> bool:  # type: ignore[override]
         """Whether documents are turns."""
         return self.row_format.masked
 
-    def parts(self) -> Sequence[SourcePart]:
-        """Return the reader's parts."""
-        return self.reader.list_parts()
-
     def digest(self, memo: Path | None = None) -> str:
         """Return the digest of the rows and of the pick; names and paths of files don't count."""
-        return content_digest(self.name, *self.row_format.list_parameters(), *self.reader.compute_digests(memo))
+        return content_digest(self.name, *self.row_format.list_parameters(), *self.compute_digests(memo))
 
     def documents(self, part: SourcePart) -> Iterator[Document]:
         """Yield the documents of a part."""
-        for location, row in self.reader.read_rows(part):
+        for location, row in self.read_rows(part):
             yield self._extract_document(location, row)
 
     def _extract_document(self, location: str, row: TableRow | BadDocumentError) -> Document:
@@ -118,6 +110,11 @@ class TextField(RowFormat):
     """Picks the text under a key or in a column."""
 
     field: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.field,)
 
     def list_parameters(self) -> list[Any]:
         """Return the key."""
@@ -157,19 +154,23 @@ def repair_surrogates(document: str) -> str:
     return document
 
 
-@dataclass(frozen=True)
-class JsonLinesReader(RowReader):
-    """JSON Lines files: the objects of their lines."""
+@dataclass(kw_only=True)
+class FileRowSource(RowSource):
+    """Rows of files."""
 
     files: tuple[SourceFile, ...]
-
-    def list_parts(self) -> list[SourcePart]:
-        """Return ranges of each file that end at line ends."""
-        return [part for file in self.files for part in files.split_file(file)]
 
     def compute_digests(self, memo: Path | None) -> list[str]:
         """Return the digests of the files."""
         return files.compute_digests(self.files, memo)
+
+
+class JsonLinesSource(FileRowSource):
+    """JSON Lines files: the objects of their lines."""
+
+    def parts(self) -> list[SourcePart]:
+        """Return ranges of each file that end at line ends."""
+        return [part for file in self.files for part in files.split_file(file)]
 
     def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
         """Yield the objects of a part's lines; blank lines are ignored."""
@@ -224,14 +225,10 @@ def _parse_line(line: bytes | BadDocumentError, position: int) -> TableRow | Bad
     return entry
 
 
-@dataclass(frozen=True)
-class ParquetReader(RowReader):
+class ParquetSource(FileRowSource):
     """Parquet files: the rows of their row groups, with only the columns that are needed."""
 
-    files: tuple[SourceFile, ...]
-    columns: tuple[str, ...]
-
-    def list_parts(self) -> list[SourcePart]:
+    def parts(self) -> list[SourcePart]:
         """Return the row groups; a file that can't be opened is one part."""
         return self._parts
 
@@ -239,24 +236,20 @@ class ParquetReader(RowReader):
     def _parts(self) -> list[SourcePart]:
         return [part for file in self.files for part in self._list_row_groups(file)]
 
-    def compute_digests(self, memo: Path | None) -> list[str]:
-        """Return the digests of the files."""
-        return files.compute_digests(self.files, memo)
-
     def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
         """Yield the rows of a row group."""
         pyarrow = import_optional("pyarrow", "dataset=parquet")
-        file, group = part.location
+        (file, group), columns = part.location, self.row_format.columns
         with files.convert_read_errors(file.path), file.open_raw() as stream:
             try:
-                table, number = open_parquet(stream, self.columns), 0
-                for column in self.columns:
+                table, number = open_parquet(stream, columns), 0
+                for column in columns:
                     if column not in table.schema_arrow.names:
                         raise ConfigError(describe_missing_column(file.path, column, table.schema_arrow.names))
-                if excess := find_excess(table, group or 0, self.columns):
+                if excess := find_excess(table, group or 0, columns):
                     yield part.name, excess
                     return
-                for batch in iterate_batches(table, group or 0, self.columns):
+                for batch in iterate_batches(table, group or 0, columns):
                     for row in (batch,) if isinstance(batch, BadDocumentError) else convert_rows(batch):
                         yield f"{part.name}, row {number}", row
                         number += 1
@@ -275,19 +268,20 @@ class ParquetReader(RowReader):
             except (pyarrow.ArrowException, OSError):
                 return [SourcePart(file.path, file.size, (file, None))]  # `read_rows` reports the error
             sizes = [
-                sum(c.total_compressed_size for c in _list_columns(metadata.row_group(group), self.columns))
+                sum(c.total_compressed_size for c in _list_columns(metadata.row_group(group), self.row_format.columns))
                 for group in range(metadata.num_row_groups)
             ]
         return [SourcePart(f"{file.path}, row group {i}", size, (file, i)) for i, size in enumerate(sizes)]
 
 
-def find_reader(path: str, columns: tuple[str, ...]) -> RowReader:
-    """Return the reader of the JSON Lines or Parquet files at `path`."""
+def find_rows(name: str, path: str, row_format: RowFormat, on_error: str) -> RowSource:
+    """Return the source of the JSON Lines or Parquet files at `path`."""
     found = files.find_files(path, (*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
     parquet_files = [file for file in found if files.get_suffix(file.path) in PARQUET_SUFFIXES]
     if parquet_files and len(parquet_files) < len(found):
         raise ConfigError(f"dataset.path={path}: there are JSON Lines and Parquet files; select one kind with a glob.")
-    return ParquetReader(found, columns) if parquet_files else JsonLinesReader(found)
+    kind = ParquetSource if parquet_files else JsonLinesSource
+    return kind(name=name, files=found, row_format=row_format, on_error=on_error)
 
 
 def describe_missing_column(location: str, column: str, column_names: Sequence[str]) -> str:
