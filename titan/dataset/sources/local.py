@@ -116,6 +116,8 @@ class TextSource(Source):
     """UTF-8 files: one document per file, or per text between separators, or per passage.
 
     Attributes:
+        name: of the source.
+        files: in the order of their documents.
         on_error: what happens with a file that can't be read, as in `dataset.on_error`.
         separator: the text between documents; None: there is none.
         has_passages: whether files without a separator are split into passages.
