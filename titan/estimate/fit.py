@@ -233,7 +233,7 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int, p
     Args:
         planned: whether the machine is a node that the cluster axis describes, not this one.
     """
-    if machine.device == "cpu":  # offloading to the host saves nothing where the host's memory is all there is
+    if machine.device == "cpu" and recipe.memory.offload:  # which saves nothing: the host's memory is all there is
         recipe = vary_axis(recipe, "memory", offload=False)
     required_gib = estimate_memory(recipe, layout, count, machine.device).gib
     available_gib = compute_available_gib(recipe, layout, machine)
