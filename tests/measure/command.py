@@ -1,7 +1,8 @@
 """What titan's parts cost, for those who change them: `python -m tests.measure suite=NAME [KEY=VALUE ...]`.
 
 Further programs in this folder: `tests.measure.fit_costs` fits the planner's constants, `tests.measure.predicted`
-compares its predictions with measurements.
+compares its predictions with measurements, `tests.measure.tables` published figures with titan's; others say in their
+first lines what they measure.
 """
 
 from __future__ import annotations

@@ -72,10 +72,6 @@ class RankTokenizer(Tokenizer):
         """The names of the special tokens, in the order of their ids."""
         return list(self._special)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without special tokens."""
-        return [ids.tolist() for ids in self.encode_arrays(texts)]
-
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Return the ids of each text as an array, without Python lists of ids, which take half of the time."""
         threads = self.threads or min(8, os.cpu_count() or 1)
@@ -214,11 +210,13 @@ class JsonTokenizer(Tokenizer):
         content = json.dumps([json.loads(backend.to_str()), self.eos, self.bos], sort_keys=True)
         self.fingerprint = blake2b(content.encode(), digest_size=32).hexdigest()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without special tokens."""
+    def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Return the ids of each text as an array, without special tokens."""
         if self.threads == 1:
-            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
-        return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+            encodings = [self._backend.encode(text, add_special_tokens=False) for text in texts]
+        else:
+            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_markup(self, text: str) -> list[int]:
         """Return the ids of `text`; names of special tokens in it become special tokens."""
