@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan.dataset.mixture import RowMixture
-from titan.dataset.shards import Split
 from titan.errors import RunError
 from titan.parallelism.schema import KEY_BITS, DataShard
 from titan.training.schema import Training
@@ -35,6 +34,22 @@ TOKENS, TARGETS, POSITIONS, DOCUMENTS = range(4)
 _ORDER_BLOCK = 4096
 _POLL_SECONDS = 0.5
 _LOG_SECONDS = 20.0
+
+
+class TokenSplit(Protocol):
+    """A sequence of tokens that rows are read from; see `titan.dataset.shards.Split` for the methods."""
+
+    def count_rows(self, seq_len: int) -> int:
+        """Return the number of rows."""
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """Return tokens."""
+
+    def read_loss_mask(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Return which tokens count in the loss."""
+
+    def find_document_starts(self, start: int, count: int) -> NDArray[np.int64]:
+        """Return where documents begin."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,7 @@ class BatchBuilder:
         return fields
 
     def fill_row(
-        self, row_fields: NDArray[np.int32], split: Split, row: int, masked: bool, key: int = 0
+        self, row_fields: NDArray[np.int32], split: TokenSplit, row: int, masked: bool, key: int = 0
     ) -> tuple[NDArray[Any], int, int]:
         """Write one row into fields [2 to 5, seq_len].
 
@@ -344,7 +359,7 @@ class _LoaderClosedError(Exception):
 
 
 def read_first_rows(
-    split: Split, seq_len: int, rows: int, mask_documents: bool, masked: bool, has_keys: bool = False
+    split: TokenSplit, seq_len: int, rows: int, mask_documents: bool, masked: bool, has_keys: bool = False
 ) -> NDArray[np.int32]:
     """Return the first `rows` rows of a split, or all if it has fewer: fields [2 to 5, rows, seq_len], see `Batch`.
 

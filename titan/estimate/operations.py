@@ -128,18 +128,13 @@ def derive_speeds(
         ConfigError: when a figure is missing.
     """
     factors = constants or load_constants()
-
-    def read_seconds(name: str) -> float:
-        return 1e-6 * (getattr(hardware, f"{name}_microseconds") or 0.0)
-
     peak = 1e12 * hardware.require_figure(f"{dtype}_tflops", f"the time of {dtype} matmuls")
     clock = 1.0  # at the power limit, relative to that at the reference power
     if hardware.watts and hardware.reference_watts:
         clock = float(min(1.0, hardware.watts / hardware.reference_watts) ** factors.power)
     efficiency = hardware.matmul_efficiency or factors.matmul
     forward, backward = (clock * rate * 1e12 * peak / (REFERENCE_TFLOPS * 1e12) for rate in ATTENTION[kernel])
-    fp8_tflops = hardware.fp8_tflops
-    peak_8bit = factors.matmul_8bit * clock * 1e12 * fp8_tflops if fp8_tflops else efficiency * clock * peak
+    peak_8bit = factors.matmul_8bit * clock * 1e12 * (hardware.fp8_tflops or 0.0) or efficiency * clock * peak
     memory = 1e9 * hardware.require_figure("memory_gb_per_second", "the time of memory-bound operations")
     return Speeds(
         matmul=efficiency * clock * peak,
@@ -152,11 +147,11 @@ def derive_speeds(
         attention_backward=1e12 * (hardware.attention_backward_tflops or 0) or backward,
         memory=memory * (hardware.memory_efficiency or factors.memory),
         eager=hardware.eager_factor or factors.eager,
-        launch=1e-6 * hardware.launch_microseconds if hardware.launch_microseconds else LAUNCH_SECONDS,
+        launch=_read_seconds(hardware, "launch") or LAUNCH_SECONDS,
         link=1e9 * (hardware.link_gb_per_second or 0.0),
         network=1e9 * (hardware.network_gb_per_second or 0.0),
-        link_latency=read_seconds("link"),
-        network_latency=read_seconds("network"),
+        link_latency=_read_seconds(hardware, "link"),
+        network_latency=_read_seconds(hardware, "network"),
         per_node=per_node,
         overlapped=factors.overlapped,
         per_doubling=factors.per_doubling,
@@ -166,15 +161,20 @@ def derive_speeds(
         reduce=1e9 * (hardware.reduce_gb_per_second or 0.0),
         sum=1e9 * (hardware.sum_gb_per_second or hardware.reduce_gb_per_second or 0.0),
         host={
-            name: (read_seconds(f"{name}_{unit}"), read_seconds(f"{name}_step")) for name, unit in HOST_UNITS.items()
+            name: (_read_seconds(hardware, f"{name}_{unit}"), _read_seconds(hardware, f"{name}_step"))
+            for name, unit in HOST_UNITS.items()
         },
-        step=read_seconds("step"),
+        step=_read_seconds(hardware, "step"),
         short_rows=(
             _fall_back(hardware.attention_short_rows, SHORT_ROWS),
             _fall_back(hardware.attention_backward_short_rows, SHORT_ROWS),
         ),
         head_power=_fall_back(hardware.attention_head_power, HEAD_POWER),
     )
+
+
+def _read_seconds(hardware: Hardware, name: str) -> float:
+    return 1e-6 * (getattr(hardware, f"{name}_microseconds") or 0.0)
 
 
 def _fall_back(figure: float | None, default: float) -> float:
