@@ -61,6 +61,8 @@ class RankWork:
         self.rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
         self.row_tokens = self.model.count_row_tokens(recipe.training.seq_len)
         self.tokens = self.rows * self.row_tokens / layout.context
+        # ranks that the residual stream is split over
+        self.sequence_ranks = self.tensor if recipe.parallelism.sequence_parallel else 1
         self.merged = merged
         self.compiled = recipe.compile.fuses
         self.compiles_routing = self.compiled and layout.expert == 1  # an exchange of tokens is in no graph
@@ -74,7 +76,7 @@ class RankWork:
 
     def estimate_matmul(self, name: str, layer: Matmul, part: str) -> float:
         """Return the time of a linear layer's matmul: forward, or the gradient of its input or weight."""
-        tokens = self.tokens * layer.compute_token_share(self.count_sequence_ranks())
+        tokens = self.tokens * layer.compute_token_share(self.sequence_ranks)
         shape = compute_matmul_sizes(tokens, layer.split(self.tensor), part)
         eight_bit = name in self.quantized and (part != "weight" or self.precision.weight_grads_in_8_bits)
         seconds = operations.estimate_matmul(*shape, self.speeds, eight_bit=eight_bit)
@@ -82,10 +84,6 @@ class RankWork:
             seconds *= operations.ROWWISE if self.precision.rowwise else 1.0
             seconds += operations.estimate_cast(*shape, self.precision.bytes, self.eager, self.speeds)
         return seconds
-
-    def count_sequence_ranks(self) -> int:
-        """Return the ranks that the residual stream is split over."""
-        return self.tensor if self.recipe.parallelism.sequence_parallel else 1
 
     def estimate_tensor_exchange(self) -> float:
         """Return the exposed time of one all-gather or reduce-scatter of the residual stream between tensor ranks."""
@@ -163,7 +161,7 @@ class BlockTime:
             self._expert_parameters = model.expert_parameters(layer)
             self._expert_count = self._expert_parameters / sum(m.inputs * m.outputs for m in self.experts.values())
             chosen = self._expert_count * model.active_expert_parameters(layer) / self._expert_parameters
-            self._expert_rows = chosen * rank.tokens / rank.count_sequence_ranks()  # if all experts have equally many
+            self._expert_rows = chosen * rank.tokens / rank.sequence_ranks  # if all experts have equally many
         self._local_experts = self._expert_count / rank.layout.expert
 
     @cached_property
@@ -257,14 +255,12 @@ class BlockTime:
     def _estimate_elementwise(self, part: str) -> float:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
         rank, element = self.rank, self.rank.precision.bytes
-        size = count_elementwise_bytes(rank.model, element, part, rank.tensor, rank.count_sequence_ranks(), self.layer)
+        size = count_elementwise_bytes(rank.model, element, part, self.layer, rank.tensor, rank.sequence_ranks)
         exchange = rank.model, element, part, self.layer, rank.layout.expert
-        size += count_routing_bytes(*exchange) / rank.count_sequence_ranks()
+        size += count_routing_bytes(*exchange) / rank.sequence_ranks
         size *= rank.eager
         if rank.compiled and not rank.compiles_routing:
-            size += (
-                (rank.speeds.eager - 1) * count_routing_bytes(*exchange, rows_only=True) / rank.count_sequence_ranks()
-            )
+            size += (rank.speeds.eager - 1) * count_routing_bytes(*exchange, rows_only=True) / rank.sequence_ranks
         return size * rank.tokens / rank.speeds.memory
 
     # ---- experts ----
@@ -280,7 +276,7 @@ class BlockTime:
             )
             for matmul in self.experts.values()
         )
-        tokens = rank.tokens / rank.count_sequence_ranks()
+        tokens = rank.tokens / rank.sequence_ranks
         router = operations.estimate_matmul(
             *compute_matmul_sizes(tokens, (rank.model.dim, int(self._expert_count)), part), rank.speeds
         )

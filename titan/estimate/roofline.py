@@ -150,18 +150,16 @@ def _sum_elementwise_bytes(recipe: Recipe) -> float:
     """Return bytes per token of norms, RoPE, SwiGLU's gate and residual additions, forward and backward."""
     model, element = recipe.model, recipe.precision.bytes
     forward, backward = (
-        model.sum_over_blocks(partial(_count_block_bytes, model, element, part)) for part in ("forward", "backward")
+        model.sum_over_blocks(partial(count_elementwise_bytes, model, element, part))
+        + model.sum_over_blocks(partial(count_routing_bytes, model, element, part))
+        for part in ("forward", "backward")
     )
     ends = 5 * model.dim + 2 * model.dim * (recipe.precision.weight_bytes / element + 1)  # last norm, embedding
     return (1 + _compute_recomputed_share(recipe)) * forward + backward + element * ends
 
 
-def _count_block_bytes(model: Decoder, element: int, part: str, layer: int) -> float:
-    return count_elementwise_bytes(model, element, part, layer=layer) + count_routing_bytes(model, element, part, layer)
-
-
 def count_elementwise_bytes(
-    model: Decoder, element: int, part: str, tensor: int = 1, sequence: int = 1, layer: int = 0
+    model: Decoder, element: int, part: str, layer: int = 0, tensor: int = 1, sequence: int = 1
 ) -> float:
     """Return bytes per token of norms, RoPE, activations and residual additions of a block.
 
