@@ -48,9 +48,9 @@ class RowFormat(ABC):
     def columns(self) -> tuple[str, ...]:
         """The keys or columns to read."""
 
-    @abstractmethod
     def list_parameters(self) -> list[Any]:
-        """Return everything that determines the documents, besides the rows."""
+        """Return everything that determines the documents, besides the rows: the columns, unless there is more."""
+        return list(self.columns)
 
     @abstractmethod
     def extract_document(self, row: TableRow) -> Document:
@@ -93,16 +93,13 @@ class RowSource(Source):
     def documents(self, part: SourcePart) -> Iterator[Document]:
         """Yield the documents of a part."""
         for location, row in self.read_rows(part):
-            yield self._extract_document(location, row)
-
-    def _extract_document(self, location: str, row: TableRow | BadDocumentError) -> Document:
-        try:
-            if isinstance(row, BadDocumentError):
-                raise row
-            document = self.row_format.extract_document(row)
-        except BadDocumentError as error:
-            return reject_or_skip(self.on_error, location, error)
-        return Skip(document.reason, location) if isinstance(document, Skip) else document
+            try:
+                if isinstance(row, BadDocumentError):
+                    raise row
+                document = self.row_format.extract_document(row)
+            except BadDocumentError as error:
+                document = reject_or_skip(self.on_error, location, error)
+            yield Skip(document.reason, location) if isinstance(document, Skip) else document
 
 
 @dataclass(frozen=True)
@@ -115,10 +112,6 @@ class TextField(RowFormat):
     def columns(self) -> tuple[str, ...]:
         """The key."""
         return (self.field,)
-
-    def list_parameters(self) -> list[Any]:
-        """Return the key."""
-        return [self.field]
 
     def extract_document(self, row: TableRow) -> Document:
         """Return the text, or Skip if it is null or blank."""
