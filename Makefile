@@ -44,10 +44,10 @@ sample: $(VENV)/.test    ## a twelfth of rehearse, hangs, chaos and planted, ano
 	$(VENV)/bin/python -m tests.support.hangs --part $(or $(PART),$(ROTATION))
 	$(VENV)/bin/python -m tests.support.chaos --kills 8 --part $(or $(PART),$(ROTATION))
 	$(VENV)/bin/python -m tests.support.planted --part $(or $(PART),$(ROTATION))
-	$(VENV)/bin/python -m tests.support.tables marin
+	$(VENV)/bin/python -m tests.measure.tables marin
 
 tables: $(VENV)/.test    ## figures of published studies, and titan's: laws, learning rates, mixtures, early stopping
-	$(VENV)/bin/python -m tests.support.tables $(ARGS)
+	$(VENV)/bin/python -m tests.measure.tables $(ARGS)
 
 chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves too, and compared: ten to twenty minutes
 	$(VENV)/bin/python -m tests.support.chaos $(ARGS)

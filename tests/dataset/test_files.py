@@ -183,37 +183,29 @@ def test_a_bad_line_in_a_later_part_is_placed_in_the_file(tmp_path: Path, monkey
     assert len(read(build_jsonl_source(str(tmp_path), on_error="skip"))[0]) > len(TEXTS)
 
 
+BUILDERS: dict[str, Callable[..., Source]] = {
+    "x.jsonl": build_jsonl_source, "x.txt": build_text_source, "x.parquet": build_parquet_source
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "name", "data", "reasons", "texts"),
+    ("name", "data", "reasons", "texts"),
     [
-        pytest.param(
-            build_jsonl_source,
-            "x.jsonl",
-            b'{"text": "a"}\n{oops\n{"text": "b"}',
-            ["not JSON"],
-            ["a", "b"],
-            id="no-json",
-        ),
-        pytest.param(build_jsonl_source, "x.jsonl", b'[1]\n{"text": "b"}', ["not JSON"], ["b"], id="no-object"),
-        pytest.param(
-            build_jsonl_source, "x.jsonl", b'{"text": "\xe9"}\n{"text": "b"}', ["not UTF-8"], ["b"], id="latin-line"
-        ),
-        pytest.param(
-            build_jsonl_source, "x.jsonl", b'{"t": "a"}\n{"text": 5}\n', ["no text", "no text"], [], id="no-text"
-        ),
-        pytest.param(build_text_source, "x.txt", b"a\xe9b", ["not UTF-8"], [], id="latin-text"),
-        pytest.param(build_parquet_source, "x.parquet", b"PAR1", ["broken file"], [], id="no-parquet"),
+        pytest.param("x.jsonl", b'{"text": "a"}\n{oops\n{"text": "b"}', ["not JSON"], ["a", "b"], id="no-json"),
+        pytest.param("x.jsonl", b'[1]\n{"text": "b"}', ["not JSON"], ["b"], id="no-object"),
+        pytest.param("x.jsonl", b'{"text": "\xe9"}\n{"text": "b"}', ["not UTF-8"], ["b"], id="latin-line"),
+        pytest.param("x.jsonl", b'{"t": "a"}\n{"text": 5}\n', ["no text", "no text"], [], id="no-text"),
+        pytest.param("x.txt", b"a\xe9b", ["not UTF-8"], [], id="latin-text"),
+        pytest.param("x.parquet", b"PAR1", ["broken file"], [], id="no-parquet"),
     ],
 )
-def test_what_is_bad_is_skipped(
-    tmp_path: Path, kind: Callable[..., Source], name: str, data: bytes, reasons: list[str], texts: list[str]
-) -> None:
+def test_what_is_bad_is_skipped(tmp_path: Path, name: str, data: bytes, reasons: list[str], texts: list[str]) -> None:
     (tmp_path / name).write_bytes(data)
-    came, skips = read(kind(str(tmp_path), on_error="skip"))
+    came, skips = read(BUILDERS[name](str(tmp_path), on_error="skip"))
     assert (came, [skip.reason for skip in skips]) == (texts, reasons)
     assert all(name in skip.location for skip in skips)
     with pytest.raises(ConfigError, match=name):
-        read(kind(str(tmp_path)))
+        read(BUILDERS[name](str(tmp_path)))
 
 
 def test_mixed_encodings_cost_only_their_documents(tmp_path: Path) -> None:

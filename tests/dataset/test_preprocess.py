@@ -16,16 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.footprint import estimate_footprint
-from tests.support.made_source import Made, MadeSource, make_documents
-from tests.support.tiers import full
+from tests.support.made_source import MadeSource
 from titan.console.numbers import format_bytes
 from titan.dataset.documents import Document, Skip, SourcePart, Turn
 from titan.dataset.preprocess import plan, shard_job
 from titan.dataset.preprocess.encode import group_documents, hash_document
-from titan.dataset.preprocess.prepare import count_distinct, prepare
+from titan.dataset.preprocess.prepare import build_manifest, build_report, count_distinct
 from titan.dataset.preprocess.writer import SplitWriter, compute_checksum, write_json
-from titan.dataset.schema import Stdlib
 from titan.errors import ConfigError
 from titan.files import leases
 
@@ -312,36 +309,15 @@ def test_sizes_in_words() -> None:
     assert found == ["0 bytes", "999 bytes", "1.0 kB", "12.3 kB", "123 MB", "60.0 TB", "5,000.0 TB"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        pytest.param(Stdlib(), id="stdlib"),
-        full(Made(content=make_documents(300, 50), validation=0.01, workers=1), id="many-units"),
-    ],
-)
-def test_sizes_on_paper_are_those_on_disk(
-    dataset: Stdlib | Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if isinstance(dataset, Made):
-        monkeypatch.setattr(plan, "MIN_SHARD_BYTES", 1000)
-        monkeypatch.setattr(plan, "TARGET_SHARDS", 300)
-        monkeypatch.setenv("TITAN_CACHE", str(tmp_path))
-    folder = prepare(dataset)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    found = manifest["report"]
-    paper = estimate_footprint(found["bytes"], found["documents"], found["tokens"], manifest["vocab_size"])
-    assert paper.shards == pytest.approx(len(manifest["units"]), rel=0.05)
-    assert paper.plan == pytest.approx((folder / "plan.json").stat().st_size, rel=0.05)
-    skipped = len(json.dumps(found["skipped"])) - 2 + len(json.dumps(found["notes"])) - 2
-    assert paper.manifest == pytest.approx((folder / "manifest.json").stat().st_size - skipped, rel=0.07)
-    for kind, size in (("tokens", paper.tokens), ("offsets", paper.offsets)):
-        assert size == sum(f.stat().st_size for f in folder.glob(f"*.{kind}"))
-
-
-@pytest.mark.full
 def test_the_largest_corpora_have_small_plans() -> None:
-    paper = estimate_footprint(60 * 10**12, 15 * 10**9, 15 * 10**12, 128_256)
-    assert paper.shards == 27_940
-    assert paper.plan < 2**20 and paper.manifest < 2 * 2**20 and paper.index < 2 * 2**20
-    assert (paper.tokens, paper.offsets, paper.hashes) == (60 * 10**12, 120 * 10**9, 120 * 10**9)
+    """As of 60 TB of text with 15e12 tokens."""
+    units = plan.divide_parts([SourcePart(str(i), 2**31) for i in range(60 * 10**12 // 2**31)])
+    identity = {"name": "tokenizer.json", "fingerprint": "0" * 64, "file": "tokenizer.json"}
+    largest = plan.PreparationPlan("0" * 64, "source", 128_256, False, identity, 2**64 // 100, units)
+    counts = {"tokens": 536_000_000, "documents": 536_000, "max_token": 128_255}
+    shard = {"train": counts, "validation": counts, "documents": 540_000, "bytes": 2**31, "skipped": {}, "seconds": 1.0}
+    shards = [shard] * len(units)
+    manifest = build_manifest(largest, shards, build_report(shards, 0, []))
+    sizes = [len(json.dumps(content, separators=(",", ":"))) for content in (largest.build_content(), manifest)]
+    assert len(units) == 27_939
+    assert sizes[0] < 2**20 and sizes[1] < 2 * 2**20

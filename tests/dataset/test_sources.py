@@ -142,58 +142,56 @@ def test_documents_of_nothing_are_told(tmp_path: Path) -> None:
 
 
 GOOD = b'{"text": "fine"}\n'
-BAD = [
-    pytest.param(build_text_source, None, "x.txt", ["dataset.path", "no such"], id="missing-path"),
-    pytest.param(build_text_source, None, "*.txt", ["dataset.path", "matches"], id="glob-without-match"),
-    pytest.param(build_text_source, None, "", ["dataset.path", "matches"], id="empty-folder"),
-    pytest.param(build_jsonl_source, {"x.txt": b"hello"}, "", ["matches", ".jsonl"], id="folder-of-other-files"),
-    pytest.param(build_text_source, {"x.txt": b""}, "x.txt", ["x.txt", "the file is empty"], id="empty-file"),
-    pytest.param(
-        build_text_source, {"x.txt": b"", "y.txt": b""}, "", ["all 2 files are empty"], id="folder-of-empty-files"
-    ),
-    pytest.param(build_jsonl_source, {"x.jsonl": b""}, "x.jsonl", ["x.jsonl", "empty"], id="empty-jsonl"),
-    pytest.param(
-        build_jsonl_source, {"x.jsonl": GOOD + b"\n{oops\n"}, "", ["x.jsonl, line 3", "not JSON"], id="broken-line"
-    ),
-    pytest.param(
-        build_jsonl_source, {"x.jsonl": GOOD + b"[1]\n"}, "", ["x.jsonl, line 2", "object"], id="line-of-another-kind"
-    ),
-    pytest.param(
-        build_jsonl_source,
-        {"x.jsonl": b'{"body": ""}'},
-        "",
-        ["line 1", "'text'", "body", "dataset.field"],
-        id="no-field",
-    ),
-    pytest.param(
-        build_jsonl_source, {"x.jsonl": b'{"text": 5}'}, "", ["line 1", "is 5, not text"], id="field-that-is-no-text"
-    ),
-    pytest.param(build_jsonl_source, {"x.jsonl": b"[" * 100_000}, "", ["line 1", "not JSON"], id="nested-without-end"),
-    pytest.param(
-        build_jsonl_source,
-        {"x.jsonl": GOOD + b'{"text": "\xff"}'},
-        "",
-        ["x.jsonl", "byte 27", "UTF-8"],
-        id="jsonl-bytes",
-    ),
-    pytest.param(build_text_source, {"x.txt": b"abc\xff"}, "x.txt", ["x.txt", "byte 3", "UTF-8"], id="text-bytes"),
-    pytest.param(
-        build_text_source, {"x.txt": b"\xef\xbb\xbfabc\xff"}, "x.txt", ["byte 6"], id="text-bytes-after-a-mark"
-    ),
-    pytest.param(
-        build_text_source, {"x.txt": b"ab\n" * 5000 + b"\xc3"}, "", ["byte 15000"], id="text-bytes-in-a-later-passage"
-    ),
-]
+TEXT_FILES: dict[str, dict[str, bytes]] = {
+    "missing": {}, "empty": {"x.txt": b""}, "empty-ones": {"x.txt": b"", "y.txt": b""}, "bytes": {"x.txt": b"abc\xff"},
+    "bytes-after-a-mark": {"x.txt": b"\xef\xbb\xbfabc\xff"},
+    "bytes-in-a-later-passage": {"x.txt": b"ab\n" * 5000 + b"\xc3"},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "files", "path", "words"), BAD)
-def test_bad_input_is_refused(
-    tmp_path: Path, kind: Callable[[str], Source], files: dict[str, bytes] | None, path: str, words: list[str]
-) -> None:
-    for name, content in (files or {}).items():
-        (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize(
+    ("found", "path", "words"),
+    [
+        pytest.param("missing", "x.txt", ["dataset.path", "no such"], id="missing-path"),
+        pytest.param("missing", "*.txt", ["dataset.path", "matches"], id="glob-without-match"),
+        pytest.param("missing", "", ["dataset.path", "matches"], id="empty-folder"),
+        pytest.param("empty", "x.txt", ["x.txt", "the file is empty"], id="empty-file"),
+        pytest.param("empty-ones", "", ["all 2 files are empty"], id="folder-of-empty-files"),
+        pytest.param("bytes", "x.txt", ["x.txt", "byte 3", "UTF-8"], id="bytes"),
+        pytest.param("bytes-after-a-mark", "x.txt", ["byte 6"], id="bytes-after-a-mark"),
+        pytest.param("bytes-in-a-later-passage", "", ["byte 15000"], id="bytes-in-a-later-passage"),
+    ],
+)
+def test_bad_text_is_refused(tmp_path: Path, found: str, path: str, words: list[str]) -> None:
+    _refuse(build_text_source, tmp_path, TEXT_FILES[found], path, words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(b"", ["x.jsonl", "empty"], id="empty"),
+        pytest.param(GOOD + b"\n{oops\n", ["x.jsonl, line 3", "not JSON"], id="broken-line"),
+        pytest.param(GOOD + b"[1]\n", ["x.jsonl, line 2", "object"], id="line-of-another-kind"),
+        pytest.param(b'{"body": ""}', ["line 1", "'text'", "body", "dataset.field"], id="no-field"),
+        pytest.param(b'{"text": 5}', ["line 1", "is 5, not text"], id="field-that-is-no-text"),
+        pytest.param(b"[" * 100_000, ["line 1", "not JSON"], id="nested-without-end"),
+        pytest.param(GOOD + b'{"text": "\xff"}', ["x.jsonl", "byte 27", "UTF-8"], id="bytes"),
+    ],
+)
+def test_bad_lines_are_refused(tmp_path: Path, content: bytes, words: list[str]) -> None:
+    _refuse(build_jsonl_source, tmp_path, {"x.jsonl": content}, "", words)
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
+    _refuse(build_jsonl_source, tmp_path, {"x.txt": b"hello"}, "", ["matches", ".jsonl"])
+
+
+def _refuse(kind: Callable[[str], Source], folder: Path, files: dict[str, bytes], path: str, words: list[str]) -> None:
+    """Expect one sentence with these words."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     with pytest.raises(ConfigError) as refusal:
-        documents(kind(str(tmp_path / path)))
+        documents(kind(str(folder / path)))
     assert all(word in str(refusal.value) for word in words)
     assert "\n" not in str(refusal.value)
 
@@ -214,17 +212,9 @@ def test_the_digest_is_the_content_not_its_place(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.txt").write_text(content)
     a, b, c = (build_text_source(str(tmp_path / folder)).digest() for folder in "abc")
+    separated, lines = build_text_source(str(tmp_path / "a"), "\n"), build_jsonl_source(str(tmp_path / "a" / "x.txt"))
     assert a == b != c
-    assert (
-        len(
-            {
-                a,
-                build_text_source(str(tmp_path / "a"), "\n").digest(),
-                build_jsonl_source(str(tmp_path / "a" / "x.txt")).digest(),
-            }
-        )
-        == 3
-    )
+    assert len({a, separated.digest(), lines.digest()}) == 3
 
 
 def test_a_big_file_is_read_once_for_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

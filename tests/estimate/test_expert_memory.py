@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.estimate.test_memory import CLOSE, traced
+from tests.estimate.test_memory import CLOSE, both
 from tests.support.composing import compose_test_run
 from tests.support.ranks import run_ranks
 from tests.support.tiers import list_further, select_cases
 from tests.support.two_kinds import with_two_kinds
-from titan.estimate import memory
 from titan.estimate.traced.memory import find_peak
 from titan.run.run import Run
 from titan.training.trace.rank import build_rank_trace
@@ -28,38 +27,41 @@ SHAPES = {
 def run(shape: str, *more: str, model: str = "qwen3_moe_debug") -> Run:
     """A composed run on any number of ranks."""
     common = (f"model={model}", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
-    return compose_test_run([*common, *SHAPES[shape].split(), *more])
+    chosen = ("model.top_k=1",) if model == "llama4_debug" else ()
+    return compose_test_run([*common, "precision=bf16", *SHAPES[shape].split(), *chosen, *more])
 
 
-def both(one: Run, rank: int = 0, device: str = "cpu") -> tuple[float, float]:
-    """Bytes that are estimated for a rank, and its traced peak."""
-    stage = one.layout.compute_coordinates(rank)["pipeline"]
-    return memory.estimate_peaks(one, one.layout, one.microbatches, device)[stage].bytes, traced(
-        one, rank, device
-    ).bytes
-
-
-CASES = [
-    ("tokens", "precision=bf16"),
+FAMILIES = ("deepseek_v3_debug", "llama4_debug")
+CASES_OF_ALL = [
+    ("tokens", "memory=none"),
     ("tokens", "precision=fp32"),
-    ("tokens", "precision=bf16 memory=full parallelism.microbatches=4"),
-    ("tokens", "precision=bf16 memory=selective"),
-    ("tokens", "precision=bf16 parallelism=tp"),
-    ("tokens", "precision=bf16 parallelism=tp parallelism.sequence_parallel=false"),
-    ("tokens", "precision=bf16 parallelism=cp"),
-    ("tokens", "precision=bf16 parallelism=hsdp memory=selective"),
-    ("tokens", "precision=bf16 parallelism=pp parallelism.microbatches=8 memory=full"),
-    ("experts", "precision=bf16"),
-    ("experts", "precision=bf16 parallelism=fsdp memory=full parallelism.microbatches=2"),
-    ("experts", "precision=bf16 parallelism=fsdp_tp memory=full"),
-    ("wide", "precision=bf16 parallelism=fsdp"),
-    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=full"),
-    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=4 cluster.devices=4 memory=full"),
-    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 cluster.devices=4"),
-    ("tokens", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=selective"),
-    ("tokens", "precision=bf16 parallelism=fsdp_tp parallelism.expert=4 memory=full"),
-    ("tokens", "precision=bf16 parallelism=hsdp parallelism.expert=2"),
-    ("tokens", "precision=bf16 parallelism=tp parallelism.expert=2"),
+    ("tokens", "memory=selective"),
+    ("tokens", "parallelism=tp"),
+    ("tokens", "parallelism=tp parallelism.sequence_parallel=false"),
+    ("tokens", "parallelism=cp"),
+    ("tokens", "parallelism=pp parallelism.microbatches=8 memory=full"),
+    ("tokens", "parallelism=fsdp parallelism.expert=2 memory=selective"),
+    ("experts", "parallelism=fsdp_tp memory=full"),
+    ("experts", "parallelism=fsdp parallelism.expert=2 memory=full"),
+]
+CASES = [
+    *CASES_OF_ALL,
+    ("tokens", "memory=full parallelism.microbatches=4"),
+    ("tokens", "parallelism=hsdp memory=selective"),
+    ("experts", "memory=none"),
+    ("experts", "parallelism=fsdp memory=full parallelism.microbatches=2"),
+    ("wide", "parallelism=fsdp"),
+    ("experts", "parallelism=fsdp parallelism.expert=4 cluster.devices=4 memory=full"),
+    ("experts", "parallelism=fsdp parallelism.expert=2 cluster.devices=4"),
+    ("tokens", "parallelism=fsdp_tp parallelism.expert=4 memory=full"),
+    ("tokens", "parallelism=hsdp parallelism.expert=2"),
+    ("tokens", "parallelism=tp parallelism.expert=2"),
+]
+FAMILY_CASES = [
+    *CASES_OF_ALL,
+    ("tokens", "memory=full"),
+    ("tokens", "parallelism=fsdp dataset.mask_documents=true"),
+    ("experts", "parallelism=fsdp memory=full"),
 ]
 
 
@@ -68,64 +70,44 @@ def named(*case: str) -> Any:
     return pytest.param(*case, id="-".join(case).replace(" ", "-"))
 
 
+def check_estimate(one: Run, device: str = "cpu") -> None:
+    estimated, found = both(one, 0, device)
+    assert estimated == pytest.approx(found.bytes, rel=CLOSE)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("shape", "more"),
-    select_cases([named(*case) for case in CASES], ("tokens-precision=bf16-parallelism=tp",)),
-)
+@pytest.mark.parametrize(("shape", "more"), select_cases([named(*case) for case in CASES], ("tokens-parallelism=tp",)))
 def test_experts(shape: str, more: str) -> None:
-    estimated, found = both(run(shape, *more.split()))
-    assert estimated == pytest.approx(found, rel=CLOSE)
+    check_estimate(run(shape, *more.split()))
 
 
-FAMILIES = ("deepseek_v3_debug", "llama4_debug")
-FAMILY_CASES = [
-    ("tokens", "precision=bf16"),
-    ("tokens", "precision=fp32"),
-    ("tokens", "precision=bf16 memory=full"),
-    ("tokens", "precision=bf16 memory=selective"),
-    ("tokens", "precision=bf16 parallelism=tp"),
-    ("tokens", "precision=bf16 parallelism=tp parallelism.sequence_parallel=false"),
-    ("tokens", "precision=bf16 parallelism=cp"),
-    ("tokens", "precision=bf16 parallelism=pp parallelism.microbatches=8 memory=full"),
-    ("tokens", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=selective"),
-    ("tokens", "precision=bf16 parallelism=fsdp dataset.mask_documents=true"),
-    ("experts", "precision=bf16 parallelism=fsdp memory=full"),
-    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=full"),
-    ("experts", "precision=bf16 parallelism=fsdp_tp memory=full"),
-]
 BY_FAMILY = [named(model, shape, more) for model in FAMILIES for shape, more in FAMILY_CASES]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("model", "shape", "more"), list_further(lambda: BY_FAMILY))
 def test_latent_attention_chunks_and_shared_experts(model: str, shape: str, more: str) -> None:
-    chosen = ["model.top_k=1"] if model == "llama4_debug" else []
-    estimated, found = both(run(shape, *chosen, *more.split(), model=model))
-    assert estimated == pytest.approx(found, rel=CLOSE)
+    check_estimate(run(shape, *more.split(), model=model))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", FAMILIES)
 def test_norms_as_gpus_compute_them(model: str) -> None:
-    chosen = ["model.top_k=1"] if model == "llama4_debug" else []
-    estimated, found = both(run("tokens", "precision=bf16", *chosen, model=model), device="cuda")
-    assert estimated == pytest.approx(found, rel=CLOSE)
+    check_estimate(run("tokens", model=model), "cuda")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "dense", "more"),
     [
-        pytest.param("tokens", 1, "precision=bf16", id="saved"),
-        pytest.param("experts", 1, "precision=bf16 parallelism=fsdp memory=full", id="gathered"),
-        pytest.param("experts", 3, "precision=bf16 parallelism=fsdp", id="gathered-once"),
-        pytest.param("tokens", 2, "precision=bf16 memory=every_n", id="every-second"),
+        pytest.param("tokens", 1, "memory=none", id="saved"),
+        pytest.param("experts", 1, "parallelism=fsdp memory=full", id="gathered"),
+        pytest.param("experts", 3, "parallelism=fsdp", id="gathered-once"),
+        pytest.param("tokens", 2, "memory=every_n", id="every-second"),
     ],
 )
 def test_blocks_of_two_kinds(shape: str, dense: int, more: str) -> None:
-    estimated, found = both(with_two_kinds(run(shape, *more.split()), dense))
-    assert estimated == pytest.approx(found, rel=CLOSE)
+    check_estimate(with_two_kinds(run(shape, *more.split()), dense))
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 from unittest import mock
@@ -35,80 +35,54 @@ SHAPES = {
     "training.seq_len=128 training.global_batch=1024",
 }
 """Models and batches whose peak is in the blocks, in the head, or where gradients and weights are largest."""
+MICROBATCHES = "parallelism.microbatches=4"
+WHOLE, SHARDED = f"{MICROBATCHES} parallelism.accumulate=whole", f"{MICROBATCHES} parallelism.accumulate=sharded"
+INTERLEAVED = f"parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B {MICROBATCHES}"
 LAYOUTS = {
-    "single": ("parallelism=single", 0),
-    "accumulating": ("parallelism=single parallelism.microbatches=4", 0),
-    "fsdp": ("parallelism=fsdp", 0),
-    "fsdp-8": ("parallelism=fsdp cluster.devices=8", 0),
-    "fsdp-tied": ("parallelism=fsdp model.tied=true", 0),
-    "fsdp-kept": ("parallelism=fsdp parallelism.reshard=never", 0),
-    "fsdp-accumulating": ("parallelism=fsdp parallelism.microbatches=4", 0),
-    "fsdp-accumulating-whole": ("parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole", 0),
-    "fsdp-buffers": ("parallelism=fsdp parallelism.reduce_buffers=3", 0),
-    "fsdp-whole-buffers": (
-        "parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole parallelism.reduce_buffers=2",
-        0,
-    ),
-    "fsdp-whole-bf16": (
-        "parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole precision.accumulate=bf16",
-        0,
-    ),
-    "fsdp-whole-buffers-bf16": (
-        "parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole parallelism.reduce_buffers=2 "
-        "precision.accumulate=bf16",
-        0,
-    ),
-    "hsdp": ("parallelism=hsdp", 0),
-    "tp": ("parallelism=tp", 0),
-    "tp-kept": ("parallelism=tp parallelism.regather=false", 0),
-    "tp-regathered": ("parallelism=tp parallelism.regather=true", 0),
-    "tp-whole-sequence": ("parallelism=tp parallelism.sequence_parallel=false", 0),
-    "fsdp-tp": ("parallelism=fsdp_tp", 0),
-    "cp": ("parallelism=cp", 0),
-    "cp-ring": ("parallelism=cp parallelism.context_method=ring", 0),
-    "cp-ulysses": ("parallelism=cp parallelism.context_method=ulysses", 0),
-    "pp-first": ("parallelism=pp parallelism.microbatches=8", 0),
-    "pp-last": ("parallelism=pp parallelism.microbatches=8", 1),
-    "gpipe-last": ("parallelism=pp parallelism.schedule=GPipe parallelism.microbatches=4", 1),
-    "interleaved-first": ("parallelism=pp parallelism.schedule=Interleaved1F1B parallelism.microbatches=4", 0),
-    "3d-first": ("parallelism=3d parallelism.microbatches=4", 0),
-    "3d-last": ("parallelism=3d parallelism.microbatches=4", 4),
-    "3d-bf16-first": ("parallelism=3d parallelism.microbatches=4 precision.accumulate=bf16", 0),
-    "3d-bf16-last": ("parallelism=3d parallelism.microbatches=4 precision.accumulate=bf16", 4),
-    "interleaved-bf16": (
-        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.microbatches=4 precision.accumulate=bf16",
-        0,
-    ),
-    "3d-reduced": ("parallelism=3d parallelism.microbatches=4 parallelism.accumulate=sharded", 0),
-    "3d-buffers": ("parallelism=3d parallelism.microbatches=4 parallelism.reduce_buffers=3", 0),
-    "3d-reduced-buffers": (
-        "parallelism=3d parallelism.microbatches=4 parallelism.accumulate=sharded parallelism.reduce_buffers=2",
-        0,
-    ),
-    "interleaved-reduced": (
-        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 "
-        "parallelism.accumulate=sharded model.layers=6",
-        0,
-    ),
-    "interleaved-7-stages": (
-        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=14 model.layers=14 "
-        "parallelism.microbatches=4",
-        0,
-    ),
-    "interleaved-resharded": (
-        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 "
-        "parallelism.reshard=always model.layers=6",
-        0,
-    ),
-    "pp-resharded": ("parallelism=fsdp_pp parallelism.microbatches=4 parallelism.reshard=always", 0),
-    "4d": ("parallelism=4d parallelism.microbatches=4", 0),
-    "fsdp-groups": (
-        "parallelism=fsdp cluster.devices=4 "
-        "+parallelism.groups={whole:{match:[tok_embeddings,layers.0,layers.*.w1],shard:1},pairs:{match:[head],shard:2}}",
-        0,
-    ),
-    "documents": ("parallelism=fsdp dataset.mask_documents=true", 0),
+    "single": "parallelism=single",
+    "accumulating": f"parallelism=single {MICROBATCHES}",
+    "fsdp": "parallelism=fsdp",
+    "fsdp-8": "parallelism=fsdp cluster.devices=8",
+    "fsdp-tied": "parallelism=fsdp model.tied=true",
+    "fsdp-kept": "parallelism=fsdp parallelism.reshard=never",
+    "fsdp-accumulating": f"parallelism=fsdp {MICROBATCHES}",
+    "fsdp-accumulating-whole": f"parallelism=fsdp {WHOLE}",
+    "fsdp-buffers": "parallelism=fsdp parallelism.reduce_buffers=3",
+    "fsdp-whole-buffers": f"parallelism=fsdp {WHOLE} parallelism.reduce_buffers=2",
+    "fsdp-whole-bf16": f"parallelism=fsdp {WHOLE} precision.accumulate=bf16",
+    "fsdp-whole-buffers-bf16": f"parallelism=fsdp {WHOLE} parallelism.reduce_buffers=2 precision.accumulate=bf16",
+    "hsdp": "parallelism=hsdp",
+    "tp": "parallelism=tp",
+    "tp-kept": "parallelism=tp parallelism.regather=false",
+    "tp-regathered": "parallelism=tp parallelism.regather=true",
+    "tp-whole-sequence": "parallelism=tp parallelism.sequence_parallel=false",
+    "fsdp-tp": "parallelism=fsdp_tp",
+    "cp": "parallelism=cp",
+    "cp-ring": "parallelism=cp parallelism.context_method=ring",
+    "cp-ulysses": "parallelism=cp parallelism.context_method=ulysses",
+    "pp-first": "parallelism=pp parallelism.microbatches=8",
+    "pp-last": "parallelism=pp parallelism.microbatches=8",
+    "gpipe-last": f"parallelism=pp {MICROBATCHES} parallelism.schedule=GPipe",
+    "interleaved-first": f"parallelism=pp {MICROBATCHES} parallelism.schedule=Interleaved1F1B",
+    "3d-first": f"parallelism=3d {MICROBATCHES}",
+    "3d-last": f"parallelism=3d {MICROBATCHES}",
+    "3d-bf16-first": f"parallelism=3d {MICROBATCHES} precision.accumulate=bf16",
+    "3d-bf16-last": f"parallelism=3d {MICROBATCHES} precision.accumulate=bf16",
+    "interleaved-bf16": f"{INTERLEAVED} precision.accumulate=bf16",
+    "3d-reduced": f"parallelism=3d {SHARDED}",
+    "3d-buffers": f"parallelism=3d {MICROBATCHES} parallelism.reduce_buffers=3",
+    "3d-reduced-buffers": f"parallelism=3d {SHARDED} parallelism.reduce_buffers=2",
+    "interleaved-reduced": f"{INTERLEAVED} parallelism.stages=6 parallelism.accumulate=sharded model.layers=6",
+    "interleaved-7-stages": f"{INTERLEAVED} parallelism.stages=14 model.layers=14",
+    "interleaved-resharded": f"{INTERLEAVED} parallelism.stages=6 parallelism.reshard=always model.layers=6",
+    "pp-resharded": f"parallelism=fsdp_pp {MICROBATCHES} parallelism.reshard=always",
+    "4d": f"parallelism=4d {MICROBATCHES}",
+    "fsdp-groups": "parallelism=fsdp cluster.devices=4 "
+    "+parallelism.groups={whole:{match:[tok_embeddings,layers.0,layers.*.w1],shard:1},pairs:{match:[head],shard:2}}",
+    "documents": "parallelism=fsdp dataset.mask_documents=true",
 }
+RANKS = {"pp-last": 1, "gpipe-last": 1, "3d-last": 4, "3d-bf16-last": 4}
+"""The ranks that are traced; of other layouts the first."""
 MODES = {"blocks": ("none", "full", "selective"), "head": ("none",), "state": ("full",)}
 """How activations are kept, which counts where the peak is in the blocks."""
 EVERY_N = ("single", "fsdp-kept", "tp", "cp-ring", "pp-first", "interleaved-first", "3d-last")
@@ -124,7 +98,7 @@ CASES = [
 def run(shape: str, layout: str, *more: str) -> Run:
     """A composed run on fewer than ten ranks, however much memory it takes."""
     common = ("model=debug", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
-    return compose_test_run([*common, "precision=bf16", *SHAPES[shape].split(), *LAYOUTS[layout][0].split(), *more])
+    return compose_test_run([*common, "precision=bf16", *SHAPES[shape].split(), *LAYOUTS[layout].split(), *more])
 
 
 def traced(one: Run, rank: int, device: str = "cpu") -> LiveMemory:
@@ -146,55 +120,41 @@ def both(one: Run, rank: int, device: str = "cpu") -> tuple[float, LiveMemory]:
     ("shape", "layout", "mode"), select_cases(CASES, ("blocks-fsdp-8-full", "blocks-gpipe-last-none"))
 )
 def test_the_estimate_is_the_traced_peak(shape: str, layout: str, mode: str) -> None:
-    estimated, found = both(run(shape, layout, f"memory={mode}"), LAYOUTS[layout][1])
-    assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("layout", "more"),
-    [
-        pytest.param("fsdp", ("memory=none",), id="fsdp"),
-        pytest.param("tp", ("memory=selective",), id="tp-selective"),
-        pytest.param("3d-first", ("memory=full",), id="3d-full"),
-        pytest.param("single", ("precision=fp32",), id="fp32"),
-    ],
-)
-def test_with_norms_as_gpus_compute_them(layout: str, more: tuple[str, ...]) -> None:
-    estimated, found = both(run("blocks", layout, *more), LAYOUTS[layout][1], "cuda")
-    assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param(("parallelism.microbatches=16", "model.layers=2", "parallelism.tensor=8"), id="one-row"),
-        full(("parallelism.tensor=8",), id="narrow-outputs"),
-        full(("parallelism.tensor=8", "model=llama4_debug"), id="shared-experts"),
-        full(("parallelism.tensor=8", "model=deepseek_v3_debug"), id="latent-attention"),
-    ],
-)
-def test_regions_that_gather_their_input_again(more: tuple[str, ...]) -> None:
-    estimated, found = both(run("blocks", "tp", "memory=none", "model.kv_heads=8", *more), 0, "cuda")
+    estimated, found = both(run(shape, layout, f"memory={mode}"), RANKS.get(layout, 0))
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
 CAPPED = ("training.label_smoothing=0.1", "model.logit_cap=30")
+ONE_ROW = ("parallelism.microbatches=16", "model.layers=2")
+REGATHERED = ("memory=none", "model.kv_heads=8", "parallelism.tensor=8")
+AVERAGED = "evaluation.ema=0.9"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("layout", "terms"),
+    ("shape", "layout", "device", "more"),
     [
-        pytest.param("single", ("training.z_loss=1e-4",), id="z-loss"),
-        full("tp", CAPPED, id="capped-tp"),
-        full("single", (*CAPPED, "precision=fp32"), id="capped-fp32"),
-        full("tp", ("training.z_loss=1e-4", "precision=fp32"), id="z-loss-tp-fp32"),
+        pytest.param("blocks", "fsdp", "cuda", ["memory=none"], id="norms-fsdp"),
+        pytest.param("blocks", "tp", "cuda", ["memory=selective"], id="norms-tp-selective"),
+        pytest.param("blocks", "3d-first", "cuda", ["memory=full"], id="norms-3d-full"),
+        pytest.param("blocks", "single", "cuda", ["precision=fp32"], id="norms-fp32"),
+        pytest.param("blocks", "tp", "cuda", [*ONE_ROW, *REGATHERED], id="regathered-one-row"),
+        full("blocks", "tp", "cuda", REGATHERED, id="regathered-narrow-outputs"),
+        full("blocks", "tp", "cuda", [*REGATHERED, "model=llama4_debug"], id="regathered-shared-experts"),
+        full("blocks", "tp", "cuda", [*REGATHERED, "model=deepseek_v3_debug"], id="regathered-latent-attention"),
+        pytest.param("head", "single", "cpu", ["training.z_loss=1e-4"], id="z-loss"),
+        full("head", "tp", "cpu", CAPPED, id="capped-tp"),
+        full("head", "single", "cpu", [*CAPPED, "precision=fp32"], id="capped-fp32"),
+        full("head", "tp", "cpu", ["training.z_loss=1e-4", "precision=fp32"], id="z-loss-tp-fp32"),
+        pytest.param("state", "fsdp-8", "cpu", [AVERAGED], id="average"),
+        pytest.param("state", "single", "cpu", ["precision=bf16_pure", AVERAGED], id="average-bf16"),
     ],
 )
-def test_loss_terms_and_capped_logits(layout: str, terms: tuple[str, ...]) -> None:
-    estimated, found = both(run("head", layout, *terms), LAYOUTS[layout][1])
+def test_the_estimate_is_the_traced_peak_with_other_settings(
+    shape: str, layout: str, device: str, more: Sequence[str]
+) -> None:
+    """Norms as GPUs compute them, regions that gather their input again, loss terms, and the moving average."""
+    estimated, found = both(run(shape, layout, *more), RANKS.get(layout, 0), device)
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
@@ -232,11 +192,8 @@ def test_a_term_that_needs_logits_counts_them_again(layout: str, more: float) ->
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "tp", "gpipe-last", "pp-last"])
 def test_a_term_of_logits_is_in_the_trace(layout: str) -> None:
-    estimated, found = both(with_term(run("head", layout), LogProbabilities()), LAYOUTS[layout][1])
+    estimated, found = both(with_term(run("head", layout), LogProbabilities()), RANKS.get(layout, 0))
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
-
-
-AVERAGED = "evaluation.ema=0.9"
 
 
 @pytest.mark.parametrize(("layout", "shards"), [("single", 1), full("fsdp-8", 8), full("fsdp-tp", 4)])
@@ -250,13 +207,6 @@ def test_the_moving_average_takes_4_bytes_of_each_weight_sharded_as_they_are(lay
         sum(memory.count_checkpoint_bytes(one)) - sum(memory.count_checkpoint_bytes(without))
         == 4 * one.model.parameters()
     )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("layout", "more"), [("fsdp-8", ()), ("single", ("precision=bf16_pure",))])
-def test_the_moving_average_is_in_the_trace(layout: str, more: tuple[str, ...]) -> None:
-    estimated, found = both(run("state", layout, *more, AVERAGED), LAYOUTS[layout][1])
-    assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
 @pytest.mark.full

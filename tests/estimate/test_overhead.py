@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.measure.measured_memory import CASES, list_words
 from tests.support.composing import compose_test_run
-from tests.support.measured_memory import CASES, list_words
 from titan.cluster import heap
 from titan.estimate import fit, overhead
 
@@ -34,7 +34,7 @@ def test_the_page_on_memory_states_the_figures_of_the_code(phrase: str) -> None:
     assert phrase in PAGE
 
 
-MEASURED = {  # MiB of the largest rank, by `python -m tests.support.measured_memory`
+MEASURED = {  # MiB of the largest rank, by `python -m tests.measure.measured_memory`
     "qwen3_moe": 2729, "qwen3_moe fp32": 2173, "qwen3_moe fp32 full": 1576, "qwen3_moe fsdp": 1741,
     "qwen3_moe fp32 ep": 1163, "qwen3_moe ep": 1757, "qwen3_moe ep of 4": 1441, "deepseek_v3 fp32 fsdp": 1220,
     "deepseek_v3 ep": 1760, "qwen3_moe_debug": 1492, "deepseek_v3 fp32 selective": 1851,

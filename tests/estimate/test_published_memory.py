@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.published_memory import PublishedLayout, format_table, list_layouts, measure_layout
+from tests.measure.published_memory import PublishedLayout, format_table, list_layouts, measure_layout
 from tests.support.tiers import select_cases
 
 TEXT = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()

@@ -47,22 +47,37 @@ def test_pruning_finds_what_trying_all_finds(name: str) -> None:
     assert pruned.tried == whole.tried and pruned.predicted < whole.predicted
 
 
+LONG = ("model.layers=16", "model.vocab=1024", "dataset.vocab=1024", "training.seq_len=8192",
+        "training.global_batch=65536")  # fmt: skip
+"""A model and a batch whose blocks decide."""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["8-devices", "4-devices-experts"])
-def test_bounds_are_never_above_what_they_bound(name: str) -> None:
-    run = made(name)
+@pytest.mark.parametrize(
+    ("name", "more", "typed", "stride"),
+    [
+        pytest.param("8-devices", (), {}, 17, id="8-devices"),
+        pytest.param("4-devices-experts", (), {}, 17, id="4-devices-experts"),
+        pytest.param("8-devices", (*LONG, "memory=every_n"), {"checkpointing": "every_n"}, 29, id="every_n"),
+        pytest.param("8-devices", (*LONG, "memory=budget"), {"checkpointing": "budget"}, 29, id="budget"),
+    ],
+)
+def test_bounds_are_never_above_what_they_bound(
+    name: str, more: tuple[str, ...], typed: dict[str, Any], stride: int
+) -> None:
+    run = compose_test_run([*COMMON, *RUNS[name], *more], remote=True)
     hardware = resolve_hardware(run.cluster, run.machine)
     bound = LowerBounds(run, lambda layout: derive_device_speeds(run, hardware, run.machine, layout), "cuda")
-    for point in list(iterate_options(run, run.layout.devices, run.machine))[::17]:
-        recipe, layout, count = vars(point.build_candidate(run)).values()
+    for option in list(iterate_options(run, run.layout.devices, run.machine, typed))[::stride]:
+        recipe, layout, count = option.build_candidate(run)
         try:
             step = estimate_step(recipe, layout, count, derive_device_speeds(recipe, hardware, run.machine, layout))
             usage = memory.estimate_peak(recipe, layout, count)
         except ConfigError:
             continue
-        assert bound(point) <= step.seconds * 1.000001, point
-        assert bound.compute_first_gib(point) <= bound.compute_gib(point) <= usage.gib * 1.000001, point
-        assert bound.compute_seconds(point) <= step.seconds * 1.000001, point
+        assert bound(option) <= step.seconds * 1.000001, option
+        assert bound.compute_first_gib(option) <= bound.compute_gib(option) <= usage.gib * 1.000001, option
+        assert bound.compute_seconds(option) <= step.seconds * 1.000001, option
 
 
 @pytest.mark.full
@@ -166,21 +181,6 @@ def test_typed_settings_are_constraints(typed: dict[str, Any], expected: dict[st
     searched, constrained = list_values({}), list_values(typed)
     assert {name: constrained[name] for name in expected} == expected
     assert all(expected[name] != searched[name] for name in list(expected)[:1])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["every_n", "budget"])
-def test_bounds_hold_for_memory_modes_that_are_typed(mode: str) -> None:
-    long = ("model.layers=16", "model.vocab=1024", "dataset.vocab=1024", "training.seq_len=8192")  # blocks decide
-    more = ("training.global_batch=65536", f"memory={mode}")
-    run = compose_test_run([*COMMON, *RUNS["8-devices"], *long, *more], remote=True)
-    hardware = resolve_hardware(run.cluster, run.machine)
-    bound = LowerBounds(run, lambda layout: derive_device_speeds(run, hardware, run.machine, layout), "cuda")
-    for option in list(iterate_options(run, 8, run.machine, {"checkpointing": mode}))[::29]:
-        recipe, layout, count = vars(option.build_candidate(run)).values()
-        speeds = derive_device_speeds(recipe, hardware, run.machine, layout)
-        assert bound.compute_seconds(option) <= estimate_step(recipe, layout, count, speeds).seconds * 1.000001
-        assert bound.compute_gib(option) <= memory.estimate_peak(recipe, layout, count).gib * 1.000001, option
 
 
 @pytest.mark.full

@@ -30,19 +30,16 @@ def free(key: int, region: Region = HERE) -> Event:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "expandable", "reserved"),
+    ("sizes", "reserved"),
     [
-        pytest.param([1], False, 2 * MIB, id="small-segment"),
-        pytest.param([MIB, MIB, 1], False, 4 * MIB, id="two-small-segments"),
-        pytest.param([2 * MIB], False, 20 * MIB, id="large-segment"),
-        pytest.param([9 * MIB, 9 * MIB], False, 20 * MIB, id="one-segment-for-two"),
-        pytest.param([11 * MIB], False, 12 * MIB, id="segment-of-its-own"),
-        pytest.param([30 * MIB, 25 * MIB], True, 60 * MIB, id="expandable-grows-by-pages"),
-        pytest.param([1], True, 2 * MIB, id="expandable-small"),
+        pytest.param([1], 2 * MIB, id="small"),
+        pytest.param([MIB, MIB, 1], 4 * MIB, id="two-pages"),
+        pytest.param([9 * MIB, 9 * MIB], 20 * MIB, id="one-page-for-two"),
+        pytest.param([30 * MIB, 25 * MIB], 60 * MIB, id="large-ones"),
     ],
 )
-def test_segments(sizes: list[int], expandable: bool, reserved: int) -> None:
-    memory_of = Allocator(expandable)
+def test_segments_grow_by_pages(sizes: list[int], reserved: int) -> None:
+    memory_of = Allocator()
     for size in sizes:
         memory_of.allocate(size, "compute")
     assert memory_of.reserved == reserved
@@ -76,12 +73,9 @@ def test_gaps_that_are_too_small_are_not_used() -> None:
     assert (one.allocated, one.reserved) == (40 * MIB, 60 * MIB)
 
 
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 64 * MIB), st.integers(0, 10**6)), max_size=60),
-    st.booleans(),
-)
-def test_blocks_never_overlap_and_sizes_add_up(actions: list[tuple[bool, int, int]], expandable: bool) -> None:
-    one = Allocator(expandable)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 64 * MIB), st.integers(0, 10**6)), max_size=60))
+def test_blocks_never_overlap_and_sizes_add_up(actions: list[tuple[bool, int, int]]) -> None:
+    one = Allocator()
     taken = []
     for frees, size, which in actions:
         if frees and taken:

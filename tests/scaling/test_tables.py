@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import published_tables, tables
-from tests.support.published_tables import MissingTableError
-from tests.support.tables import STUDIES
+from tests.measure import published_tables, tables
+from tests.measure.published_tables import MissingTableError
+from tests.measure.tables import STUDIES
 from tests.support.tiers import full
 
 SLOW = ("Gadre",)

@@ -312,17 +312,16 @@ class Loader:
         while True:
             shard_rows = self._data_shard.slice_rows(self._training.find_phase(step).rows)
             steps = 1 if is_growing else max(1, _ORDER_BLOCK // max(1, len(shard_rows)))
-            positions = [self._compute_positions(s) for s in range(step, step + steps)]
+            positions = []  # among all rows that the run reads
+            for each in range(step, step + steps):
+                part = self._data_shard.slice_rows(self._training.find_phase(each).rows)
+                before = self._training.count_rows_before(each)
+                positions.append(np.arange(part.start, part.stop, dtype=np.int64) + before)
             numbers = self._mixture.compute_row_numbers(np.concatenate(positions))
             cuts = np.cumsum([array.size for array in positions])[:-1]
             corpus_ids, rows = self._mixture.locate_rows(numbers, self._wait_for_rows)
             yield from zip(*(np.split(array, cuts) for array in (numbers, corpus_ids, rows)), strict=True)
             step += steps
-
-    def _compute_positions(self, step: int) -> NDArray[np.int64]:
-        """Return the positions of this rank's rows of `step` among all rows that the run reads, from 0."""
-        shard_rows = self._data_shard.slice_rows(self._training.find_phase(step).rows)
-        return np.arange(shard_rows.start, shard_rows.stop, dtype=np.int64) + self._training.count_rows_before(step)
 
     def _wait_for_rows(self, reason: str) -> None:
         """Wait a moment for rows that are still being prepared."""

@@ -6,7 +6,7 @@ Each source is a dataclass whose `build()` returns a `titan.dataset.documents.So
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -16,8 +16,6 @@ from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     from titan.dataset.documents import Source
-    from titan.dataset.sources.records import RowReader
-from collections.abc import Sequence
 
 BLOCK = 10_000
 """Rows per block: weights are rounded to a ten-thousandth."""
@@ -225,11 +223,17 @@ class Chat(Dataset):
             raise ConfigError("dataset=chat: give both of dataset.prompt=KEY and dataset.completion=KEY, or neither.")
         template = chat.choose_template(self.template, load_tokenizer(self.tokenizer))
         row_format = chat.Conversation(template, self.messages, self.prompt, self.completion)
-        if self.name is not None:
-            reader: RowReader = hub.HubReader(self.name, self.subset, self.split, self.revision, row_format.columns)
-        else:
-            reader = chat.build_file_reader(str(self.path), row_format.columns)
-        return records.RowSource("chat", reader, row_format, self.on_error)
+        if self.name is None:
+            return records.find_rows("chat", str(self.path), row_format, self.on_error)
+        return hub.HubSource(
+            name="chat",
+            row_format=row_format,
+            on_error=self.on_error,
+            dataset=self.name,
+            subset=self.subset,
+            split=self.split,
+            revision=self.revision,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

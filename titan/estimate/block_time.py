@@ -14,7 +14,7 @@ from titan.estimate import operations
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, find_weight_sharding
 from titan.estimate.regather import regathers_input
-from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes, count_row_bytes
+from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes
 
 if TYPE_CHECKING:
     from titan.model.counts import Matmul
@@ -61,12 +61,14 @@ class RankWork:
         self.rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
         self.row_tokens = self.model.count_row_tokens(recipe.training.seq_len)
         self.tokens = self.rows * self.row_tokens / layout.context
+        # ranks that the residual stream is split over
+        self.sequence_ranks = self.tensor if recipe.parallelism.sequence_parallel else 1
         self.merged = merged
         self.compiled = recipe.compile.fuses
         self.compiles_routing = self.compiled and layout.expert == 1  # an exchange of tokens is in no graph
         self.eager = 1.0 if self.compiled else speeds.eager
         self.fsdp = not layout.only_replicated and layout.sharded * layout.replicate > 1
-        self.regathers = regathers_input(recipe, layout)
+        self.regathers = regathers_input(recipe.parallelism, recipe.memory, layout)
         self._blocks: dict[str, BlockTime] = {}
         self.head_layers, self.quantized = _select_layers(self.model, self.precision, self.tensor)
 
@@ -74,7 +76,7 @@ class RankWork:
 
     def estimate_matmul(self, name: str, layer: Matmul, part: str) -> float:
         """Return the time of a linear layer's matmul: forward, or the gradient of its input or weight."""
-        tokens = self.tokens * layer.compute_token_share(self.count_sequence_ranks())
+        tokens = self.tokens * layer.compute_token_share(self.sequence_ranks)
         shape = compute_matmul_sizes(tokens, layer.split(self.tensor), part)
         eight_bit = name in self.quantized and (part != "weight" or self.precision.weight_grads_in_8_bits)
         seconds = operations.estimate_matmul(*shape, self.speeds, eight_bit=eight_bit)
@@ -82,10 +84,6 @@ class RankWork:
             seconds *= operations.ROWWISE if self.precision.rowwise else 1.0
             seconds += operations.estimate_cast(*shape, self.precision.bytes, self.eager, self.speeds)
         return seconds
-
-    def count_sequence_ranks(self) -> int:
-        """Return the ranks that the residual stream is split over."""
-        return self.tensor if self.recipe.parallelism.sequence_parallel else 1
 
     def estimate_tensor_exchange(self) -> float:
         """Return the exposed time of one all-gather or reduce-scatter of the residual stream between tensor ranks."""
@@ -151,10 +149,20 @@ class BlockTime:
 
     def __init__(self, rank: RankWork, layer: int) -> None:
         """Time a block, one of its kind."""
-        self.rank, self.layer = rank, layer
-        self.stored = rank.model.block_matmuls(layer)
+        self.rank, self.layer, model = rank, layer, rank.model
+        self.stored = model.block_matmuls(layer)
         self.layers = _merge_layers(self.stored) if rank.merged else self.stored
-        self.experts = rank.model.expert_matmuls(layer)
+        # exchanges of a forward pass: one before and one after each region of split matmuls
+        self._exchange_count = 2 * sum(matmul.rowwise for matmul in self.stored.values())
+        self.experts, self._launch_count = model.expert_matmuls(layer), LAUNCHES[rank.compiled]
+        self._expert_parameters, self._expert_count, self._expert_rows = 0, 0.0, 0.0
+        if self.experts:
+            self._launch_count += EXPERT_LAUNCHES[rank.compiles_routing]
+            self._expert_parameters = model.expert_parameters(layer)
+            self._expert_count = self._expert_parameters / sum(m.inputs * m.outputs for m in self.experts.values())
+            chosen = self._expert_count * model.active_expert_parameters(layer) / self._expert_parameters
+            self._expert_rows = chosen * rank.tokens / rank.sequence_ranks  # if all experts have equally many
+        self._local_experts = self._expert_count / rank.layout.expert
 
     @cached_property
     def forward(self) -> BlockPass:
@@ -222,16 +230,6 @@ class BlockTime:
         widths += self._expert_rows * sum(m.inputs for name, m in self.experts.items() if name.endswith("w2"))
         return float(3 * rank.precision.bytes * widths * rank.eager**0.5 / rank.speeds.memory)
 
-    @property
-    def _launch_count(self) -> int:
-        routing = EXPERT_LAUNCHES[self.rank.compiles_routing] if self.experts else 0
-        return LAUNCHES[self.rank.compiled] + routing
-
-    @property
-    def _exchange_count(self) -> int:
-        """Exchanges between tensor ranks of a forward pass: one before and one after each region of split matmuls."""
-        return 2 * sum(matmul.rowwise for matmul in self.stored.values())
-
     def _estimate_matmul(self, name: str, layer: Matmul, part: str) -> float:
         return self.rank.estimate_matmul(f"layers.{self.layer}.{name}", layer, part)
 
@@ -257,37 +255,15 @@ class BlockTime:
     def _estimate_elementwise(self, part: str) -> float:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
         rank, element = self.rank, self.rank.precision.bytes
-        size = count_elementwise_bytes(rank.model, element, part, rank.tensor, rank.count_sequence_ranks(), self.layer)
+        size = count_elementwise_bytes(rank.model, element, part, self.layer, rank.tensor, rank.sequence_ranks)
         exchange = rank.model, element, part, self.layer, rank.layout.expert
-        size += count_routing_bytes(*exchange) / rank.count_sequence_ranks()
+        size += count_routing_bytes(*exchange) / rank.sequence_ranks
         size *= rank.eager
         if rank.compiled and not rank.compiles_routing:
-            size += (rank.speeds.eager - 1) * count_row_bytes(*exchange) / rank.count_sequence_ranks()
+            size += (rank.speeds.eager - 1) * count_routing_bytes(*exchange, rows_only=True) / rank.sequence_ranks
         return size * rank.tokens / rank.speeds.memory
 
     # ---- experts ----
-
-    @cached_property
-    def _expert_parameters(self) -> int:
-        return self.rank.model.expert_parameters(self.layer)
-
-    @cached_property
-    def _expert_count(self) -> float:
-        size = sum(m.inputs * m.outputs for m in self.experts.values())
-        return self._expert_parameters / size if self.experts else 0.0
-
-    @cached_property
-    def _experts_per_token(self) -> float:
-        return self._expert_count * self.rank.model.active_expert_parameters(self.layer) / self._expert_parameters
-
-    @property
-    def _local_experts(self) -> float:
-        return self._expert_count / self.rank.layout.expert
-
-    @property
-    def _expert_rows(self) -> float:
-        """Rows that the rank's experts compute, if all experts have equally many."""
-        return self._experts_per_token * self.rank.tokens / self.rank.count_sequence_ranks() if self.experts else 0.0
 
     def _estimate_experts(self, part: str) -> float:
         """Return the time of the experts' matmuls and the router's: forward, or the gradient of inputs or weights."""
@@ -300,7 +276,7 @@ class BlockTime:
             )
             for matmul in self.experts.values()
         )
-        tokens = rank.tokens / rank.count_sequence_ranks()
+        tokens = rank.tokens / rank.sequence_ranks
         router = operations.estimate_matmul(
             *compute_matmul_sizes(tokens, (rank.model.dim, int(self._expert_count)), part), rank.speeds
         )
@@ -309,27 +285,23 @@ class BlockTime:
 
     def _estimate_exposed_exchanges(self, *parts: str) -> float:
         """Return what exchanges between expert ranks add to a pass; shared experts compute beside one of them."""
-        if not self.experts or self.rank.layout.expert == 1:
+        rank = self.rank
+        if not self.experts or rank.layout.expert == 1:
             return 0.0
-        dispatch, combine = self._estimate_exchanges()
-        if self.rank.speeds.synchronous:
+        weights, combine = (
+            estimate_collective("all-to-all", self._expert_rows * row_bytes, rank.layout.expert, 1, rank.speeds)
+            for row_bytes in (WEIGHT_BYTES, rank.model.dim * rank.precision.bytes)
+        )
+        dispatch = combine + weights  # rows and their weights; the other exchange is that of results
+        if rank.speeds.synchronous:
             return dispatch + combine
-        shared = sum(self._estimate_shared(part) for part in parts)
+        shared = sum(
+            self._estimate_matmul(name, layer, part)
+            for part in parts
+            for name, layer in self.layers.items()
+            if name.startswith(SHARED)
+        )
         return max(0.0, dispatch - shared) + combine
-
-    def _estimate_shared(self, part: str) -> float:
-        """Return the time of the shared experts' matmuls: forward, or the gradient of inputs or weights."""
-        names = [name for name in self.layers if name.startswith(SHARED)]
-        return sum(self._estimate_matmul(name, self.layers[name], part) for name in names)
-
-    def _estimate_exchanges(self) -> tuple[float, float]:
-        """Return the time of a pass' exchange of rows and their weights, and of that of results."""
-        rows, row_bytes = self._expert_rows, self.rank.model.dim * self.rank.precision.bytes
-        combine = self._estimate_exchange(rows * row_bytes)
-        return combine + self._estimate_exchange(rows * WEIGHT_BYTES), combine
-
-    def _estimate_exchange(self, size: float) -> float:
-        return estimate_collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds)
 
     def _estimate_backward_exchanges(self) -> float:
         """Return the exposed time of exchanges between tensor ranks in backward.

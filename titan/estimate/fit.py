@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
@@ -34,6 +34,8 @@ REFERENCE_CLUSTER = "cluster=h100"
 """The choice that describes such nodes."""
 SMALLEST = "model=debug"
 """The choice of the smallest model."""
+FSDP = {"replicate": 1, "shard": -1, "tensor": 1, "pipeline": 1}
+"""The degrees of parallelism=fsdp."""
 MAX_POWER = 16
 """The suggested layout has at most 2**16 devices."""
 MOST_MICROBATCHES = 128
@@ -50,13 +52,13 @@ def estimate_memory(
             supports.
         fragments: see `titan.estimate.overhead.add_overhead`; by default the least.
     """
-    peak = memory.estimate_peak(recipe, layout, microbatches, device)
+    peak = max(memory.estimate_peaks(recipe, layout, microbatches, device), key=lambda usage: usage.bytes)
     return overhead.add_overhead(recipe, layout, microbatches, peak, device, fragments)
 
 
 def compute_saved_gib(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> float:
     """Return the GiB of memory that gradients accumulated in bf16 save in a plan; 0 where they are or can't be."""
-    rounded = _accumulate_in_bf16(recipe)
+    rounded = vary_axis(recipe, "precision", accumulate="bf16")
     if rounded == recipe or any(iterate_obstacles(recipe, layout, microbatches)):
         return 0.0
     present, less = (
@@ -154,7 +156,7 @@ def find_smallest_layout(recipe: Recipe) -> tuple[Layout, float] | None:
             if layout is None:
                 continue
             tokens = max(training.rows, 2**power) * training.seq_len
-            extended = replace(recipe, training=replace(training, global_batch=tokens))
+            extended = vary_axis(recipe, "training", global_batch=tokens)
             gib = _compute_required_gib(extended, layout, memory_gib * USABLE, "cuda")
             if gib <= memory_gib * USABLE:
                 return layout, gib
@@ -163,12 +165,18 @@ def find_smallest_layout(recipe: Recipe) -> tuple[Layout, float] | None:
     return None
 
 
+def vary_axis(recipe: Recipe, axis: str, **settings: Any) -> Recipe:
+    """Return the recipe with other settings of an axis."""
+    change: Any = {axis: replace(getattr(recipe, axis), **settings)}
+    return replace(recipe, **change)
+
+
 def choose_schedule(recipe: Recipe, layout: Layout) -> Recipe:
     """Return the recipe with the pipeline schedule that "auto" means: GPipe where a rank has too few rows for 1F1B."""
     if recipe.parallelism.schedule != "auto":
         return recipe
     schedule = "1F1B" if count_rank_rows(recipe, layout) >= layout.pipeline else "GPipe"
-    return replace(recipe, parallelism=replace(recipe.parallelism, schedule=schedule))
+    return vary_axis(recipe, "parallelism", schedule=schedule)
 
 
 def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int) -> Layout:
@@ -225,8 +233,8 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int, p
     Args:
         planned: whether the machine is a node that the cluster axis describes, not this one.
     """
-    if machine.device == "cpu":  # offloading to the host saves nothing where the host's memory is all there is
-        recipe = replace(recipe, memory=replace(recipe.memory, offload=False))
+    if machine.device == "cpu" and recipe.memory.offload:  # which saves nothing: the host's memory is all there is
+        recipe = vary_axis(recipe, "memory", offload=False)
     required_gib = estimate_memory(recipe, layout, count, machine.device).gib
     available_gib = compute_available_gib(recipe, layout, machine)
     if required_gib <= available_gib:
@@ -262,14 +270,19 @@ def _build_layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> La
 
 def _describe_requirement(recipe: Recipe) -> str:
     memory_gib, _ = REFERENCE_NODE
-    for change, variant in (("It needs", recipe), ("With memory=full it needs", _set_full_checkpointing(recipe))):
+    for change, variant in (
+        ("It needs", recipe),
+        ("With memory=full it needs", vary_axis(recipe, "memory", checkpointing="full")),
+    ):
         if smallest := find_smallest_layout(variant):
             layout, gib = smallest
             if layout.devices == 1:
                 return f"{change} 1 device of {memory_gib} GiB, using {_format_gib(gib)}."
             devices = f"{layout.devices} devices of {memory_gib} GiB ({layout})"
             return f"{change} at least {devices}, using {_format_gib(gib)} each."
-    single_device_gib = estimate_memory(_set_full_checkpointing(recipe), Layout(), recipe.training.rows).gib
+    single_device_gib = estimate_memory(
+        vary_axis(recipe, "memory", checkpointing="full"), Layout(), recipe.training.rows
+    ).gib
     smallest_layouts = ((choices, find_smallest_layout(variant)) for choices, variant in _shard_all(recipe).items())
     ways = (f", or {found[0].devices} of {memory_gib} GiB with {way}" for way, found in smallest_layouts if found)
     return f"It needs a device of {_format_gib(single_device_gib / USABLE)}{next(ways, '')}."
@@ -308,7 +321,7 @@ def _suggest_cluster_change(recipe: Recipe, layout: Layout, machine: Machine, av
 
 def _suggest_nodes(recipe: Recipe) -> str:
     """Return the settings that plan the run on the fewest nodes of GPUs which have the memory."""
-    for variant, choice in ((recipe, ""), (_set_fsdp(recipe), " parallelism=fsdp")):
+    for variant, choice in ((recipe, ""), (vary_axis(recipe, "parallelism", **FSDP), " parallelism=fsdp")):
         if smallest := find_smallest_layout(variant):
             nodes = math.ceil(smallest[0].devices / REFERENCE_NODE[1])
             count = "" if nodes == 1 else f" cluster.nodes={nodes}"
@@ -316,32 +329,22 @@ def _suggest_nodes(recipe: Recipe) -> str:
     return f"{REFERENCE_CLUSTER} with more cluster.nodes to plan it on GPUs"
 
 
-def _set_fsdp(recipe: Recipe) -> Recipe:
-    parallelism = replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1)
-    return replace(recipe, parallelism=parallelism)
-
-
 def _shard_all(recipe: Recipe) -> dict[str, Recipe]:
     """Return the recipe sharded over all devices, without and with full checkpointing, by what to type."""
-    sharded = _set_fsdp(recipe)
-    return {"parallelism=fsdp": sharded, "parallelism=fsdp memory=full": _set_full_checkpointing(sharded)}
-
-
-def _set_full_checkpointing(recipe: Recipe) -> Recipe:
-    return replace(recipe, memory=replace(recipe.memory, checkpointing="full"))
-
-
-def _accumulate_in_bf16(recipe: Recipe) -> Recipe:
-    return replace(recipe, precision=replace(recipe.precision, accumulate="bf16"))
+    sharded = vary_axis(recipe, "parallelism", **FSDP)
+    return {
+        "parallelism=fsdp": sharded,
+        "parallelism=fsdp memory=full": vary_axis(sharded, "memory", checkpointing="full"),
+    }
 
 
 def _suggest_override(recipe: Recipe, layout: Layout, available_gib: float, device: str) -> str:
     if recipe.parallelism.microbatches != "auto":
         return "parallelism.microbatches=auto"
-    full = _set_full_checkpointing(recipe)
+    full = vary_axis(recipe, "memory", checkpointing="full")
     if _compute_required_gib(full, layout, available_gib, device) <= available_gib:
         return "memory=full"
-    rounded = _accumulate_in_bf16(full)
+    rounded = vary_axis(full, "precision", accumulate="bf16")
     count = choose_microbatches(rounded, layout, available_gib, device)
     is_possible = not any(iterate_obstacles(rounded, layout, count))
     if is_possible and _compute_required_gib(rounded, layout, available_gib, device) <= available_gib:

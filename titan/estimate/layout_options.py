@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -33,8 +33,7 @@ MICROBATCHES = 8
 """Numbers of micro-batches that are tried for each layout: the largest that divide its rows."""
 
 
-@dataclass(frozen=True)
-class LayoutCandidate:
+class LayoutCandidate(NamedTuple):
     """A recipe with a layout in its parallelism and memory axes, and the micro-batches of a rank in one step."""
 
     recipe: Recipe
@@ -143,7 +142,9 @@ def iterate_schedules(
     parallelism, typed = recipe.parallelism, typed or {}
     counts = (int(typed["microbatches"]),) if "microbatches" in typed else list_divisors(rows)
     if layout.pipeline == 1:
-        for reshard in _list_resharding(layout, typed):
+        is_sharded = layout.sharded > 1 and not layout.only_replicated
+        reshards = (typed["reshard"],) if "reshard" in typed else ("always", "never") if is_sharded else ("auto",)
+        for reshard in reshards:
             yield (parallelism.schedule, "auto", reshard), [n for n in counts if n <= rows][-MICROBATCHES:]
         return
     for schedule in SCHEDULES.values():
@@ -154,12 +155,6 @@ def iterate_schedules(
                 if stages * layout.pipeline <= recipe.model.layers:
                     allowed = _select_microbatches(counts, rows, schedule.name, layout.pipeline, stages)
                     yield (schedule.name, stages * layout.pipeline, parallelism.reshard), list(allowed)
-
-
-def _list_resharding(layout: Layout, typed: TypedSettings) -> tuple[int | str, ...]:
-    if "reshard" in typed:
-        return (typed["reshard"],)
-    return ("always", "never") if layout.sharded > 1 and not layout.only_replicated else ("auto",)
 
 
 def _list_stages_per_rank(schedule: PipelineSchedule, ranks: int, typed: TypedSettings) -> Sequence[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titan.estimate import memory
-from titan.estimate.layout_options import LayoutCandidate, LayoutOption
+from titan.estimate.layout_options import LayoutOption
 from titan.estimate.pipeline_states import ALL_FORWARD, find_most_in_flight
 from titan.estimate.rank_sizes import GIB, group_blocks
 from titan.estimate.step_time import StepModel
@@ -83,14 +83,18 @@ class LowerBounds:
         all stages before.
         """
         block_seconds = {kind: sum(passes) for kind, passes in self._find_pass_times(option).items()}
-        head, count, counts = self._estimate_head(option), option.microbatches, self._count_stages(option)
+        head = self._recall(self._estimate_head, option, *_build_key(self.recipe, option)[:3])
+        count, counts = option.microbatches, self._count_stages(option)
         last_rank = count * (_sum_blocks(block_seconds, counts.last_rank) + head)
         largest = max((count * _sum_blocks(block_seconds, rank) for rank in counts.other_ranks), default=0.0)
         if not counts.is_v:
             stages = [_sum_blocks(block_seconds, stage) for stage in counts.first_stages]
             least = min(*stages, _sum_blocks(block_seconds, counts.last_stage) + head) if stages else 0.0
             last_rank += least * (option.layout.pipeline - 1) / 2
-        return self.speeds(option.layout).slowdown * (max(largest, last_rank) + self._estimate_update(option))
+        layout = option.layout
+        degrees = layout.tensor, layout.pipeline, layout.sharded, layout.replicate, layout.expert
+        update = self._recall(self._estimate_update, option, *degrees)
+        return self.speeds(layout).slowdown * (max(largest, last_rank) + update)
 
     def compute_gib(self, option: LayoutOption) -> float:
         """Return GiB that the fullest rank needs at least.
@@ -128,95 +132,77 @@ class LowerBounds:
         elements = (dense / layout.tensor + self.experts / layout.expert) / layout.pipeline
         return self.recipe.precision.accumulate_bytes * elements
 
-    def _recall(self, name: str, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
+    def _recall(self, compute: Callable[[LayoutOption], T], option: LayoutOption, *key: Any) -> T:
         """Return what layouts with the same key have in common, computed once."""
-        if (name, *key) not in self._known:
-            self._known[name, *key] = compute()
-        found: T = self._known[name, *key]
+        name = compute.__name__, *key
+        if name not in self._known:
+            self._known[name] = compute(option)
+        found: T = self._known[name]
         return found
 
     def _build_step_model(self, option: LayoutOption) -> StepModel:
-        recipe, layout, count = _unpack_candidate(option.build_candidate(self.recipe))
-        return StepModel(recipe, layout, count, self.speeds(layout))
+        return StepModel(*option.build_candidate(self.recipe), self.speeds(option.layout))
 
     def _find_pass_times(self, option: LayoutOption) -> dict[str, tuple[float, float, float]]:
+        return self._recall(self._estimate_passes, option, *_build_key(self.recipe, option))
+
+    def _estimate_passes(self, option: LayoutOption) -> dict[str, tuple[float, float, float]]:
         """Return the times of forward, backward and recomputation of each kind of block for one micro-batch."""
-
-        def compute() -> dict[str, tuple[float, float, float]]:
-            step = self._build_step_model(option)
-            blocks = {kind: step.get_block(layers[0]) for kind, layers in self.recipe.model.kinds().items()}
-            recomputes = option.mode not in ("none", "every_n")  # of every block
-            return {
-                kind: (
-                    block.forward.seconds,
-                    block.backward.seconds,
-                    block.recomputation.seconds if recomputes else 0.0,
-                )
-                for kind, block in blocks.items()
-            }
-
-        return self._recall("passes", self._build_key(option), compute)
+        step = self._build_step_model(option)
+        blocks = {kind: step.get_block(layers[0]) for kind, layers in self.recipe.model.kinds().items()}
+        recomputes = option.mode not in ("none", "every_n")  # of every block
+        return {
+            kind: (block.forward.seconds, block.backward.seconds, block.recomputation.seconds if recomputes else 0.0)
+            for kind, block in blocks.items()
+        }
 
     def _estimate_head(self, option: LayoutOption) -> float:
         """Return the time of the head for one micro-batch, forward and backward."""
-
-        def compute() -> float:
-            step = self._build_step_model(option)
-            return sum(step.estimate_head("F").values()) + sum(step.estimate_head("B").values())
-
-        return self._recall("head", self._build_key(option)[:3], compute)
+        step = self._build_step_model(option)
+        return sum(sum(step.estimate_head(kind).values()) for kind in "FB")
 
     def _estimate_update(self, option: LayoutOption) -> float:
-        layout = option.layout
-        key = (layout.tensor, layout.pipeline, layout.sharded, layout.replicate, layout.expert)
-        return self._recall("update", key, lambda: self._build_step_model(option).estimate_update())
+        return self._build_step_model(option).estimate_update()
 
     def _sum_saved_bytes(self, option: LayoutOption) -> float:
         """Return the bytes that the blocks of a stage save at least for one micro-batch."""
         if option.mode == "every_n":  # which blocks save less depends on their number
             option = option._replace(mode="full")
-
-        def compute() -> dict[str, float]:
-            parts, kinds = _unpack_candidate(option.build_candidate(self.recipe)), self.recipe.model.kinds()
-            return {kind: memory.count_saved_bytes(*parts, self.device, layers[0]) for kind, layers in kinds.items()}
-
-        saved = self._recall("saved", self._build_key(option), compute)
+        saved = self._recall(self._count_saved_bytes, option, *_build_key(self.recipe, option))
         return min(_sum_blocks(saved, stage) for stage in self._count_stages(option).stages)
+
+    def _count_saved_bytes(self, option: LayoutOption) -> dict[str, float]:
+        candidate, kinds = option.build_candidate(self.recipe), self.recipe.model.kinds()
+        return {kind: memory.count_saved_bytes(*candidate, self.device, layers[0]) for kind, layers in kinds.items()}
 
     def _count_stages(self, option: LayoutOption) -> StageCounts:
         if option.layout.pipeline == 1:
             return StageCounts((), self.blocks, (), self.blocks, False)
+        return self._recall(self._summarise_stages, option, option.schedule, option.stages, option.layout.pipeline)
 
-        def compute() -> StageCounts:
-            recipe, layout, _ = _unpack_candidate(option.build_candidate(self.recipe))
-            stages = assign_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
-            return _summarise_stages(recipe.model, stages, layout.pipeline)
+    def _summarise_stages(self, option: LayoutOption) -> StageCounts:
+        recipe, layout, _ = option.build_candidate(self.recipe)
+        stages = assign_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
+        last_owner, by_rank = stages[-1][0], dict[int, list[range]]()
+        for rank, layers in stages:
+            by_rank.setdefault(rank, []).append(layers)
+        other_ranks = {_count_blocks(recipe.model, layers) for rank, layers in by_rank.items() if rank != last_owner}
+        return StageCounts(
+            first_stages=tuple({_count_blocks(recipe.model, [layers]) for _, layers in stages[:-1]}),
+            last_stage=_count_blocks(recipe.model, [stages[-1][1]]),
+            other_ranks=tuple(other_ranks),
+            last_rank=_count_blocks(recipe.model, by_rank[last_owner]),
+            is_v=last_owner != layout.pipeline - 1,
+        )
 
-        return self._recall("stages", (option.schedule, option.stages, option.layout.pipeline), compute)
 
-    def _build_key(self, option: LayoutOption) -> tuple[Any, ...]:
-        """Return what a block depends on: rows of a micro-batch, degrees, checkpointing, and whether backward is split,
-        which excludes `parallelism.regather`."""
-        layout = option.layout
-        rows = math.ceil(math.ceil(self.recipe.training.rows / layout.data_ranks) / option.microbatches)
-        is_split = min(layout.tensor, layout.pipeline) > 1 and SCHEDULES[option.schedule].splits_backward
-        return rows, layout.tensor, layout.context, layout.expert, option.mode, is_split
-
-
-def _summarise_stages(model: Decoder, stages: Sequence[tuple[int, range]], ranks: int) -> StageCounts:
-    """Return the blocks of stages that are given by rank and layers."""
-    last_owner = stages[-1][0]
-    by_rank: dict[int, list[range]] = {}
-    for rank, layers in stages:
-        by_rank.setdefault(rank, []).append(layers)
-    other_ranks = {_count_blocks(model, layers) for rank, layers in by_rank.items() if rank != last_owner}
-    return StageCounts(
-        first_stages=tuple({_count_blocks(model, [layers]) for _, layers in stages[:-1]}),
-        last_stage=_count_blocks(model, [stages[-1][1]]),
-        other_ranks=tuple(other_ranks),
-        last_rank=_count_blocks(model, by_rank[last_owner]),
-        is_v=last_owner != ranks - 1,
-    )
+def _build_key(recipe: Recipe, option: LayoutOption) -> tuple[Any, ...]:
+    """Return what a block depends on: rows of a micro-batch, degrees, checkpointing, and whether backward is split,
+    which excludes `parallelism.regather`."""
+    layout = option.layout
+    rows = math.ceil(math.ceil(recipe.training.rows / layout.data_ranks) / option.microbatches)
+    is_split = min(layout.tensor, layout.pipeline) > 1 and SCHEDULES[option.schedule].splits_backward
+    return rows, layout.tensor, layout.context, layout.expert, option.mode, is_split
 
 
 def _count_blocks(model: Decoder, stages: Sequence[range]) -> BlockCounts:
@@ -229,7 +215,3 @@ def _count_blocks(model: Decoder, stages: Sequence[range]) -> BlockCounts:
 
 def _sum_blocks(values: Mapping[str, float], counts: BlockCounts) -> float:
     return sum(count * values[kind] for kind, count in counts)
-
-
-def _unpack_candidate(candidate: LayoutCandidate) -> tuple[Recipe, Layout, int]:
-    return candidate.recipe, candidate.layout, candidate.microbatches

@@ -27,12 +27,10 @@ from titan.estimate.pipeline_states import State, find_rank_states, list_action_
 from titan.estimate.rank_sizes import (
     EMBEDDING_GRAD_BYTES,
     GIB,
-    INDEX_BYTES,
     REDUCE_BYTES,
     RankSizes,
     StageBlocks,
     count_average_bytes,
-    count_rank_rows,
     find_largest_matrix,
     group_blocks,
 )
@@ -121,32 +119,21 @@ def iterate_step_phases(
     memory.each_block = layout.pipeline == 1
     for action, state in list_action_states(recipe.parallelism, layout.pipeline, rank, microbatches):
         yield action, list(memory.iterate_action_phases(state))
-    yield None, list(memory.iterate_end_phases())
+    yield None, list(memory.iterate_end())
 
 
-def find_largest_block_activations(recipe: Recipe, layout: Layout, microbatches: int) -> float:
-    """Return the most bytes that a block saves of one micro-batch."""
-    return max(block.saved for block in _list_block_activations(recipe, layout, microbatches, "cpu"))
-
-
-def compute_received_share(recipe: Recipe, layout: Layout, microbatches: int) -> float:
-    """Return the share of what a block saves that grows with the rows its rank's experts receive; of all, the most."""
-    blocks = _list_block_activations(recipe, layout, microbatches, "cuda")
-    return max(block.received / block.saved for block in blocks)
-
-
-def _list_block_activations(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> list[BlockActivations]:
+def list_block_activations(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> list[BlockActivations]:
     """Return the activations of each kind of block."""
     layers = range(recipe.model.layers)
     rank = _RankMemory(recipe, layout, microbatches, device, {0: StageBlocks(layers, False, False)})
-    return [rank.get_block(group.layer).activations for group in group_blocks(recipe.model, layers)]
+    return [rank.blocks[group.layer].activations for group in group_blocks(recipe.model, layers)]
 
 
 def count_saved_bytes(recipe: Recipe, layout: Layout, microbatches: int, device: str, layer: int) -> float:
     """Return the bytes that a block saves for backward of a micro-batch."""
     layers = range(layer, layer + 1)
     rank = _RankMemory(recipe, layout, microbatches, device, {0: StageBlocks(layers, False, False)})
-    return rank._count_saved_by_blocks(layers)
+    return rank.count_saved_by_blocks(layers)
 
 
 def count_checkpoint_bytes(recipe: Recipe) -> tuple[float, float]:
@@ -179,42 +166,55 @@ class _RankMemory(RankSizes):
     each_block = False
     """Whether backward has the phases of every block, not only of those that may need most."""
 
-    # ---- phases of a step ----
-
     def iterate_phases(self, states: Iterable[State]) -> Iterator[Usage]:
         """Yield the phases at which memory can peak."""
         for (index, kind, has_grads), saved in self._find_most_saved(states).items():
-            yield from self._iterate_kind_phases(kind, self.stages[index], saved, has_grads)
-        yield from self.iterate_end_phases()
+            yield from self._iterate_action(kind, self.stages[index], saved, has_grads)
+        yield from self.iterate_end()
 
     def iterate_action_phases(self, state: State) -> Iterator[Usage]:
         """Yield the phases of one action, in order; before a forward pass, without its activations."""
         (saved,) = self._find_most_saved([state]).values()
-        stage = self.stages[state.stage]
+        stage, has_grads = self.stages[state.stage], state.has_grads
         if state.kind == "F":
-            yield self._estimate_forward_start(stage, state, saved - self._count_saved_bytes(stage))
+            base = self._estimate_forward_base(has_grads)
+            # in the first forward pass of a step no weights are gathered
+            has_others = sum(count for _, count in state.in_flight) > 1
+            unfinished = stage.layers if has_others else NO_LAYERS
+            gathered = self.count_gathered_bytes(NO_LAYERS, unfinished) if has_others or has_grads else 0.0
+            others_saved = saved - self.count_saved_bytes(stage)
+            yield base.add_parts("start of forward", activations=others_saved, gathered=gathered)
             if stage.last:
-                yield self._estimate_blocks_end(stage, saved, state.has_grads)
-        yield from self._iterate_kind_phases(state.kind, stage, saved, state.has_grads)
+                gathered = self.count_gathered_bytes(stage.layers[-1:], stage.layers)
+                blocks_saved = saved - self.head.saved - self.head_cast
+                yield base.add_parts("forward of the blocks", activations=blocks_saved, gathered=gathered)
+        yield from self._iterate_action(state.kind, stage, saved, has_grads)
 
-    def iterate_end_phases(self) -> Iterator[Usage]:
-        """Yield the phases after the last micro-batch."""
-        if self.fsdp and self.reduces_once:
-            yield self._estimate_reduce_scatter()
-        yield self._estimate_optimizer_step()
-
-    def _iterate_kind_phases(self, kind: str, stage: StageBlocks, saved: float, has_grads: bool) -> Iterator[Usage]:
+    def _iterate_action(self, kind: str, stage: StageBlocks, saved: float, has_grads: bool) -> Iterator[Usage]:
         if kind == "F":
-            yield from self._iterate_forward(stage, saved, has_grads)
+            yield self._estimate_forward(stage, saved, has_grads)
         elif kind == "B":
             yield from self._iterate_backward(stage, saved, has_grads)
         else:
             yield from self._iterate_split_backward(stage, saved, kind, has_grads)
 
+    def iterate_end(self) -> Iterator[Usage]:
+        """Yield the phases after the last micro-batch."""
+        base = Usage("", self.unchanging)
+        if self.fsdp and self.reduces_once:
+            moments = (moment for stage in self.stages.values() for moment in self._iterate_reduction(stage))
+            gradients, communication, gathered = max(moments, key=sum)
+            yield base.add_parts("reduce-scatter", gradients=gradients, communication=communication, gathered=gathered)
+        matrix = find_largest_matrix(self.model)
+        working = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.shards), self.device)
+        gradients = self.count_gradient_bytes(self.elements, True)
+        yield base.add_parts("optimizer step", gradients=gradients, optimizer=working)
+
     def _find_most_saved(self, states: Iterable[State]) -> dict[tuple[int, str, bool], float]:
         """Return the most bytes saved for backward by stage, kind of action, and whether there are gradients."""
-        saved_by_stage = {index: self._count_saved_bytes(stage) for index, stage in self.stages.items()}
-        awaiting_by_stage = {index: self._count_saved_for_weight_grads(stage) for index, stage in self.stages.items()}
+        stages, count_awaiting = self.stages.items(), self.count_saved_for_weight_grads
+        saved_by_stage = {index: self.count_saved_bytes(stage) for index, stage in stages}
+        awaiting_by_stage = {index: count_awaiting(stage) if self.splits_backward else 0.0 for index, stage in stages}
         most: dict[tuple[int, str, bool], float] = {}
         for state in states:
             saved = sum(count * saved_by_stage[stage_index] for stage_index, count in state.in_flight)
@@ -223,156 +223,139 @@ class _RankMemory(RankSizes):
             most[key] = max(most.get(key, 0.0), saved)
         return most
 
-    def _estimate_base(self) -> Usage:
-        """Return what is in memory in every phase: weights, optimizer state, the batch, pipeline buffers."""
-        fields = (3 if self.recipe.dataset.mask_documents else 2) + self.model.uses_keys
-        batch = INDEX_BYTES * fields * count_rank_rows(self.recipe, self.layout) * self.recipe.training.seq_len
-        base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
-        return base.add_parts(activations=batch, communication=self._count_message_bytes())
-
-    def _estimate_forward_base(self, saved: float, has_grads: bool) -> Usage:
-        """Return what is in memory in a forward pass but gathered weights, with so many bytes saved for backward."""
-        return self._estimate_base().add_parts(
-            activations=saved,
-            gradients=self._count_gradient_bytes(0.0, has_grads),
-            communication=self._count_unfreed_bytes(self.stages.values(), has_grads),
+    def _estimate_forward_base(self, has_grads: bool) -> Usage:
+        """Return what is in memory in a forward pass but gathered weights and what is saved for backward."""
+        return Usage("", self.unchanging).add_parts(
+            gradients=self.count_gradient_bytes(0.0, has_grads),
+            communication=self.count_unfreed_bytes(self.stages.values(), has_grads),
         )
 
-    def _estimate_forward_start(self, stage: StageBlocks, state: State, saved: float) -> Usage:
-        """Return what is in memory when a forward pass starts; in the first one of a step no weights are gathered."""
-        has_others = sum(count for _, count in state.in_flight) > 1
-        unfinished = stage.layers if has_others else NO_LAYERS
-        gathered = self._count_gathered_bytes(NO_LAYERS, unfinished) if has_others or state.has_grads else 0.0
-        return self._estimate_forward_base(saved, state.has_grads).add_parts("start of forward", gathered=gathered)
-
-    def _estimate_blocks_end(self, stage: StageBlocks, saved: float, has_grads: bool) -> Usage:
-        """Return what is in memory between the forward passes of the last block and of the head."""
-        base = self._estimate_forward_base(saved - self.head.saved - self.head_cast, has_grads)
-        gathered = self._count_gathered_bytes(stage.layers[-1:], stage.layers)
-        return base.add_parts("forward of the blocks", gathered=gathered)
-
-    def _iterate_forward(self, stage: StageBlocks, saved: float, has_grads: bool) -> Iterator[Usage]:
-        base = self._estimate_forward_base(saved, has_grads)
+    def _estimate_forward(self, stage: StageBlocks, saved: float, has_grads: bool) -> Usage:
+        base, layers = self._estimate_forward_base(has_grads).add_parts(activations=saved), stage.layers
         if stage.last:
-            yield base.add_parts(
-                "forward of the head",
-                activations=-self.head.saved,
-                logits=self.head.forward,
-                gathered=self._count_gathered_bytes(stage.layers[-1:], stage.layers, head=True),
-            )
-        else:
-            most_gathered = self._find_most_gathered(stage.layers, 2)
-            yield base.add_parts("forward", gathered=self._count_gathered_bytes(most_gathered, stage.layers))
+            gathered = self.count_gathered_bytes(layers[-1:], layers, head=True)
+            added = {"activations": -self.head.saved, "logits": self.head.forward, "gathered": gathered}
+            return base.add_parts("forward of the head", **added)
+        return base.add_parts("forward", gathered=self._count_most_gathered(layers))
+
+    def _count_most_gathered(self, layers: range) -> float:
+        """Return the bytes of gathered weights where those of two neighbouring blocks are gathered that have most."""
+        firsts = layers[:-1] or layers
+        sizes = [sum(block.gathered for block in self.blocks[first : first + 2]) for first in firsts]
+        first = sizes.index(max(sizes)) if sizes else 0
+        return self.count_gathered_bytes(layers[first : first + 2], layers)
 
     def _iterate_backward(self, stage: StageBlocks, saved: float, has_grads: bool) -> Iterator[Usage]:
-        base = self._estimate_base().add_parts(activations=saved)
+        base = Usage("", self.unchanging).add_parts(activations=saved)
         if stage.last:
             yield from self._iterate_head_backward(base, stage, has_grads)
             base = base.add_parts(activations=-self.head.saved - self.head_cast)
         else:
-            base = base.add_parts(activations=-self._count_kept_output(stage))
-        if len(stage.layers):
-            head = self.head_elements if stage.last else 0.0
-            yield from self._iterate_block_backward(base, stage, head, has_grads)
+            base = base.add_parts(activations=-self.count_kept_output(stage))
+        yield from self._iterate_block_backward(base, stage, has_grads)
         if stage.first:
             yield from self._iterate_embedding_gradient(base, stage, has_grads)
 
     def _iterate_head_backward(self, base: Usage, stage: StageBlocks, has_grads: bool) -> Iterator[Usage]:
-        head, layers = self.head_elements, stage.layers
+        head, layers, saved = self.head_elements, stage.layers, self.head.saved
+        gradients, buffer = self.count_gradient_bytes(0.0, has_grads), self.buffer_element * head
         yield base.add_parts(
             "backward of the head",
-            activations=-self.head.saved,
+            activations=-saved,
             logits=self.head.backward,
-            gathered=self._count_gathered_bytes(NO_LAYERS, layers, head=True),
-            gradients=self._count_gradient_bytes(0.0, has_grads),
-            communication=self._count_unfreed_bytes([stage], has_grads),
+            gathered=self.count_gathered_bytes(NO_LAYERS, layers, head=True),
+            gradients=gradients,
+            communication=self.count_unfreed_bytes([stage], has_grads),
         )
         head_done = base.add_parts(
-            activations=self.head.norm - self.head.saved - self.head_cast,
-            communication=self._count_reduce_buffer(head),
-            gathered=self._count_gathered_bytes(layers[-1:], layers),
+            activations=self.head.norm - saved - self.head_cast,
+            communication=buffer,
+            gathered=self.count_gathered_bytes(layers[-1:], layers),
         )
-        unreduced = self._count_gradient_bytes(0.0, has_grads) + self._count_unreduced_bytes(head)
+        reduced = self.count_gradient_bytes(head, has_grads)
+        unreduced = gradients + self.precision.bytes * head
         yield head_done.add_parts("gradient of the head", gradients=unreduced)
-        if exchanged := self._count_exchange_bytes(head, has_grads):
+        if exchanged := self.exchange_element[has_grads] * head:
             yield head_done.add_parts(
                 "reduce-scatter of the head's gradient",
-                gradients=(self._count_gradient_bytes(head, has_grads) if self.reduces_once else unreduced)
-                + REDUCE_BYTES * head / self.shards,
-                communication=exchanged - self._count_reduce_buffer(head),
+                gradients=(reduced if self.reduces_once else unreduced) + REDUCE_BYTES * head / self.shards,
+                communication=exchanged - buffer,
             )
-        yield head_done.add_parts("backward of the final norm", gradients=self._count_gradient_bytes(head, has_grads))
+        yield head_done.add_parts("backward of the final norm", gradients=reduced)
 
-    def _iterate_block_backward(self, base: Usage, stage: StageBlocks, head: float, has_grads: bool) -> Iterator[Usage]:
-        """Yield blocks of backward: during backward, and while gradients are reduced."""
-        count, saved = len(stage.layers), self._count_saved_by_blocks(stage.layers)
-        for finished in range(count) if self.each_block else self._select_distinct_blocks(stage.layers):
-            unfinished, reduced = stage.layers[: count - finished], stage.layers[count - finished :]
-            block, gathered = self.get_block(unfinished[-1]), self._count_gathered_bytes(unfinished[-2:], unfinished)
-            gradients = self._count_gradient_bytes(
-                head + self.sum_blocks(lambda block: block.elements, reduced), has_grads
-            )
-            previous_block = self.get_block(reduced[0]) if finished else None
-            previous_elements = (
-                head
-                if previous_block is None
-                else previous_block.elements - (previous_block.experts if previous_block.experts_gathered else 0.0)
-            )
-            previous = self._count_reduce_buffer(previous_elements) or self._count_unfreed_bytes([stage], has_grads)
-            earlier = self._count_retained_bytes(reduced, head, has_grads, before=1)
-            retained = self._count_retained_bytes(reduced, head, has_grads)
-            during = base.add_parts(
-                f"backward of block {unfinished[-1]}", gathered=gathered, communication=previous + earlier
-            )
-            other_saved = self._count_saved_by_blocks(unfinished) - saved
-            for activations, unreduced, ungathered in self._list_backward_moments(unfinished):
-                yield during.add_parts(
-                    activations=other_saved + activations,
-                    gradients=gradients + self._count_unreduced_bytes(unreduced),
-                    gathered=-min(ungathered, gathered) * (self.parallelism.resolve_reshard(self.layout) is True),
-                )
-            if block.experts_gathered:  # reduced while the rest of the block is still to come
-                recomputed_bytes = (
-                    block.full_bytes - self._count_saved_by_blocks(unfinished[-1:]) - block.activations.routed
-                )
-                computed, buffers = self._size_expert_reduction(unfinished[-1])
+    def _iterate_block_backward(self, base: Usage, stage: StageBlocks, has_grads: bool) -> Iterator[Usage]:
+        """Yield blocks of backward: during backward, and while gradients are reduced.
+
+        Within a block: with experts, the gradient of the sum of their outputs, before that of any weight exists; the
+        gradients of its first weights, while most activations exist; the reduction of experts that are gathered apart,
+        while the rest of the block is still to come; and the end.
+        """
+        layers, head = stage.layers, self.head_elements if stage.last else 0.0
+        all_saved, frees_all = self.count_saved_by_blocks(layers), self.parallelism.resolve_reshard(self.layout) is True
+        for finished in range(len(layers)) if self.each_block else self._select_distinct_blocks(layers):
+            unfinished, reduced = layers[: len(layers) - finished], layers[len(layers) - finished :]
+            last, gathered = unfinished[-1], self.count_gathered_bytes(unfinished[-2:], unfinished)
+            block, expert_bytes = self.blocks[last], [self.blocks[layer].experts_gathered for layer in unfinished[-2:]]
+            elements = head + self.sum_blocks(lambda block: block.elements, reduced)
+            gradients = self.count_gradient_bytes(elements, has_grads)
+            if finished:
+                before = self.blocks[reduced[0]]
+                previous = self.buffer_element * (before.elements - before.experts * bool(before.experts_gathered))
+            else:
+                previous = self.buffer_element * head
+            buffers = previous or self.count_unfreed_bytes([stage], has_grads)
+            buffers += self.count_retained_bytes(reduced, head, has_grads, before=1)
+            saved = self.count_saved_by_blocks(unfinished) - all_saved
+            own_saved, last_activations = self.count_saved_by_blocks(unfinished[-1:]), block.activations
+            moments = [(last_activations.routing, 0.0, sum(expert_bytes))] if last_activations.routing else []
+            for computed, computed_elements, ungathered in (
+                *moments, (last_activations.backward, block.first, sum(expert_bytes[:-1])),
+            ):  # fmt: skip
                 yield base.add_parts(
-                    f"gradients of the experts of block {unfinished[-1]}",
-                    activations=other_saved + recomputed_bytes + self.input,
-                    gradients=gradients + computed,
-                    gathered=max(
-                        0.0, gathered - sum(self.get_block(layer).experts_gathered for layer in unfinished[-2:])
-                    ),
+                    f"backward of block {last}",
+                    gathered=gathered - min(ungathered, gathered) * frees_all,
                     communication=buffers,
+                    activations=saved + (max(0.0, block.full_bytes - own_saved) + computed),
+                    gradients=gradients + self.precision.bytes * computed_elements,
+                )
+            if block.experts_gathered:
+                expert_gradients, expert_buffers = self.size_expert_reduction(last)
+                yield base.add_parts(
+                    f"gradients of the experts of block {last}",
+                    activations=saved + (block.full_bytes - own_saved - last_activations.routed) + self.input,
+                    gradients=gradients + expert_gradients,
+                    gathered=max(0.0, gathered - sum(expert_bytes)),
+                    communication=expert_buffers,
                 )
             ended = base.add_parts(
-                f"gradients of block {unfinished[-1]}",
-                activations=self._count_saved_by_blocks(unfinished[:-1]) - saved + self.input,
-                gradients=gradients + self._count_unreduced_bytes(block.elements),
+                f"gradients of block {last}",
+                activations=self.count_saved_by_blocks(unfinished[:-1]) - all_saved + self.input,
+                gradients=gradients + self.precision.bytes * block.elements,
             )
-            yield ended.add_parts(gathered=gathered, communication=previous + earlier)
+            yield ended.add_parts(gathered=gathered, communication=buffers)
             if block.experts and self.layout.expert > 1 and not block.experts_gathered:
-                yield self._estimate_expert_reduction(ended, unfinished)
+                yield self._estimate_expert_reduction(ended, unfinished, gathered)
+            exchanged = self.exchange_element[has_grads] * block.elements
             yield ended.add_parts(
-                gathered=self._count_gathered_bytes(unfinished[:-1][-1:], unfinished[:-1]),
-                communication=self._count_exchange_bytes(block.elements, has_grads) + retained,
+                gathered=self.count_gathered_bytes(unfinished[:-1][-1:], unfinished[:-1]),
+                communication=exchanged + self.count_retained_bytes(reduced, head, has_grads),
             )
 
-    def _estimate_expert_reduction(self, ended: Usage, unfinished: range) -> Usage:
+    def _estimate_expert_reduction(self, ended: Usage, unfinished: range, gathered: float) -> Usage:
         """Return what is in memory while the gradients of a block's experts are reduced, before those of its rest.
 
         Args:
             ended: at the end of the block's backward pass, with all of its gradients and without gathered weights.
             unfinished: the blocks up to this one.
+            gathered: bytes of gathered weights before.
         """
-        block, (computed, buffers) = self.get_block(unfinished[-1]), self._size_expert_reduction(unfinished[-1])
-        expert_bytes = [self._count_unreduced_bytes(self.get_block(layer).experts) for layer in unfinished[-2:]]
-        is_alone = self._count_expert_shards(unfinished[-1]) == 1  # then a block's experts are gathered when it begins
-        ungathered = sum(expert_bytes) if is_alone else expert_bytes[-1]
+        computed, buffers = self.size_expert_reduction(unfinished[-1])
+        expert_bytes = [self.precision.bytes * self.blocks[layer].experts for layer in unfinished[-2:]]
+        is_alone = self.count_expert_shards(unfinished[-1]) == 1  # then a block's experts are gathered when it begins
         return ended.add_parts(
             f"gradients of the experts of block {unfinished[-1]}",
-            gradients=computed - self._count_unreduced_bytes(block.experts),
-            gathered=max(0.0, self._count_gathered_bytes(unfinished[-2:], unfinished) - ungathered),
+            gradients=computed - expert_bytes[-1],
+            gathered=max(0.0, gathered - (sum(expert_bytes) if is_alone else expert_bytes[-1])),
             communication=buffers,
         )
 
@@ -381,31 +364,31 @@ class _RankMemory(RankSizes):
 
         Where all are of one kind these are the first two and the last two: those between them need no more.
         """
-        count = len(layers)
-        kinds = [self.model.kind(layer) for layer in layers[::-1]] if len(self._blocks) > 1 else [""] * count
+        count, blocks = len(layers), [self.blocks[layer] for layer in layers[::-1]]
         ends = {0, 1, count - 2, count - 1} & set(range(count))
-        return sorted(ends | {i for i in range(1, count - 1) if not kinds[i - 1] == kinds[i] == kinds[i + 1]})
+        return sorted(ends | {i for i in range(1, count - 1) if not blocks[i - 1] is blocks[i] is blocks[i + 1]})
 
     def _iterate_embedding_gradient(self, base: Usage, stage: StageBlocks, has_grads: bool) -> Iterator[Usage]:
         """Yield the embedding's gradient, which is summed in float32, rounded, and then reduced over ranks."""
         elements = self.embedding_elements
-        reduced_gradients = self._count_gradient_bytes(self.elements - elements, has_grads)
-        blocks_done = self.input - self._count_saved_by_blocks(stage.layers)
-        base = base.add_parts(activations=blocks_done, gathered=self._count_gathered_bytes(NO_LAYERS, NO_LAYERS))
-        rounded = self._count_unreduced_bytes(elements) if self.precision.bytes == 2 else 0.0
+        reduced_gradients = self.count_gradient_bytes(self.elements - elements, has_grads)
+        blocks_done = self.input - self.count_saved_by_blocks(stage.layers)
+        base = base.add_parts(activations=blocks_done, gathered=self.count_gathered_bytes(NO_LAYERS, NO_LAYERS))
+        unreduced = self.precision.bytes * elements
         yield base.add_parts(
             "gradient of the embedding",
-            gradients=reduced_gradients + EMBEDDING_GRAD_BYTES * elements + rounded,
-            communication=self._count_reduce_buffer(self.get_block(0).elements)
-            + self._count_retained_bytes(stage.layers, 0.0, has_grads, before=1),
+            gradients=reduced_gradients
+            + EMBEDDING_GRAD_BYTES * elements
+            + (unreduced if self.precision.bytes == 2 else 0.0),
+            communication=self.buffer_element * self.blocks[0].elements
+            + self.count_retained_bytes(stage.layers, 0.0, has_grads, before=1),
         )
+        output_bytes = self.buffer_element * elements / self.shards if has_grads else 0.0  # it is added
         yield base.add_parts(
             "reduce-scatter of the embedding's gradient",
-            gradients=reduced_gradients
-            + self._count_unreduced_bytes(elements)
-            + (self._count_reduce_buffer(elements) / self.shards if has_grads else 0.0),  # the output is added
-            communication=self._count_exchange_bytes(elements, has_grads)
-            + self._count_retained_bytes(stage.layers, 0.0, has_grads),
+            gradients=reduced_gradients + unreduced + output_bytes,
+            communication=self.exchange_element[has_grads] * elements
+            + self.count_retained_bytes(stage.layers, 0.0, has_grads),
         )
 
     def _iterate_split_backward(self, stage: StageBlocks, saved: float, kind: str, has_grads: bool) -> Iterator[Usage]:
@@ -414,37 +397,33 @@ class _RankMemory(RankSizes):
         Neither frees saved activations; blocks that "W" recomputes stay in memory until it ends.
         """
         layers = (layer for layer in stage.layers if self.every and (layer + 1) % self.every == 0)
-        recomputed = [self.get_block(layer).full_bytes for layer in layers]
+        recomputed = [self.blocks[layer].full_bytes for layer in layers]
         recomputed_bytes = sum(recomputed) if kind == "W" else max(recomputed, default=0.0)
-        gathered = self._count_gathered_bytes(self._find_most_gathered(stage.layers, 2), stage.layers)
-        base = self._estimate_base().add_parts(activations=saved + recomputed_bytes, gathered=gathered)
-        base = base.add_parts(communication=self._count_unfreed_bytes(self.stages.values(), has_grads))
-        gradients = self._count_gradient_bytes(0.0, has_grads)
+        base = Usage("", self.unchanging).add_parts(
+            activations=saved + recomputed_bytes,
+            gathered=self._count_most_gathered(stage.layers),
+            communication=self.count_unfreed_bytes(self.stages.values(), has_grads),
+        )
+        gradients = self.count_gradient_bytes(0.0, has_grads)
         if stage.last:
             logits = self.head.backward - self.head.saved
             yield base.add_parts("backward of the head", logits=logits, gradients=gradients)
         for group in group_blocks(self.model, stage.layers):
-            block = self.get_block(group.layer)
-            unreduced = self._count_unreduced_bytes(block.elements)
-            yield base.add_parts("backward", activations=block.activations.backward, gradients=gradients + unreduced)
-
-    def _estimate_reduce_scatter(self) -> Usage:
-        """Return the reduce-scatter at the end of a step whose gradients were accumulated unsharded."""
-        base = self._estimate_base()
-        moments = (moment for stage in self.stages.values() for moment in self._iterate_reduction(stage))
-        gradients, communication, gathered = max(moments, key=sum)
-        return base.add_parts("reduce-scatter", gradients=gradients, communication=communication, gathered=gathered)
+            block = self.blocks[group.layer]
+            unreduced = gradients + self.precision.bytes * block.elements
+            yield base.add_parts("backward", activations=block.activations.backward, gradients=unreduced)
 
     def _iterate_reduction(self, stage: StageBlocks) -> Iterator[tuple[float, float, float]]:
         """Yield the bytes of gradients, of reduce-scatter inputs and of gathered weights while each module is reduced.
 
-        FSDP reduces them in the order of the backward pass, and at the end of a pipeline's step in that of the model.
-        What is reduced is neither whole nor gathered any more.
+        This is the reduce-scatter at the end of a step whose gradients were accumulated unsharded. FSDP reduces them in
+        the order of the backward pass, and at the end of a pipeline's step in that of the model. What is reduced is
+        neither whole nor gathered any more.
         """
-        ends = [self.embedding_elements] if stage.first else [], [self.head_elements] if stage.last else []
-        elements = [*ends[0], *(self.get_block(layer).elements for layer in stage.layers), *ends[1]]
+        blocks = [self.blocks[layer].elements for layer in stage.layers]
+        elements = [*[self.embedding_elements] * stage.first, *blocks, *[self.head_elements] * stage.last]
         elements = elements if self.layout.pipeline > 1 else elements[::-1]
-        retained, gathered = (self.parallelism.reduce_buffers - 1, self._count_gathered_bytes(NO_LAYERS, NO_LAYERS))
+        retained, gathered = (self.parallelism.reduce_buffers - 1, self.count_gathered_bytes(NO_LAYERS, NO_LAYERS))
         for i, size in enumerate(elements):
             done = sum(elements[:i])
             yield (
@@ -452,9 +431,3 @@ class _RankMemory(RankSizes):
                 REDUCE_BYTES * (self.exchange_copies * size + sum(elements[max(0, i - retained) : i])),
                 max(0.0, gathered - self.precision.bytes * (done + size)),
             )
-
-    def _estimate_optimizer_step(self) -> Usage:
-        matrix = find_largest_matrix(self.model)
-        working = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.shards), self.device)
-        gradients = self._count_gradient_bytes(self.elements, True)
-        return self._estimate_base().add_parts("optimizer step", gradients=gradients, optimizer=working)

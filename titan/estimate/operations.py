@@ -129,11 +129,12 @@ def derive_speeds(
     """
     factors = constants or load_constants()
     peak = 1e12 * hardware.require_figure(f"{dtype}_tflops", f"the time of {dtype} matmuls")
-    clock = _compute_clock(hardware, factors.power)
+    clock = 1.0  # at the power limit, relative to that at the reference power
+    if hardware.watts and hardware.reference_watts:
+        clock = float(min(1.0, hardware.watts / hardware.reference_watts) ** factors.power)
     efficiency = hardware.matmul_efficiency or factors.matmul
     forward, backward = (clock * rate * 1e12 * peak / (REFERENCE_TFLOPS * 1e12) for rate in ATTENTION[kernel])
-    fp8_tflops = hardware.fp8_tflops
-    peak_8bit = factors.matmul_8bit * clock * 1e12 * fp8_tflops if fp8_tflops else efficiency * clock * peak
+    peak_8bit = factors.matmul_8bit * clock * 1e12 * (hardware.fp8_tflops or 0.0) or efficiency * clock * peak
     memory = 1e9 * hardware.require_figure("memory_gb_per_second", "the time of memory-bound operations")
     return Speeds(
         matmul=efficiency * clock * peak,
@@ -146,11 +147,11 @@ def derive_speeds(
         attention_backward=1e12 * (hardware.attention_backward_tflops or 0) or backward,
         memory=memory * (hardware.memory_efficiency or factors.memory),
         eager=hardware.eager_factor or factors.eager,
-        launch=1e-6 * hardware.launch_microseconds if hardware.launch_microseconds else LAUNCH_SECONDS,
+        launch=_read_seconds(hardware, "launch") or LAUNCH_SECONDS,
         link=1e9 * (hardware.link_gb_per_second or 0.0),
         network=1e9 * (hardware.network_gb_per_second or 0.0),
-        link_latency=1e-6 * (hardware.link_microseconds or 0.0),
-        network_latency=1e-6 * (hardware.network_microseconds or 0.0),
+        link_latency=_read_seconds(hardware, "link"),
+        network_latency=_read_seconds(hardware, "network"),
         per_node=per_node,
         overlapped=factors.overlapped,
         per_doubling=factors.per_doubling,
@@ -159,8 +160,11 @@ def derive_speeds(
         update=hardware.update_factor or 1.0,
         reduce=1e9 * (hardware.reduce_gb_per_second or 0.0),
         sum=1e9 * (hardware.sum_gb_per_second or hardware.reduce_gb_per_second or 0.0),
-        host={name: _read_host_seconds(hardware, name) for name in HOST_UNITS},
-        step=1e-6 * (hardware.step_microseconds or 0.0),
+        host={
+            name: (_read_seconds(hardware, f"{name}_{unit}"), _read_seconds(hardware, f"{name}_step"))
+            for name, unit in HOST_UNITS.items()
+        },
+        step=_read_seconds(hardware, "step"),
         short_rows=(
             _fall_back(hardware.attention_short_rows, SHORT_ROWS),
             _fall_back(hardware.attention_backward_short_rows, SHORT_ROWS),
@@ -169,23 +173,12 @@ def derive_speeds(
     )
 
 
+def _read_seconds(hardware: Hardware, name: str) -> float:
+    return 1e-6 * (getattr(hardware, f"{name}_microseconds") or 0.0)
+
+
 def _fall_back(figure: float | None, default: float) -> float:
     return default if figure is None else figure
-
-
-def _read_host_seconds(hardware: Hardware, dimension: str) -> tuple[float, float]:
-    """Return the host seconds that a dimension adds to a block or action, and to a step."""
-    per_unit, per_step = (
-        getattr(hardware, f"{dimension}_{unit}_microseconds") for unit in (HOST_UNITS[dimension], "step")
-    )
-    return 1e-6 * (per_unit or 0.0), 1e-6 * (per_step or 0.0)
-
-
-def _compute_clock(hardware: Hardware, power: float) -> float:
-    """Return the clock at the power limit, relative to that at the reference power."""
-    if not hardware.watts or not hardware.reference_watts:
-        return 1.0
-    return float(min(1.0, hardware.watts / hardware.reference_watts) ** power)
 
 
 def estimate_matmul(

@@ -1,6 +1,6 @@
 """The overhead of processes, allocators and communication libraries beside a run's live tensors. Free of torch.
 
-The figures for CPUs are fitted to what tests/support/measured_memory.py measures. On GPUs the context is an assumption.
+The figures for CPUs are fitted to what tests/measure/measured_memory.py measures. On GPUs the context is an assumption.
 What the allocator reserves beside live tensors is at least what a simulation of it shows
 (`titan.estimate.traced`): a run that does not fit with that is rejected. A plan takes what published peaks show.
 """
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from titan.estimate.constants import load_constants
 from titan.estimate.memory import (
     Usage,
-    compute_received_share,
     count_rank_state_bytes,
     estimate_peaks,
-    find_largest_block_activations,
     iterate_step_phases,
+    list_block_activations,
 )
 from titan.estimate.rank_sizes import GIB
 
@@ -56,15 +55,13 @@ def add_overhead(
         usage: live tensors.
         fragments: on a GPU, what the allocator reserves beside live tensors, as a fraction of them.
     """
-    if layout.expert > 1:
-        usage = usage.add_parts(
-            imbalance=IMBALANCE
-            * compute_received_share(recipe, layout, microbatches)
-            * usage.parts.get("activations", 0.0)
-        )
+    if layout.expert > 1:  # the part of what a block saves that grows with the rows its rank's experts receive
+        blocks = list_block_activations(recipe, layout, microbatches, "cuda")
+        share = max(block.received / block.saved for block in blocks)
+        usage = usage.add_parts(imbalance=IMBALANCE * share * usage.parts.get("activations", 0.0))
     if device != "cpu":
         return usage.add_parts(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
-    block = find_largest_block_activations(recipe, layout, microbatches)
+    block = max(block.saved for block in list_block_activations(recipe, layout, microbatches, "cpu"))
     unused = FRAGMENTATION * usage.bytes
     if recipe.model.sum_over_blocks(recipe.model.expert_parameters):  # whose rows differ from step to step
         gathers = layout.sharded > 1 and not layout.only_replicated

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
@@ -89,56 +89,37 @@ def list_action_states(
     else:
         stages = count_stages_per_rank(parallelism, ranks)
         cells = order_actions(parallelism.schedule, ranks, stages, microbatches)[rank]
-    owned = _list_stages(cells)
-    states = (_build_state(owned, *each) for each in _replay_actions(cells, owned))
-    return list(zip(_list_actions(cells), states, strict=True))
+    return list(_replay_actions(cells))
 
 
-def _list_actions(cells: list[Cell]) -> list[Action]:
-    return [action for cell in cells for action in list_actions(cell)]
-
-
-def _list_stages(cells: list[Cell]) -> list[int]:
-    return sorted({action.stage for action in _list_actions(cells)})
-
-
-Counts: TypeAlias = tuple[int, ...]
-"""The counts of a state: micro-batches in flight of each stage, those awaiting weight gradients, and `has_grads`."""
-
-
-def _replay_actions(cells: list[Cell], stages: list[int]) -> Iterator[tuple[int, str, Counts]]:
-    """Yield the stage, the kind and the state of a rank during each of its actions."""
-    index, size = {stage: i for i, stage in enumerate(stages)}, len(stages)
-    counts = [0] * (2 * size + 1)
-    for stage, kind, _ in _list_actions(cells):
-        i = index[stage]
-        counts[i] += (kind == "F") - (kind == "I")
-        counts[size + i] += kind == "I"
-        yield stage, kind, tuple(counts)
+def _replay_actions(cells: list[Cell]) -> Iterator[tuple[Action, State]]:
+    """Yield each action of a rank with the rank's state during it."""
+    actions = [action for cell in cells for action in list_actions(cell)]
+    in_flight = dict.fromkeys(sorted({action.stage for action in actions}), 0)
+    awaiting, has_grads = dict.fromkeys(in_flight, 0), False
+    for action in actions:
+        stage, kind, _ = action
+        in_flight[stage] += (kind == "F") - (kind == "I")
+        awaiting[stage] += kind == "I"
+        yield action, State(stage, kind, tuple(in_flight.items()), tuple(awaiting.items()), has_grads)
         if kind in "BW":
-            counts[i if kind == "B" else size + i] -= 1
-            counts[-1] = 1
-
-
-def _build_state(stages: list[int], stage: int, kind: str, counts: Counts) -> State:
-    in_flight = tuple(zip(stages, counts[: len(stages)], strict=True))
-    awaiting = tuple(zip(stages, counts[len(stages) : -1], strict=True))
-    return State(stage, kind, in_flight, awaiting, bool(counts[-1]))
+            (in_flight if kind == "B" else awaiting)[stage] -= 1
+            has_grads = True
 
 
 def _list_largest_states(cells: list[Cell]) -> list[State]:
     """Return the states that no other state of the same stages and kind equals or exceeds in every count."""
-    stages = _list_stages(cells)
-    groups: dict[tuple[int, str], list[Counts]] = {}
-    for stage, kind, counts in dict.fromkeys(_replay_actions(cells, stages)):
-        groups.setdefault((stage, kind), []).append(counts)
+    groups: dict[tuple[int, str], dict[State, list[int]]] = {}
+    for _, state in _replay_actions(cells):
+        counts = [count for _, count in (*state.in_flight, *state.awaiting_weight_grads)]
+        groups.setdefault((state.stage, state.kind), {})[state] = [*counts, state.has_grads]
     states = []
-    for key, group in groups.items():
-        maximal: list[Counts] = []
-        for counts in sorted(group, key=sum, reverse=True):
-            if not any(all(map(operator.le, counts, larger)) for larger in maximal):
-                maximal.append(counts)
-        states += [_build_state(stages, *key, counts) for counts in maximal]
+    for group in groups.values():
+        maximal: list[State] = []
+        for state, counts in sorted(group.items(), key=lambda item: sum(item[1]), reverse=True):
+            if not any(all(map(operator.le, counts, group[larger])) for larger in maximal):
+                maximal.append(state)
+        states += maximal
     return states
 
 

@@ -57,14 +57,6 @@ def find_weight_sharding(parallelism: Parallelism, layout: Layout) -> WeightShar
     return WeightSharding(layout.tensor, sharded, resharded=isinstance(parallelism.reshard, int))
 
 
-def gathers_experts_apart(parallelism: Parallelism, layout: Layout) -> bool:
-    """Return whether FSDP gathers a rank's experts apart from their block; see `titan.parallelism.units`."""
-    shards_blocks = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
-    frees_all = isinstance(parallelism.resolve_reshard(layout), bool)
-    has_one_mesh = () < read_torch_version() < MESH_PER_PARAMETER_TORCH
-    return layout.expert > 1 and not (shards_blocks and frees_all and not has_one_mesh)
-
-
 def count_average_bytes(recipe: Recipe) -> float:
     """Return the bytes of the weights' moving average for each of their elements: it is float32."""
     return 0.0 if recipe.evaluation.ema is None else 4.0
@@ -80,7 +72,7 @@ class BlockSizes(NamedTuple):
         matrices: those of them that are in matrices.
         first: elements of the matrices whose gradients are computed first, while most activations exist.
         gathered: bytes of the weights as FSDP gathers them; 0 without it.
-        casts: bytes of the weights as autograd saves casts of them; 0 with FSDP.
+        full_bytes: bytes that are saved for backward without checkpointing, with casts of weights unless FSDP has them.
         experts_gathered: bytes of experts that are gathered apart from the block, only while they compute.
     """
 
@@ -90,13 +82,8 @@ class BlockSizes(NamedTuple):
     matrices: float
     first: float
     gathered: float
-    casts: float
-    experts_gathered: float = 0.0
-
-    @property
-    def full_bytes(self) -> float:
-        """Bytes that are saved for backward without checkpointing."""
-        return self.activations.saved + self.casts
+    full_bytes: float
+    experts_gathered: float
 
 
 class BlockGroup(NamedTuple):
@@ -139,107 +126,152 @@ def count_block_elements(model: Decoder, layer: int, tensor: int) -> BlockElemen
 
 
 class RankSizes:
-    """The sizes of one rank in bytes, after tensor parallelism, FSDP and offloading."""
+    """The sizes of one rank in bytes, after tensor parallelism, FSDP and offloading.
+
+    Attributes:
+        blocks: of each block of the model.
+        input: of the input of a block of one micro-batch.
+        elements: weight elements of the rank's stages before FSDP shards them.
+        shards: of an element; the mean where weights have other numbers of shards.
+        weights: bytes on the device; so are `optimizer`, of its state, and `grad_element`, of an accumulated gradient.
+        buffer_element: bytes of an element in FSDP's reduce-scatter input.
+        exchange_element: the same while ranks exchange it beside the backward pass: in the first micro-batch, and in
+            one that has gradients of an earlier one in memory.
+    """
 
     def __init__(
         self, recipe: Recipe, layout: Layout, microbatches: int, device: str, stages: Mapping[int, StageBlocks]
     ) -> None:
-        self.recipe, self.layout, self.stages, self.microbatches = recipe, layout, stages, microbatches
-        self.device, self.exchange_copies = device, 2 if device == "cpu" else 1
+        self.recipe, self.layout, self.stages, self.device = recipe, layout, stages, device
         self.model, self.precision, self.parallelism = recipe.model, recipe.precision, recipe.parallelism
-        model, precision = recipe.model, recipe.precision
+        self.exchange_copies = 2 if device == "cpu" else 1
         rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
-        self.row_tokens = model.count_row_tokens(recipe.training.seq_len)
+        self.row_tokens = self.model.count_row_tokens(recipe.training.seq_len)
         self.tokens = math.ceil(rows * self.row_tokens / layout.context)
         self.share = RankBatch(
             self.tokens,
-            precision.bytes,
+            self.precision.bytes,
             layout.tensor,
-            recipe.parallelism.sequence_parallel,
+            self.parallelism.sequence_parallel,
             fused=device == "cuda",
             compiled=recipe.compile.fuses,
             expert=layout.expert,
-            regather=regathers_input(recipe, layout),
+            regather=regathers_input(self.parallelism, recipe.memory, layout),
             one_row=rows == 1,
             recomputes_gates=recipe.memory.checkpointing == "gate",
         )
         self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
-        self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
-        self.head: HeadActivations = model.head_activations(
+        self.reduces_once = self.parallelism.accumulates_whole(layout) and microbatches > 1
+        self.buffer_element = float(REDUCE_BYTES * (self.fsdp and not self.reduces_once))
+        # gradients that are accumulated unsharded are reduced in the last micro-batch, in a pipeline after it; gloo, on
+        # CPUs, makes a copy
+        is_last = self.fsdp and (not self.reduces_once or layout.pipeline == 1)
+        exchanged = self.exchange_copies * self.buffer_element, self.exchange_copies * REDUCE_BYTES * float(is_last)
+        self.exchange_element = exchanged
+        self.head: HeadActivations = self.model.head_activations(
             self.share,
-            parts=recipe.parallelism.loss_parallel,
+            parts=self.parallelism.loss_parallel,
             chunk=recipe.training.loss_chunk,
             has_terms=bool(recipe.training.terms),
             reads_logits=any(term.needs_logits for term in recipe.training.terms.values()),
         )
-        self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
-        sharding = find_weight_sharding(recipe.parallelism, layout)
-        self.sharding = sharding._replace(sharded=max(2, sharding.sharded) if self.fsdp else 1)
+        self.has_tied_head = self.model.tied and layout.pipeline == 1
+        self.splits_backward = layout.pipeline > 1 and splits_backward(self.parallelism)
         self.every = {"full": 1, "every_n": recipe.memory.every}.get(recipe.memory.checkpointing, 0)
-        groups = group_blocks(model, range(model.layers))
-        self._blocks = {model.kind(group.layer): self._compute_block_sizes(group.layer) for group in groups}
-        self.input = self.get_block(0).activations.input
-        self._count_elements()
-        self.shards = self._compute_mean_shards()
-        self._size_states()
-        self._size_ends()
+        sharding = find_weight_sharding(self.parallelism, layout)
+        self.sharding = sharding._replace(sharded=max(2, sharding.sharded) if self.fsdp else 1)
+        self.blocks = self._size_blocks()
+        self.input = self.blocks[0].activations.input
+        self._size_weights()
+        self.unchanging = self._size_unchanging_parts()
 
-    def get_block(self, layer: int) -> BlockSizes:
-        """Return the sizes of a block."""
-        return self._blocks[self.model.kind(layer)]
-
-    def _compute_block_sizes(self, layer: int) -> BlockSizes:
-        model, tensor = self.model, self.layout.tensor
-        is_divided, weights = self.layout.expert > 1, count_block_elements(model, layer, tensor)
-        experts = weights.experts / self.layout.expert
-        dense, expert_bytes = _count_used_bytes(model, layer, self.precision, self.sharding)
-        expert_bytes = self.precision.bytes * experts if is_divided else expert_bytes
-        return BlockSizes(
-            model.block_activations(self.share, self._count_context_bytes(), layer),
-            elements=weights.matrices + weights.vectors + experts,
-            experts=experts,
-            matrices=weights.matrices + experts,
-            first=experts / 3 or LARGEST_WEIGHT * weights.matrices,
-            gathered=dense * self.fsdp + expert_bytes * (self.fsdp or is_divided),
-            casts=dense * (not self.fsdp) + expert_bytes * (not self.fsdp and not is_divided),
-            experts_gathered=expert_bytes if gathers_experts_apart(self.parallelism, self.layout) else 0.0,
-        )
+    def _size_blocks(self) -> list[BlockSizes]:
+        model, layout, precision = self.model, self.layout, self.precision
+        context, is_divided = NO_CONTEXT, layout.expert > 1
+        if layout.context > 1:  # a second result; gathered or repeated keys; ulysses' exchanges
+            method, heads = self.parallelism.context_method, model.kv_heads // layout.tensor
+            repeats = count_key_repeats(heads, layout.context) if method == "ulysses" else 1
+            copies = layout.context if method == "allgather" else repeats
+            head_bytes = self.share.bytes * model.head_size / layout.tensor
+            exchanged = head_bytes * (2 * model.heads + 2 * model.kv_heads * repeats) if method == "ulysses" else 0.0
+            context = ContextBytes(head_bytes * (model.heads + 2 * model.kv_heads * (copies - 1)), exchanged)
+        # FSDP gathers a rank's experts apart from their block in some layouts; see titan.parallelism.units
+        frees_all = isinstance(self.parallelism.resolve_reshard(layout), bool)
+        has_one_mesh = () < read_torch_version() < MESH_PER_PARAMETER_TORCH
+        is_apart = is_divided and not (self.fsdp and frees_all and not has_one_mesh)
+        sizes = dict[str, BlockSizes]()
+        for kind, (layer, *_) in model.kinds().items():
+            weights = count_block_elements(model, layer, layout.tensor)
+            experts = weights.experts / layout.expert
+            dense_bytes, expert_bytes = _count_used_bytes(model, layer, precision, self.sharding)
+            expert_bytes = precision.bytes * experts if is_divided else expert_bytes
+            activations = model.block_activations(self.share, context, layer)
+            casts = 0.0 if self.fsdp else dense_bytes + expert_bytes * (not is_divided)
+            sizes[kind] = BlockSizes(
+                activations,
+                elements=weights.matrices + weights.vectors + experts,
+                experts=experts,
+                matrices=weights.matrices + experts,
+                first=experts / 3 or LARGEST_WEIGHT * weights.matrices,
+                gathered=dense_bytes * self.fsdp + expert_bytes * (self.fsdp or is_divided),
+                full_bytes=activations.saved + casts,
+                experts_gathered=expert_bytes if is_apart else 0.0,
+            )
+        return [sizes[model.kind(layer)] for layer in range(model.layers)]
 
     def sum_blocks(self, size_of: Callable[[BlockSizes], float], layers: range) -> float:
         """Return the sum over blocks."""
         groups = group_blocks(self.model, layers)
-        return sum(group.size * size_of(self.get_block(group.layer)) for group in groups)
+        return sum(group.size * size_of(self.blocks[group.layer]) for group in groups)
 
-    def sum_rank(self, size_of: Callable[[BlockSizes], float]) -> float:
-        """Return the sum over all blocks of the rank."""
-        return sum(self.sum_blocks(size_of, stage.layers) for stage in self.stages.values())
-
-    def _count_elements(self) -> None:
-        model, tensor = self.model, self.layout.tensor
-        first, last = (any(getattr(stage, end) for stage in self.stages.values()) for end in ("first", "last"))
-        self.embedding_elements = model.split_embedding_parameters(tensor) if first else 0.0
-        self.head_elements = 0.0 if self._has_tied_head() or not last else model.split_head_parameters(tensor)
-        blocks = self.sum_rank(lambda block: block.elements)
-        self.elements = blocks + self.embedding_elements + self.head_elements
-
-    def _compute_mean_shards(self) -> float:
-        """Return the shards of an element; where groups have other numbers of shards, so that the shards' sum is right.
-
-        Vectors, which are few elements, count as in no group. Experts that do not divide evenly count as on the rank
-        with most of them.
-        """
-        usual = self._compute_dense_shards()
-        experts = sum(
-            group.size * (block.experts / self._count_expert_shards(group.layer) - block.experts / usual)
-            for stage in self.stages.values()
-            for group in group_blocks(self.model, stage.layers)
-            for block in [self.get_block(group.layer)]
-            if block.experts
+    def _size_weights(self) -> None:
+        """Size weights, optimizer state and gradients on the device, and the embedding and the head while in use."""
+        model, tensor, precision, stages = self.model, self.layout.tensor, self.precision, self.stages.values()
+        has_head = any(stage.last for stage in stages)
+        self.embedding_elements = model.split_embedding_parameters(tensor) if any(s.first for s in stages) else 0.0
+        self.head_elements = model.split_head_parameters(tensor) if has_head and not self.has_tied_head else 0.0
+        groups = [group for stage in stages for group in group_blocks(model, stage.layers)]
+        elements = sum(group.size * self.blocks[group.layer].elements for group in groups)
+        self.elements = elements + self.embedding_elements + self.head_elements
+        # experts may have another number of shards; vectors, which are few elements, count as in no group
+        usual: float = self.layout.sharded if self.fsdp else 1
+        usual = self._compute_mean_shards(usual) if self.fsdp and self.parallelism.groups else usual
+        extra = sum(
+            group.size * (experts / self.count_expert_shards(group.layer) - experts / usual)
+            for group in groups
+            if (experts := self.blocks[group.layer].experts)
         )
-        return self.elements / (self.elements / usual + experts)
+        self.shards = self.elements / (self.elements / usual + extra)
+        on_device, weight_bytes = 0.0 if self.recipe.memory.offload else 1.0, precision.weight_bytes
+        matrices = sum(group.size * self.blocks[group.layer].matrices for group in groups)
+        state: float = self.recipe.optimizer.state_bytes(int(matrices), int(self.elements - matrices), weight_bytes)
+        state += count_average_bytes(self.recipe) * self.elements
+        self.weights = on_device * weight_bytes * self.elements / self.shards
+        self.optimizer = on_device * state / self.shards
+        is_whole = self.fsdp and self.reduces_once
+        self.grad_element = precision.accumulate_bytes if is_whole else on_device * weight_bytes / self.shards
+        used = float(precision.count_used_bytes(model.head_matmuls(), self.sharding)) if has_head else 0.0
+        self.head_gathered, self.head_cast = (used, 0.0) if self.fsdp else (0.0, used)
+        self.embedding_gathered = precision.bytes * self.embedding_elements if self.fsdp else 0.0
 
-    def _count_expert_shards(self, layer: int) -> float:
-        """Return the ranks that experts are sharded over; fewer where they can't be divided evenly."""
+    def _compute_mean_shards(self, usual: float) -> float:
+        """Return the mean shards of an element outside of experts with groups, so that the shards' sum is right."""
+        model, tensor = self.model, self.layout.tensor
+        matrices = {"head": self.head_elements, "tok_embeddings": self.embedding_elements}
+        for layer in (layer for stage in self.stages.values() for layer in stage.layers):
+            for name, matmul in model.block_matmuls(layer).items():
+                matrices[f"layers.{layer}.{name}"] = float(matmul.split(tensor).size)
+            for name in (experts := model.expert_matmuls(layer)):
+                matrices[f"layers.{layer}.{name}"] = self.blocks[layer].experts / len(experts)
+        shards = count_shards(matrices, self.parallelism.groups or {}, self.layout)
+        extra = sum(n / shards[name] - n / usual for name, n in matrices.items())
+        return self.elements / (self.elements / usual + extra)
+
+    def count_expert_shards(self, layer: int) -> float:
+        """Return the ranks that experts are sharded over; fewer where they can't be divided evenly.
+
+        Those that do not divide evenly count as on the rank with most of them.
+        """
         model, layout = self.model, self.layout
         matmuls = model.expert_matmuls(layer)
         count = model.expert_parameters(layer) // sum(m.inputs * m.outputs for m in matmuls.values()) // layout.expert
@@ -247,56 +279,55 @@ class RankSizes:
         along_width = layout.expert > 1 and not any(matmul.outputs % ranks for matmul in matmuls.values())
         return ranks if along_width or count % ranks == 0 else max(1, count) / max(1, math.ceil(count / ranks))
 
-    def _compute_dense_shards(self) -> float:
-        """Return the shards of an element outside of experts; with groups the mean."""
-        groups, usual = self.parallelism.groups or {}, self.layout.sharded if self.fsdp else 1
-        if not groups or not self.fsdp:
-            return usual
-        model, tensor = self.model, self.layout.tensor
-        matrices = {"head": self.head_elements, "tok_embeddings": self.embedding_elements}
-        for layer in (layer for stage in self.stages.values() for layer in stage.layers):
-            for name, matmul in model.block_matmuls(layer).items():
-                matrices[f"layers.{layer}.{name}"] = float(matmul.split(tensor).size)
-            for name in (experts := model.expert_matmuls(layer)):
-                matrices[f"layers.{layer}.{name}"] = self.get_block(layer).experts / len(experts)
-        shards = count_shards(matrices, groups, self.layout)
-        extra = sum(n / shards[name] - n / usual for name, n in matrices.items())
-        return self.elements / (self.elements / usual + extra)
+    def _size_unchanging_parts(self) -> dict[str, float]:
+        """Return what is in memory in every phase, by category; and size what each micro-batch saves beside blocks.
 
-    def _size_states(self) -> None:
-        """Compute the bytes of weights, optimizer state and one element of a reduced gradient on the device."""
-        precision = self.precision
-        on_device = 0.0 if self.recipe.memory.offload else 1.0
-        matrices = self.sum_rank(lambda block: block.matrices)
-        self.weights = on_device * precision.weight_bytes * self.elements / self.shards
-        state: float = self.recipe.optimizer.state_bytes(
-            int(matrices), int(self.elements - matrices), precision.weight_bytes
-        )
-        state += count_average_bytes(self.recipe) * self.elements
-        self.optimizer = on_device * state / self.shards
-        self.grad_element = on_device * precision.weight_bytes / self.shards
-
-    def _size_ends(self) -> None:
-        """Compute the bytes of the embedding's and the head's weights as FSDP gathers them, or as casts of them."""
-        heads = self.model.head_matmuls()
-        used = float(self.precision.count_used_bytes(heads, self.sharding))
-        used = used if any(stage.last for stage in self.stages.values()) else 0.0
-        self.head_gathered, self.head_cast = (used, 0.0) if self.fsdp else (0.0, used)
-        self.embedding_gathered = self.precision.bytes * self.embedding_elements if self.fsdp else 0.0
+        Messages of a pipeline that a stage does not keep are the gradient of its output while it computes backward, on
+        a GPU an output that is sent, and on ranks with several stages, whose messages are awaited early, an input and a
+        gradient of the next micro-batches.
+        """
+        recipe, layout, seq_len = self.recipe, self.layout, self.recipe.training.seq_len
+        masks_documents, messages = recipe.dataset.mask_documents, 0.0
+        fields = (3 if masks_documents else 2) + self.model.uses_keys
+        if layout.pipeline > 1:
+            has_next = any(not stage.last for stage in self.stages.values())
+            messages = self.input * (has_next * (1 if self.device == "cpu" else 2) + 2 * (len(self.stages) > 1))
+        batch_tokens, row_tokens = self.tokens * layout.context, self.row_tokens
+        rotation: float = 4 * self.model.rotary_size * self.tokens  # cosines and sines in float32
+        self.tables = rotation / (math.ceil(batch_tokens / row_tokens) if layout.pipeline == 1 else 1)
+        # masks [T, T]: of documents in each row; of chunks too, which without documents is the same for all rows
+        method = self.parallelism.context_method if layout.context > 1 else ""
+        if recipe.training.attention != "flex" and method != "ring":
+            mask_bytes = (
+                self.share.bytes * seq_len * math.ceil(seq_len / (1 if method == "ulysses" else layout.context))
+            )
+            rows = math.ceil(batch_tokens / seq_len) if masks_documents else 0
+            self.tables += mask_bytes * (rows + max(1, rows) * self.model.needs_mask(seq_len))
+        return {
+            "weights": self.weights,
+            "optimizer": self.optimizer,
+            "activations": float(INDEX_BYTES * fields * count_rank_rows(recipe, layout) * seq_len),
+            "communication": float(messages),
+        }
 
     # ---- activations ----
 
-    def _count_saved_bytes(self, stage: StageBlocks) -> float:
-        """Return the bytes that a stage saves for backward of one micro-batch."""
-        rotation: float = 4 * self.model.rotary_size * self.tokens  # cosines and sines in float32
-        if self.layout.pipeline == 1:
-            rotation /= math.ceil(self.tokens * self.layout.context / self.row_tokens)
-        ends = self.head.saved + self.head_cast if stage.last else self._count_kept_output(stage)
-        ends += self.input * self._keeps_input_apart(stage)
-        ends += self.model.embedding_activations(self.share) * stage.first
-        return self._count_saved_by_blocks(stage.layers) + ends + rotation + self._count_mask_bytes()
+    def count_saved_bytes(self, stage: StageBlocks) -> float:
+        """Return the bytes that a stage saves for backward of one micro-batch.
 
-    def _count_kept_output(self, stage: StageBlocks) -> float:
+        One that receives its input keeps it next to what its first block saves, unless that saves it: blocks that are
+        recomputed do, and so do fused norms and those in float32.
+        """
+        ends = self.head.saved + self.head_cast if stage.last else self.count_kept_output(stage)
+        saves_input = self.share.has_fused_norms or self.share.bytes == 4 or not stage.layers
+        is_selective = self.recipe.memory.checkpointing == "selective"
+        is_recomputed = is_selective or (self.every and (stage.layers.start + 1) % self.every == 0)
+        if not (stage.first or saves_input or is_recomputed):
+            ends += self.input
+        ends += self.model.embedding_activations(self.share) * stage.first
+        return self.count_saved_by_blocks(stage.layers) + ends + self.tables
+
+    def count_kept_output(self, stage: StageBlocks) -> float:
         """Return the bytes of its output that a stage keeps until backward: a GPU's rank keeps no output that it sends.
 
         With gloo, the message holds it until backward; a stage of the same rank computes from it.
@@ -304,102 +335,35 @@ class RankSizes:
         is_local = any(other.layers.start == stage.layers.stop for other in self.stages.values())
         return self.input if self.device == "cpu" or is_local else 0.0
 
-    def _keeps_input_apart(self, stage: StageBlocks) -> bool:
-        """Return whether a stage keeps the input that it received next to what its first block saves.
-
-        Blocks that are recomputed save it, and so do fused norms and those in float32.
-        """
-        saves_input = self.share.has_fused_norms or self.share.bytes == 4 or not stage.layers
-        memory = self.recipe.memory.checkpointing
-        recomputed = memory == "selective" or (self.every and (stage.layers.start + 1) % self.every == 0)
-        return not (stage.first or saves_input or recomputed)
-
-    def _count_message_bytes(self) -> float:
-        """Return the bytes of messages of a pipeline that a stage does not keep.
-
-        They are the gradient of its output while it computes backward, on a GPU an output that is sent, and on ranks
-        with several stages, whose messages are awaited early, an input and a gradient of the next micro-batches.
-        """
-        if self.layout.pipeline == 1:
-            return 0.0
-        has_next = any(not stage.last for stage in self.stages.values())
-        return self.input * (has_next * (1 if self.device == "cpu" else 2) + 2 * (len(self.stages) > 1))
-
-    def _count_saved_for_weight_grads(self, stage: StageBlocks) -> float:
+    def count_saved_for_weight_grads(self, stage: StageBlocks) -> float:
         """Return the bytes of one micro-batch after "I" and before "W": all saved activations and output gradients.
 
         A recomputed block has only its input saved, because "W" recomputes it once more.
         """
         blocks = sum(
-            recomputed * self.input + (size - recomputed) * self.get_block(layer).full_bytes
+            recomputed * self.input + (size - recomputed) * self.blocks[layer].full_bytes
             for layer, size, recomputed in group_blocks(self.model, stage.layers, self.every)
         )
-        ends = self._count_saved_bytes(stage) - self._count_saved_by_blocks(stage.layers)
+        ends = self.count_saved_bytes(stage) - self.count_saved_by_blocks(stage.layers)
         ends += self.input * (not stage.first)  # its gradient
         return ends + blocks + self.sum_blocks(lambda block: block.activations.outputs, stage.layers)
 
-    def _count_saved_by_blocks(self, layers: range) -> float:
+    def count_saved_by_blocks(self, layers: range) -> float:
         """Return the bytes that blocks save for backward under the activation checkpointing of the recipe."""
         memory, total = self.recipe.memory, 0.0
-        for group in group_blocks(self.model, layers, self.every):
-            block = self.get_block(group.layer)
-            saved = block.full_bytes
+        for layer, size, recomputed in group_blocks(self.model, layers, self.every):
+            saved = self.blocks[layer].full_bytes
             if self.every or memory.checkpointing in ("none", "gate"):
-                total += (group.size - group.recomputed) * saved + group.recomputed * self.input
+                total += (size - recomputed) * saved + recomputed * self.input
             elif memory.checkpointing == "selective":
-                total += group.size * block.activations.selective
+                total += size * self.blocks[layer].activations.selective
             else:
-                total += group.size * (self.input + memory.budget * (saved - self.input))
+                total += size * (self.input + memory.budget * (saved - self.input))
         return total
-
-    def _list_backward_moments(self, layers: range) -> list[tuple[float, float, float]]:
-        """Return the moments of a block's backward pass, in order.
-
-        With experts the first one is the gradient of the sum of their outputs, before that of any weight exists.
-
-        Returns:
-            Bytes beyond what the last of these blocks has saved; elements whose gradients exist; and bytes of weights
-            that are not gathered, though they are of these blocks.
-        """
-        block = self.get_block(layers[-1])
-        expert_bytes = [self.get_block(layer).experts_gathered for layer in layers[-2:]]
-        recomputed_bytes = max(0.0, block.full_bytes - self._count_saved_by_blocks(layers[-1:]))
-        routing_moments = (
-            [(recomputed_bytes + block.activations.routing, 0.0, sum(expert_bytes))]
-            if block.activations.routing
-            else []
-        )
-        return [*routing_moments, (recomputed_bytes + block.activations.backward, block.first, sum(expert_bytes[:-1]))]
-
-    def _count_context_bytes(self) -> ContextBytes:
-        """Return what attention saves per token: a second result; gathered or repeated keys; ulysses' exchanges."""
-        model, layout, method = self.model, self.layout, self.parallelism.context_method
-        if layout.context == 1:
-            return NO_CONTEXT
-        ulysses = method == "ulysses"
-        repeats = count_key_repeats(model.kv_heads // layout.tensor, layout.context) if ulysses else 1
-        copies = layout.context if method == "allgather" else repeats
-        head_bytes = self.share.bytes * model.head_size / layout.tensor
-        saved = head_bytes * (model.heads + 2 * model.kv_heads * (copies - 1))
-        return ContextBytes(saved, head_bytes * (2 * model.heads + 2 * model.kv_heads * repeats) if ulysses else 0.0)
-
-    def _count_mask_bytes(self) -> float:
-        """Return the bytes of a micro-batch's masks [T, T]; ring attention and FlexAttention have none.
-
-        One is of documents in each row; one of chunks too, which without documents is the same for all rows.
-        """
-        recipe, layout = self.recipe, self.layout
-        method = recipe.parallelism.context_method if layout.context > 1 else ""
-        if recipe.training.attention == "flex" or method == "ring":
-            return 0.0
-        length, ranks = recipe.training.seq_len, 1 if method == "ulysses" else layout.context
-        mask_bytes = self.share.bytes * length * math.ceil(length / ranks)
-        rows = math.ceil(self.tokens * layout.context / length) if recipe.dataset.mask_documents else 0
-        return float(mask_bytes * (rows + max(1, rows) * recipe.model.needs_mask(length)))
 
     # ---- weights and gradients ----
 
-    def _count_gathered_bytes(self, used: range, unfinished: range, head: bool = False) -> float:
+    def count_gathered_bytes(self, used: range, unfinished: range, head: bool = False) -> float:
         """Return the bytes of weights that FSDP has all-gathered.
 
         Args:
@@ -409,64 +373,36 @@ class RankSizes:
         """
         if not self.fsdp and self.layout.expert == 1:
             return 0.0
-        reshards = self.parallelism.resolve_reshard(self.layout)
-        ends = self.head_gathered if head or self._has_tied_head() else 0.0
-        if reshards is False and self.layout.pipeline > 1:
-            return sum(sorted(map(self._count_stage_gathered, self.stages.values()))[-MOST_GATHERED:])
+        reshards, is_pipeline = self.parallelism.resolve_reshard(self.layout), self.layout.pipeline > 1
         at_once = self.sum_blocks(lambda block: block.gathered, used)
+        ends = self.head_gathered if head or self.has_tied_head else 0.0
         if reshards is True:
             # in a pipeline FSDP takes the module that ran before for the next one of backward: with several
             # micro-batches in flight, ahead of a micro-batch's first block, the last block of the one before
-            is_misled = self.layout.pipeline > 1 and len(unfinished) > 0
-            return at_once + ends + (self.get_block(unfinished[-1]).gathered if is_misled else 0.0)
-        unfinished_bytes = self.sum_blocks(lambda block: block.gathered, unfinished)
-        if reshards is False:
-            return max(at_once, unfinished_bytes) + ends + self.embedding_gathered
-        return at_once + unfinished_bytes / reshards + ends
+            is_misled = is_pipeline and len(unfinished) > 0
+            return at_once + ends + (self.blocks[unfinished[-1]].gathered if is_misled else 0.0)
+        if not (reshards is False and is_pipeline):
+            unfinished_bytes = self.sum_blocks(lambda block: block.gathered, unfinished)
+            if reshards is False:
+                return max(at_once, unfinished_bytes) + ends + self.embedding_gathered
+            return at_once + unfinished_bytes / reshards + ends
+        stages = (
+            self.sum_blocks(lambda block: block.gathered, stage.layers)
+            + (self.head_gathered * stage.last + self.embedding_gathered * stage.first)
+            for stage in self.stages.values()
+        )
+        return sum(sorted(stages)[-MOST_GATHERED:])
 
-    def _count_stage_gathered(self, stage: StageBlocks) -> float:
-        ends = self.head_gathered * stage.last + self.embedding_gathered * stage.first
-        return self.sum_blocks(lambda block: block.gathered, stage.layers) + ends
-
-    def _find_most_gathered(self, layers: range, blocks: int) -> range:
-        """Return the neighbouring blocks, so many of them, whose gathered weights are largest."""
-        if len(layers) <= blocks or len(self._blocks) == 1:
-            return layers[:blocks]
-        windows = [layers[first : first + blocks] for first in range(len(layers) - blocks + 1)]
-        return max(windows, key=lambda window: self.sum_blocks(lambda block: block.gathered, window))
-
-    def _has_tied_head(self) -> bool:
-        return self.model.tied and self.layout.pipeline == 1
-
-    def _count_gradient_bytes(self, elements: float, has_grads: bool) -> float:
+    def count_gradient_bytes(self, elements: float, has_grads: bool) -> float:
         """Return the bytes of accumulated gradients.
 
         Args:
             elements: whose gradients of this micro-batch are reduced already.
             has_grads: whether all gradients of an earlier micro-batch are in memory.
         """
-        if self.fsdp and self.reduces_once:
-            return self.precision.accumulate_bytes * (self.elements if has_grads else elements)
-        if self.layout.only_replicated or has_grads:
-            elements = self.elements
-        return self.grad_element * elements
+        return self.grad_element * (self.elements if self.layout.only_replicated or has_grads else elements)
 
-    def _count_reduce_buffer(self, elements: float) -> float:
-        """Return the bytes of FSDP's reduce-scatter input."""
-        return REDUCE_BYTES * elements if self.fsdp and not self.reduces_once else 0.0
-
-    def _reduces_in_backward(self, has_grads: bool) -> bool:
-        """Return whether FSDP reduces gradients while it computes others.
-
-        Those that are accumulated unsharded are reduced in the last micro-batch, in a pipeline after it.
-        """
-        return self.fsdp and (not self.reduces_once or (has_grads and self.layout.pipeline == 1))
-
-    def _count_exchange_bytes(self, elements: float, has_grads: bool) -> float:
-        """Return the bytes of FSDP's reduce-scatter input while ranks exchange it; gloo, on CPUs, makes a copy."""
-        return REDUCE_BYTES * elements * self.exchange_copies * self._reduces_in_backward(has_grads)
-
-    def _count_retained_bytes(self, reduced: range, head: float, has_grads: bool, before: int = 0) -> float:
+    def count_retained_bytes(self, reduced: range, head: float, has_grads: bool, before: int = 0) -> float:
         """Return the bytes of the reduce-scatter inputs that `parallelism.reduce_buffers` lets FSDP retain.
 
         Gradients that were accumulated unsharded are whole no more once they are reduced, which needs less.
@@ -475,12 +411,12 @@ class RankSizes:
             reduced: the blocks that are reduced, the last one first in the model.
             head: elements of the head, which is reduced before them.
             has_grads: whether all gradients of an earlier micro-batch are in memory.
-            before: the buffers, of the last ones reduced, that `_count_reduce_buffer` counts where it counts any.
+            before: the buffers, of the last ones reduced, that are counted already where there is a `buffer_element`.
         """
-        if not self._reduces_in_backward(has_grads):
+        if not self.exchange_element[has_grads]:
             return 0.0
         first, last = 0 if self.reduces_once else before, before + self.parallelism.reduce_buffers - 1
-        elements = [*(self.get_block(layer).elements for layer in reduced[:last]), head]
+        elements = [*(self.blocks[layer].elements for layer in reduced[:last]), head]
         inputs = REDUCE_BYTES * sum(elements[first:last])
         if not self.reduces_once:
             return inputs
@@ -488,7 +424,7 @@ class RankSizes:
         freed_bytes = self.precision.accumulate_bytes - REDUCE_BYTES / self.shards
         return max(0.0, inputs - reduced_elements * freed_bytes)
 
-    def _count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:
+    def count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:
         """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of a stage.
 
         Without a pipeline it frees them at the end of each backward pass; with one, at the beginning of the next.
@@ -501,25 +437,21 @@ class RankSizes:
             return 0.0
         most = self.parallelism.reduce_buffers  # of the modules that are reduced last
         elements = (
-            [*([self.embedding_elements] * stage.first), *(self.get_block(layer).elements for layer in stage.layers)]
+            [*([self.embedding_elements] * stage.first), *(self.blocks[layer].elements for layer in stage.layers)]
             for stage in stages
         )
-        return max(sum(map(self._count_reduce_buffer, each[:most])) for each in elements)
+        return max(sum(self.buffer_element * size for size in each[:most]) for each in elements)
 
-    def _size_expert_reduction(self, layer: int) -> tuple[float, float]:
+    def size_expert_reduction(self, layer: int) -> tuple[float, float]:
         """Return the bytes of gradients, with the output, and of buffers while those of a block's experts are reduced.
 
         On a single rank FSDP divides the input into a copy, when only one of the weights' gradients is left.
         """
-        experts, shards = self.get_block(layer).experts, self._count_expert_shards(layer)
-        unreduced, buffer = self._count_unreduced_bytes(experts), self._count_reduce_buffer(experts)
+        experts, shards = self.blocks[layer].experts, self.count_expert_shards(layer)
+        unreduced, buffer = self.precision.bytes * experts, self.buffer_element * experts
         alone = shards == 1 and buffer > 0
         copies = 2 if alone else self.exchange_copies
         return (unreduced / 3 if alone else unreduced) + REDUCE_BYTES * experts / shards, buffer * copies
-
-    def _count_unreduced_bytes(self, elements: float) -> float:
-        """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
-        return self.precision.bytes * elements
 
 
 @lru_cache(256)

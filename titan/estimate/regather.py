@@ -5,7 +5,7 @@ Free of torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from titan.parallelism.pipeline.stage_plan import splits_backward
 
@@ -17,33 +17,20 @@ SAVING = ("none", "gate", "every_n")
 """Activation checkpointing with blocks that save what they gather; others gather it again anyway."""
 
 
-class ExecutionAxes(Protocol):
-    """The part of a recipe that decides it."""
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """Return the parallelism."""
-
-    @property
-    def memory(self) -> Memory:
-        """Return the activation checkpointing."""
-
-
-def regathers_input(recipe: ExecutionAxes, layout: Layout) -> bool:
+def regathers_input(parallelism: Parallelism, memory: Memory, layout: Layout) -> bool:
     """Return what `parallelism.regather` means in a layout."""
-    choice = recipe.parallelism.regather
-    if layout.tensor == 1 or choice is False or list_regather_obstacles(recipe, layout):
+    choice = parallelism.regather
+    if layout.tensor == 1 or choice is False or list_regather_obstacles(parallelism, layout):
         return False
-    return choice is True or recipe.memory.checkpointing in SAVING
+    return choice is True or memory.checkpointing in SAVING
 
 
-def list_regather_obstacles(recipe: ExecutionAxes, layout: Layout) -> list[str]:
+def list_regather_obstacles(parallelism: Parallelism, layout: Layout) -> list[str]:
     """Return the settings that regions can't gather their input again with.
 
     Async tensor parallelism needs matmuls and collectives that the compiler sees, and a backward pass in two phases
     would compute all of a region's gradients in each.
     """
-    parallelism = recipe.parallelism
     obstacles = {
         "parallelism.sequence_parallel=false": not parallelism.sequence_parallel,
         "parallelism.async_tensor=true": parallelism.async_tensor,

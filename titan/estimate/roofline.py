@@ -13,7 +13,7 @@ SORTING_BYTES = 48.0
 
 
 def count_elementwise_bytes(
-    model: Decoder, element: int, part: str, tensor: int = 1, sequence: int = 1, layer: int = 0
+    model: Decoder, element: int, part: str, layer: int = 0, tensor: int = 1, sequence: int = 1
 ) -> float:
     """Return bytes per token of norms, RoPE, activations and residual additions of a block.
 
@@ -26,7 +26,9 @@ def count_elementwise_bytes(
     return element * (stream / sequence + split / tensor)
 
 
-def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0, expert: int = 1) -> float:
+def count_routing_bytes(
+    model: Decoder, element: int, part: str, layer: int = 0, expert: int = 1, rows_only: bool = False
+) -> float:
     """Return bytes per token of a router, of sorting tokens by expert and back, and of the experts' gates.
 
     Forward, in elements for each of a token's experts: rows are copied, the gate reads 2F and writes F, and the sum
@@ -36,28 +38,19 @@ def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0,
 
     Args:
         expert: ranks that share the experts.
+        rows_only: whether to count only the rows that experts get and return, which no part's graph has.
     """
     matmuls = model.expert_matmuls(layer)
     if not matmuls:
         return 0.0
     expert_size = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
-    experts = model.expert_parameters(layer) / expert_size
     active_experts = model.active_expert_parameters(layer) / expert_size
+    row_bytes = active_experts * element * ((3 if part == "forward" else 6) + 4 * (expert > 1)) * model.dim
+    if rows_only:
+        return row_bytes
     width = next(matmul.outputs for name, matmul in matmuls.items() if name.endswith(".w1"))
-    gate = 3 if part == "forward" else 5
-    rows = count_row_bytes(model, element, part, layer, expert)
-    return rows + active_experts * element * gate * width + SORTING_BYTES * experts
-
-
-def count_row_bytes(model: Decoder, element: int, part: str, layer: int = 0, expert: int = 1) -> float:
-    """Return what `count_routing_bytes` counts of the rows that experts get and return, which no part's graph has."""
-    matmuls = model.expert_matmuls(layer)
-    if not matmuls:
-        return 0.0
-    expert_size = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
-    active_experts = model.active_expert_parameters(layer) / expert_size
-    rows = (3 if part == "forward" else 6) + 4 * (expert > 1)
-    return active_experts * element * rows * model.dim
+    gate_bytes = active_experts * element * (3 if part == "forward" else 5) * width
+    return row_bytes + gate_bytes + SORTING_BYTES * model.expert_parameters(layer) / expert_size
 
 
 def count_update_bytes(recipe: Recipe) -> float:

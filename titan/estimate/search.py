@@ -21,7 +21,7 @@ from titan.config.settings import format_value
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import overhead
-from titan.estimate.fit import compute_available_gib
+from titan.estimate.fit import compute_available_gib, vary_axis
 from titan.estimate.layout_options import (
     MODES,
     LayoutCandidate,
@@ -165,12 +165,13 @@ class _Space:
             lambda layout: derive_device_speeds(recipe, hardware, machine, layout)
         )
         self.bounds, self.show, self._shown_time = LowerBounds(recipe, self.speeds, machine.device), show, 0.0
-        self.ordered: list[tuple[float, int, LayoutOption]] = []
-        for number, option in enumerate(iterate_options(recipe, devices, machine, typed)):
+        self.ordered: list[tuple[float, LayoutOption]] = []
+        for option in iterate_options(recipe, devices, machine, typed):
             self._show_progress(lambda: f"search: {len(self.ordered):,} layouts")
-            self.ordered.append((self.bounds(option), number, option))
-        self.ordered.sort(key=lambda entry: entry[:2])
-        self._known: dict[tuple[str, int], Any] = {}
+            self.ordered.append((self.bounds(option), option))
+        self.ordered.sort(key=lambda entry: entry[0])
+        self._find_first_gib, self._find_gib = cache(self.bounds.compute_first_gib), cache(self.bounds.compute_gib)
+        self._find_least_seconds, self._find_prediction = cache(self._compute_least_seconds), cache(self._predict)
 
     def find_fastest(self, keep: int, available_gib: float, prune: bool) -> list[PredictedLayout]:
         """Return what a search for the fastest layouts that need at most `available_gib` GiB predicts, in order.
@@ -178,33 +179,26 @@ class _Space:
         Of equally fast layouts those come first that need less memory. The first `keep` ones are the fastest of all.
         """
         results: list[PredictedLayout] = []
-        for index, (least_seconds, number, option) in enumerate(self.ordered):
+        for index, (least_seconds, option) in enumerate(self.ordered):
             self._show_progress(lambda: self._describe_progress(index, results, available_gib))  # noqa: B023
             slowest_seconds = results[keep - 1].step.seconds if len(results) >= keep else math.inf
             if prune and least_seconds > slowest_seconds:
                 break
-            if prune and not self._can_be_kept(number, option, slowest_seconds, available_gib):
+            if prune and not self._can_be_kept(option, slowest_seconds, available_gib):
                 continue
-            result = self._recall(number, self._predict, option)
+            result = self._find_prediction(option)
             if result is not None and result.gib <= available_gib:
                 bisect.insort(results, result, key=lambda each: (each.step.seconds, each.gib))
         return results
 
-    def _can_be_kept(self, number: int, option: LayoutOption, slowest_seconds: float, available_gib: float) -> bool:
+    def _can_be_kept(self, option: LayoutOption, slowest_seconds: float, available_gib: float) -> bool:
         """Return whether neither a bound of memory nor one of time excludes a layout, the cheapest bound first."""
         limit_gib = overhead.compute_live_limit(available_gib, option.layout, self.device) / GIB
-        if self._recall(number, self.bounds.compute_first_gib, option) > limit_gib:
-            return False
-        if self._recall(number, self._compute_least_seconds, option) > slowest_seconds:
-            return False
-        return bool(self._recall(number, self.bounds.compute_gib, option) <= limit_gib)
-
-    def _recall(self, number: int, compute: Callable[[LayoutOption], Any], option: LayoutOption) -> Any:
-        """Return a value of a layout, which has this number, that is computed once."""
-        key = compute.__name__, number
-        if key not in self._known:
-            self._known[key] = compute(option)
-        return self._known[key]
+        return (
+            self._find_first_gib(option) <= limit_gib
+            and self._find_least_seconds(option) <= slowest_seconds
+            and self._find_gib(option) <= limit_gib
+        )
 
     def _compute_least_seconds(self, option: LayoutOption) -> float:
         try:
@@ -236,7 +230,7 @@ def predict_layout(
     accepts: Accept,
 ) -> PredictedLayout | None:
     """Return the prediction of a candidate; None when it does not fit or can't be started."""
-    recipe, layout, count = candidate.recipe, candidate.layout, candidate.microbatches
+    recipe, layout, count = candidate
     try:
         gib = overhead.compute_fitting_gib(recipe, layout, count, device, available_gib)
         if gib is None or not accepts(candidate):
@@ -253,8 +247,7 @@ def iterate_changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterat
     rows = math.ceil(recipe.training.rows / layout.data_ranks)
 
     def vary(axis: str, **settings: Any) -> LayoutCandidate:
-        changes: Any = {axis: replace(getattr(recipe, axis), **settings)}
-        return LayoutCandidate(replace(recipe, **changes), layout, microbatches)
+        return LayoutCandidate(vary_axis(recipe, axis, **settings), layout, microbatches)
 
     yield from (vary("memory", checkpointing=other) for other in MODES if other != mode)
     for count in list_divisors(rows):
@@ -263,8 +256,8 @@ def iterate_changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterat
             yield LayoutCandidate(recipe, layout, count)
     if scope == "off":
         yield vary("compile", scope="block")
-    if layout.tensor > 1 and not list_regather_obstacles(recipe, layout):
-        yield vary("parallelism", regather=not regathers_input(recipe, layout))
+    if layout.tensor > 1 and not list_regather_obstacles(parallelism, layout):
+        yield vary("parallelism", regather=not regathers_input(parallelism, recipe.memory, layout))
     if layout.tensor > 1 and scope == "block" and parallelism.regather is not True and not parallelism.async_tensor:
         yield vary("parallelism", async_tensor=True)
     if layout.pipeline > 1:
@@ -281,7 +274,7 @@ def iterate_changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterat
     ]
     for neighbour in (*expert_layouts, *_iterate_neighbours(layout)):
         if neighbour.expert in list_expert_degrees(recipe, neighbour):
-            yield replace(vary("parallelism", **list_degrees(neighbour)), layout=neighbour)
+            yield vary("parallelism", **list_degrees(neighbour))._replace(layout=neighbour)
 
 
 def _allows_microbatches(recipe: Recipe, layout: Layout, microbatches: int) -> bool:

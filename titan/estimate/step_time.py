@@ -308,7 +308,7 @@ class StepModel(RankWork):
 
     def estimate_send(self) -> float:
         """Return the time to send a micro-batch's hidden states to the next stage."""
-        size = self.tokens * self.model.dim * self.precision.bytes / self.count_sequence_ranks()
+        size = self.tokens * self.model.dim * self.precision.bytes / self.sequence_ranks
         stride = self.layout.devices // self.layout.pipeline
         return estimate_collective("send", size, 2, stride, self.speeds)
 

@@ -122,7 +122,7 @@ def _resolve_parallelism(config: Mapping[str, Any], degrees: Mapping[str, int]) 
         resolved = {
             "prefetch": axes.parallelism.resolve_prefetch(layout),
             "accumulate": "whole" if axes.parallelism.accumulates_whole(layout) else "sharded",
-            "regather": regathers_input(axes, layout),
+            "regather": regathers_input(axes.parallelism, axes.memory, layout),
         }
     except ConfigError:
         return {}

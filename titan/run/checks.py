@@ -200,7 +200,7 @@ def _list_tensor_faults(run: Run, remote: bool) -> Faults:
         missing = [name for name, is_met in needed.items() if not is_met]
         if missing:
             yield f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false."
-    if parallelism.regather is True and degree > 1 and (obstacles := list_regather_obstacles(run, layout)):
+    if parallelism.regather is True and degree > 1 and (obstacles := list_regather_obstacles(parallelism, layout)):
         yield f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto."
     multiple = parallelism.compute_row_multiple(layout)
     halves = " (a head and a tail each)" if parallelism.balance else ""

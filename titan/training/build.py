@@ -135,7 +135,7 @@ def _decide(run: Run, world: World) -> _Choices:
         accumulates_whole=parallelism.accumulates_whole(layout),
         row_multiple=parallelism.compute_row_multiple(layout),
         gathered=tuple(name for name in gathered if not is_in_group(name, parallelism.groups or {})),
-        regather=regathers_input(run, layout),
+        regather=regathers_input(parallelism, run.memory, layout),
         kernel=_choose_attention_kernel(run, world),
     )
 

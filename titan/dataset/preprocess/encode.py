@@ -28,13 +28,8 @@ class Content:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedDocument:
-    """An encoded document: its ids, and in a masked corpus 1 for each id that counts in the loss."""
-
-    content: Content
-    tokens: NDArray[Any]
-    mask: NDArray[np.uint8] | None = None
+EncodedDocument = tuple[NDArray[Any], NDArray[np.uint8] | None]
+"""The ids of a document, and in a masked corpus 1 for each id that counts in the loss."""
 
 
 def hash_document(document: str | tuple[Turn, ...] | NDArray[Any]) -> Content:
@@ -110,17 +105,17 @@ class Encoder:
         """Take the tokenizer; None for a source of tokens, whose documents are ids."""
         self.tokenizer, self.dtype, self.vocab_size, self.masked = tokenizer, dtype, vocab_size, masked
 
-    def encode(self, documents: Sequence[tuple[Content, Document]]) -> list[EncodedDocument]:
+    def encode(self, documents: Sequence[Document]) -> list[EncodedDocument]:
         """Encode documents, in their order."""
-        if self.tokenizer is None:
-            return [EncodedDocument(content, self._convert_ids(document)) for content, document in documents]
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return [(self._convert_ids(document), None) for document in documents]
         if self.masked:
-            return [self._encode_turns(self.tokenizer, content, document) for content, document in documents]
-        texts = [document for _, document in documents if isinstance(document, str)]
+            return [self._encode_turns(tokenizer, document) for document in documents]
+        texts = [document for document in documents if isinstance(document, str)]
         if len(texts) != len(documents):
             raise ConfigError("dataset: some documents are not text; a source of turns must set `masked = True`.")
-        tokens = self._add_bos_eos(self.tokenizer, self.tokenizer.encode_arrays(texts))
-        return [EncodedDocument(content, ids) for (content, _), ids in zip(documents, tokens, strict=True)]
+        return [(ids, None) for ids in self._add_bos_eos(tokenizer, tokenizer.encode_arrays(texts))]
 
     def _add_bos_eos(self, tokenizer: Tokenizer, arrays: list[NDArray[np.uint32]]) -> list[NDArray[Any]]:
         """Add bos and eos to each array; the results are slices of one array."""
@@ -137,14 +132,14 @@ class Encoder:
             start = end
         return out
 
-    def _encode_turns(self, tokenizer: Tokenizer, content: Content, document: Document) -> EncodedDocument:
+    def _encode_turns(self, tokenizer: Tokenizer, document: Document) -> EncodedDocument:
         if isinstance(document, str):
             (ids,) = self._add_bos_eos(tokenizer, tokenizer.encode_arrays([document]))
-            return EncodedDocument(content, ids, np.ones(ids.size, np.uint8))
+            return ids, np.ones(ids.size, np.uint8)
         if not isinstance(document, tuple):
             raise ConfigError("dataset: some documents are ids; a source of ids must set `vocab_size`.")
         turn_ids, mask = tokenizer.encode_turns(document)
-        return EncodedDocument(content, np.array(turn_ids, self.dtype), np.array(mask, np.uint8))
+        return np.array(turn_ids, self.dtype), np.array(mask, np.uint8)
 
     def _convert_ids(self, document: Document) -> NDArray[Any]:
         if not isinstance(document, np.ndarray):

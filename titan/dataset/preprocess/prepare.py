@@ -134,8 +134,8 @@ class ProgressMeter:
 
     def set_unfinished(self, unfinished: Sequence[int]) -> None:
         """Take the shards that are not finished."""
-        processed_bytes = sum(self.plan.units[shard][2] for shard in self.progress_by_shard if shard not in unfinished)
-        self.finished_bytes = self.total - sum(self.plan.units[shard][2] for shard in unfinished) - processed_bytes
+        shown = {*unfinished, *self.progress_by_shard}
+        self.finished_bytes = sum(size for shard, (_, _, size) in enumerate(self.plan.units) if shard not in shown)
 
     def update(self, progress: JobProgress) -> None:
         """Record the progress of a shard job."""

@@ -214,9 +214,10 @@ class _ShardWriter:
         if not documents:
             return
         train, validation, limit = self.splits["train"], self.splits["validation"], self.job.plan.limit
-        for document in self.encoder.encode(documents):
-            (validation if document.content.hash < limit else train).add_document(document.tokens, document.mask)
-            self.tokens += document.tokens.size
+        encoded = self.encoder.encode([document for _, document in documents])
+        for (content, _), (tokens, mask) in zip(documents, encoded, strict=True):
+            (validation if content.hash < limit else train).add_document(tokens, mask)
+            self.tokens += tokens.size
         self.hashes.write(np.array([content.hash for content, _ in documents], dtype="<u8"))
         self.documents += len(documents)
         self.bytes += sum(content.bytes for content, _ in documents)

@@ -13,13 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from titan.config.settings import format_value
 from titan.dataset.documents import Document, Skip, Turn
-from titan.dataset.sources import files
 from titan.dataset.sources.files import BadDocumentError
 from titan.dataset.sources.records import (
-    JsonLinesReader,
-    ParquetReader,
     RowFormat,
-    RowReader,
     TableRow,
     get_value,
     repair_surrogates,
@@ -30,8 +26,6 @@ if TYPE_CHECKING:
     from titan.dataset.tokenizers.tokenizer import Tokenizer
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-_PARQUET_SUFFIXES = (".parquet", ".pq")
-_JSONL_SUFFIXES = (".jsonl", ".json")
 
 Message = tuple[str, str]
 """A role and the text of its message."""
@@ -137,42 +131,29 @@ class Conversation(RowFormat):
         return tuple(turn for turn in TEMPLATES[self.template].render(messages) if turn.text)
 
     def _read_messages(self, row: TableRow) -> Iterator[Message]:
-        roles = ("user", "assistant") if len(self.columns) == 2 else ("user",)
-        names = ("dataset.prompt", "dataset.completion") if len(self.columns) == 2 else ("dataset.messages",)
-        for key, role, name in zip(self.columns, roles, names, strict=True):
-            value = get_value(row, key, name)
-            if isinstance(value, str) and len(roles) == 2:
+        keys = [("", self.messages, "dataset.messages")]
+        if self.prompt and self.completion:
+            keys = [
+                ("user", self.prompt, "dataset.prompt"), ("assistant", self.completion, "dataset.completion"),
+            ]  # fmt: skip
+        for role, key, setting in keys:
+            value = get_value(row, key, setting)
+            if role and isinstance(value, str):
                 yield role, repair_surrogates(value)
             else:
-                yield from _parse_messages(value, key, name)
+                yield from _parse_messages(value, key, setting)
 
 
 def _parse_messages(value: Any, key: str, setting: str) -> Iterator[Message]:
+    """Parse messages, each {role, content} or {from, value}."""
+    way_out = f"give the right key in {setting}."
     if not isinstance(value, list):
-        excerpt = format_value(value)[:40]
-        raise BadDocumentError(
-            "no text", f"{key!r} is {excerpt}, not a list of messages; give the right key in {setting}."
-        )
+        problem = f"{key!r} is {format_value(value)[:40]}, not a list of messages"
+        raise BadDocumentError("no text", f"{problem}; {way_out}")
     for message in value:
-        yield _parse_message(message, key, setting)
-
-
-def _parse_message(message: Any, key: str, setting: str) -> Message:
-    """Parse a message {role, content} or {from, value}."""
-    fields = message if isinstance(message, Mapping) else {}
-    role, text = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
-    if not isinstance(role, str) or not isinstance(text, str):
-        excerpt = format_value(message)[:60]
-        raise BadDocumentError(
-            "no text", f"{key!r} contains {excerpt}, not {{role, content}} of text; give the right key in {setting}."
-        )
-    return ROLES.get(role, role), repair_surrogates(text)
-
-
-def build_file_reader(path: str, columns: tuple[str, ...]) -> RowReader:
-    """Return the reader of the JSON Lines or Parquet files at `path`."""
-    source_files = files.find_files(path, (*_JSONL_SUFFIXES, *_PARQUET_SUFFIXES))
-    parquet_files = [file for file in source_files if files.get_suffix(file.path) in _PARQUET_SUFFIXES]
-    if parquet_files and len(parquet_files) < len(source_files):
-        raise ConfigError(f"dataset.path={path}: there are JSON Lines and Parquet files; select one kind with a glob.")
-    return ParquetReader(source_files, columns) if parquet_files else JsonLinesReader(source_files)
+        fields = message if isinstance(message, Mapping) else {}
+        role, text = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
+        if not isinstance(role, str) or not isinstance(text, str):
+            problem = f"{key!r} contains {format_value(message)[:60]}, not {{role, content}} of text"
+            raise BadDocumentError("no text", f"{problem}; {way_out}")
+        yield ROLES.get(role, role), repair_surrogates(text)

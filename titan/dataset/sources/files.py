@@ -243,11 +243,7 @@ def is_hidden(name: str) -> bool:
 def compute_digests(files: Sequence[SourceFile], memo: Path | None) -> list[str]:
     """Return the digest of each file's content, in hexadecimal; files are hashed in parallel."""
     with ThreadPoolExecutor(max(1, min(4, len(files), os.cpu_count() or 1))) as threads:
-        return list(threads.map(lambda file: _compute_digest(file, memo), files))
-
-
-def _compute_digest(file: SourceFile, memo: Path | None) -> str:
-    return compute_file_digest(Path(file.path), memo).hex() if file.mark is None else file.mark
+        return list(threads.map(lambda file: file.mark or compute_file_digest(Path(file.path), memo).hex(), files))
 
 
 def _list_files(path: str, suffixes: Sequence[str], any_other: bool) -> list[SourceFile]:

@@ -22,7 +22,6 @@ from titan.dataset.documents import Source, SourcePart
 from titan.dataset.sources import files
 from titan.dataset.sources.files import BadDocumentError
 from titan.dataset.sources.records import (
-    RowReader,
     RowSource,
     TableRow,
     TextField,
@@ -46,33 +45,38 @@ def build_hub_source(
     on_error: str = "refuse",
 ) -> Source:
     """Return the source of the texts in the column `field` of a dataset's split."""
-    reader = HubReader(name, subset, split, revision, (field,))
-    source_name = "hub" if reader.folder else re.sub(r"[^\w.-]", "-", name.rpartition("/")[2])
-    return RowSource(source_name, reader, TextField(field), on_error)
+    is_folder = Path(name).expanduser().is_dir()
+    return HubSource(
+        name="hub" if is_folder else re.sub(r"[^\w.-]", "-", name.rpartition("/")[2]),
+        row_format=TextField(field),
+        on_error=on_error,
+        dataset=name,
+        subset=subset,
+        split=split,
+        revision=revision,
+    )
 
 
-@dataclass(frozen=True)
-class HubReader(RowReader):
+@dataclass(kw_only=True)
+class HubSource(RowSource):
     """The rows of a dataset of the `datasets` library.
 
     Attributes:
-        name: its name on the hub, or a folder.
+        dataset: its name on the hub, or a folder.
         subset: its configuration; None: the only one.
         split: which of its splits.
         revision: a branch, tag or commit of the hub; None: main.
-        columns: the columns to read.
     """
 
-    name: str
+    dataset: str
     subset: str | None
     split: str
     revision: str | None
-    columns: tuple[str, ...]
 
     @property
     def folder(self) -> Path | None:
         """The folder; None for a dataset of the hub."""
-        path = Path(self.name).expanduser()
+        path = Path(self.dataset).expanduser()
         return path if path.is_dir() else None
 
     @functools.cached_property
@@ -86,31 +90,31 @@ class HubReader(RowReader):
             return self.revision
         api = import_optional("huggingface_hub", "dataset=hub").HfApi()
         try:
-            return str(api.dataset_info(self.name, revision=self.revision).sha)
+            return str(api.dataset_info(self.dataset, revision=self.revision).sha)
         except Exception as error:
             raise translate_hub_error(
-                error, f"dataset.name={self.name}", f"dataset.revision={self.revision}"
+                error, f"dataset.name={self.dataset}", f"dataset.revision={self.revision}"
             ) from error
 
-    def list_parts(self) -> list[SourcePart]:
+    def parts(self) -> list[SourcePart]:
         """Return the data shards, or ranges of rows."""
         return self._parts
 
     @functools.cached_property
     def _parts(self) -> list[SourcePart]:
-        data, name = self._data, f"{self.name} {self.split}"
+        data, name = self._data, f"{self.dataset} {self.split}"
         if not self._is_saved:
             count = data.num_shards if hasattr(data, "num_shards") else data.n_shards  # before datasets 3.1
             return [SourcePart(f"{name}, shard {i + 1} of {count}", 0, (i, count)) for i in range(count)]
         if not len(data):
-            raise ConfigError(f"dataset.split={self.split}: {self.name} has no rows; choose another split.")
+            raise ConfigError(f"dataset.split={self.split}: {self.dataset} has no rows; choose another split.")
         return [SourcePart(f"{name} from row {i}", 0, (i, i + _PART_ROWS)) for i in range(0, len(data), _PART_ROWS)]
 
     def compute_digests(self, memo: Path | None) -> list[str]:
         """Return the commit, or the folder's file names and digests; the subset, the split and the columns."""
-        selection = [str(self.subset), self.split, *self.columns]
+        selection = [str(self.subset), self.split, *self.row_format.columns]
         if self.folder is None:
-            return [self.name, self.commit, *selection]
+            return [self.dataset, self.commit, *selection]
         paths = files.walk_files(self.folder, files.is_hidden)
         names = [file.relative_to(self.folder).as_posix() for file in paths]
         return [*names, *files.compute_digests([files.build_local_file(file) for file in paths], memo), *selection]
@@ -119,7 +123,7 @@ class HubReader(RowReader):
         """Yield the rows of a part."""
         first, last = part.location
         number = first if self._is_saved else 0
-        location = f"{self.name} {self.split}" if self._is_saved else part.name
+        location = f"{self.dataset} {self.split}" if self._is_saved else part.name
         try:
             data = self._data
             rows = data.select(range(first, min(last, len(data)))) if self._is_saved else data.shard(last, first)
@@ -130,7 +134,7 @@ class HubReader(RowReader):
                     number += 1
         except Exception as error:
             if not _is_broken(error):
-                raise translate_hub_error(error, f"dataset.name={self.name}", part.name) from error
+                raise translate_hub_error(error, f"dataset.name={self.dataset}", part.name) from error
             way_out = "fetch it again, or give dataset.on_error=skip to use the content before it."
             cause = format_error(error.__cause__ or error) or type(error).__name__
             yield part.name, BadDocumentError("broken file", f"a file is broken or truncated ({cause}); {way_out}")
@@ -151,7 +155,7 @@ class HubReader(RowReader):
             if self._is_saved:
                 data = self._load_from_disk(datasets)
             else:
-                name, revision = (self.name, self.commit) if self.folder is None else (str(self.folder), None)
+                name, revision = (self.dataset, self.commit) if self.folder is None else (str(self.folder), None)
                 data = datasets.load_dataset(name, self.subset, split=self.split, revision=revision, streaming=True)
             column_names = self._list_columns(data)
         except ConfigError:
@@ -159,11 +163,11 @@ class HubReader(RowReader):
         except Exception as error:
             raise self._translate_open_error(error) from error
         if not column_names:
-            raise ConfigError(f"dataset.split={self.split}: {self.name} has no rows; choose another split.")
-        for column in self.columns:
+            raise ConfigError(f"dataset.split={self.split}: {self.dataset} has no rows; choose another split.")
+        for column in self.row_format.columns:
             if column not in column_names:
-                raise ConfigError(describe_missing_column(f"dataset.name={self.name}", column, column_names))
-        return data.select_columns(list(self.columns))
+                raise ConfigError(describe_missing_column(f"dataset.name={self.dataset}", column, column_names))
+        return data.select_columns(list(self.row_format.columns))
 
     def _list_columns(self, data: Any) -> list[str]:
         """Return the columns' names, from the first row if the dataset doesn't list them."""
@@ -171,7 +175,7 @@ class HubReader(RowReader):
             return data.column_names or list(next(iter(data), {}))
         except Exception as error:
             if _is_broken(error):  # `read_rows` reports or skips it
-                return list(self.columns)
+                return list(self.row_format.columns)
             raise
 
     def _load_from_disk(self, datasets: Any) -> Any:
@@ -185,13 +189,13 @@ class HubReader(RowReader):
         return datasets.load_from_disk(str(folder / self.split))  # only this split: empty ones can't be loaded
 
     def _describe_missing_split(self, splits: str) -> str:
-        return f"dataset.split={self.split}: {self.name} has no such split (its splits: {splits}); choose another."
+        return f"dataset.split={self.split}: {self.dataset} has no such split (its splits: {splits}); choose another."
 
     def _translate_open_error(self, error: Exception) -> ConfigError:
         """Translate the library's error of a dataset that can't be opened."""
         text = format_error(error)
         if isinstance(error, (StopIteration, IndexError)):  # the library raises them for an empty dataset
-            return ConfigError(f"dataset.split={self.split}: {self.name} has no rows; choose another split.")
+            return ConfigError(f"dataset.split={self.split}: {self.dataset} has no rows; choose another split.")
         match = re.search(r"[Aa]vailable(?: splits| configs)?: ?\[?([^\]]*)", text)
         choices = match[1].replace("'", "") if match else ""
         if "split" in text.lower() and ("Bad split" in text or "Unknown split" in text):
@@ -199,10 +203,12 @@ class HubReader(RowReader):
         if "BuilderConfig" in text or "Config name is missing" in text or "Please pick one among" in text:
             subset = "null" if self.subset is None else self.subset
             hint = f"its subsets: {choices}" if choices else text
-            return ConfigError(f"dataset.subset={subset}: {self.name} has no such subset ({hint}); choose another.")
+            return ConfigError(f"dataset.subset={subset}: {self.dataset} has no such subset ({hint}); choose another.")
         if _is_broken(error):
-            return ConfigError(f"dataset.name={self.name}: can't be read ({text}); fetch it again or choose another.")
-        return translate_hub_error(error, f"dataset.name={self.name}", f"dataset.revision={self.revision}")
+            return ConfigError(
+                f"dataset.name={self.dataset}: can't be read ({text}); fetch it again or choose another."
+            )
+        return translate_hub_error(error, f"dataset.name={self.dataset}", f"dataset.revision={self.revision}")
 
 
 def translate_hub_error(error: Exception, setting: str, revision: str) -> ConfigError:

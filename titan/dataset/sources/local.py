@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +26,13 @@ from numpy.typing import NDArray
 from titan.dataset.documents import Document, Skip, Source, SourcePart, content_digest
 from titan.dataset.sources import files
 from titan.dataset.sources.files import BadDocumentError, SourceFile, reject_or_skip
-from titan.dataset.sources.records import JsonLinesReader, ParquetReader, RowSource, TextField
+from titan.dataset.sources.records import (
+    JSONL_SUFFIXES,
+    PARQUET_SUFFIXES,
+    JsonLinesSource,
+    ParquetSource,
+    TextField,
+)
 from titan.errors import ConfigError
 
 PASSAGE_BYTES = 64 * 1024
@@ -53,7 +59,7 @@ def build_stdlib_source() -> Source:
         raise ConfigError(
             f"dataset=stdlib: this Python has no library sources in {root}; choose dataset=text or jsonl."
         )
-    return WholeFileSource(name="stdlib", files=nonempty, on_error="skip")
+    return TextSource("stdlib", nonempty, "skip")
 
 
 def build_text_source(path: str, separator: str | None = None, on_error: str = "refuse") -> Source:
@@ -61,9 +67,7 @@ def build_text_source(path: str, separator: str | None = None, on_error: str = "
     if separator == "":
         raise ConfigError("dataset.separator is empty: give the text between documents, or null if there is none.")
     source_files = find_texts(path, f"dataset={{kind}} dataset.path={path} (dataset.field=KEY names the text's key)")
-    if separator is None:
-        return PassageSource(name="text", files=source_files, on_error=on_error)
-    return SeparatedSource(name="text", files=source_files, on_error=on_error, separator=separator)
+    return TextSource("text", source_files, on_error, separator, has_passages=separator is None)
 
 
 def find_texts(path: str, way_out: str) -> tuple[SourceFile, ...]:
@@ -89,41 +93,60 @@ def build_field_sources(path: str, field: str) -> list[Source]:
     by_kind = defaultdict[str, list[SourceFile]](list)
     for file in files.find_files(path, (*_TEXTS, *_RECORDS), any_other=True):
         by_kind[_RECORDS.get(files.get_suffix(file.path), "text")].append(file)
-    builders: dict[str, Callable[[tuple[SourceFile, ...]], Source]] = {
-        "text": lambda found: PassageSource(name="text", files=found),
-        "jsonl": lambda found: RowSource("jsonl", JsonLinesReader(found), TextField(field)),
-        "parquet": lambda found: RowSource("parquet", ParquetReader(found, (field,)), TextField(field)),
-    }
-    return [builders[kind](tuple(found)) for kind, found in sorted(by_kind.items())]
+    text, records = tuple(by_kind.pop("text", ())), TextField(field)
+    kinds = {"jsonl": JsonLinesSource, "parquet": ParquetSource}
+    rows = [kinds[kind](name=kind, files=tuple(found), row_format=records) for kind, found in sorted(by_kind.items())]
+    return [*rows, *([TextSource("text", text, has_passages=True)] if text else [])]
 
 
 def build_jsonl_source(path: str, field: str = "text", on_error: str = "refuse") -> Source:
     """Return the source of JSON Lines files: a file, a folder (*.jsonl and *.json below it) or a glob."""
-    return RowSource("jsonl", JsonLinesReader(files.find_files(path, (".jsonl", ".json"))), TextField(field), on_error)
+    found = files.find_files(path, JSONL_SUFFIXES)
+    return JsonLinesSource(name="jsonl", files=found, row_format=TextField(field), on_error=on_error)
 
 
 def build_parquet_source(path: str, field: str = "text", on_error: str = "refuse") -> Source:
     """Return the source of Parquet files: a file, a folder (*.parquet below it) or a glob."""
-    return RowSource(
-        "parquet", ParquetReader(files.find_files(path, (".parquet", ".pq")), (field,)), TextField(field), on_error
-    )
+    found = files.find_files(path, PARQUET_SUFFIXES)
+    return ParquetSource(name="parquet", files=found, row_format=TextField(field), on_error=on_error)
 
 
-@dataclass(kw_only=True)
-class WholeFileSource(Source):
-    """UTF-8 files, one document per file."""
+@dataclass
+class TextSource(Source):
+    """UTF-8 files: one document per file, or per text between separators, or per passage.
+
+    Attributes:
+        name: of the source.
+        files: in the order of their documents.
+        on_error: what happens with a file that can't be read, as in `dataset.on_error`.
+        separator: the text between documents; None: there is none.
+        has_passages: whether files without a separator are split into passages.
+    """
 
     name: str
     files: tuple[SourceFile, ...]
     on_error: str = "refuse"
+    separator: str | None = None
+    has_passages: bool = False
+
+    @property
+    def step(self) -> int:
+        """The approximate length of passages in bytes; 1 without any."""
+        total = sum(file.size for file in self.files)
+        return max(MIN_PASSAGE_BYTES, min(PASSAGE_BYTES, total // TARGET_PASSAGES)) if self.has_passages else 1
 
     def parts(self) -> list[SourcePart]:
-        """Return one part per file."""
-        return [SourcePart(file.path, file.size, (file, 0, None)) for file in self.files]
+        """Return one part per file, or ranges of each file that end where a document ends."""
+        if self.separator is None and not self.has_passages:
+            return [SourcePart(file.path, file.size, (file, 0, None)) for file in self.files]
+        step = self.step
+        return [part for file in self.files for part in files.split_file(file, step)]
 
     def digest(self, memo: Path | None = None) -> str:
         """Return the digest of the files' content and its division; names and paths don't count."""
-        return content_digest(self.name, *self._list_parameters(), *files.compute_digests(self.files, memo))
+        separated = [] if self.separator is None else ["separator", self.separator]
+        division = ["passages", 2] if self.has_passages else separated
+        return content_digest(self.name, *division, *files.compute_digests(self.files, memo))
 
     def documents(self, part: SourcePart) -> Iterator[Document]:
         """Yield the documents of a part; documents of white space are skipped."""
@@ -145,64 +168,28 @@ class WholeFileSource(Source):
             return reject_or_skip(self.on_error, path, bad_document)
         return Skip("empty", f"{path}, byte {position}") if not document or document.isspace() else document
 
-    def _list_parameters(self) -> list[Any]:
-        return []
-
     def _read_documents(self, part: SourcePart, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """Yield the documents of a part, each with the byte that it begins at."""
-        data = stream.read(files.MAX_DOCUMENT_BYTES + 1)
-        if len(data) > files.MAX_DOCUMENT_BYTES:
-            raise files.build_too_long_error(0, "document", "to skip it")
-        yield 0, data
-
-
-@dataclass(kw_only=True)
-class SeparatedSource(WholeFileSource):
-    """Text files, split by a separator."""
-
-    separator: str
-
-    def parts(self) -> list[SourcePart]:
-        """Return ranges of each file that end where a document ends."""
-        return [part for file in self.files for part in files.split_file(file)]
-
-    def _list_parameters(self) -> list[Any]:
-        return ["separator", self.separator]
-
-    def _read_documents(self, part: SourcePart, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        separator = self.separator.encode()
         _, start, end = part.location
-        bounds = files.find_span(stream, start, end, separator) if start or end else (0, None)
-        if bounds:
-            position, last = bounds
-            size = None if last is None else last - len(separator) - position
-            for piece in split_documents(stream, separator, size, position):
-                yield position, piece
-                position += len(piece) + len(separator)
+        if self.has_passages:
+            yield from self._read_passages(stream, start, end)
+        elif self.separator is not None:
+            separator = self.separator.encode()
+            bounds = files.find_span(stream, start, end, separator) if start or end else (0, None)
+            if bounds:
+                position, last = bounds
+                size = None if last is None else last - len(separator) - position
+                for piece in split_documents(stream, separator, size, position):
+                    yield position, piece
+                    position += len(piece) + len(separator)
+        else:
+            data = stream.read(files.MAX_DOCUMENT_BYTES + 1)
+            if len(data) > files.MAX_DOCUMENT_BYTES:
+                raise files.build_too_long_error(0, "document", "to skip it")
+            yield 0, data
 
-
-@dataclass(kw_only=True)
-class PassageSource(WholeFileSource):
-    """Text files, split into passages."""
-
-    @property
-    def step(self) -> int:
-        """The approximate length of passages in bytes."""
-        total = sum(file.size for file in self.files)
-        return max(MIN_PASSAGE_BYTES, min(PASSAGE_BYTES, total // TARGET_PASSAGES))
-
-    def parts(self) -> list[SourcePart]:
-        """Return ranges of each file, in whole passages."""
-        step = self.step
-        return [part for file in self.files for part in files.split_file(file, step)]
-
-    def _list_parameters(self) -> list[Any]:
-        return ["passages", 2]
-
-    def _read_documents(self, part: SourcePart, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        step = self.step
-        _, position, end = part.location
-        carry = b""
+    def _read_passages(self, stream: BinaryIO, position: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+        step, carry = self.step, b""
         if position:
             stream.seek(position - step)
             block = stream.read(step)

@@ -1,7 +1,7 @@
 """Records: documents in the columns of a table or under the keys of an object.
 
-A `RowReader` (JSON Lines, Parquet, `titan.dataset.sources.hub`) yields rows; a `RowFormat` (the text of a field, or a
-conversation of `titan.dataset.sources.chat`) makes a document of each row.
+A `RowSource` (JSON Lines, Parquet, `titan.dataset.sources.hub`) reads rows, of which its `RowFormat` (the text of a
+field, or a conversation of `titan.dataset.sources.chat`) makes documents.
 
 Parquet files are read in bounded memory. They store a repeated value once: the rows of a file of some hundred bytes may
 have gigabytes. So text is read as a dictionary of the distinct values, and a batch is expanded only if it is small;
@@ -31,26 +31,7 @@ from titan.errors import ConfigError
 TableRow = Mapping[str, Any]
 _BOM = b"\xef\xbb\xbf"
 _PIECE = 1024 * 1024
-
-
-class RowReader(ABC):
-    """A reader of rows."""
-
-    @abstractmethod
-    def list_parts(self) -> Sequence[SourcePart]:
-        """Return the parts, in order."""
-
-    @abstractmethod
-    def compute_digests(self, memo: Path | None) -> list[str]:
-        """Return what identifies the content."""
-
-    @abstractmethod
-    def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
-        """Yield the rows of a part, each with its location; a BadDocumentError for an unreadable one.
-
-        Raises:
-            ConfigError: when the part can't be read, whatever the value of `dataset.on_error`.
-        """
+JSONL_SUFFIXES, PARQUET_SUFFIXES = (".jsonl", ".json"), (".parquet", ".pq")
 
 
 class RowFormat(ABC):
@@ -62,9 +43,14 @@ class RowFormat(ABC):
 
     masked: bool = False
 
+    @property
     @abstractmethod
+    def columns(self) -> tuple[str, ...]:
+        """The keys or columns to read."""
+
     def list_parameters(self) -> list[Any]:
-        """Return everything that determines the documents, besides the rows."""
+        """Return everything that determines the documents, besides the rows: the columns, unless there is more."""
+        return list(self.columns)
 
     @abstractmethod
     def extract_document(self, row: TableRow) -> Document:
@@ -75,41 +61,45 @@ class RowFormat(ABC):
         """
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RowSource(Source):
-    """A source of the documents that `row_format` makes of the rows of `reader`."""
+    """A source of the documents that `row_format` makes of rows."""
 
     name: str
-    reader: RowReader
     row_format: RowFormat
     on_error: str = "refuse"
+
+    @abstractmethod
+    def compute_digests(self, memo: Path | None) -> list[str]:
+        """Return what identifies the rows."""
+
+    @abstractmethod
+    def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
+        """Yield the rows of a part, each with its location; a BadDocumentError for an unreadable one.
+
+        Raises:
+            ConfigError: when the part can't be read, whatever the value of `dataset.on_error`.
+        """
 
     @property
     def masked(self) -> bool:  # type: ignore[override]
         """Whether documents are turns."""
         return self.row_format.masked
 
-    def parts(self) -> Sequence[SourcePart]:
-        """Return the reader's parts."""
-        return self.reader.list_parts()
-
     def digest(self, memo: Path | None = None) -> str:
         """Return the digest of the rows and of the pick; names and paths of files don't count."""
-        return content_digest(self.name, *self.row_format.list_parameters(), *self.reader.compute_digests(memo))
+        return content_digest(self.name, *self.row_format.list_parameters(), *self.compute_digests(memo))
 
     def documents(self, part: SourcePart) -> Iterator[Document]:
         """Yield the documents of a part."""
-        for location, row in self.reader.read_rows(part):
-            yield self._extract_document(location, row)
-
-    def _extract_document(self, location: str, row: TableRow | BadDocumentError) -> Document:
-        try:
-            if isinstance(row, BadDocumentError):
-                raise row
-            document = self.row_format.extract_document(row)
-        except BadDocumentError as error:
-            return reject_or_skip(self.on_error, location, error)
-        return Skip(document.reason, location) if isinstance(document, Skip) else document
+        for location, row in self.read_rows(part):
+            try:
+                if isinstance(row, BadDocumentError):
+                    raise row
+                document = self.row_format.extract_document(row)
+            except BadDocumentError as error:
+                document = reject_or_skip(self.on_error, location, error)
+            yield Skip(document.reason, location) if isinstance(document, Skip) else document
 
 
 @dataclass(frozen=True)
@@ -118,9 +108,10 @@ class TextField(RowFormat):
 
     field: str
 
-    def list_parameters(self) -> list[Any]:
-        """Return the key."""
-        return [self.field]
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.field,)
 
     def extract_document(self, row: TableRow) -> Document:
         """Return the text, or Skip if it is null or blank."""
@@ -156,19 +147,23 @@ def repair_surrogates(document: str) -> str:
     return document
 
 
-@dataclass(frozen=True)
-class JsonLinesReader(RowReader):
-    """JSON Lines files: the objects of their lines."""
+@dataclass(kw_only=True)
+class FileRowSource(RowSource):
+    """Rows of files."""
 
     files: tuple[SourceFile, ...]
-
-    def list_parts(self) -> list[SourcePart]:
-        """Return ranges of each file that end at line ends."""
-        return [part for file in self.files for part in files.split_file(file)]
 
     def compute_digests(self, memo: Path | None) -> list[str]:
         """Return the digests of the files."""
         return files.compute_digests(self.files, memo)
+
+
+class JsonLinesSource(FileRowSource):
+    """JSON Lines files: the objects of their lines."""
+
+    def parts(self) -> list[SourcePart]:
+        """Return ranges of each file that end at line ends."""
+        return [part for file in self.files for part in files.split_file(file)]
 
     def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
         """Yield the objects of a part's lines; blank lines are ignored."""
@@ -223,14 +218,10 @@ def _parse_line(line: bytes | BadDocumentError, position: int) -> TableRow | Bad
     return entry
 
 
-@dataclass(frozen=True)
-class ParquetReader(RowReader):
+class ParquetSource(FileRowSource):
     """Parquet files: the rows of their row groups, with only the columns that are needed."""
 
-    files: tuple[SourceFile, ...]
-    columns: tuple[str, ...]
-
-    def list_parts(self) -> list[SourcePart]:
+    def parts(self) -> list[SourcePart]:
         """Return the row groups; a file that can't be opened is one part."""
         return self._parts
 
@@ -238,24 +229,20 @@ class ParquetReader(RowReader):
     def _parts(self) -> list[SourcePart]:
         return [part for file in self.files for part in self._list_row_groups(file)]
 
-    def compute_digests(self, memo: Path | None) -> list[str]:
-        """Return the digests of the files."""
-        return files.compute_digests(self.files, memo)
-
     def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
         """Yield the rows of a row group."""
         pyarrow = import_optional("pyarrow", "dataset=parquet")
-        file, group = part.location
+        (file, group), columns = part.location, self.row_format.columns
         with files.convert_read_errors(file.path), file.open_raw() as stream:
             try:
-                table, number = open_parquet(stream, self.columns), 0
-                for column in self.columns:
+                table, number = open_parquet(stream, columns), 0
+                for column in columns:
                     if column not in table.schema_arrow.names:
                         raise ConfigError(describe_missing_column(file.path, column, table.schema_arrow.names))
-                if excess := find_excess(table, group or 0, self.columns):
+                if excess := find_excess(table, group or 0, columns):
                     yield part.name, excess
                     return
-                for batch in iterate_batches(table, group or 0, self.columns):
+                for batch in iterate_batches(table, group or 0, columns):
                     for row in (batch,) if isinstance(batch, BadDocumentError) else convert_rows(batch):
                         yield f"{part.name}, row {number}", row
                         number += 1
@@ -274,10 +261,20 @@ class ParquetReader(RowReader):
             except (pyarrow.ArrowException, OSError):
                 return [SourcePart(file.path, file.size, (file, None))]  # `read_rows` reports the error
             sizes = [
-                sum(c.total_compressed_size for c in _list_columns(metadata.row_group(group), self.columns))
+                sum(c.total_compressed_size for c in _list_columns(metadata.row_group(group), self.row_format.columns))
                 for group in range(metadata.num_row_groups)
             ]
         return [SourcePart(f"{file.path}, row group {i}", size, (file, i)) for i, size in enumerate(sizes)]
+
+
+def find_rows(name: str, path: str, row_format: RowFormat, on_error: str) -> RowSource:
+    """Return the source of the JSON Lines or Parquet files at `path`."""
+    found = files.find_files(path, (*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
+    parquet_files = [file for file in found if files.get_suffix(file.path) in PARQUET_SUFFIXES]
+    if parquet_files and len(parquet_files) < len(found):
+        raise ConfigError(f"dataset.path={path}: there are JSON Lines and Parquet files; select one kind with a glob.")
+    kind = ParquetSource if parquet_files else JsonLinesSource
+    return kind(name=name, files=found, row_format=row_format, on_error=on_error)
 
 
 def describe_missing_column(location: str, column: str, column_names: Sequence[str]) -> str:
@@ -289,22 +286,20 @@ def describe_missing_column(location: str, column: str, column_names: Sequence[s
 def convert_rows(batch: Any) -> Iterator[TableRow | BadDocumentError]:
     """Yield the rows of an Arrow batch as dictionaries; `BadDocumentError` for text that is not UTF-8."""
     columns = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
+    dictionaries = {name: column for name, column in columns.items() if hasattr(column, "dictionary_decode")}
+    columns |= {name: column.dictionary_decode() for name, column in dictionaries.items()}  # much faster as a whole
     try:
         values = {name: column.to_pylist() for name, column in columns.items()}
     except UnicodeDecodeError:
-        yield from _convert_row_by_row(columns, batch.num_rows)
+        for i in range(batch.num_rows):
+            try:
+                yield {name: column[i].as_py() for name, column in columns.items()}
+            except UnicodeDecodeError as error:
+                way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
+                yield BadDocumentError("not UTF-8", f"not UTF-8 ({error.reason}); {way_out}")
         return
     for row in zip(*values.values(), strict=True):
         yield dict(zip(values, row, strict=True))
-
-
-def _convert_row_by_row(columns: Mapping[str, Any], count: int) -> Iterator[TableRow | BadDocumentError]:
-    for i in range(count):
-        try:
-            yield {name: column[i].as_py() for name, column in columns.items()}
-        except UnicodeDecodeError as error:
-            way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
-            yield BadDocumentError("not UTF-8", f"not UTF-8 ({error.reason}); {way_out}")
 
 
 MAX_ROWS = 256
@@ -367,9 +362,9 @@ def iterate_batches(file: Any, group: int, columns: Sequence[str]) -> Iterator[A
     """
     for batch in file.iter_batches(_choose_rows(file, group, columns), row_groups=[group], columns=list(columns)):
         if _count_batch_bytes(batch) <= MAX_BATCH_BYTES:
-            yield _expand_batch(batch)
+            yield batch
         else:
-            yield from (_expand_row(batch.take([row])) for row in range(batch.num_rows))  # a slice keeps all lists
+            yield from (_check_row(batch.take([row])) for row in range(batch.num_rows))  # a slice keeps all lists
 
 
 def _choose_rows(file: Any, group: int, columns: Sequence[str]) -> int:
@@ -385,10 +380,10 @@ def _list_columns(group: Any, names: Sequence[str]) -> list[Any]:
     return [column for column in columns if column.path_in_schema.split(".")[0] in names]
 
 
-def _expand_row(row: Any) -> Any | BadDocumentError:
-    """Return a batch of one row in which dictionaries are expanded, unless it is too long."""
+def _check_row(row: Any) -> Any | BadDocumentError:
+    """Return a batch of one row, unless it is too long."""
     if (size := _count_batch_bytes(row)) <= MAX_DOCUMENT_BYTES:
-        return _expand_batch(row)
+        return row
     way_out = "split it, or give dataset.on_error=skip to skip it."
     return BadDocumentError("too long", f"the row has {size:,} bytes, more than {MAX_DOCUMENT_BYTES:,}; {way_out}")
 
@@ -416,27 +411,3 @@ def _count_text_bytes(array: Any) -> int:
         elements = array.flatten()
         return max(VALUE_BYTES * len(elements), _count_text_bytes(elements))
     return 0
-
-
-def _expand_batch(batch: Any) -> Any:
-    """Return a batch in which dictionaries are expanded."""
-    pyarrow = import_optional("pyarrow", "dataset=parquet")
-    columns = [column.cast(_expand_type(column.type)) for column in batch.columns]
-    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
-
-
-def _expand_type(kind: Any) -> Any:
-    """Return a type in which dictionaries are replaced by what they hold."""
-    pyarrow = import_optional("pyarrow", "dataset=parquet")
-    types = pyarrow.types
-    if types.is_dictionary(kind):
-        return kind.value_type
-    if types.is_struct(kind):
-        return pyarrow.struct(
-            [kind.field(i).with_type(_expand_type(kind.field(i).type)) for i in range(kind.num_fields)]
-        )
-    if types.is_list(kind):
-        return pyarrow.list_(kind.value_field.with_type(_expand_type(kind.value_type)))
-    if types.is_large_list(kind):
-        return pyarrow.large_list(kind.value_field.with_type(_expand_type(kind.value_type)))
-    return kind

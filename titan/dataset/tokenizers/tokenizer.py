@@ -7,7 +7,6 @@ special tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,8 +40,8 @@ class Tokenizer(ABC):
     fingerprint: str
 
     @abstractmethod
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without special tokens, using `threads` threads."""
+    def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Return the ids of each text as an array, without special tokens, using `threads` threads."""
 
     @abstractmethod
     def encode_markup(self, text: str) -> list[int]:
@@ -67,9 +66,9 @@ class Tokenizer(ABC):
     def count_token_bytes(self) -> NDArray[np.uint16]:
         """Return the number of bytes of UTF-8 of each id, 0 for special tokens: uint16 [vocab_size]."""
 
-    def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Return the ids of each text as an array; see `encode_batch`."""
-        return [np.frombuffer(array("I", ids), np.uint32) for ids in self.encode_batch(texts)]
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text as a list; see `encode_arrays`."""
+        return [ids.tolist() for ids in self.encode_arrays(texts)]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without special tokens."""

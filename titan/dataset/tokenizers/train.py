@@ -98,7 +98,7 @@ def _open_sources(path: str | None, field: str | None) -> Sequence[Source]:
         sources = [local.build_stdlib_source()]
     elif field is None:
         way_out = "field=KEY, the key or column of the text"
-        sources = [local.PassageSource(name="text", files=local.find_texts(path, way_out))]
+        sources = [local.TextSource("text", local.find_texts(path, way_out), has_passages=True)]
     else:
         sources = local.build_field_sources(path, field)
     parts = [part for source in sources for part in source.parts()]

@@ -67,10 +67,7 @@ def _follow_parts(events: Iterable[Event]) -> Iterator[tuple[Event, Counter[str]
 
 MIB = 2**20
 ROUND = 512
-SMALL, SMALL_SEGMENT = MIB, 2 * MIB
-LARGE, LARGE_SEGMENT = 10 * MIB, 20 * MIB
-PAGE = 2 * MIB
-"""Granularity of segments that one large request has to itself."""
+SMALL, SMALL_PAGE, LARGE_PAGE = MIB, 2 * MIB, 20 * MIB
 FAR = 2**48
 """Distance of the addresses of expandable segments."""
 
@@ -99,28 +96,25 @@ class ReservedMemory:
 class Allocator:
     """The state of CUDA's caching allocator, in bytes.
 
-    As torch's documentation of memory management and its allocator describe it: sizes are rounded up to 512 bytes;
-    requests up to 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones from
-    segments of their own in multiples of 2 MiB. A request takes the smallest free block that is large enough, and
-    leaves the rest as another block. Freed blocks are joined with free neighbours of the same segment and kept. Each
-    stream has its own blocks. With expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True, which titan sets)
-    all blocks of a stream and kind lie in one segment, which grows by 2 or 20 MiB.
+    As torch's documentation of memory management and its allocator describe it with expandable segments
+    (PYTORCH_ALLOC_CONF=expandable_segments:True, which titan sets): sizes are rounded up to 512 bytes; the blocks of a
+    stream lie in one segment for requests up to 1 MiB, which grows by 2 MiB, and one for larger requests, which grows
+    by 20 MiB. A request takes the smallest free block that is large enough, and leaves the rest as another block. Freed
+    blocks are joined with free neighbours of the same segment and kept.
     """
 
-    def __init__(self, expandable: bool = True) -> None:
-        self.expandable = expandable
+    def __init__(self) -> None:
         self.reserved = self.allocated = self.segments = 0
         self.most_reserved = self.most_allocated = 0
         self._free: dict[tuple[str, bool], list[tuple[int, int]]] = {}
         self._blocks: dict[int, MemoryBlock] = {}
         self._ends: dict[tuple[str, bool], MemoryBlock] = {}
-        self._next = 0
 
     def allocate(self, size: int, stream: str) -> MemoryBlock:
         """Return a block for a tensor."""
         rounded = max(ROUND, -(-size // ROUND) * ROUND)
         pool = (stream, rounded <= SMALL)
-        block = self._take_block(rounded, pool) or self._grow_pool(rounded, pool)
+        block = self._take_block(rounded, pool) or self._expand_segment(rounded, pool)
         self._split_block(block, rounded)
         block.free = False
         self.allocated += block.size
@@ -145,41 +139,28 @@ class Allocator:
             return None
         return self._blocks[blocks.pop(index)[1]]
 
-    def _grow_pool(self, size: int, pool: tuple[str, bool]) -> MemoryBlock:
-        if self.expandable:
-            return self._expand_segment(size, pool)
-        length = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // PAGE) * PAGE
-        return self._add_segment(length, pool)
-
     def _expand_segment(self, size: int, pool: tuple[str, bool]) -> MemoryBlock:
         """Return a block at the end of the pool's segment, which grows by the pages that it lacks."""
-        end, page = self._ends.get(pool), SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        end, page = self._ends.get(pool), SMALL_PAGE if pool[1] else LARGE_PAGE
         free_size = end.size if end is not None and end.free else 0
-        block = self._add_segment(-(-(size - free_size) // page) * page, pool, end)
-        if end is not None and end.free:
-            self._remove_free_block(end)
-            block = self._join_blocks(end, block)
-        self._ends[pool] = block
-        return block
-
-    def _add_segment(self, length: int, pool: tuple[str, bool], previous: MemoryBlock | None = None) -> MemoryBlock:
-        """Return a block of new memory: behind another block, or in a segment that is adjacent to no other."""
-        start = previous.start + previous.size if previous else self._next
-        block = MemoryBlock(start, length, pool, previous=previous)
-        if previous is not None:
-            previous.following = block
-        else:
-            self._next += FAR if self.expandable else length + 1
-        self._blocks[start] = block
+        length = -(-(size - free_size) // page) * page
+        start = len(self._ends) * FAR if end is None else end.start + end.size
+        block = self._blocks[start] = MemoryBlock(start, length, pool, previous=end)
         self.reserved += length
         self.segments += 1
         self.most_reserved = max(self.most_reserved, self.reserved)
+        if end is not None:
+            end.following = block
+            if end.free:
+                self._remove_free_block(end)
+                block = self._join_blocks(end, block)
+        self._ends[pool] = block
         return block
 
     def _split_block(self, block: MemoryBlock, size: int) -> None:
         """Cut what a request does not need off a block, unless it is too little to be of use."""
         rest = block.size - size
-        if rest < ROUND or (not block.pool[1] and not self.expandable and rest <= SMALL):
+        if rest < ROUND:
             return
         remainder = MemoryBlock(block.start + size, rest, block.pool, True, block, block.following)
         if block.following is not None:
@@ -209,14 +190,14 @@ class Allocator:
         del blocks[bisect_left(blocks, (block.size, block.start))]
 
 
-def simulate_step(events: Sequence[Event], steps: int = 2, expandable: bool = True) -> ReservedMemory:
+def simulate_step(events: Sequence[Event], steps: int = 2) -> ReservedMemory:
     """Return what the allocator reserves when a traced step is repeated.
 
     Args:
         events: of the step, after those of what is in memory before it.
         steps: how often the step runs; after the second one the memory that is reserved rarely changes.
     """
-    allocator = Allocator(expandable)
+    allocator = Allocator()
     blocks: dict[int, MemoryBlock] = {}
     setup_count = count_setup_events(events)
     for step in range(steps):

@@ -304,7 +304,7 @@ def make_eager(run: Run) -> Run:
 
     Its masks are dense instead.
     """
-    regather = regathers_input(run, run.layout)  # which depends on what is replaced
+    regather = regathers_input(run.parallelism, run.memory, run.layout)  # which depends on what is replaced
     parallelism = dataclasses.replace(run.parallelism, async_tensor=False, regather=regather)
     precision = dataclasses.replace(run.precision, matmuls="compute").drop_unused_settings()
     compile_settings = dataclasses.replace(run.compile, scope="off")

@@ -1,4 +1,4 @@
-"""Published figures beside titan's: `python -m tests.support.tables [STUDY ...]`, which `make tables` runs.
+"""Published figures beside titan's: `python -m tests.measure.tables [STUDY ...]`, which `make tables` runs.
 
 Exit code 1: a figure of titan is not as published, or out of its bound, or a study's figures are not here.
 """
@@ -9,12 +9,12 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from tests.support.published_tables import FigureCheck, MissingTableError
-from tests.support.table_gadre import check_gadre
-from tests.support.table_marin import check_marin
-from tests.support.table_regmix import check_regmix
-from tests.support.table_steplaw import check_steplaw
-from tests.support.table_track3 import check_track3
+from tests.measure.published_tables import FigureCheck, MissingTableError
+from tests.measure.table_gadre import check_gadre
+from tests.measure.table_marin import check_marin
+from tests.measure.table_regmix import check_regmix
+from tests.measure.table_steplaw import check_steplaw
+from tests.measure.table_track3 import check_track3
 
 STUDIES: dict[str, Callable[[], Iterator[FigureCheck]]] = {
     "Gadre": check_gadre,

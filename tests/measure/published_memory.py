@@ -1,4 +1,4 @@
-"""Memory of NVIDIA's and NeMo's published Llama 3 layouts on H100 of 80 GB: `python -m tests.support.published_memory`.
+"""Memory of NVIDIA's and NeMo's published Llama 3 layouts on H100 of 80 GB: `python -m tests.measure.published_memory`.
 
 Prints the table of docs/memory.md: live tensors of the fullest rank in closed form. With the word `trace` it traces the
 fullest rank of each layout in bf16 instead, one to fifteen minutes each. The layouts are those of Megatron in

@@ -1,4 +1,4 @@
-"""Errors of gradients that are added up in bf16: `python -m tests.support.accumulation_error`.
+"""Errors of gradients that are added up in bf16: `python -m tests.measure.accumulation_error`.
 
 The gradients are those of a small model's matrices for one row after another, in bf16; sums are compared with fp64's.
 "Equal" are the first row's gradients again and again: the most that micro-batches can have in common.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tests.support.published_tables import FigureCheck, read_table
+from tests.measure.published_tables import FigureCheck, read_table
 from titan.scaling.early_stopping import Trajectory, examine_position, find_decay, find_stop
 
 TARGET = 3.28

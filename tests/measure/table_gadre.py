@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from tests.support.published_tables import FigureCheck, read_table
+from tests.measure.published_tables import FigureCheck, read_table
 from titan.scaling.fit import QuantileInterval, fit_law
 from titan.scaling.table import Table, read_csv
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.mixture.regression import fit_mixture
-from tests.support.published_tables import FigureCheck, read_table
+from tests.measure.published_tables import FigureCheck, read_table
 from titan.scaling.early_stopping import correlate_ranks
 
 Numbers = NDArray[np.float64]

@@ -40,6 +40,6 @@ def read_table(name: str) -> list[dict[str, str]]:
     """
     path = FOLDER / name
     if not path.exists():
-        raise MissingTableError(f"{name} is not here: python -m tests.support.extract_tables (tests/tables/README.md)")
+        raise MissingTableError(f"{name} is not here: python -m tests.measure.extract_tables (tests/tables/README.md)")
     with path.open(newline="") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))

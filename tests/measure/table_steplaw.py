@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import LinearNDInterpolator
 
-from tests.support.published_tables import FigureCheck, read_table
+from tests.measure.published_tables import FigureCheck, read_table
 from titan.optimizer import step_law
 
 Numbers = NDArray[np.float64]

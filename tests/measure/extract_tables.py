@@ -1,6 +1,6 @@
-"""Extract the figures of published studies from clones of their repositories: `python -m tests.support.extract_tables`.
+"""Extract the figures of published studies from clones of their repositories: `python -m tests.measure.extract_tables`.
 
-    python -m tests.support.extract_tables gadre=CLONE steplaw=CLONE regmix=CLONE track3=CLONE
+    python -m tests.measure.extract_tables gadre=CLONE steplaw=CLONE regmix=CLONE track3=CLONE
 
 Writes the CSVs of tests/tables, which tests/tables/README.md describes: figures only, no code or text. A clone needs no
 work tree. marin.csv is written by hand: it has eight rows.
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tests.support.published_tables import FOLDER
+from tests.measure.published_tables import FOLDER
 
 Row = Sequence[object]
 

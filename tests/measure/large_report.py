@@ -1,4 +1,4 @@
-"""Seconds and memory of a comparison of 64 runs of 10,000 steps: `python -m tests.support.large_report [RUNS
+"""Seconds and memory of a comparison of 64 runs of 10,000 steps: `python -m tests.measure.large_report [RUNS
 STEPS]`."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(runs: int = 64, steps: int = 10_000) -> None:
             story = Story(seed=index // 16, steps=steps, every=50, luck=index, off=1e-4 * index, spread=0.01)
             rate = f"optimizer.lr={1e-3 * (1 + index // 4 % 4):g}"
             make_run(template / str(index), story, f"parallelism={layout}", rate)
-        subprocess.run([sys.executable, "-m", "tests.support.large_report", str(template)], check=True)
+        subprocess.run([sys.executable, "-m", "tests.measure.large_report", str(template)], check=True)
 
 
 def measure_comparison(directory: str) -> None:

@@ -1,4 +1,4 @@
-"""Memory estimates on a CPU, traced and measured peaks: `python -m tests.support.measured_memory [NAME ...]`.
+"""Memory estimates on a CPU, traced and measured peaks: `python -m tests.measure.measured_memory [NAME ...]`.
 
 Each case is a separate short run, started as a user would. The measured peak is the largest resident set of any rank.
 """

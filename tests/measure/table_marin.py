@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.published_tables import FigureCheck, read_table
+from tests.measure.published_tables import FigureCheck, read_table
 from titan.scaling.ladders import ComputeFactor, LadderStudy
 from titan.scaling.study import Question, study_table
 from titan.scaling.table import read_csv

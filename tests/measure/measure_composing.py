@@ -1,4 +1,4 @@
-"""What it takes to compose and check a grid: `python -m tests.support.measure_composing [TRIALS]`.
+"""What it takes to compose and check a grid: `python -m tests.measure.measure_composing [TRIALS]`.
 
 A dry run of a grid of 200 trials, or as many as are given, of an 8B model on nodes of eight GPUs: five layouts with
 open degrees, a learning rate and a seed. Wall-clock and CPU seconds and peak memory are those of the whole command.
