@@ -9,8 +9,8 @@
     scale                what grows with the ranks: `tests.measure.scale`
 
 Suites need no package of the tests. Further programs in this folder: `tests.measure.fit_costs` fits the planner's
-constants, `tests.measure.predicted` compares its predictions with measurements, `tests.measure.tables` published figures
-with titan's; others say in their first lines what they measure.
+constants, `tests.measure.predicted` compares its predictions with measurements, and `tests.measure.tables` published
+figures with titan's; others say in their first lines what they measure.
 """
 
 from __future__ import annotations
