@@ -14,7 +14,6 @@ from titan.config import settings
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.optimizer import mixed_precision
-from titan.optimizer.matrix_gather import find_coordinate
 from titan.optimizer.muon import compute_scale, orthogonalise_matrix
 from titan.optimizer.schema import LARGEST_BETA2, SGD, AdamW, Group, Muon, Optimizer
 
@@ -203,12 +202,6 @@ def test_updates_of_matrices_are_as_large_as_adamws(shape: tuple[int, int]) -> N
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     update = orthogonalise_matrix(matrix, 5) * compute_scale("match_rms_adamw", shape)
     assert 0.14 < float(update.square().mean().sqrt()) < 0.24
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-def test_owners_are_all_ranks_of_a_mesh_once(shape: list[int]) -> None:
-    ranks = torch.arange(torch.Size(shape).numel()).view(shape)
-    assert all(ranks[tuple(find_coordinate(int(rank), tuple(shape)))] == rank for rank in ranks.flatten())
 
 
 @given(st.integers(-100, 100), st.integers(0, 127))
