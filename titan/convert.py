@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
@@ -128,19 +129,11 @@ def _plan_files(
     """Return the names of the tensor files, their total bytes, and a function that writes them."""
     from titan.weights import export
 
-    limit, dtype = int(settings.shard_gb * 10**9), settings.dtype
-    options: Any = {"format": settings.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": settings.meta_ranks}
     export.check_export(weights.model, settings.format, settings.meta_ranks)
-    files = export.list_files(weights, **options)
-
-    def write(show: Callable[[int], None]) -> None:
-        if settings.format == "titan":
-            export.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show)
-            return
-        export.export_files(weights, target, **options, progress=show)
-        export.finish_export(weights, target, **options)
-
-    return [file.name for file in files], sum(file.bytes for file in files), write
+    limit = int(settings.shard_gb * 10**9)
+    exported = export.Export(weights, settings.format, settings.dtype, limit, settings.meta_ranks)
+    files = exported.list_files()
+    return [file.name for file in files], sum(file.bytes for file in files), partial(exported.write, target)
 
 
 def _check_target(settings: Convert, target: Path) -> None:
