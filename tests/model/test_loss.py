@@ -9,16 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.ranks import run_ranks
-from tests.support.tiers import full
 from titan.model.layers import IGNORED, Head, cross_entropy
 from titan.model.loss_terms import compute_chunked_loss, compute_loss_in_chunks
-from titan.model.schema import Llama
-from titan.parallelism import tensor
 
 EXACT = 1e-5  # law 3
 ROUNDED = 2e-2  # a gradient in bf16, of which each chunk's addend is rounded once more
@@ -136,35 +130,3 @@ def test_the_head_is_one_graph_that_can_go_back_twice(backend: str) -> None:
         assert far(dw, more[0].grad) <= EXACT  # type: ignore[arg-type]
     with torch.no_grad():
         assert head(hidden, targets).item() == pytest.approx(loss.item(), rel=1e-6)
-
-
-def parts(rank: int, world: int, sequence: bool, backend: str | None) -> tuple[float, float, float]:
-    """How far loss and gradients from parts of the vocabulary are from those of whole logits."""
-    hidden, weight, targets = case((2, 8, 8, 12), 3, 0.2)
-    other, *more = case((2, 8, 8, 12), 3, 0.2)
-    mesh = init_device_mesh("cpu", (world,))
-    model: Any = Llama(dim=8, layers=1, heads=2, kv_heads=2, ffn=8, vocab=12).build()
-    model.keep([], first=False, last=True)
-    tensor.apply_tensor_plan(model, mesh, sequence_parallel=sequence, loss_parallel=True, chunk=5)
-    model.head.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
-    if backend:
-        model.head.compile(backend=backend, fullgraph=True)
-    mine = hidden.chunk(world, 1)[rank] if sequence else hidden
-    loss = model.head(mine, targets)
-    loss.backward()
-    expected = whole(other, *more)
-    expected.backward()  # type: ignore[no-untyped-call]
-    gradient, wanted = model.head.weight.grad.full_tensor(), more[0].grad
-    if sequence:
-        hidden, other = (x.grad.chunk(world, 1)[rank] for x in (hidden, other))  # type: ignore[union-attr]
-        return (loss / expected - 1).abs().item(), far(hidden, other), far(gradient, wanted)
-    return (loss / expected - 1).abs().item(), far(hidden.grad, other.grad), far(gradient, wanted)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("backend", "sequence"),
-    [pytest.param(None, True, id="None-sequence"), full("aot_eager", False, id="aot_eager-whole")],
-)
-def test_parts_of_the_vocabulary_give_the_same(sequence: bool, backend: str | None) -> None:
-    for found in run_ranks(parts, 2, sequence, backend):
-        assert max(found) <= EXACT
