@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.test_manager import in_two_attempts
 from tests.support import external_optimizers as table
-from tests.support.runs import are_identical, compose_tiny_run, read_step_records, train_run
+from tests.support.runs import compose_tiny_run
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.optimizer.external.classify import RejectedError, Verdict, classify
@@ -184,34 +183,6 @@ def test_one_device_does_what_the_class_does(tmp_path: Path) -> None:
     for name, settings in measured.items():
         assert isinstance(settings, External)
         assert float(table.find_difference(found[name], table.step_class(run, settings))) <= table.BOUND
-
-
-@pytest.mark.parametrize(
-    ("cls", "before", "after"),
-    [
-        full("EarlyState", "fsdp", "tp"),
-        full("MatrixNorms", "fsdp", "tp"),
-        full("TrustRatio", "tp", "fsdp"),
-        full("GroupCount", "fsdp", "single"),
-        full("Noisy", "fsdp", "hsdp"),
-        full("torch.optim.Adafactor", "fsdp", "fsdp"),
-        full("Signs", "single", "pp"),
-    ],
-)
-def test_a_checkpoint_goes_on_in_another_layout(cls: str, before: str, after: str, tmp_path: Path) -> None:
-    layouts = {"single": (), **table.LAYOUTS}
-    path = cls if "." in cls else OWN + cls
-    optimizer = ("optimizer=external", f"optimizer.cls={path}", "optimizer.lr=0.01")
-    settings = ("model.kv_heads=2", "training.steps=5", *optimizer)
-    one, two = (compose_tiny_run(tmp_path / "parts", *settings, *layouts[name]) for name in (before, after))
-    first, second = in_two_attempts(one, two)
-    saved = {n: t for rank in first for n, t in rank.last.items()}
-    for rank in second:
-        assert are_identical(rank.first, {name: saved[name] for name in rank.first})
-    whole = compose_tiny_run(tmp_path / "whole", *settings, *layouts[before])
-    train_run(whole)
-    for line, wanted in zip(read_step_records(two), read_step_records(whole), strict=True):
-        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
 @pytest.mark.full
