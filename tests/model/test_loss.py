@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.model.layers import IGNORED, Head, cross_entropy
-from titan.model.loss_terms import compute_chunked_loss, compute_loss_in_chunks
+from titan.model.loss_terms import Objective, compute_loss_in_chunks
 
 EXACT = 1e-5  # law 3
 ROUNDED = 2e-2  # a gradient in bf16, of which each chunk's addend is rounded once more
@@ -35,6 +35,10 @@ def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(hidden @ weight.T, targets)
 
 
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    return Objective(chunk=chunk)(hidden, weight, targets, nn.functional.linear)
+
+
 def far(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
@@ -45,7 +49,7 @@ def test_any_chunk_gives_the_loss_and_gradients_of_all_logits(
     shape: tuple[int, ...], chunk: int, scale: float, ignored: float
 ) -> None:
     tensors, others = case(shape, scale, ignored), case(shape, scale, ignored)
-    found, expected = compute_chunked_loss(*tensors, chunk=chunk), whole(*others)
+    found, expected = chunked(*tensors, chunk=chunk), whole(*others)
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(expected.item(), rel=EXACT, abs=1e-4)
     (found * 0.25).backward()  # type: ignore[no-untyped-call]
@@ -59,7 +63,7 @@ def test_any_chunk_gives_the_loss_and_gradients_of_all_logits(
 def test_bf16_differs_by_rounding_only(chunk: int) -> None:
     shape = (4, 16, 32, 50)
     tensors, others = case(shape, 1, 0.2, torch.bfloat16), case(shape, 1, 0.2, torch.bfloat16)
-    compute_chunked_loss(*tensors, chunk=chunk).backward()  # type: ignore[no-untyped-call]
+    chunked(*tensors, chunk=chunk).backward()  # type: ignore[no-untyped-call]
     whole(*others).backward()  # type: ignore[no-untyped-call]
     for one, other in zip(tensors[:2], others[:2], strict=True):
         assert one.grad is not None and other.grad is not None
@@ -99,14 +103,14 @@ def test_logits_are_never_whole_and_unused_gradients_are_not_computed(graded: bo
     assert max(shape[0] for shape, _ in shapes.seen if shape[-1:] == (30,) and len(shape) == 2) == 8
     assert shapes.matmuls == 3 * matmuls  # of three chunks
     with torch.set_grad_enabled(graded):
-        assert compute_chunked_loss(hidden, weight, targets, chunk=8).requires_grad is graded
+        assert chunked(hidden, weight, targets, chunk=8).requires_grad is graded
 
 
 @pytest.mark.parametrize("needed", [0, 1], ids=["hidden", "weight"])
 def test_only_the_gradient_that_is_needed_is_there(needed: int) -> None:
     tensors, others = case((2, 5, 4, 9), 1, 0), case((2, 5, 4, 9), 1, 0)
     tensors[1 - needed].requires_grad_(False)
-    compute_chunked_loss(*tensors, chunk=3).backward()  # type: ignore[no-untyped-call]
+    chunked(*tensors, chunk=3).backward()  # type: ignore[no-untyped-call]
     whole(*others).backward()  # type: ignore[no-untyped-call]
     gradient, expected = tensors[needed].grad, others[needed].grad
     assert gradient is not None and expected is not None and tensors[1 - needed].grad is None
@@ -120,7 +124,7 @@ def test_the_head_is_one_graph_that_can_go_back_twice(backend: str) -> None:
     hidden, weight, targets = case((2, 9, 8, 30), 1, 0.2)
     other, *more = case((2, 9, 8, 30), 1, 0.2)
     head = Head(8, 30)
-    head.weight, head.fused = nn.Parameter(weight.detach()), lambda *args: compute_chunked_loss(*args, chunk=7)
+    head.weight, head.fused = nn.Parameter(weight.detach()), Objective(chunk=7)
     head.compile(backend=backend, fullgraph=True)
     loss = head(hidden, targets)
     whole(other, *more).backward()  # type: ignore[no-untyped-call]
