@@ -367,8 +367,9 @@ def _run_chunked_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     objective, needs_grads = _OBJECTIVES[key], (needs_hidden_grad, needs_weight_grad)
     chunk = objective.chunk or len(hidden)
-    loss, *gradients = compute_loss_in_chunks(hidden, weight, targets, chunk, needs_grads, objective.measure_chunk)
-    return loss.view(-1), *gradients
+    measure = objective.measure_chunk
+    loss, hidden_grad, weight_grad = compute_loss_in_chunks(hidden, weight, targets, chunk, needs_grads, measure)
+    return loss.view(-1), hidden_grad, weight_grad
 
 
 def _make_fake_results(
