@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
@@ -103,20 +103,16 @@ def convert_weights(settings: Convert, target: Path) -> tuple[Weights, list[Path
     tokenizer_files.check_packages(weights.tokenizer, settings.format, f"to={settings.to}")
     if Path(weights.path).resolve() == target.resolve():
         raise ConfigError(f"to={settings.to}: is the folder of {settings.source}; choose another folder.")
-    limit, dtype = int(settings.shard_gb * 10**9), settings.dtype
-    options: Any = {"format": settings.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": settings.meta_ranks}
+    limit = int(settings.shard_gb * 10**9)
     export.check_export(weights.model, settings.format, settings.meta_ranks)
-    files = export.list_files(weights, **options)
+    exported = export.Export(weights, settings.format, settings.dtype, limit, settings.meta_ranks)
+    files = exported.list_files()
     size = sum(file.bytes for file in files)
     _check_space(target, size)
     _mark_target(target)
     try:
         with show_progress(size) as show:
-            if settings.format == "titan":
-                export.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show)
-            else:
-                export.export_files(weights, target, **options, progress=show)
-                export.finish_export(weights, target, **options)
+            exported.write(target, show)
         write_atomic(target / RECORD, "".join(f"{name}\n" for name in sorted(_list_written(target))), sync=True)
         (target / MARK).unlink()
     except OSError as error:

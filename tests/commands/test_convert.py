@@ -229,7 +229,7 @@ def test_a_full_disk_is_a_failure(
         raise OSError(28, "No space left on device")
 
     write_native(tmp_path / "a", LLAMA)
-    monkeypatch.setattr(export, "finish_export", full)
+    monkeypatch.setattr(export.Export, "finish", full)
     assert convert.main([f"{tmp_path}/a", f"to={tmp_path}/b"]) == 1
     assert "can't be written (No space left on device)" in capsys.readouterr().err
     assert (tmp_path / "b" / convert.MARK).exists()

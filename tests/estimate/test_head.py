@@ -14,9 +14,10 @@ from tests.support.ranks import run_ranks
 from tests.support.tiers import full
 from titan.estimate import memory
 from titan.estimate.traced.memory import LiveMemory, find_peak
-from titan.model.activations import RankBatch, count_head_bytes
+from titan.model.activations import RankBatch
 from titan.model.layers import IGNORED, Head
 from titan.model.loss_terms import Term, set_head_loss, z_loss
+from titan.model.schema import Llama
 from titan.run.run import Run
 from titan.training.trace.rank import build_rank_trace
 
@@ -72,9 +73,7 @@ def test_a_compiled_head_keeps_its_logits_once_in_the_compute_type(
     dtype: torch.dtype, terms: tuple[Term, ...], cap: float | None, per_logit: int
 ) -> None:
     batch = RankBatch(TOKENS, dtype.itemsize, compiled=True)
-    stated = count_head_bytes(
-        batch, WIDTH, VOCAB, parts=True, chunk=None, has_terms=bool(terms), is_capped=cap is not None
-    )
+    stated = Llama(dim=WIDTH, vocab=VOCAB, logit_cap=cap).head_activations(batch, has_terms=bool(terms))
     step = LossStep(dtype, terms, cap)
     expected = step().float()
     step.head.compile(fullgraph=True)

@@ -135,7 +135,7 @@ def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     run = compose_run([*chunk, *QUIET, *SMALL])
     with speed.open_trainer(run) as trainer:
         bare = speed.build_bare_loop(SpeedCase("", ()), trainer)
-    assert bare.model.head.fused.keywords == {"chunk": 16}
+    assert bare.model.head.fused.chunk == 16
     before = bare.model.head.weight.detach().clone()
     bare.train_steps(1)
     assert not torch.equal(before, bare.model.head.weight)

@@ -15,7 +15,6 @@ from torch.nn.attention import flex_attention as flex
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support import tiers
 from tests.support.composing import compose_test_run
 from tests.support.machines import make_detector
 from tests.support.runs import compose_tiny_run
@@ -27,7 +26,7 @@ from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model import attention, init_weights
 from titan.model.attention import BLOCK, FlexAttention, make_block_mask
-from titan.model.layers import CausalAttention, attend, document_mask
+from titan.model.layers import attend, document_mask
 from titan.model.schema import Llama
 from titan.model.schema_llama4 import Llama4
 from titan.parallelism import mesh
@@ -167,28 +166,6 @@ def compiled(built: Any) -> None:
         block.compile(backend="aot_eager", fullgraph=True)
 
 
-by_flex = pytest.mark.parametrize(
-    ("ids", "how"),
-    [
-        pytest.param(documents(2, 150, 0.03), checkpointed, id="documents-full"),
-        tiers.full(documents(2, 150, 0.03), compiled, id="documents-block"),
-        tiers.full(None, plain, id="one-plain"),
-    ],
-)
-
-
-@pytest.mark.full
-@by_flex
-def test_a_model_learns_the_same_by_flex(how: Callable[[Any], Any], ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a guard of torch's is in the way of the backward pass, and the formula behind it is right."""
-    monkeypatch.setattr(flex, "_validate_device", lambda *args: None)
-    built = model()
-    attention.set_kernels(built, "flex", CPU, use_flex=True)
-    assert {type(block.attention.core) for block in built.blocks()} == {FlexAttention}
-    how(built)
-    assert far(train(built, ids), train(model(), ids)) <= EXACT
-
-
 def llama4() -> Any:
     torch.manual_seed(0)
     shape = {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, "experts": 4, "expert_ffn": 16}
@@ -198,13 +175,25 @@ def llama4() -> Any:
 
 
 @pytest.mark.full
-@by_flex
-def test_chunks_by_flex(how: Callable[[Any], Any], ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("build", [model, llama4])
+@pytest.mark.parametrize(
+    ("ids", "how"),
+    [
+        pytest.param(documents(2, 150, 0.03), checkpointed, id="documents-full"),
+        full(documents(2, 150, 0.03), compiled, id="documents-block"),
+        full(None, plain, id="one-plain"),
+    ],
+)
+def test_a_model_learns_the_same_by_flex(
+    build: Callable[[], Any], how: Callable[[Any], Any], ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU a guard of torch's is in the way of the backward pass, and the formula behind it is right."""
     monkeypatch.setattr(flex, "_validate_device", lambda *args: None)
-    built = llama4()
+    built = build()
     attention.set_kernels(built, "flex", CPU, use_flex=True)
+    assert {type(block.attention.core) for block in built.blocks()} == {FlexAttention}
     how(built)
-    assert far(train(built, ids), train(llama4(), ids)) <= EXACT
+    assert far(train(built, ids), train(build(), ids)) <= EXACT
 
 
 @pytest.mark.parametrize(
@@ -222,11 +211,12 @@ def test_a_mask_is_made_once_for_all_layers(how: Callable[[Any], Any]) -> None:
 
 
 SMALL = ["model.dim=32", "model.ffn=48", "model.expert_ffn=24", "model.layers=2", "model.heads=4", "model.head_dim=8"]
+DOCUMENTS = ["dataset.mask_documents=true", "dataset.longest=12"]
 CHUNKS = ["model=llama4_debug", *SMALL, "model.attention_chunk=15"]
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
-@pytest.mark.parametrize("how", [plain, tiers.full(compiled)], ids=["plain", "block"])
+@pytest.mark.parametrize("how", [plain, full(compiled)], ids=["plain", "block"])
 @pytest.mark.parametrize(
     ("choice", "flash"),
     [pytest.param("auto", True), pytest.param("flash", True), pytest.param("math", False)],
@@ -272,22 +262,16 @@ def test_no_kernel_that_can_is_said() -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        pytest.param([], "attention kernel: flash (CPU)", id="auto"),
-        pytest.param(["training.attention=math"], "attention kernel: math (CPU)", id="math"),
-        pytest.param(
-            ["dataset.mask_documents=true", "dataset.longest=12"],
-            "attention kernel: flash (CPU), dense document mask",
-            id="documents",
-        ),
-        pytest.param(CHUNKS, "attention kernel: flash (CPU), dense mask of chunks", id="chunks"),
-        pytest.param(
-            ["model=llama4_debug", *SMALL, "model.attention_chunk=16"], "attention kernel: flash (CPU)", id="one-chunk"
-        ),
+        pytest.param([], "flash (CPU)", id="auto"),
+        pytest.param(["training.attention=math"], "math (CPU)", id="math"),
+        pytest.param(DOCUMENTS, "flash (CPU), dense document mask", id="documents"),
+        pytest.param(CHUNKS, "flash (CPU), dense mask of chunks", id="chunks"),
+        pytest.param([*CHUNKS, "model.attention_chunk=16"], "flash (CPU)", id="one-chunk"),
     ],
 )
 def test_the_kernel_is_said(overrides: list[str], line: str, tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, *overrides)
-    assert line in assemble(run, mesh.connect_world(RankInfo(), run.layout, "cpu", 30)).notes
+    assert f"attention kernel: {line}" in assemble(run, mesh.connect_world(RankInfo(), run.layout, "cpu", 30)).notes
 
 
 RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_documents=true"]
@@ -296,15 +280,11 @@ RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_docum
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        tiers.full(["training.attention=flex"], "flex|backward|GPU|auto", id="flex"),
-        tiers.full(["training.attention=cudnn"], "cudnn|no such kernel for CPUs|math", id="cudnn"),
+        full(["training.attention=flex"], "flex|backward|GPU|auto", id="flex"),
+        full(["training.attention=cudnn"], "cudnn|no such kernel for CPUs|math", id="cudnn"),
         pytest.param(["training.attention=efficient"], "efficient|no such kernel for CPUs|math", id="efficient"),
-        tiers.full([*RING, "training.attention=flash"], "flash|mask_documents=true|auto or math", id="ring"),
-        pytest.param(
-            [*RING[:2], *CHUNKS, "training.attention=flash"],
-            "can't mask chunks|model.attention_chunk",
-            id="ring-of-chunks",
-        ),
+        full([*RING, "training.attention=flash"], "flash|mask_documents=true|auto or math", id="ring"),
+        pytest.param([*RING[:2], *CHUNKS, "training.attention=flash"], "can't mask chunks|model.att", id="ring-chunks"),
         pytest.param(["training.attention=quick"], "quick|choose one of|flash", id="unknown"),
         pytest.param(["training.loss_chunk=0"], "loss_chunk=0|at least 1", id="chunk"),
     ],
@@ -316,7 +296,7 @@ def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", [tiers.full("allgather"), tiers.full("ulysses"), "ring"])
+@pytest.mark.parametrize("method", [full("allgather"), full("ulysses"), "ring"])
 def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
     monkeypatch.setattr("titan.run.resolve.importlib.util.find_spec", lambda name: object())
@@ -328,24 +308,17 @@ def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: py
     assert compose_test_run([*chunks, "training.seq_len=128"]).training.attention == "auto"
 
 
-def test_kernels_reach_ranks_that_share_rows() -> None:
+@pytest.mark.parametrize(("kernel", "method"), [("math", "ulysses"), ("flex", "ring")])
+def test_kernels_reach_ranks_that_share_rows(kernel: str, method: str) -> None:
     """Where a core is replaced by one for parts of rows, what it may use stays."""
     from titan.parallelism import context
 
     built: Any = model()
-    attention.set_kernels(built, "math", CPU, use_flex=False)
-    assert all(isinstance(block.attention.core, CausalAttention) for block in built.blocks())
-    context.replace_attention(built, "ulysses", None, balance=True, kernel="math")  # type: ignore[arg-type]
-    assert {block.attention.core.kernels for block in built.blocks()} == {(attention.BACKENDS["math"],)}
-    assert {block.attention.core.kernel for block in built.blocks()} == {"math"}
-
-
-def test_flex_reaches_ranks_that_share_rows() -> None:
-    from titan.parallelism import context
-
-    built: Any = model()
-    attention.set_kernels(built, "flex", CPU, use_flex=True)
-    context.replace_attention(built, "ring", None, balance=True, kernel="flex")  # type: ignore[arg-type]
+    attention.set_kernels(built, kernel, CPU, use_flex=kernel == "flex")
+    context.replace_attention(built, method, None, balance=True, kernel=kernel)  # type: ignore[arg-type]
     cores = [block.attention.core for block in built.blocks()]
     assert {type(core) for core in cores} == {context.ContextAttention}
-    assert built.mask.__func__ is context.ContextAttention.mask
+    if kernel == "flex":
+        assert built.mask.__func__ is context.ContextAttention.mask
+    else:
+        assert {(core.kernel, core.kernels) for core in cores} == {("math", (attention.BACKENDS["math"],))}

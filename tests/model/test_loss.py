@@ -9,16 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.ranks import run_ranks
-from tests.support.tiers import full
 from titan.model.layers import IGNORED, Head, cross_entropy
-from titan.model.loss_terms import compute_chunked_loss, compute_loss_in_chunks
-from titan.model.schema import Llama
-from titan.parallelism import tensor
+from titan.model.loss_terms import Objective, compute_loss_in_chunks
 
 EXACT = 1e-5  # law 3
 ROUNDED = 2e-2  # a gradient in bf16, of which each chunk's addend is rounded once more
@@ -41,6 +35,10 @@ def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(hidden @ weight.T, targets)
 
 
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    return Objective(chunk=chunk)(hidden, weight, targets, nn.functional.linear)
+
+
 def far(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
@@ -51,7 +49,7 @@ def test_any_chunk_gives_the_loss_and_gradients_of_all_logits(
     shape: tuple[int, ...], chunk: int, scale: float, ignored: float
 ) -> None:
     tensors, others = case(shape, scale, ignored), case(shape, scale, ignored)
-    found, expected = compute_chunked_loss(*tensors, chunk=chunk), whole(*others)
+    found, expected = chunked(*tensors, chunk=chunk), whole(*others)
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(expected.item(), rel=EXACT, abs=1e-4)
     (found * 0.25).backward()  # type: ignore[no-untyped-call]
@@ -65,7 +63,7 @@ def test_any_chunk_gives_the_loss_and_gradients_of_all_logits(
 def test_bf16_differs_by_rounding_only(chunk: int) -> None:
     shape = (4, 16, 32, 50)
     tensors, others = case(shape, 1, 0.2, torch.bfloat16), case(shape, 1, 0.2, torch.bfloat16)
-    compute_chunked_loss(*tensors, chunk=chunk).backward()  # type: ignore[no-untyped-call]
+    chunked(*tensors, chunk=chunk).backward()  # type: ignore[no-untyped-call]
     whole(*others).backward()  # type: ignore[no-untyped-call]
     for one, other in zip(tensors[:2], others[:2], strict=True):
         assert one.grad is not None and other.grad is not None
@@ -105,14 +103,14 @@ def test_logits_are_never_whole_and_unused_gradients_are_not_computed(graded: bo
     assert max(shape[0] for shape, _ in shapes.seen if shape[-1:] == (30,) and len(shape) == 2) == 8
     assert shapes.matmuls == 3 * matmuls  # of three chunks
     with torch.set_grad_enabled(graded):
-        assert compute_chunked_loss(hidden, weight, targets, chunk=8).requires_grad is graded
+        assert chunked(hidden, weight, targets, chunk=8).requires_grad is graded
 
 
 @pytest.mark.parametrize("needed", [0, 1], ids=["hidden", "weight"])
 def test_only_the_gradient_that_is_needed_is_there(needed: int) -> None:
     tensors, others = case((2, 5, 4, 9), 1, 0), case((2, 5, 4, 9), 1, 0)
     tensors[1 - needed].requires_grad_(False)
-    compute_chunked_loss(*tensors, chunk=3).backward()  # type: ignore[no-untyped-call]
+    chunked(*tensors, chunk=3).backward()  # type: ignore[no-untyped-call]
     whole(*others).backward()  # type: ignore[no-untyped-call]
     gradient, expected = tensors[needed].grad, others[needed].grad
     assert gradient is not None and expected is not None and tensors[1 - needed].grad is None
@@ -126,7 +124,7 @@ def test_the_head_is_one_graph_that_can_go_back_twice(backend: str) -> None:
     hidden, weight, targets = case((2, 9, 8, 30), 1, 0.2)
     other, *more = case((2, 9, 8, 30), 1, 0.2)
     head = Head(8, 30)
-    head.weight, head.fused = nn.Parameter(weight.detach()), lambda *args: compute_chunked_loss(*args, chunk=7)
+    head.weight, head.fused = nn.Parameter(weight.detach()), Objective(chunk=7)
     head.compile(backend=backend, fullgraph=True)
     loss = head(hidden, targets)
     whole(other, *more).backward()  # type: ignore[no-untyped-call]
@@ -136,35 +134,3 @@ def test_the_head_is_one_graph_that_can_go_back_twice(backend: str) -> None:
         assert far(dw, more[0].grad) <= EXACT  # type: ignore[arg-type]
     with torch.no_grad():
         assert head(hidden, targets).item() == pytest.approx(loss.item(), rel=1e-6)
-
-
-def parts(rank: int, world: int, sequence: bool, backend: str | None) -> tuple[float, float, float]:
-    """How far loss and gradients from parts of the vocabulary are from those of whole logits."""
-    hidden, weight, targets = case((2, 8, 8, 12), 3, 0.2)
-    other, *more = case((2, 8, 8, 12), 3, 0.2)
-    mesh = init_device_mesh("cpu", (world,))
-    model: Any = Llama(dim=8, layers=1, heads=2, kv_heads=2, ffn=8, vocab=12).build()
-    model.keep([], first=False, last=True)
-    tensor.apply_tensor_plan(model, mesh, sequence_parallel=sequence, loss_parallel=True, chunk=5)
-    model.head.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
-    if backend:
-        model.head.compile(backend=backend, fullgraph=True)
-    mine = hidden.chunk(world, 1)[rank] if sequence else hidden
-    loss = model.head(mine, targets)
-    loss.backward()
-    expected = whole(other, *more)
-    expected.backward()  # type: ignore[no-untyped-call]
-    gradient, wanted = model.head.weight.grad.full_tensor(), more[0].grad
-    if sequence:
-        hidden, other = (x.grad.chunk(world, 1)[rank] for x in (hidden, other))  # type: ignore[union-attr]
-        return (loss / expected - 1).abs().item(), far(hidden, other), far(gradient, wanted)
-    return (loss / expected - 1).abs().item(), far(hidden.grad, other.grad), far(gradient, wanted)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("backend", "sequence"),
-    [pytest.param(None, True, id="None-sequence"), full("aot_eager", False, id="aot_eager-whole")],
-)
-def test_parts_of_the_vocabulary_give_the_same(sequence: bool, backend: str | None) -> None:
-    for found in run_ranks(parts, 2, sequence, backend):
-        assert max(found) <= EXACT

@@ -61,6 +61,14 @@ def add_bias(block: Any) -> None:
     block.feed_forward.bias = nn.Parameter(torch.empty(32))
 
 
+MOE: dict[str, Any] = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "experts": 8, "top_k": 2}
+
+
+def derive(base: type[Llama | Qwen3Moe], build_module: Callable[[Any], Any]) -> Any:
+    """Return a schema of a user's own, whose module is another one."""
+    return dataclass(frozen=True, kw_only=True)(type("Own", (base,), {"build": lambda self: build_module(self)}))
+
+
 class Changed(llama.LlamaModel):
     """A model with changed blocks."""
 
@@ -87,9 +95,6 @@ class Counted(ChangedLlama):
 
     def block_parameters(self, layer: int = 0) -> int:
         return 5
-
-
-OWN = "tests.model.test_module_checks."
 
 
 @pytest.mark.parametrize(
@@ -131,15 +136,9 @@ def test_experts_that_get_no_tokens_from_other_ranks_are_rejected() -> None:
             block.feed_forward = Loop()
             return block
 
-    @dataclass(frozen=True, kw_only=True)
-    class OwnMoe(Qwen3Moe):
-        def build(self) -> Any:
-            return Model(self)
-
+    shape = {field: getattr(QWEN3_MOE, field) for field in ("dim", "layers", "heads", "kv_heads")}
     with pytest.raises(ConfigError, match=r"parallelism\.expert=2: the experts of layers\.0"):
-        check_module(
-            OwnMoe(**{field: getattr(QWEN3_MOE, field) for field in ("dim", "layers", "heads", "kv_heads")}), expert=2
-        )
+        check_module(derive(Qwen3Moe, Model)(**shape), expert=2)
 
 
 def test_experts_that_take_no_weights_are_rejected() -> None:
@@ -153,13 +152,8 @@ def test_experts_that_take_no_weights_are_rejected() -> None:
             block.feed_forward.experts = Unweighted(8, 32, 48)
             return block
 
-    @dataclass(frozen=True, kw_only=True)
-    class OwnMoe(Qwen3Moe):
-        def build(self) -> Any:
-            return Model(self)
-
     with pytest.raises(ConfigError, match=r"layers\.0\.feed_forward\.experts, a Unweighted, does not take"):
-        check_module(OwnMoe(dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, experts=8, expert_ffn=48, top_k=2))
+        check_module(derive(Qwen3Moe, Model)(**MOE, expert_ffn=48))
 
 
 def test_counts_are_those_of_the_module() -> None:
@@ -205,12 +199,7 @@ def test_a_model_without_a_plan_is_counted_and_not_split() -> None:
             c = self.config
             return Block(c.dim, c.heads, c.kv_heads, c.head_size, c.ffn, c.norm_eps)
 
-    @dataclass(frozen=True, kw_only=True)
-    class UnplannedLlama(Llama):
-        def build(self) -> Any:
-            return Unplanned(self)
-
-    model = UnplannedLlama(**SMALL)
+    model = derive(Llama, Unplanned)(**SMALL)
     assert model.parameters() == Llama(**SMALL).parameters()
     check_module(model)
     with pytest.raises(ConfigError, match="declares no BLOCK_PLAN"):
@@ -227,24 +216,15 @@ def test_a_head_that_skips_settings_of_the_loss_is_rejected() -> None:
         def build_head(self) -> Any:
             return Plain()
 
-    @dataclass(frozen=True, kw_only=True)
-    class PlainLlama(Llama):
-        def build(self) -> Any:
-            return Model(self)
-
-    class Images(PlainLlama):
+    class Images(derive(Llama, Model)):  # type: ignore[misc]
         predicts_tokens = False
 
     with pytest.raises(ConfigError, match="the head is a Plain, on which settings of logits and the loss"):
-        check_module(PlainLlama(**SMALL))
+        check_module(derive(Llama, Model)(**SMALL))
     check_module(Images(**SMALL))
 
 
 def test_experts_of_another_number_are_rejected() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Wider(Qwen3Moe):
-        def build(self) -> Any:
-            return Qwen3MoeModel(dataclasses.replace(self, expert_ffn=2 * self.expert_ffn))
-
+    wider = derive(Qwen3Moe, lambda model: Qwen3MoeModel(dataclasses.replace(model, expert_ffn=2 * model.expert_ffn)))
     with pytest.raises(ConfigError, match=r"experts of layers\.0 have 98,304 .* counts 49,152"):
-        check_module(Wider(dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, experts=8, expert_ffn=64, top_k=2))
+        check_module(wider(**MOE, expert_ffn=64))

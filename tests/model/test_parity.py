@@ -16,7 +16,7 @@ from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
-from titan.weights.hf_config import ARCHITECTURES, FIELDS
+from titan.weights.hf_config import build_config
 from titan.weights.interface import list_stored_parts, parse_fused_part
 
 transformers = pytest.importorskip("transformers")
@@ -24,28 +24,14 @@ transformers = pytest.importorskip("transformers")
 SMALL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
 MOE: dict[str, Any] = {"experts": 8, "top_k": 3, "expert_ffn": 24, "head_dim": 32}
 LLAMA4: dict[str, Any] = {
-    **SMALL,
-    "layers": 4,
-    "head_dim": 32,
-    "ffn": 80,
-    "experts": 4,
-    "expert_ffn": 24,
-    "attention_chunk": 48,
-    "nope_every": 2,
-    "floor_scale": 20,
-}
+    **SMALL, "layers": 4, "head_dim": 32, "ffn": 80, "experts": 4, "expert_ffn": 24, "attention_chunk": 48,
+    "nope_every": 2, "floor_scale": 20,
+}  # fmt: skip
 """Rows have several chunks, and positions far beyond `floor_scale`."""
 LATENT: dict[str, Any] = {
-    **SMALL,
-    "kv_heads": 4,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "experts": 8,
-    "top_k": 3,
-    "expert_ffn": 24,
-}
+    **SMALL, "kv_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "experts": 8, "top_k": 3, "expert_ffn": 24,
+}  # fmt: skip
 V2: dict[str, Any] = {**LATENT, "scoring_func": "softmax", "norm_topk_prob": False, "bias_rate": None}
 GROUPS: dict[str, Any] = {**LATENT, "groups": 4, "topk_groups": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 20}
 YARN: dict[str, Any] = {"rope_factor": 4.0, "rope_original": 32, "rope_mscale": 1.0, "rope_mscale_all": 0.7}
@@ -55,102 +41,21 @@ STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": ORIGINAL}
 
 
 def hugging_face(config: Decoder) -> torch.nn.Module:
-    """Their model of our shape, with random weights of float32."""
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if isinstance(config, DeepseekV3):
-        return with_own_norms(latent(config, rope))
-    if config.rope_factor != 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": config.rope_factor,
-            "low_freq_factor": config.rope_low,
-            "high_freq_factor": config.rope_high,
-            "original_max_position_embeddings": config.rope_original,
-        }
-    family = type(config).__name__
-    fields = next(a.fields for a in ARCHITECTURES.values() if a.family is type(config))
-    further = {key: getattr(config, name) for key, name in fields.items() if FIELDS.get(key) != name}
-    if isinstance(config, Llama4) and config.attention_chunk is None:
-        further |= {"attention_chunk_size": 64, "layer_types": ["full_attention"] * config.layers}
-    settings = {
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "vocab_size": config.vocab,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied,
-        "max_position_embeddings": 1024,
-        "rope_parameters": rope,
-        "initializer_range": 0.1,
-        "attn_implementation": "eager",
-        "pad_token_id": None,
-    }
-    name = "Llama4Text" if family == "Llama4" else family
-    theirs = getattr(transformers, f"{name}Config")(**{"intermediate_size": config.ffn} | settings | further)
+    """Their model of our shape, with random weights of float32, also of what starts at one or zero."""
+    values = build_config(config, "float32", positions=1024) | {"initializer_range": 0.1}
+    values = {key: value for key, value in values.items() if key not in ("bos_token_id", "eos_token_id")}
+    (name,) = values.pop("architectures")
     torch.manual_seed(0)
-    return with_own_norms(getattr(transformers, f"{family}ForCausalLM")(theirs))
-
-
-def with_own_norms(model: torch.nn.Module) -> torch.nn.Module:
-    """Set what starts at one or zero, where a norm that forgot its weight would go unnoticed."""
+    theirs = transformers.AutoConfig.for_model(values.pop("model_type"), **values, attn_implementation="eager")
+    model: torch.nn.Module = getattr(transformers, name)(theirs)
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in name:
+            if "norm" in name:  # one that forgot its weight would go unnoticed
                 weight.uniform_(0.5, 1.5)
             if name.endswith("e_score_correction_bias"):
                 weight.normal_(0, 0.2)
-    return model
-
-
-def latent(config: DeepseekV3, rope: dict[str, Any]) -> torch.nn.Module:
-    """Their DeepSeek model of our shape."""
-    family = "DeepseekV3" if config.scoring_func == "sigmoid" else "DeepseekV2"
-    if config.rope_factor != 1:
-        rope |= {
-            "rope_type": "yarn",
-            "factor": config.rope_factor,
-            "beta_slow": config.rope_low,
-            "beta_fast": config.rope_high,
-            "mscale": config.rope_mscale,
-            "mscale_all_dim": config.rope_mscale_all,
-            "original_max_position_embeddings": config.rope_original,
-        }
-    theirs = getattr(transformers, f"{family}Config")(
-        hidden_size=config.dim,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.heads,
-        q_lora_rank=config.q_lora_rank,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
-        intermediate_size=config.ffn,
-        first_k_dense_replace=config.first_dense,
-        n_routed_experts=config.experts,
-        num_experts_per_tok=config.top_k,
-        moe_intermediate_size=config.expert_ffn,
-        n_shared_experts=config.shared_experts,
-        n_group=config.groups,
-        topk_group=config.topk_groups,
-        routed_scaling_factor=config.routed_scaling_factor,
-        norm_topk_prob=config.norm_topk_prob,
-        vocab_size=config.vocab,
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.tied,
-        max_position_embeddings=1024,
-        rope_parameters=rope,
-        initializer_range=0.1,
-        attn_implementation="eager",
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(theirs)
-    for name, weight in model.named_parameters():
-        if name.endswith("gate.weight"):
-            torch.nn.init.normal_(weight, std=0.3)
+            if name.endswith("gate.weight") and isinstance(config, DeepseekV3):
+                weight.normal_(0, 0.3)
     return model
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from titan.config import settings
 from titan.errors import ConfigError
-from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema import Llama
 from titan.optimizer import mixed_precision
-from titan.optimizer.matrix_gather import find_coordinate
 from titan.optimizer.muon import compute_scale, orthogonalise_matrix
 from titan.optimizer.schema import LARGEST_BETA2, SGD, AdamW, Group, Muon, Optimizer
 
@@ -205,12 +204,6 @@ def test_updates_of_matrices_are_as_large_as_adamws(shape: tuple[int, int]) -> N
     assert 0.14 < float(update.square().mean().sqrt()) < 0.24
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-def test_owners_are_all_ranks_of_a_mesh_once(shape: list[int]) -> None:
-    ranks = torch.arange(torch.Size(shape).numel()).view(shape)
-    assert all(ranks[tuple(find_coordinate(int(rank), tuple(shape)))] == rank for rank in ranks.flatten())
-
-
 @given(st.integers(-100, 100), st.integers(0, 127))
 def test_a_second_moment_in_bf16_falls_up_to_the_bound_and_not_beyond(exponent: int, mantissa: int) -> None:
     value = torch.tensor(2.0**exponent * (1 + mantissa / 128), dtype=BF16)
@@ -256,15 +249,6 @@ def test_a_groups_rate_is_its_factor_of_the_optimizers(kind: Any) -> None:
     step(weights, optimizer)
     still = [name for name in NAMES if torch.equal(start[name], weights[name])]
     assert still == ["tok_embeddings.weight", "layers.0.attention.wq.weight"]
-
-
-@pytest.mark.parametrize("family", [Llama, Qwen3])
-@pytest.mark.parametrize("tied", [False, True])
-def test_names_are_known_without_the_model(family: type[Decoder], tied: bool) -> None:
-    schema = family(layers=3, tied=tied, head_dim=32)
-    with torch.device("meta"):
-        model = schema.build()
-    assert list(schema.parameter_names()) == [name for name, _ in model.named_parameters()]
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Muon])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,78 +64,77 @@ LAYOUTS = {
 BY_NAME = "precision.skip"
 
 
-class TestChoice:
-    @pytest.mark.parametrize("schema", [Llama, Qwen3])
-    @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-    def test_a_schema_knows_its_linear_layers(self, schema: type[Decoder], tied: bool) -> None:
-        shape = schema(dim=64, layers=2, heads=4, kv_heads=2, ffn=96, vocab=80, tied=tied)
-        with torch.device("meta"):
-            model = shape.build()
-        found = {n: (m.in_features, m.out_features) for n, m in model.named_modules() if isinstance(m, Linear)}
-        assert {name: product[:2] for name, product in shape.linear_layers().items()} == found
-        plan: Any = model.tensor_plan()
-        assert {n for n, p in shape.linear_layers().items() if p.rowwise} == {n for n in found if plan[n] == "rowwise"}
+@pytest.mark.parametrize("schema", [Llama, Qwen3])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_schema_knows_its_linear_layers(schema: type[Decoder], tied: bool) -> None:
+    shape = schema(dim=64, layers=2, heads=4, kv_heads=2, ffn=96, vocab=80, tied=tied)
+    with torch.device("meta"):
+        model = shape.build()
+    found = {n: (m.in_features, m.out_features) for n, m in model.named_modules() if isinstance(m, Linear)}
+    assert {name: product[:2] for name, product in shape.linear_layers().items()} == found
+    plan: Any = model.tensor_plan()
+    assert {n for n, p in shape.linear_layers().items() if p.rowwise} == {n for n in found if plan[n] == "rowwise"}
 
-    @pytest.mark.parametrize(
-        ("layers", "settings", "tensor", "left"),
-        [
-            pytest.param("float8", {}, 1, {"head": BY_NAME}, id="head"),
-            pytest.param("float8", {"skip": ()}, 1, {}, id="head-too"),
-            pytest.param("float8", {"skip": ("b", "a.*")}, 1, {"b": BY_NAME, "a.wk": BY_NAME}, id="patterns"),
-            pytest.param("float8", {"skip": ()}, 2, {"c": "24 is not a multiple of 16"}, id="inputs-of-a-rank"),
-            pytest.param("float8", {"skip": (), "min_size": 64}, 1, {"c": "48 is below precision.min_size"}, id="size"),
-            pytest.param("mxfp8", {"skip": ()}, 1, {"c": "48 is not a multiple of 32"}, id="blocks-of-32"),
-        ],
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "tensor", "left"),
+    [
+        pytest.param("float8", {}, 1, {"head": BY_NAME}, id="head"),
+        pytest.param("float8", {"skip": ()}, 1, {}, id="head-too"),
+        pytest.param("float8", {"skip": ("b", "a.*")}, 1, {"b": BY_NAME, "a.wk": BY_NAME}, id="patterns"),
+        pytest.param("float8", {"skip": ()}, 2, {"c": "24 is not a multiple of 16"}, id="inputs-of-a-rank"),
+        pytest.param("float8", {"skip": (), "min_size": 64}, 1, {"c": "48 is below precision.min_size"}, id="size"),
+        pytest.param("mxfp8", {"skip": ()}, 1, {"c": "48 is not a multiple of 32"}, id="blocks-of-32"),
+    ],
+)
+def test_layers_in_the_compute_type(layers: Any, settings: Any, tensor: int, left: dict[str, str]) -> None:
+    shapes = {"a.wk": (64, 64), "b": (128, 64), "c": (48, 64), "head": (64, 96)}
+    model = {name: Matmul(*shape, rowwise=name == "c") for name, shape in shapes.items()}
+    choice = Precision("bf16", matmuls=layers, **settings).select_layers(model, tensor)
+    assert choice.exclusions == left
+    assert choice.quantized == tuple(name for name in model if name not in left)
+
+
+def test_nothing_is_taken_nor_left_where_all_is_as_computed() -> None:
+    assert Precision("bf16").select_layers(Llama().linear_layers()) == ((), {})
+
+
+@pytest.mark.parametrize(
+    ("cut", "without"),
+    [
+        pytest.param(WeightSharding(sharded=2), {"head"}, id="even"),
+        pytest.param(WeightSharding(sharded=3), {"head", "a", "b"}, id="uneven"),
+        pytest.param(WeightSharding(tensor=2, sharded=3), {"head", "a", "b"}, id="uneven-parts"),
+        pytest.param(WeightSharding(), {"head", "a", "b", "c"}, id="one-rank"),
+        pytest.param(WeightSharding(sharded=4, resharded=True), {"head", "a", "b", "c"}, id="cut-again"),
+    ],
+)
+def test_what_is_gathered_in_float8(cut: WeightSharding, without: set[str]) -> None:
+    layers = {
+        "a": Matmul(96, 64),
+        "b": Matmul(64, 128, rowwise=True),
+        "c": Matmul(64, 96),
+        "head": Matmul(64, 96),
+    }
+    found = Precision("bf16", matmuls="float8", skip=()).select_gathered(layers, cut)
+    assert set(found) == set(layers) - without
+
+
+def test_layers_in_the_compute_type_is_told_once_for_all_blocks() -> None:
+    layers = Llama(dim=64, layers=3, heads=4, kv_heads=1, head_dim=24, ffn=96).linear_layers()
+    text = Precision("bf16", matmuls="float8").select_layers(layers).describe_exclusions()
+    odd = "(24 is not a multiple of 16)"
+    assert text == f"3 x attention.wk {odd}, 3 x attention.wv {odd}, head (precision.skip)"
+
+
+@pytest.mark.full
+def test_start_says_what_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train_run(
+        compose_tiny_run(tmp_path, *SHAPE, "precision=float8", "precision.skip=[head,layers.0.*]", "training.steps=1")
     )
-    def test_layers_in_the_compute_type(self, layers: Any, settings: Any, tensor: int, left: dict[str, str]) -> None:
-        shapes = {"a.wk": (64, 64), "b": (128, 64), "c": (48, 64), "head": (64, 96)}
-        model = {name: Matmul(*shape, rowwise=name == "c") for name, shape in shapes.items()}
-        choice = Precision("bf16", matmuls=layers, **settings).select_layers(model, tensor)
-        assert choice.exclusions == left
-        assert choice.quantized == tuple(name for name in model if name not in left)
-
-    def test_nothing_is_taken_nor_left_where_all_is_as_computed(self) -> None:
-        assert Precision("bf16").select_layers(Llama().linear_layers()) == ((), {})
-
-    @pytest.mark.parametrize(
-        ("cut", "without"),
-        [
-            pytest.param(WeightSharding(sharded=2), {"head"}, id="even"),
-            pytest.param(WeightSharding(sharded=3), {"head", "a", "b"}, id="uneven"),
-            pytest.param(WeightSharding(tensor=2, sharded=3), {"head", "a", "b"}, id="uneven-parts"),
-            pytest.param(WeightSharding(), {"head", "a", "b", "c"}, id="one-rank"),
-            pytest.param(WeightSharding(sharded=4, resharded=True), {"head", "a", "b", "c"}, id="cut-again"),
-        ],
-    )
-    def test_what_is_gathered_in_float8(self, cut: WeightSharding, without: set[str]) -> None:
-        layers = {
-            "a": Matmul(96, 64),
-            "b": Matmul(64, 128, rowwise=True),
-            "c": Matmul(64, 96),
-            "head": Matmul(64, 96),
-        }
-        found = Precision("bf16", matmuls="float8", skip=()).select_gathered(layers, cut)
-        assert set(found) == set(layers) - without
-
-    def test_layers_in_the_compute_type_is_told_once_for_all_blocks(self) -> None:
-        layers = Llama(dim=64, layers=3, heads=4, kv_heads=1, head_dim=24, ffn=96).linear_layers()
-        text = Precision("bf16", matmuls="float8").select_layers(layers).describe_exclusions()
-        odd = "(24 is not a multiple of 16)"
-        assert text == f"3 x attention.wk {odd}, 3 x attention.wv {odd}, head (precision.skip)"
-
-    @pytest.mark.full
-    def test_start_says_what_is_left_alone(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        train_run(
-            compose_tiny_run(
-                tmp_path, *SHAPE, "precision=float8", "precision.skip=[head,layers.0.*]", "training.steps=1"
-            )
-        )
-        out = capfd.readouterr().out
-        assert "precision: bf16, float8 matmuls, emulated" in out
-        assert (
-            "7 of 15 matmuls in float8; in bf16: attention.wq (precision.skip)" in out
-            and "head (precision.skip)" in out
-        )
+    out = capfd.readouterr().out
+    assert "precision: bf16, float8 matmuls, emulated" in out
+    assert "7 of 15 matmuls in float8; in bf16: attention.wq (precision.skip)" in out and "head (precision.skip)" in out
 
 
 def scaled(x: Tensor, kind: torch.dtype, dims: tuple[int, ...] | None, power: bool = False) -> Tensor:
@@ -173,53 +173,52 @@ def expected(kind: str, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor
     return out, scaled(g, E4, (1,), True) @ scaled(w, E4, None, True), g.float().T @ x.float()
 
 
-class TestProducts:
-    @pytest.mark.full
-    @pytest.mark.parametrize("kind", SMALL)
-    @given(seed=st.integers(0, 99), size=st.sampled_from([1e-3, 1.0, 300.0]))
-    def test_a_product_is_that_of_rounded_operands(self, kind: str, seed: int, size: float) -> None:
-        torch.manual_seed(seed)
-        x = (size * torch.randn(64, 32)).bfloat16().requires_grad_()
-        w = torch.randn(96, 32, dtype=torch.bfloat16).requires_grad_()
-        g = torch.randn(64, 96).bfloat16()
-        out = multiplication(kind, True)(x, w)
-        out.backward(g)
-        for found, wanted in zip(
-            (out.detach(), x.grad, w.grad), expected(kind, x.detach(), w.detach(), g), strict=True
-        ):
-            assert found is not None
-            torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
-            assert float((found.float() - wanted).norm() / wanted.norm()) < 4e-3, "rounding of the result to bf16"
+@pytest.mark.full
+@pytest.mark.parametrize("kind", SMALL)
+@given(seed=st.integers(0, 99), size=st.sampled_from([1e-3, 1.0, 300.0]))
+def test_a_product_is_that_of_rounded_operands(kind: str, seed: int, size: float) -> None:
+    torch.manual_seed(seed)
+    x = (size * torch.randn(64, 32)).bfloat16().requires_grad_()
+    w = torch.randn(96, 32, dtype=torch.bfloat16).requires_grad_()
+    g = torch.randn(64, 96).bfloat16()
+    out = multiplication(kind, True)(x, w)
+    out.backward(g)
+    for found, wanted in zip((out.detach(), x.grad, w.grad), expected(kind, x.detach(), w.detach(), g), strict=True):
+        assert found is not None
+        torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
+        assert float((found.float() - wanted).norm() / wanted.norm()) < 4e-3, "rounding of the result to bf16"
 
-    @pytest.mark.parametrize("kind", SMALL[:3])
-    def test_emulation_computes_what_the_kernel_does(self, kind: str) -> None:
-        """torch has the kernels of float8 for CPUs too."""
-        torch.manual_seed(0)
-        results = []
-        for emulate in (True, False):
-            x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-            w = torch.randn(96, 32, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
-            out = multiplication(kind, emulate)(x, w)
-            out.float().square().sum().backward()
-            results.append((out, x.grad, w.grad))
-        for one, other in zip(*results, strict=True):
-            assert one is not None and other is not None
-            assert float((one.detach().float() - other.detach().float()).norm() / one.detach().float().norm()) < 1e-2
 
-    @pytest.mark.full
-    @pytest.mark.parametrize("kind", SMALL)
-    def test_a_compiled_product_is_the_same(self, kind: str) -> None:
-        torch.manual_seed(0)
-        x, w = torch.randn(2, 32, 64).bfloat16(), torch.randn(96, 64).bfloat16()
-        product: Callable[..., Tensor] = multiplication(kind, True)
-        compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
-        found = []
-        for function in (product, compiled):
-            a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-            out = function(a, b)
-            out.float().square().sum().backward()
-            found.append((out, a.grad, b.grad))
-        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", SMALL[:3])
+def test_emulation_computes_what_the_kernel_does(kind: str) -> None:
+    """torch has the kernels of float8 for CPUs too."""
+    torch.manual_seed(0)
+    results = []
+    for emulate in (True, False):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        w = torch.randn(96, 32, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        out = multiplication(kind, emulate)(x, w)
+        out.float().square().sum().backward()
+        results.append((out, x.grad, w.grad))
+    for one, other in zip(*results, strict=True):
+        assert one is not None and other is not None
+        assert float((one.detach().float() - other.detach().float()).norm() / one.detach().float().norm()) < 1e-2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_compiled_product_is_the_same(kind: str) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 32, 64).bfloat16(), torch.randn(96, 64).bfloat16()
+    product: Callable[..., Tensor] = multiplication(kind, True)
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (product, compiled):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        out = function(a, b)
+        out.float().square().sum().backward()
+        found.append((out, a.grad, b.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
 
 
 Trained = tuple[Run, list[RankOutcome]]
@@ -304,96 +303,98 @@ def test_low_precision_is_not_fp32(runs: Runs) -> None:
     assert max(losses.values()) - min(losses.values()) < 1e-3
 
 
-class TestGathering:
-    @pytest.mark.full
-    @pytest.mark.parametrize("tied", ["false", "true"])
-    def test_a_head_in_float8_is_gathered_as_computed(self, tied: str, runs: Runs) -> None:
-        how = ("precision.skip=[]", f"model.tied={tied}")
-        (_, (alone,)), (_, ranks) = runs("single", "float8", *how), runs("fsdp", "float8", *how)
-        assert compute_difference(ranks[0].gradients, alone.gradients) <= BOUNDS["float8"][0]
+@pytest.mark.full
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_a_head_in_float8_is_gathered_as_computed(tied: str, runs: Runs) -> None:
+    how = ("precision.skip=[]", f"model.tied={tied}")
+    (_, (alone,)), (_, ranks) = runs("single", "float8", *how), runs("fsdp", "float8", *how)
+    assert compute_difference(ranks[0].gradients, alone.gradients) <= BOUNDS["float8"][0]
 
-    @pytest.mark.full
-    @pytest.mark.parametrize("gather", ["true", "false"])
-    def test_backward_keeps_no_weight_in_fp32(self, gather: str, tmp_path: Path) -> None:
-        def watch(trainer: Trainer) -> list[str]:
-            kept: list[str] = []
-            shapes = {tuple(p.shape) for p in trainer.train_step.parameters() if p.dim() > 1}
 
-            def pack(tensor: Tensor) -> Tensor:
-                if tuple(tensor.shape) in shapes or tuple(tensor.shape[::-1]) in shapes:
-                    kept.append(str(tensor.dtype))
-                return tensor
+@pytest.mark.full
+@pytest.mark.parametrize("gather", ["true", "false"])
+def test_backward_keeps_no_weight_in_fp32(gather: str, tmp_path: Path) -> None:
+    def watch(trainer: Trainer) -> list[str]:
+        kept: list[str] = []
+        shapes = {tuple(p.shape) for p in trainer.train_step.parameters() if p.dim() > 1}
 
-            backward = trainer.train_step.runner.backward
+        def pack(tensor: Tensor) -> Tensor:
+            if tuple(tensor.shape) in shapes or tuple(tensor.shape[::-1]) in shapes:
+                kept.append(str(tensor.dtype))
+            return tensor
 
-            def hooked(*args: Any) -> Tensor:
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    return backward(*args)
+        backward = trainer.train_step.runner.backward
 
-            trainer.train_step.runner.backward = hooked  # type: ignore[method-assign]
-            return kept
+        def hooked(*args: Any) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return backward(*args)
 
-        how = ("precision=float8", f"precision.float8_gather={gather}", "model.ffn=160", "model.vocab=80")
-        kept = train_run(compose_tiny_run(tmp_path, *SHAPE, *how, *LAYOUTS["fsdp"], "training.steps=1"), watch)[0].extra
-        assert kept and "torch.float32" not in kept
+        trainer.train_step.runner.backward = hooked  # type: ignore[method-assign]
+        return kept
 
-    @pytest.mark.full
-    def test_scales_beforehand_change_no_bit(self, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, ranks = runs("fsdp", "float8")
-        monkeypatch.setattr(Float8Scales, "update", lambda self: None)
-        _, dynamic = runs("fsdp", "float8", "training.repeat=1")
-        assert are_identical(ranks[0].last, dynamic[0].last)
+    how = ("precision=float8", f"precision.float8_gather={gather}", "model.ffn=160", "model.vocab=80")
+    kept = train_run(compose_tiny_run(tmp_path, *SHAPE, *how, *LAYOUTS["fsdp"], "training.steps=1"), watch)[0].extra
+    assert kept and "torch.float32" not in kept
 
-    @pytest.mark.full
-    def test_scales_follow_the_weights(self, tmp_path: Path) -> None:
-        def watch(trainer: Trainer) -> list[bool]:
-            right: list[bool] = []
 
-            def look(*_: Any) -> None:
-                for parameter in trainer.train_step.scales.parameters:  # type: ignore[union-attr]
-                    part: Any = parameter._local_tensor  # type: ignore[attr-defined]
-                    largest = stored_whole(parameter).abs().max()
-                    right.append(
-                        part._precomputed_scale is not None
-                        and bool(part._precomputed_scale == (448 / largest.double()).float())
-                    )
+@pytest.mark.full
+def test_scales_beforehand_change_no_bit(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ranks = runs("fsdp", "float8")
+    monkeypatch.setattr(Float8Scales, "update", lambda self: None)
+    _, dynamic = runs("fsdp", "float8", "training.repeat=1")
+    assert are_identical(ranks[0].last, dynamic[0].last)
 
-            update = trainer.train_step.scales.update  # type: ignore[union-attr]
-            trainer.train_step.scales.update = lambda: (update(), look())  # type: ignore[method-assign,union-attr,assignment,return-value]
-            return right
 
-        seen = train_run(compose_tiny_run(tmp_path, *SHAPE, "precision=float8", *LAYOUTS["fsdp"]), watch)
-        assert all(len(rank.extra) == 3 * 14 and all(rank.extra) for rank in seen)
+@pytest.mark.full
+def test_scales_follow_the_weights(tmp_path: Path) -> None:
+    def watch(trainer: Trainer) -> list[bool]:
+        right: list[bool] = []
 
-    @pytest.mark.full
-    @pytest.mark.parametrize(("gather", "bytes_"), [("true", 1), ("false", 2)])
-    def test_what_travels(self, gather: str, bytes_: int, tmp_path: Path) -> None:
-        def watch(trainer: Trainer) -> list[int]:
-            sizes: list[int] = []
-            stage = trainer.train_step.stages[0]
-            weight = stage.model.layers["0"].feed_forward.w1
-            weight.register_forward_hook(lambda module, *_: sizes.append(_data(module.weight).element_size()))
-            return sizes
+        def look(*_: Any) -> None:
+            for parameter in trainer.train_step.scales.parameters:  # type: ignore[union-attr]
+                part: Any = parameter._local_tensor  # type: ignore[attr-defined]
+                largest = stored_whole(parameter).abs().max()
+                right.append(
+                    part._precomputed_scale is not None
+                    and bool(part._precomputed_scale == (448 / largest.double()).float())
+                )
 
-        run = compose_tiny_run(
-            tmp_path, *SHAPE, "precision=float8", f"precision.float8_gather={gather}", *LAYOUTS["fsdp"]
-        )
-        assert set(train_run(run, watch)[0].extra) == {bytes_}
+        update = trainer.train_step.scales.update  # type: ignore[union-attr]
+        trainer.train_step.scales.update = lambda: (update(), look())  # type: ignore[method-assign,union-attr,assignment,return-value]
+        return right
 
-    @pytest.mark.parametrize(
-        "how",
-        [
-            full("memory=full"),
-            full("parallelism.reshard=never"),
-            full("memory.offload=true"),
-            full("compile=block", marks=COMPILES),
-        ],
-    )
-    def test_with_other_techniques(self, how: str, runs: Runs) -> None:
-        (run, ranks) = runs("fsdp", "float8", how, "compile.backend=aot_eager")
-        (plain, expected) = runs("fsdp", "float8")
-        assert are_identical(ranks[0].last, expected[0].last)
-        assert read_learned_values(run) == read_learned_values(plain)
+    seen = train_run(compose_tiny_run(tmp_path, *SHAPE, "precision=float8", *LAYOUTS["fsdp"]), watch)
+    assert all(len(rank.extra) == 3 * 14 and all(rank.extra) for rank in seen)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("gather", "bytes_"), [("true", 1), ("false", 2)])
+def test_what_travels(gather: str, bytes_: int, tmp_path: Path) -> None:
+    def watch(trainer: Trainer) -> list[int]:
+        sizes: list[int] = []
+        stage = trainer.train_step.stages[0]
+        weight = stage.model.layers["0"].feed_forward.w1
+        weight.register_forward_hook(lambda module, *_: sizes.append(_data(module.weight).element_size()))
+        return sizes
+
+    run = compose_tiny_run(tmp_path, *SHAPE, "precision=float8", f"precision.float8_gather={gather}", *LAYOUTS["fsdp"])
+    assert set(train_run(run, watch)[0].extra) == {bytes_}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        full("memory=full"),
+        full("parallelism.reshard=never"),
+        full("memory.offload=true"),
+        full("compile=block", marks=COMPILES),
+    ],
+)
+def test_with_other_techniques(how: str, runs: Runs) -> None:
+    (run, ranks) = runs("fsdp", "float8", how, "compile.backend=aot_eager")
+    (plain, expected) = runs("fsdp", "float8")
+    assert are_identical(ranks[0].last, expected[0].last)
+    assert read_learned_values(run) == read_learned_values(plain)
 
 
 def stored_whole(parameter: Any) -> Tensor:
@@ -407,66 +408,53 @@ def _data(weight: Any) -> Tensor:
     return local._data if hasattr(local, "_data") else local
 
 
-class TestCheckpoints:
-    @pytest.mark.full
-    def test_a_run_in_float8_goes_on_as_if_it_had_not_ended(self, tmp_path: Path) -> None:
-        settings = (*SHAPE, "precision=float8", "checkpoint=sync", *LAYOUTS["fsdp"])
-        whole = compose_tiny_run(
-            tmp_path / "whole", *settings, "training.steps=4", "schedule.warmup=0", "schedule=linear"
-        )
-        train_run(whole)
-        part = compose_tiny_run(
-            tmp_path / "part", *settings, "training.steps=4", "schedule.warmup=0", "schedule=linear"
-        )
-        train_run(part, lambda trainer: setattr(trainer.stop, "requested", True))
-        assert manifest.list_complete(tmp_path / "part")
-        train_run(part)
-        assert read_learned_values(part) == read_learned_values(whole)
-        assert are_identical(read_checkpoint(part, 4), read_checkpoint(whole, 4))
-
-    @pytest.mark.full
-    def test_checkpoints_hold_plain_weights_for_any_layout(self, tmp_path: Path) -> None:
-        settings = (*SHAPE, "precision=float8", "checkpoint=sync", "training.steps=4")
-        run = compose_tiny_run(tmp_path / "run", *settings, *LAYOUTS["fsdp_tp"])
-        train_run(run, lambda trainer: setattr(trainer.stop, "requested", True))
-        (folder,) = manifest.list_complete(tmp_path / "run")
-        assert not any(b"torchao" in file.read_bytes() for file in folder.iterdir())
-        again = compose_tiny_run(tmp_path / "run", *settings)
-        seen = train_run(again)
-        assert seen[0].code == 0 and are_identical(seen[0].first, read_checkpoint(run, int(folder.name[5:])))
+@pytest.mark.full
+def test_a_run_in_float8_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
+    four = ("training.steps=4", "schedule.warmup=0", "schedule=linear")
+    settings = (*SHAPE, "precision=float8", "checkpoint=sync", *LAYOUTS["fsdp"], *four)
+    whole, part = (compose_tiny_run(tmp_path / name, *settings) for name in ("whole", "part"))
+    train_run(whole)
+    train_run(part, lambda trainer: setattr(trainer.stop, "requested", True))
+    assert manifest.list_complete(tmp_path / "part")
+    train_run(part)
+    assert read_learned_values(part) == read_learned_values(whole)
+    assert are_identical(read_checkpoint(part, 4), read_checkpoint(whole, 4))
 
 
-class TestPure:
-    @pytest.mark.full
-    def test_weights_gradients_and_state_are_bf16(self, tmp_path: Path) -> None:
-        (seen,) = train_run(compose_tiny_run(tmp_path, "precision=bf16_pure"))
-        kinds = {name: tensor.dtype for name, tensor in (seen.last | seen.gradients).items() if tensor.dim()}
-        assert set(kinds.values()) == {torch.bfloat16}
+@pytest.mark.full
+def test_checkpoints_hold_plain_weights_for_any_layout(tmp_path: Path) -> None:
+    settings = (*SHAPE, "precision=float8", "checkpoint=sync", "training.steps=4")
+    run = compose_tiny_run(tmp_path / "run", *settings, *LAYOUTS["fsdp_tp"])
+    train_run(run, lambda trainer: setattr(trainer.stop, "requested", True))
+    (folder,) = manifest.list_complete(tmp_path / "run")
+    assert not any(b"torchao" in file.read_bytes() for file in folder.iterdir())
+    again = compose_tiny_run(tmp_path / "run", *settings)
+    seen = train_run(again)
+    assert seen[0].code == 0 and are_identical(seen[0].first, read_checkpoint(run, int(folder.name[5:])))
 
-    @pytest.mark.full
-    def test_every_step_changes_the_weights(self, tmp_path: Path) -> None:
-        """torch's fused SGD leaves bf16 weights on a CPU as they are, without a word."""
-        for optimizer in ("adamw", "sgd"):
-            (seen,) = train_run(
-                compose_tiny_run(
-                    tmp_path / optimizer, "precision=bf16_pure", f"optimizer={optimizer}", "schedule.warmup=0"
-                )
-            )
-            assert not are_identical(seen.first, {n: seen.last[n] for n in seen.first})
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_weights_gradients_and_state_are_bf16_and_every_step_changes_them(optimizer: str, tmp_path: Path) -> None:
+    """torch's fused SGD leaves bf16 weights on a CPU as they are, without a word."""
+    how = ("precision=bf16_pure", f"optimizer={optimizer}", "schedule.warmup=0")
+    (seen,) = train_run(compose_tiny_run(tmp_path, *how))
+    assert {tensor.dtype for tensor in (seen.last | seen.gradients).values() if tensor.dim()} == {torch.bfloat16}
+    assert not are_identical(seen.first, {n: seen.last[n] for n in seen.first})
 
 
 EMULATE, OTHER = "precision.emulate=true", "requires precision.compute=bf16"
 SHORT = ["training.seq_len=24", "training.global_batch=24", *SHAPE[:4]]
 REJECTED = [
-    pytest.param(["precision=float8"], "precision.emulate=true", id="no-hardware"),
-    full(["precision=mxfp8"], "a Blackwell GPU", id="no-blackwell"),
-    full(["precision=fp32", "precision.weights=bf16"], f"{OTHER}, not fp32", id="pure-fp32"),
-    full(["precision=float8", "precision.compute=fp32", EMULATE], OTHER, id="float8-fp32"),
-    pytest.param(["precision=float8", EMULATE, "precision.skip=['*']"], "no matmul of the model", id="all-skipped"),
-    full(["precision=mxfp8", EMULATE, *SHORT], "has 24 tokens", id="tokens"),
-    full([*SHAPE, "precision=mxfp8", "compile=block", "memory=selective"], "memory=full", id="scales", marks=COMPILES),
-    full(["precision=float8", EMULATE, "precision.skip=[heads]"], "named heads; .* did you mean 'head'", id="skip"),
-    full(["precision=float8", EMULATE, "precision.skip=[]", "training.loss_chunk=8"], "give precision.skip", id="head"),
+    (["precision=float8"], "precision.emulate=true"),
+    full(["precision=mxfp8"], "a Blackwell GPU"),
+    full(["precision=fp32", "precision.weights=bf16"], f"{OTHER}, not fp32"),
+    full(["precision=float8", "precision.compute=fp32", EMULATE], OTHER),
+    (["precision=float8", EMULATE, "precision.skip=['*']"], "no matmul of the model"),
+    full(["precision=mxfp8", EMULATE, *SHORT], "has 24 tokens"),
+    full([*SHAPE, "precision=mxfp8", "compile=block", "memory=selective"], "memory=full", marks=COMPILES),
+    full(["precision=float8", EMULATE, "precision.skip=[heads]"], "named heads; .* did you mean 'head'"),
+    full(["precision=float8", EMULATE, "precision.skip=[]", "training.loss_chunk=8"], "give precision.skip"),
 ]
 
 
@@ -480,25 +468,18 @@ def test_rejected_settings(settings: list[str], words: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "precision", "fits"),
     [
-        full("NVIDIA A100-SXM4-80GB", "float8", False, id="a100"),
-        full("NVIDIA H100 80GB HBM3", "float8_rowwise", True, id="h100"),
-        pytest.param("NVIDIA H100 80GB HBM3", "mxfp8", False, id="h100-mx"),
-        full("NVIDIA B200", "mxfp8", True, id="b200-mx"),
-        pytest.param("AMD Instinct MI300X", "float8", True, id="amd"),
+        full("NVIDIA A100-SXM4-80GB", "float8", False),
+        full("NVIDIA H100 80GB HBM3", "float8_rowwise", True),
+        ("NVIDIA H100 80GB HBM3", "mxfp8", False),
+        full("NVIDIA B200", "mxfp8", True),
+        ("AMD Instinct MI300X", "float8", True),
     ],
 )
 def test_formats_of_the_nodes_that_a_job_will_get(name: str, precision: str, fits: bool) -> None:
-    overrides = [
-        "cluster.device=cuda",
-        f"cluster.device_name={name}",
-        "cluster.devices_per_node=1",
-        f"precision={precision}",
-    ]
-    if fits:
-        assert compose_test_run(overrides, remote=True).precision.matmuls == precision
-    else:
-        with pytest.raises(ConfigError, match=f"and the cluster has {name}"):
-            compose_test_run(overrides, remote=True)
+    nodes = ["cluster.device=cuda", f"cluster.device_name={name}", "cluster.devices_per_node=1"]
+    rejects = pytest.raises(ConfigError, match=f"and the cluster has {name}")
+    with nullcontext() if fits else rejects:
+        assert compose_test_run([*nodes, f"precision={precision}"], remote=True).precision.matmuls == precision
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
 from titan.optimizer.external.schema import External
-from titan.optimizer.external.state import load_constructor, run_uncompiled
+from titan.optimizer.external.state import load_updater, run_uncompiled
 from titan.optimizer.matrix_gather import compute_local_slices
 from titan.parallelism import mesh
 from titan.run.run import Run
@@ -189,8 +189,9 @@ def step_class(run: Run, settings: External) -> Tensors:
     world = RunContext(RankInfo(0, 1, 0, ""), Layout(), torch.device("cpu"))
     named = dict(build_train_step(run, world).named_parameters())
     chosen = {n: p for n, p in named.items() if settings.choose_settings(n, p.dim()).orthogonal}
-    constructor = load_constructor(settings.cls, dict(settings.args or {}))
-    optimizer = constructor.build(list(chosen.values()), settings.peak_lr, settings.weight_decay)
+    updater = load_updater(settings.cls, dict(settings.args or {}))
+    rates = {"lr": settings.peak_lr, "weight_decay": settings.weight_decay}
+    optimizer = updater._replace(**rates).build(list(chosen.values()))
     for step, factor in enumerate(RATES):
         set_gradients(chosen.items(), step)
         optimizer.param_groups[0]["lr"] = settings.peak_lr * factor

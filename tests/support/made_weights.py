@@ -30,6 +30,13 @@ LLAMA4 = Llama4(**SMALL | {"layers": 4}, **LLAMA4_CHUNKS, head_dim=32, experts=4
 DEEPSEEK_V3, DEEPSEEK_V2 = DeepseekV3(**GROUPS, **YARN), DeepseekV3(**V2)
 
 
+class Code:
+    """An object that runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (print, ("this must not be printed",))
+
+
 def build_module(model: Decoder, seed: int = 0) -> Any:
     """Titan's module with random weights, norms too."""
     out = model.build()

@@ -18,14 +18,13 @@ from torch import Tensor
 from tests.support.matrix import (
     COLUMNS,
     DOCUMENTS,
-    EXACT,
     LLAMA4,
     LayoutCase,
     TrainedLayout,
     compare_layouts,
+    print_table,
     train_case,
 )
-from tests.support.ranks import RankFailedError
 from tests.support.runs import Tensors, read_step_records
 from titan.model import experts as model_experts
 from titan.training.trainer import Trainer
@@ -273,26 +272,10 @@ NAMES = ("experts", *COLUMNS, "terms", "load")
 
 def main() -> int:
     """Measure the cases whose names contain the arguments, and print a table."""
-    print(f"| {' | '.join(('layout', *NAMES))} |\n|{' --- |' * (len(NAMES) + 1)}")
-    failed = []
+    cases = [case for case in list_cases() if all(part in case.id for part in sys.argv[1:])]
     with tempfile.TemporaryDirectory() as folder:
         references = OneDevice(Path(folder))
-        for case in (case for case in list_cases() if all(part in case.id for part in sys.argv[1:])):
-            try:
-                with tempfile.TemporaryDirectory() as case_folder:
-                    differences = measure_case(case, references.find_outcome(case), Path(case_folder))
-            except RankFailedError as failure:
-                print(f"{case.id}: {failure}", file=sys.stderr)
-                failed.append(case.id)
-                continue
-            holds = (
-                bool(differences["same start"] and differences["same rows"])
-                and max(differences[k] for k in NAMES) <= EXACT
-            )
-            print(f"| {case.name} | {' | '.join(f'{differences[k]:.0e}' for k in NAMES)} |", flush=True)
-            failed += [] if holds else [case.id]
-    print(f"{len(failed)} beyond the bound{': ' if failed else ''}{', '.join(failed)}", file=sys.stderr)
-    return len(failed) > 0
+        return print_table(cases, NAMES, lambda case, path: measure_case(case, references.find_outcome(case), path))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from titan.dataset.tokenizers.load import RankTokenizer, load_tokenizer, write_r
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights import tokenizer_files
-from titan.weights.export import check_export, export_files, finish_export, list_files, save_weights
+from titan.weights.export import Export, check_export
 from titan.weights.formats import open_weights
 from titan.weights.meta import build_params, find_ffn_multiplier
 
@@ -63,10 +63,8 @@ MODELS = [
 
 def out(source: Path, folder: Path, **how: Any) -> Path:
     """Export everything in one process."""
-    weights = open_weights(source)
     folder.mkdir()
-    export_files(weights, folder, **how)
-    finish_export(weights, folder, **how)
+    Export(open_weights(source), **how).write(folder)
     return folder
 
 
@@ -142,8 +140,7 @@ def test_what_came_in_by_one_format_leaves_by_another(tmp_path: Path) -> None:
     first = open_weights(tmp_path / "a")
     wanted = {name: first.read(name) for name in first.shapes}
     out(tmp_path / "a", tmp_path / "b", format="meta", dtype="keep", meta_ranks=4)
-    (tmp_path / "c").mkdir()
-    save_weights(open_weights(tmp_path / "b"), tmp_path / "c")
+    out(tmp_path / "b", tmp_path / "c", format="titan", dtype="keep")
     last = out(tmp_path / "c", tmp_path / "d", format="hf", dtype="keep", shard_bytes=1)
     assert has_tensors(open_weights(last), wanted)
 
@@ -151,7 +148,7 @@ def test_what_came_in_by_one_format_leaves_by_another(tmp_path: Path) -> None:
 def test_a_checkpoint_of_weights(tmp_path: Path) -> None:
     written, told = write_native(tmp_path / "a", TIED), list[int]()
     (tmp_path / "b").mkdir()
-    save_weights(open_weights(tmp_path / "a"), tmp_path / "b", dtype="bf16", shard_bytes=30_000, progress=told.append)
+    Export(open_weights(tmp_path / "a"), "titan", "bf16", 30_000).write(tmp_path / "b", told.append)
     wanted = {name: tensor.bfloat16() for name, tensor in written.items()}
     assert len(list((tmp_path / "b").glob("*.distcp"))) > 3
     assert has_tensors(open_weights(tmp_path / "b"), wanted)
@@ -190,13 +187,13 @@ def test_the_work_can_be_shared(format: Any, tmp_path: Path) -> None:
     how: Any = {"format": format, "shard_bytes": 30_000, "meta_ranks": 4, "dtype": "bf16"}
     alone = out(tmp_path / "a", tmp_path / "alone", **how)
     (tmp_path / "shared").mkdir()
-    weights, told = open_weights(tmp_path / "a"), list[int]()
+    export, told = Export(open_weights(tmp_path / "a"), **how), list[int]()
     for rank in (2, 0, 1):
         with pytest.raises(ConfigError, match="is missing; restart the conversion"):
-            finish_export(weights, tmp_path / "shared", **how)
-        export_files(weights, tmp_path / "shared", **how, part=(rank, 3), progress=told.append)
-    finish_export(weights, tmp_path / "shared", **how)
-    assert sum(told) == sum(file.bytes for file in list_files(weights, **how))
+            export.finish(tmp_path / "shared")
+        export.write_tensors(tmp_path / "shared", (rank, 3), told.append)
+    export.finish(tmp_path / "shared")
+    assert sum(told) == sum(file.bytes for file in export.list_files())
     files = sorted(file.name for file in alone.iterdir())
     assert files == sorted(file.name for file in (tmp_path / "shared").iterdir())
     for name in files:
@@ -220,13 +217,14 @@ def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     write_native(tmp_path / "a", LLAMA)
     (tmp_path / "b").mkdir()
     weights: Any = Broken(open_weights(tmp_path / "a"))
-    for how in ({"format": "hf", "shard_bytes": 100_000}, {"format": "meta", "meta_ranks": 1}):
+    exported = Export(weights, "hf", shard_bytes=100_000)
+    for export in (exported, Export(weights, "meta")):
         with pytest.raises(KeyboardInterrupt):
-            export_files(weights, tmp_path / "b", **how)  # type: ignore[arg-type]
+            export.write_tensors(tmp_path / "b")
     names = {file.name for file in (tmp_path / "b").iterdir()}
     assert names == {"model-00001-of-00002.safetensors"}  # neither a half-written file nor a temporary one
     with pytest.raises(ConfigError, match="is missing; restart the conversion"):
-        finish_export(weights, tmp_path / "b", format="hf", shard_bytes=100_000)
+        exported.finish(tmp_path / "b")
     with pytest.raises(ConfigError):
         open_weights(tmp_path / "b")
 
@@ -389,8 +387,7 @@ def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
     d = out(c, tmp_path / "d", format="hf")
     same = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     assert all((c / name).read_bytes() == (d / name).read_bytes() for name in same)
-    (tmp_path / "e").mkdir()
-    save_weights(open_weights(d), tmp_path / "e")
+    out(d, tmp_path / "e", format="titan", dtype="keep")
     assert open_weights(tmp_path / "e").tokenizer == str(tmp_path / "e" / "tokenizer.json")
 
 
@@ -406,8 +403,7 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 import torch
-from titan.weights.export import export_files
-from titan.weights.export import save_weights
+from titan.weights.export import Export
 from titan.weights.interface import compute_expected_shapes
 from titan.model.schema import Llama
 
@@ -434,9 +430,7 @@ def work(format):
     folder.mkdir()
     if format == "whole":
         return [weights.read(name) for name in weights.shapes] and None
-    if format == "titan":
-        return save_weights(weights, folder, dtype="fp32", shard_bytes=10_000_000)
-    export_files(weights, folder, format=format, dtype="fp32", shard_bytes=10_000_000, meta_ranks=8)
+    Export(weights, format, dtype="fp32", shard_bytes=10_000_000, meta_ranks=8).write(folder)
 
 weights = Drawn()
 peak(lambda: torch.save(weights.read("norm.weight").bfloat16(), Path(sys.argv[1]) / "x"))

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from tests.model.test_parity import difference
-from tests.support.made_weights import LLAMA, SMALL, edit_json, has_tensors, interleave_rows, load_module, write_meta
+from tests.support.made_weights import (
+    LLAMA,
+    SMALL,
+    Code,
+    edit_json,
+    has_tensors,
+    interleave_rows,
+    load_module,
+    write_meta,
+)
 from titan.errors import ConfigError
 from titan.model import layers
 from titan.model.schema import Decoder, Llama
@@ -110,11 +119,6 @@ def test_what_llama2_leaves_out_has_its_values(tmp_path: Path) -> None:
     write_meta(tmp_path, model, n_kv_heads=..., rope_theta=..., vocab_size=-1)
     assert open_weights(tmp_path).model == model
     assert load_module(open_weights(tmp_path)).config == model
-
-
-class Code:
-    def __reduce__(self) -> Any:
-        return (print, ("this must not be printed",))
 
 
 def code(folder: Path) -> None:

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.made_weights import LLAMA, QWEN3, SMALL, edit_json, has_tensors, write_hf, write_meta, write_native
+from tests.support.made_weights import (
+    LLAMA,
+    QWEN3,
+    SMALL,
+    Code,
+    edit_json,
+    has_tensors,
+    write_hf,
+    write_meta,
+    write_native,
+)
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama
@@ -49,11 +59,6 @@ def test_a_tokenizer_of_the_folder_goes_by_its_path(tmp_path: Path) -> None:
     edit_json(tmp_path / "manifest.json", tokenizer="tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("{}")
     assert open_weights(tmp_path).tokenizer == str(tmp_path / "tokenizer.json")
-
-
-class Code:
-    def __reduce__(self) -> Any:
-        return (print, ("this must not be printed",))
 
 
 def metadata(folder: Path, content: bytes) -> None:

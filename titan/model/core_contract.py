@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan.model.core import AttentionCore, KeyValueCore, RecurrentCore
+from titan.model.core import AttentionCore, KeyValueCore, RecurrentCore, attend_rows
 from titan.model.masks import CoreInputs, DocumentTokens
 
 FIRST_TOKENS, SECOND_TOKENS = 5, 7
@@ -55,10 +55,7 @@ class Row:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, queries: DocumentTokens, keys: DocumentTokens) -> Any:
         """Return what the core computes, from the state of no tokens where it has one."""
-        inputs = CoreInputs(None, queries, keys)
-        if isinstance(self.core, RecurrentCore):
-            return self.core.attend(q, k, v, inputs, self.core.init_state(q, k, v))[0]
-        return self.core.attend(q, k, v, inputs)
+        return attend_rows(self.core, q, k, v, CoreInputs(None, queries, keys))
 
     def attend_all(self, k: Tensor | None = None, v: Tensor | None = None) -> Any:
         """Return what all queries get, of other keys and values where they are given."""

@@ -11,15 +11,13 @@ from typing import ClassVar, NamedTuple
 
 from titan.console.numbers import describe_parameters
 from titan.model.activations import (
+    LOGIT_TERM_SAVED,
     NO_CONTEXT,
     BlockActivations,
     ContextBytes,
     HeadActivations,
     LayerActivations,
     RankBatch,
-    count_attention_bytes,
-    count_block_bytes,
-    count_head_bytes,
 )
 
 
@@ -294,15 +292,36 @@ class DecoderCounts:
     def block_activations(
         self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
     ) -> BlockActivations:
-        """Return the activation memory of a block; see `titan.model.activations.count_block_bytes`."""
-        return count_block_bytes(batch, self.dim, self.attention_activations(batch, context, layer), self.ffn)
+        """Return the activation memory of a pre-norm block of attention and SwiGLU.
+
+        In addition to its parts it saves `RankBatch.count_norm_bytes` of each norm, and its output, which tensor ranks
+        all-gather: the rank's part of it, or all.
+        """
+        c, n, s, t = batch.bytes, batch.tokens, batch.residual_tokens, batch.tensor
+        dim, ffn, attention = self.dim, self.ffn, self.attention_activations(batch, context, layer)
+        feed_forward, gradient = batch.count_swiglu_bytes(dim, ffn), c * dim * s
+        norms = 2 * batch.count_norm_bytes(dim) * s + 2 * c * dim * batch.saved_input_tokens
+        gates = c * n * max(2 * ffn / t, ffn / t + (dim if t > 1 and batch.sequence else 0))
+        norm = batch.count_norm_backward_bytes(dim) * s - feed_forward.saved
+        return BlockActivations(
+            gradient,
+            norms + attention.saved + feed_forward.saved,
+            gradient + attention.selective + feed_forward.selective,
+            gradient + max(gates, norm, c * dim * n, batch.count_regather_bytes(dim, 2 * ffn / t) - feed_forward.saved),
+            attention.outputs + feed_forward.outputs,
+        )
 
     def attention_activations(
         self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
     ) -> LayerActivations:
-        """Return the activation memory of a block's attention; see `titan.model.activations.count_attention_bytes`."""
-        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        return count_attention_bytes(batch, self.dim, queries, keys, self.heads, bool(self.head_norms()), context)
+        """Return the memory of attention: rotated queries and keys, values, the output and its log-sum-exp."""
+        c, n, t = batch.bytes, batch.tokens, batch.tensor
+        q, k = self.heads * self.head_size / t, self.kv_heads * self.head_size / t
+        saved = (c * (2 * q + 2 * k) + 4 * self.heads / t + context.saved) * n
+        if self.head_norms():
+            saved += n * (batch.count_norm_bytes(q) + batch.count_norm_bytes(k))
+        selective = (c * (q + k + q) + 4 * self.heads / t + context.selective) * n + batch.count_reduced_bytes(self.dim)
+        return LayerActivations(saved, selective, c * (q + 2 * k + self.dim) * n, 4)
 
     def head_activations(
         self,
@@ -313,6 +332,32 @@ class DecoderCounts:
         has_terms: bool = False,
         reads_logits: bool = False,
     ) -> HeadActivations:
-        """Return the activation memory of final norm, head and loss; see `titan.model.activations.count_head_bytes`."""
-        is_capped = self.logit_cap is not None
-        return count_head_bytes(batch, self.dim, self.vocab, parts, chunk, has_terms, reads_logits, is_capped)
+        """Return the activation memory of the final norm, the head and the cross-entropy.
+
+        Args:
+            parts: whether tensor-parallel ranks compute the loss from sharded logits (loss parallel).
+            chunk: tokens whose logits exist at a time; None: all.
+            has_terms: whether there are loss terms next to cross-entropy; from statistics of the logits, which need no
+                more.
+            reads_logits: whether a term reads the logits themselves, all of them on every tensor-parallel rank.
+        """
+        c, n, s, t = batch.bytes, batch.tokens, batch.residual_tokens, batch.tensor
+        dim, vocab, is_capped = self.dim, self.vocab, self.logit_cap is not None
+        fused = has_terms or is_capped or (t > 1 and parts)  # see titan.model.loss_terms.Objective
+        norm, hidden = batch.count_norm_bytes(dim) * s, c * dim * n
+        norm_bytes = norm + (batch.count_norm_backward_bytes(dim) + c * dim) * s
+        if chunk is not None:
+            gradients = hidden + c * vocab * dim / t
+            logit_bytes = 12 + 4 * is_capped if has_terms or is_capped else 4
+            logits = min(chunk, n) * vocab / t * (logit_bytes + c % 4)
+            logits += batch.count_logit_term_bytes(min(chunk, n) * vocab) * reads_logits
+            peak = norm + 2 * hidden + (4 + c) * vocab * dim / t + logits
+            return HeadActivations(norm + gradients, peak, norm + 2 * gradients, norm_bytes)
+        logits = n * vocab * (1 / t if fused else 1 + (t > 1) / t if batch.compiled else 1)
+        kept, peak = batch.count_logit_bytes(fused, is_capped)
+        terms, saved_terms = batch.count_logit_term_bytes(n * vocab), 4 * LOGIT_TERM_SAVED * n * vocab
+        forward = norm + hidden + peak * logits + terms * reads_logits
+        backward = forward + (c * vocab * dim / t if batch.compiled else 0 if fused else (4 - c % 4) * logits)
+        return HeadActivations(
+            norm + hidden + kept * logits + saved_terms * reads_logits, forward, backward, norm_bytes
+        )

@@ -31,8 +31,8 @@ from titan.model.layers import (
     passes_input_to_project,
     rotate_neighbours,
 )
-from titan.model.llama import LlamaModel, select_feed_forward
-from titan.model.qwen3_moe import Qwen3MoeModel
+from titan.model.llama import LlamaModel, name_gated, select_feed_forward
+from titan.model.qwen3_moe import WHOLE_EXPERTS, Qwen3MoeModel
 
 LATENT_EPS = 1e-6
 """Added to the mean square of latents, whatever the model's other norms add, as in DeepSeek's code."""
@@ -53,8 +53,8 @@ ATTENTION_PLAN: Mapping[str, Placement] = {
 FEED_FORWARD_PLANS: Mapping[str, Mapping[str, Placement]] = {
     "dense": select_feed_forward(LlamaModel.BLOCK_PLAN),
     "experts": {
-        **select_feed_forward(Qwen3MoeModel.BLOCK_PLAN),
-        **dict.fromkeys([f"feed_forward.shared.{name}" for name in ("w1", "w2", "w3")], "sequence"),
+        **WHOLE_EXPERTS,
+        **dict.fromkeys(name_gated("feed_forward.shared", ""), "sequence"),
     },
 }
 
@@ -127,9 +127,7 @@ class DeepseekV3Model(MoeDecoder):
     """A DeepSeek-V3 decoder (arXiv:2412.19437), without its further heads for multi-token prediction."""
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
-        **{
-            module: hf_name for module, hf_name in LlamaModel.BLOCK_NAMES.items() if not module.startswith("attention.")
-        },
+        **{name: hf_name for name, hf_name in LlamaModel.BLOCK_NAMES.items() if not name.startswith("attention.")},
         **select_feed_forward(Qwen3MoeModel.BLOCK_NAMES),
         "attention.wq": "self_attn.q_proj",
         "attention.wq_a": "self_attn.q_a_proj",
@@ -140,9 +138,7 @@ class DeepseekV3Model(MoeDecoder):
         "attention.wkv_b": "self_attn.kv_b_proj",
         "attention.wo": "self_attn.o_proj",
         "feed_forward.router.bias": "mlp.gate.e_score_correction_bias",
-        "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
-        "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
-        "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
+        **name_gated("feed_forward.shared", "mlp.shared_experts"),
     }
 
     def block_at(self, layer: int) -> nn.Module:

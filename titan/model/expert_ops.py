@@ -95,30 +95,28 @@ def _make_fake_sums(rows: Tensor, positions: Tensor, starts: Tensor | None, coun
 register_operation("titan::sum_rows", _sum_rows, _make_fake_sums)
 
 
-class _ExpandTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, choices: Tensor, positions: Tensor, starts: Tensor | None, count: int) -> Tensor:
-        ctx.save_for_backward(positions, starts)
-        ctx.count = count
-        return x.index_select(0, choices // count)
+class _MoveRows(torch.autograd.Function):
+    """Copies tokens to their rows, or adds up the rows of each token: each is the gradient of the other."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return torch.ops.titan.sum_rows(grads[0], *ctx.saved_tensors, ctx.count), None, None, None, None
-
-
-class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, choices: Tensor, positions: Tensor, starts: Tensor | None, count: int
+        ctx: Any, x: Tensor, adds: bool, choices: Tensor, positions: Tensor, starts: Tensor | None, count: int
     ) -> Tensor:
-        ctx.save_for_backward(choices)
-        ctx.count = count
-        return torch.ops.titan.sum_rows(rows, positions, starts, count)  # type: ignore[no-any-return]
+        ctx.save_for_backward(choices, positions, starts)
+        ctx.adds, ctx.count = adds, count
+        return _move_rows(x, adds, choices, positions, starts, count)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0].index_select(0, ctx.saved_tensors[0] // ctx.count), None, None, None, None
+        choices, positions, starts = ctx.saved_tensors
+        moved = _move_rows(grads[0], not ctx.adds, choices, positions, starts, ctx.count)
+        return moved, None, None, None, None, None
+
+
+def _move_rows(x: Tensor, adds: bool, choices: Tensor, positions: Tensor, starts: Tensor | None, count: int) -> Tensor:
+    if adds:
+        return torch.ops.titan.sum_rows(x, positions, starts, count)  # type: ignore[no-any-return]
+    return x.index_select(0, choices // count)
 
 
 class _SelectWeights(torch.autograd.Function):
@@ -147,12 +145,12 @@ class _PermuteRows(torch.autograd.Function):
 
 def expand_tokens(x: Tensor, order: RowOrder) -> Tensor:
     """Return the token of each row, [R, D], of tokens [N, D]."""
-    return _ExpandTokens.apply(x, *order)  # type: ignore[no-untyped-call, no-any-return]
+    return _MoveRows.apply(x, False, *order)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sum_rows(rows: Tensor, order: RowOrder) -> Tensor:
     """Return the sum of each token's rows [R, D], in the order of its choices: [N, D]."""
-    return _SumRows.apply(rows, *order)  # type: ignore[no-untyped-call, no-any-return]
+    return _MoveRows.apply(rows, True, *order)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def select_weights(weights: Tensor, order: RowOrder) -> Tensor:

@@ -279,8 +279,7 @@ class MixtureOfExperts(nn.Module):
         """
         if hasattr(self.dispatch, "iterate"):
             return self._run_steps(x, valid)  # type: ignore[no-any-return]
-        route, kept_experts = self._choose_experts(x)
-        inputs = self._expand_inputs(x, kept_experts, route.weights)
+        route, kept_experts, inputs = self._route_inputs(x)
         out = self._sum_outputs(self.dispatch(*inputs, self._compute_rows), x)
         return self._complete(out if self.shared is None else out + self.shared(x), route, kept_experts, valid)
 
@@ -291,8 +290,7 @@ class MixtureOfExperts(nn.Module):
 
     def iterate(self, x: Tensor, valid: Tensor | None = None, beside: Exchange = "dispatch") -> Steps[ExpertsOutput]:
         """As `forward`, in steps; shared experts compute beside an exchange."""
-        route, kept_experts = self._choose_experts(x)
-        inputs = self._expand_inputs(x, kept_experts, route.weights)
+        route, kept_experts, inputs = self._route_inputs(x)
         out, shared = yield from self._iterate_exchanges(inputs, x, beside)
         out = self._sum_outputs(out, x)
         return self._complete(out if shared is None else out + shared, route, kept_experts, valid)
@@ -315,21 +313,18 @@ class MixtureOfExperts(nn.Module):
             if started == beside and self.shared is not None:
                 shared = self.shared(x)
 
-    def _choose_experts(self, x: Tensor) -> tuple[Route, Tensor]:
-        """Return where tokens [B, T, D] go, and their experts int64 [B, T, K] without those that a capacity drops."""
-        route = self.router(x)
-        return route, self.balance.apply_capacity(route.experts)
-
-    def _expand_inputs(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """Return what is dispatched, of tokens [B, T, D] with experts and weights [B, T, K].
+    def _route_inputs(self, x: Tensor) -> tuple[Route, Tensor, tuple[Tensor, Tensor, Tensor | None, int]]:
+        """Return where tokens [B, T, D] go, their experts without those that a capacity drops, and what is dispatched.
 
         Where weights scale the inputs, each expert's input is a token by itself.
         """
-        x, experts, weights = (tensor.flatten(0, -2) for tensor in (x, experts, weights))
+        route, count = self.router(x), self.router.experts
+        kept_experts = self.balance.apply_capacity(route.experts)
+        x, experts, weights = (tensor.flatten(0, -2) for tensor in (x, kept_experts, route.weights))
         if not self.scale_inputs:
-            return x, experts, weights, self.router.experts
+            return route, kept_experts, (x, experts, weights, count)
         x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
-        return x, experts.reshape(-1, 1), None, self.router.experts
+        return route, kept_experts, (x, experts.reshape(-1, 1), None, count)
 
     def _sum_outputs(self, out: Tensor, x: Tensor) -> Tensor:
         """Return the experts' results for tokens [B, T, D], of what was dispatched."""

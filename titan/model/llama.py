@@ -18,6 +18,17 @@ def select_feed_forward(entries: Mapping[str, V], is_kept: bool = True) -> dict[
     return {name: entry for name, entry in entries.items() if name.startswith("feed_forward") == is_kept}
 
 
+def name_gated(module: str, hf_module: str) -> dict[str, str]:
+    """Return Hugging Face's names of the layers of a SwiGLU in a block."""
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    return {f"{module}.{name}": f"{hf_module}.{hf_name}" for name, hf_name in names.items()}
+
+
+def plan_gated(module: str) -> dict[str, Placement]:
+    """Return the plan of a SwiGLU in a block that tensor ranks split."""
+    return {module: "region", f"{module}.w1": "colwise", f"{module}.w2": "rowwise", f"{module}.w3": "colwise"}
+
+
 class LlamaModel(DecoderModel):
     """A Llama 2, 3 or 3.x decoder (arXiv:2407.21783)."""
 
@@ -28,9 +39,7 @@ class LlamaModel(DecoderModel):
         "attention.wv": "self_attn.v_proj",
         "attention.wo": "self_attn.o_proj",
         "ffn_norm": "post_attention_layernorm",
-        "feed_forward.w1": "mlp.gate_proj",
-        "feed_forward.w2": "mlp.down_proj",
-        "feed_forward.w3": "mlp.up_proj",
+        **name_gated("feed_forward", "mlp"),
     }
     BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = {
         "attention_norm": "sequence",
@@ -40,10 +49,7 @@ class LlamaModel(DecoderModel):
         "attention.wv": "colwise",
         "attention.wo": "rowwise",
         "ffn_norm": "sequence",
-        "feed_forward": "region",
-        "feed_forward.w1": "colwise",
-        "feed_forward.w2": "rowwise",
-        "feed_forward.w3": "colwise",
+        **plan_gated("feed_forward"),
     }
 
     def block(self) -> nn.Module:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from titan.model.decoder import MoeDecoder, Placement
 from titan.model.experts import MoeBlock
 from titan.model.layers import Attention, Block, passes_input_to_project, rotate_neighbours
-from titan.model.llama import LlamaModel, select_feed_forward
+from titan.model.llama import LlamaModel, name_gated, plan_gated, select_feed_forward
 from titan.model.masks import Masks
+from titan.model.qwen3_moe import WHOLE_EXPERTS
 
 
 class AttentionInputs(NamedTuple):
@@ -62,29 +63,18 @@ class Llama4Model(MoeDecoder):
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
         **select_feed_forward(LlamaModel.BLOCK_NAMES, is_kept=False),
-        "feed_forward.w1": "feed_forward.gate_proj",
-        "feed_forward.w2": "feed_forward.down_proj",
-        "feed_forward.w3": "feed_forward.up_proj",
+        **name_gated("feed_forward", "feed_forward"),
         "feed_forward.router": "feed_forward.router",
         "feed_forward.experts.w1": "feed_forward.experts.gate_up_proj:0/2",
         "feed_forward.experts.w2": "feed_forward.experts.down_proj:0/1",
         "feed_forward.experts.w3": "feed_forward.experts.gate_up_proj:1/2",
-        "feed_forward.shared.w1": "feed_forward.shared_expert.gate_proj",
-        "feed_forward.shared.w2": "feed_forward.shared_expert.down_proj",
-        "feed_forward.shared.w3": "feed_forward.shared_expert.up_proj",
+        **name_gated("feed_forward.shared", "feed_forward.shared_expert"),
     }
     BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = LlamaModel.BLOCK_PLAN
     MOE_PLAN: ClassVar[Mapping[str, Placement]] = {
         **select_feed_forward(LlamaModel.BLOCK_PLAN, is_kept=False),
-        # each tensor rank computes its part of the sequence with whole experts, and its part of the shared expert
-        "feed_forward.router": "sequence",
-        "feed_forward.experts.w1": "sequence",
-        "feed_forward.experts.w2": "sequence",
-        "feed_forward.experts.w3": "sequence",
-        "feed_forward.shared": "region",
-        "feed_forward.shared.w1": "colwise",
-        "feed_forward.shared.w2": "rowwise",
-        "feed_forward.shared.w3": "colwise",
+        **WHOLE_EXPERTS,
+        **plan_gated("feed_forward.shared"),
     }
 
     def block_at(self, layer: int) -> nn.Module:

@@ -21,7 +21,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -31,54 +30,65 @@ from torch import Tensor
 
 from titan.errors import RunError
 from titan.model.custom_op import register_operation
-from titan.model.layers import IGNORED, Head, Product, identity, soft_cap
+from titan.model.layers import IGNORED, Head, soft_cap
 
 Results = tuple[Tensor, Tensor, Tensor]
 """The summed loss in nats (fp32 scalar) and the gradients of hidden states and weight, each in its tensor's type; a
 gradient that was not requested is empty."""
-Operation = Callable[[Tensor, Tensor, Tensor, bool, bool], Results]
-"""Returns `Results` for hidden states [N, D], weight [V, D], targets [N] and whether each gradient is requested."""
 Measure = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """Returns the loss of hidden states, their logits and targets, overwriting the logits by the gradient if requested; and
 the gradient of the hidden states that does not come from the logits, if there is one."""
 
 
-def loss_and_grad_(
-    logits: Tensor,
-    targets: Tensor,
-    needs_grad: bool,
-    *,
-    first: int = 0,
-    largest: Callable[[Tensor], Tensor] = identity,
-    total: Callable[[Tensor], Tensor] = identity,
-) -> Tensor:
-    """Return the summed cross-entropy in nats, overwriting the logits.
+class Vocabulary:
+    """What the `ranks` with equal parts of the vocabulary exchange; here one rank, number `rank`, has all of it."""
 
-    Args:
-        logits: float32 [N, V]; overwritten, with `needs_grad` by the gradient of the loss: softmax minus one-hot
-            targets.
-        targets: int64 [N], -100 where ignored.
-        first: index of the rank's first vocabulary entry, with a sharded vocabulary.
-        largest: max all-reduce over the ranks of the vocabulary, of a value per token.
-        total: sum all-reduce over these ranks, of several values per token.
-    """
-    index, valid = targets - first, targets != IGNORED
-    is_local = (index >= 0) & (index < logits.shape[-1])
-    index = index.where(is_local, 0)[:, None]
-    logits.sub_(largest(logits.amax(-1))[:, None])
-    target_logits = logits.gather(-1, index)[:, 0].where(is_local, 0)
-    sums, target_logits = total(torch.stack([logits.exp_().sum(-1), target_logits])).unbind()
-    if needs_grad:
-        logits.mul_((valid / sums)[:, None])
-        logits.scatter_add_(-1, index, -(is_local & valid).to(logits.dtype)[:, None])
-    return (sums.log() - target_logits).where(valid, 0).sum()
+    ranks, rank = 1, 0
+
+    def reduce_max(self, x: Tensor) -> Tensor:
+        """Return the largest of the ranks' values, without a gradient."""
+        return x
+
+    def reduce_sum(self, x: Tensor) -> Tensor:
+        """Return the sum of the ranks' values, from which all ranks compute the same."""
+        return x
+
+    def gather_logits(self, x: Tensor) -> Tensor:
+        """Return the ranks' parts [N, V] concatenated, from which all ranks compute the same."""
+        return x
+
+    def share_gradient(self, x: Tensor) -> Tensor:
+        """Return a replicated tensor whose gradients are summed over ranks, of which each then has its share."""
+        return x
+
+
+WHOLE = Vocabulary()
+"""That of one rank."""
 
 
 def measure_logits(
-    hidden: Tensor, logits: Tensor, targets: Tensor, needs_grad: bool, **split: Any
+    hidden: Tensor, logits: Tensor, targets: Tensor, needs_grad: bool, vocabulary: Vocabulary = WHOLE
 ) -> tuple[Tensor, None]:
-    """Do as `loss_and_grad_`, as a `Measure`."""
-    return loss_and_grad_(logits, targets, needs_grad, **split), None
+    """Return the summed cross-entropy in nats, overwriting the logits, as a `Measure`.
+
+    Args:
+        hidden: not needed.
+        logits: float32 [N, V]; overwritten, with `needs_grad` by the gradient of the loss: softmax minus one-hot
+            targets.
+        targets: int64 [N], -100 where ignored.
+        needs_grad: whether the gradient is needed.
+        vocabulary: the rank's part.
+    """
+    index, valid = targets - vocabulary.rank * logits.shape[-1], targets != IGNORED
+    is_local = (index >= 0) & (index < logits.shape[-1])
+    index = index.where(is_local, 0)[:, None]
+    logits.sub_(vocabulary.reduce_max(logits.amax(-1))[:, None])
+    target_logits = logits.gather(-1, index)[:, 0].where(is_local, 0)
+    sums, target_logits = vocabulary.reduce_sum(torch.stack([logits.exp_().sum(-1), target_logits])).unbind()
+    if needs_grad:
+        logits.mul_((valid / sums)[:, None])
+        logits.scatter_add_(-1, index, -(is_local & valid).to(logits.dtype)[:, None])
+    return (sums.log() - target_logits).where(valid, 0).sum(), None
 
 
 def compute_loss_in_chunks(
@@ -129,93 +139,29 @@ def _compute_chunk_loss(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss, with gradients computed in forward; backward does not modify them, so it may run twice."""
+    """The loss of an objective, with gradients computed in forward; backward does not modify them, so it may run
+    twice."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, operation: Operation, needs_grad: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, key: int, terms: int, needs_grad: bool
     ) -> Tensor:
         needs_grads = needs_grad and ctx.needs_input_grad[0], needs_grad and ctx.needs_input_grad[1]
-        loss, hidden_grad, weight_grad = operation(hidden.flatten(0, -2), weight, targets.flatten(), *needs_grads)
+        arguments = hidden.flatten(0, -2), weight, targets.flatten(), *needs_grads
+        loss, hidden_grad, weight_grad = torch.ops.titan.chunked_loss(*arguments, key, terms)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.shape = hidden.shape
-        return loss
+        return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (hidden_grad, weight_grad), needs_grads = ctx.saved_tensors, ctx.needs_input_grad
         upstream = grads[0].flatten()[0]  # with loss terms the first element has the gradient of all
         hidden_upstream = (hidden_grad * upstream).view(ctx.shape) if needs_grads[0] else None
-        return hidden_upstream, weight_grad * upstream if needs_grads[1] else None, None, None, None
-
-
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, operation: Operation) -> Tensor:
-    """Return the summed cross-entropy in nats, fp32 [], of hidden states [..., D] and targets [...].
-
-    If grad mode is enabled, the gradients that autograd needs are computed with the loss.
-    """
-    needs_grad = torch.is_grad_enabled()  # grad mode is off inside forward
-    out: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, operation, needs_grad)  # type: ignore[no-untyped-call]
-    return out
-
-
-def compute_chunked_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, product: Product = F.linear, *, chunk: int
-) -> Tensor:
-    """Return `linear_cross_entropy` with an unsharded weight [vocab, D], in chunks of `chunk` tokens.
-
-    `product` has no effect: the head of chunks is computed in the type of the hidden states.
-    """
-
-    def run_operation(*args: Any) -> Results:
-        return torch.ops.titan.chunked_loss(*args, chunk)  # type: ignore[no-any-return]
-
-    return linear_cross_entropy(hidden, weight, targets, run_operation)
-
-
-def _run_chunked_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, needs_hidden_grad: bool, needs_weight_grad: bool, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return compute_loss_in_chunks(hidden, weight, targets, chunk, (needs_hidden_grad, needs_weight_grad))
-
-
-def make_fake_results(
-    hidden: Tensor, weight: Tensor, targets: Tensor, needs_hidden_grad: bool, needs_weight_grad: bool, *rest: Any
-) -> Results:
-    """Return empty results of the operation: its fake implementation."""
-    return (
-        hidden.new_empty((), dtype=torch.float32),
-        hidden.new_empty(hidden.shape if needs_hidden_grad else 0),
-        weight.new_empty(weight.shape if needs_weight_grad else 0),
-    )
-
-
-register_operation("titan::chunked_loss", _run_chunked_loss, make_fake_results)
+        return hidden_upstream, weight_grad * upstream if needs_grads[1] else None, None, None, None, None
 
 
 # --- terms
-
-
-class Vocabulary:
-    """What the `ranks` with equal parts of the vocabulary exchange; here one rank, number `rank`, has all of it."""
-
-    ranks, rank = 1, 0
-
-    def reduce_max(self, x: Tensor) -> Tensor:
-        """Return the largest of the ranks' values, without a gradient."""
-        return x
-
-    def reduce_sum(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' values, from which all ranks compute the same."""
-        return x
-
-    def gather_logits(self, x: Tensor) -> Tensor:
-        """Return the ranks' parts [N, V] concatenated, from which all ranks compute the same."""
-        return x
-
-    def share_gradient(self, x: Tensor) -> Tensor:
-        """Return a replicated tensor whose gradients are summed over ranks, of which each then has its share."""
-        return x
 
 
 class _Sums(torch.autograd.Function):
@@ -309,13 +255,13 @@ class Objective:
         cap: of the logits; None: they are not capped.
         chunk: tokens whose logits exist at a time; None: all.
         vocabulary: this rank's part.
-        key: names the objective for the operation torch.ops.titan.chunked_objective.
+        key: names the objective for the operation torch.ops.titan.chunked_loss.
     """
 
     terms: tuple[Term, ...] = ()
     cap: float | None = None
     chunk: int | None = None
-    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    vocabulary: Vocabulary = WHOLE
     key: int = field(init=False, default_factory=_KEYS.__next__)
 
     def __post_init__(self) -> None:
@@ -328,7 +274,8 @@ class Objective:
         """Return the loss of hidden states [..., D] and targets [...] with the head's weight [V, D] and matmul."""
         terms = self.terms if torch.is_grad_enabled() else ()
         if self.chunk is not None:
-            figures = linear_cross_entropy(hidden, weight, targets, self._run_operation)
+            options = self.key, len(self.terms), torch.is_grad_enabled()  # grad mode is off inside forward
+            figures: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, *options)  # type: ignore[no-untyped-call]
             return figures if terms else figures[0].clone()  # FSDP's hook on the head's output may be no view's
         logits = product(hidden, weight).float().flatten(0, -2)
         figures = self.compute_figures(hidden.flatten(0, -2), logits, targets.flatten(), terms)
@@ -353,13 +300,12 @@ class Objective:
                 )
         return torch.stack(values).where(targets != IGNORED, 0).sum(-1)
 
-    def _run_operation(self, *args: Any) -> Results:
-        return torch.ops.titan.chunked_objective(*args, self.key, len(self.terms))  # type: ignore[no-any-return]
-
     def measure_chunk(
         self, hidden: Tensor, logits: Tensor, targets: Tensor, needs_grad: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the figures of a chunk, and the gradient of its hidden states beside the logits'; see `Measure`."""
+        if not self.terms and self.cap is None:
+            return measure_logits(hidden, logits, targets, needs_grad, self.vocabulary)
         if not needs_grad:
             return self.compute_figures(hidden, logits, targets, ()), None
         with _enable_autograd(), torch.enable_grad():
@@ -390,10 +336,8 @@ def set_head_loss(
     """
     if not isinstance(head, Head):
         return
-    if terms or cap is not None:
+    if terms or cap is not None or chunk is not None:
         head.fused = Objective(tuple(terms), cap, chunk)
-    elif chunk is not None:
-        head.fused = partial(compute_chunked_loss, chunk=chunk)
 
 
 def _enable_autograd() -> AbstractContextManager[None]:
@@ -412,7 +356,7 @@ _AUTOGRAD_KEYS = [
 ]
 
 
-def _run_chunked_objective(
+def _run_chunked_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -423,18 +367,30 @@ def _run_chunked_objective(
 ) -> tuple[Tensor, Tensor, Tensor]:
     objective, needs_grads = _OBJECTIVES[key], (needs_hidden_grad, needs_weight_grad)
     chunk = objective.chunk or len(hidden)
-    return compute_loss_in_chunks(hidden, weight, targets, chunk, needs_grads, objective.measure_chunk)
+    measure = objective.measure_chunk
+    loss, hidden_grad, weight_grad = compute_loss_in_chunks(hidden, weight, targets, chunk, needs_grads, measure)
+    return loss.view(-1), hidden_grad, weight_grad
 
 
 def _make_fake_results(
-    hidden: Tensor, weight: Tensor, targets: Tensor, needs_hidden_grad: bool, needs_weight_grad: bool, *rest: Any
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    needs_hidden_grad: bool,
+    needs_weight_grad: bool,
+    key: int,
+    terms: int,
 ) -> Results:
-    _, *gradients = make_fake_results(hidden, weight, targets, needs_hidden_grad, needs_weight_grad)
-    count = 1 + (rest[-1] if needs_hidden_grad or needs_weight_grad else 0)  # with the terms
-    return hidden.new_empty(count, dtype=torch.float32), gradients[0], gradients[1]
+    """Return empty results of the operation: its fake implementation."""
+    count = 1 + (terms if needs_hidden_grad or needs_weight_grad else 0)
+    return (
+        hidden.new_empty(count, dtype=torch.float32),
+        hidden.new_empty(hidden.shape if needs_hidden_grad else 0),
+        weight.new_empty(weight.shape if needs_weight_grad else 0),
+    )
 
 
-register_operation("titan::chunked_objective", _run_chunked_objective, _make_fake_results)
+register_operation("titan::chunked_loss", _run_chunked_loss, _make_fake_results)
 
 
 class _AttachLoss(torch.autograd.Function):

@@ -9,8 +9,13 @@ from torch import nn
 
 from titan.model.decoder import MoeDecoder, Placement
 from titan.model.experts import MoeBlock
-from titan.model.llama import select_feed_forward
+from titan.model.llama import name_gated, select_feed_forward
 from titan.model.qwen3 import Qwen3Model
+
+WHOLE_EXPERTS: Mapping[str, Placement] = dict.fromkeys(
+    ["feed_forward.router", *name_gated("feed_forward.experts", "")], "sequence"
+)
+"""The plan of experts: each tensor rank computes its part of the sequence with whole ones."""
 
 
 class Qwen3MoeModel(MoeDecoder, Qwen3Model):
@@ -19,17 +24,11 @@ class Qwen3MoeModel(MoeDecoder, Qwen3Model):
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
         **select_feed_forward(Qwen3Model.BLOCK_NAMES, is_kept=False),
         "feed_forward.router": "mlp.gate",
-        "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
-        "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
-        "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
+        **name_gated("feed_forward.experts", "mlp.experts.{}"),
     }
     BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = {
         **select_feed_forward(Qwen3Model.BLOCK_PLAN, is_kept=False),
-        # each tensor rank computes its part of the sequence with whole experts
-        "feed_forward.router": "sequence",
-        "feed_forward.experts.w1": "sequence",
-        "feed_forward.experts.w2": "sequence",
-        "feed_forward.experts.w3": "sequence",
+        **WHOLE_EXPERTS,
     }
 
     def block(self) -> nn.Module:

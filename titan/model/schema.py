@@ -46,6 +46,8 @@ class Decoder(DecoderCounts):
     """Settings of a family that stay the same at all sizes of a ladder (`titan.sweep.ladder`)."""
     UNUSED: ClassVar[tuple[str, ...]] = ()
     """Settings that a family has no use for: another value than the default is rejected."""
+    AT_MOST: ClassVar[Mapping[str, str]] = {}
+    """Settings with those that they may not exceed."""
     SPLIT: ClassVar[tuple[str, ...]] = ("kv_heads", "heads", "ffn", "vocab")
     """Settings that the degree of tensor parallelism must divide."""
     LACKS: ClassVar[tuple[str, ...]] = ()
@@ -111,6 +113,11 @@ class Decoder(DecoderCounts):
                     f"model.{field.name}={format_value(value)}: {type(self).__name__} has no use for it; leave it out."
                 )
         self.check_heads()
+        for name, limit in self.AT_MOST.items():
+            if (value := getattr(self, name)) > getattr(self, limit):
+                raise ConfigError(
+                    f"model.{name}={value}: must be at most model.{limit}={getattr(self, limit)}; give fewer."
+                )
         if self.rope_factor != 1 and self.rope_high < self.rope_low:
             raise ConfigError(
                 f"model.rope_high={self.rope_high:g}: must be at least model.rope_low={self.rope_low:g}; raise it."

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, ContextBytes, LayerActivations, RankBatch, count_latent_attention_bytes
+from titan.model.activations import NO_CONTEXT, ContextBytes, LayerActivations, RankBatch
 from titan.model.counts import Matmul, SequenceMatmul, WholeMatmul, list_gated_matmuls
 from titan.model.schema import WIDEST
 from titan.model.schema_moe import Moe
@@ -25,6 +26,7 @@ class DeepseekV3(Moe):
     (arXiv:2309.00071), where `rope_low` and `rope_high` are its numbers of rotations beta_slow and beta_fast.
     """
 
+    AT_MOST: ClassVar[Mapping[str, str]] = {**Moe.AT_MOST, "topk_groups": "groups", "first_dense": "layers"}
     FREE: ClassVar[tuple[str, ...]] = (*Moe.FREE, "head_dim")
 
     kv_heads: int = setting(4, "as many as heads: each has its own keys and values", at_least=1, cap=WIDEST)
@@ -113,18 +115,10 @@ class DeepseekV3(Moe):
                 f"model.groups={self.groups}: must divide model.experts={self.experts} into groups of at least 2; "
                 "give another number, such as 1."
             )
-        if self.topk_groups > self.groups:
-            raise ConfigError(
-                f"model.topk_groups={self.topk_groups}: must be at most model.groups={self.groups}; give fewer."
-            )
         if self.topk_groups * group_size < self.top_k:
             raise ConfigError(
                 f"model.topk_groups={self.topk_groups}: so many groups have {self.topk_groups * group_size} experts, "
                 f"fewer than model.top_k={self.top_k}; give more groups or fewer experts."
-            )
-        if self.first_dense > self.layers:
-            raise ConfigError(
-                f"model.first_dense={self.first_dense}: must be at most model.layers={self.layers}; give fewer."
             )
 
     def check_heads(self) -> None:
@@ -199,11 +193,24 @@ class DeepseekV3(Moe):
     def attention_activations(
         self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
     ) -> LayerActivations:
-        """Return the activation memory of attention; see `titan.model.activations.count_latent_attention_bytes`."""
-        widths = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
-        return count_latent_attention_bytes(
-            batch, self.dim, self.heads, widths, (self.q_lora_rank, self.kv_lora_rank), context
-        )
+        """Return the activation memory of latent attention (`titan.model.deepseek_v3`).
+
+        Saved are latents and their norms, which are whole on each tensor rank; queries, keys, values that are padded to
+        the width of keys, the output, its log-sum-exp, and the output without the padding.
+        """
+        c, n, heads = batch.bytes, batch.tokens, self.heads / batch.tensor
+        rank, latent, rope, values = self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim
+        query_bytes = 0.0 if rank is None else batch.count_norm_bytes(rank) + c * rank
+        view_bytes = c * rope if batch.has_fused_norms or c == 4 else 0.0  # the norm's input is a view of both
+        latent_bytes = query_bytes + batch.count_norm_bytes(latent) + c * latent + view_bytes
+        width = self.head_size
+        unpadded_bytes = c * values * heads if values < width else 0.0
+        saved = latent_bytes + 4 * c * width * heads + 4 * heads + unpadded_bytes + context.saved
+        queries = [width * heads] if rank is None else [rank, width * heads]
+        linear = [*queries, latent + rope, (self.qk_nope_head_dim + values) * heads, self.dim]
+        selective = c * (sum(linear[::2]) + width * heads) + 4 * heads + context.selective
+        reduced_bytes = batch.count_reduced_bytes(self.dim)
+        return LayerActivations(saved * n, selective * n + reduced_bytes, c * sum(linear) * n, len(linear))
 
     def attention_flops(self, seq_len: float, layer: int = 0) -> float:
         """Return FLOPs per token of a block's attention scores and values, forward and backward."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.config.settings import setting
-from titan.errors import ConfigError
 from titan.model.activations import (
+    INDEX_BYTES,
     NO_CONTEXT,
     BlockActivations,
     ContextBytes,
+    LayerActivations,
     RankBatch,
-    RoutedExperts,
-    SharedExperts,
-    count_moe_block_bytes,
 )
 from titan.model.counts import Matmul, list_gated_matmuls
 from titan.model.schema import WIDEST, Decoder, Qwen3
@@ -30,6 +29,7 @@ BALANCING = ("aux_loss", "seq_aux_loss", "router_z_loss")
 class Moe(Decoder):
     """Shape of a decoder with a mixture of experts in its blocks."""
 
+    AT_MOST: ClassVar[Mapping[str, str]] = {"top_k": "experts"}
     FREE: ClassVar[tuple[str, ...]] = (*BALANCING, "bias_rate", "capacity")
     scale_inputs: ClassVar[bool] = False
     """Whether scores scale the inputs of experts, not their outputs."""
@@ -77,12 +77,6 @@ class Moe(Decoder):
         """Return the coefficients of the losses that balance the experts' load, by name; without those that are 0."""
         return {name: getattr(self, name) for name in BALANCING if getattr(self, name)}
 
-    def check(self) -> None:
-        """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
-        super().check()
-        if self.top_k > self.experts:
-            raise ConfigError(f"model.top_k={self.top_k}: must be at most model.experts={self.experts}; give fewer.")
-
     @property
     def shared_ffn(self) -> int | None:
         """Width of the experts that compute every token, together; None: there are none."""
@@ -118,14 +112,60 @@ class Moe(Decoder):
     def block_activations(
         self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
     ) -> BlockActivations:
-        """Return the activation memory of a block; see `titan.model.activations.count_moe_block_bytes`."""
+        """Return the activation memory of a pre-norm block of attention and a mixture of experts.
+
+        Tensor ranks compute their tokens of the residual stream with whole experts. Saved per token by the router: its
+        input, scores, the chosen experts and their weights; per chosen expert: the places before and after sorting, the
+        sorted row, its weight, the projections and the gate. Backward computes shared experts first.
+        """
         if not self.has_experts(layer):
             return super().block_activations(batch, context, layer)
-        experts = RoutedExperts(self.experts, self.top_k, self.expert_ffn)
-        shared = None if self.shared_ffn is None else SharedExperts(self.shared_ffn, self.split_shared)
-        return count_moe_block_bytes(
-            batch, self.dim, self.attention_activations(batch, context, layer), experts, shared
+        c, s, dim, width, has_shared = (
+            batch.bytes,
+            batch.residual_tokens,
+            self.dim,
+            self.expert_ffn,
+            bool(self.shared_ffn),
         )
+        attention, shared = self.attention_activations(batch, context, layer), self._count_shared_bytes(batch)
+        rows, gradient = self.top_k * s, c * dim * s
+        norms = 2 * batch.count_norm_bytes(dim) * s + c * dim * batch.saved_input_tokens
+        router = (c * dim + 4 * self.experts + (INDEX_BYTES + 8) * self.top_k + 4) * s
+        gates = (2 if batch.recomputes_gates else 3) * c * width * rows
+        index_bytes = (2 if batch.expert == 1 else 4) * INDEX_BYTES * rows
+        saved = norms + attention.saved + router + index_bytes + c * dim * rows + gates + shared.saved
+        exchanged_bytes = (2 * c * dim + 4) * rows if batch.expert > 1 else 0.0
+        scores = 4 * self.experts * s
+        # every other matmul, of the router, w1, w3, w2 and the shared experts in this order
+        saved_matmul = scores if attention.matmuls % 2 == 0 else c * dim * rows if has_shared else 0.0
+        selective = (
+            gradient + attention.selective + saved_matmul + c * width * rows + exchanged_bytes + shared.selective
+        )
+        freed_bytes = gradient * has_shared - shared.saved
+        if batch.compiled and batch.expert > 1:  # compiled in parts, each recomputed from its inputs
+            selective += gradient + index_bytes
+        shared_bytes = c * 2 * (self.shared_ffn or 0) * s
+        routing = max(gradient + c * dim * rows + freed_bytes, gradient + shared_bytes)
+        backward = gradient + c * (2 * width + dim) * rows + freed_bytes
+        outputs = attention.outputs + c * (2 * width + dim) * rows + scores + shared.outputs
+        received = c * dim * rows + gates
+        routed = received + index_bytes + shared.saved
+        received += exchanged_bytes
+        return BlockActivations(gradient, saved, selective, backward, outputs, routing, received, routed)
+
+    def _count_shared_bytes(self, batch: RankBatch) -> LayerActivations:
+        """Return the memory of shared experts, with their input where it is saved as it is gathered from tensor ranks.
+
+        They are one feed-forward layer. If tensor ranks don't split it, each has it as a whole, for its tokens between
+        regions.
+        """
+        if self.shared_ffn is None:
+            return LayerActivations(0.0, 0.0, 0.0, 0)
+        whole = replace(batch, tokens=batch.residual_tokens, tensor=1)
+        activations = (batch if self.split_shared else whole).count_swiglu_bytes(self.dim, self.shared_ffn)
+        saves_gathered_input = self.split_shared and batch.tensor > 1 and batch.sequence and not batch.regather
+        gathered_bytes = batch.bytes * self.dim * batch.tokens * saves_gathered_input
+        return activations._replace(saved=activations.saved + gathered_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

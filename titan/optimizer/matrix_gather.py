@@ -8,10 +8,11 @@ rank needs at most two whole matrices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,41 +23,48 @@ from torch.distributed.tensor.placement_types import _StridedShard
 Box = tuple[slice, ...]
 Content = TypeVar("Content")
 """What is gathered and computed of a parameter: a matrix, or several tensors."""
+Broadcast = Callable[[Tensor], None]
+"""Broadcasts a tensor from a parameter's owner in place."""
+
+
+class Item(NamedTuple):
+    """A parameter that ranks have parts of, and its group."""
+
+    parameter: Any
+    group: Mapping[str, Any]
 
 
 def run_on_owners(
-    count: int,
-    mesh: DeviceMesh,
-    gather: Callable[[int], Content],
-    compute: Callable[[int, Content], Content],
-    spread: Callable[[int, Content | None, Callable[[Tensor], None]], None],
+    items: Iterable[Item],
+    gather: Callable[[Item], Content],
+    compute: Callable[[Item, Content], Content],
+    spread: Callable[[Item, Content | None, Broadcast], None],
 ) -> None:
-    """Gather parameters, compute each on the rank that owns it, and spread the results; a collective over the mesh.
+    """Gather parameters, compute each on a rank that owns it, and spread the results; a collective over their meshes.
 
     Args:
-        count: of parameters, at most as many as the mesh has ranks.
+        items: the parameters, in the same order on all ranks.
         gather: returns what a parameter's owner needs; all ranks call it.
         compute: returns the result; the owner calls it.
-        spread: given the result, None on other ranks, and a function that broadcasts a tensor from the owner in place.
+        spread: given the result, None on other ranks.
     """
-    own, content = list(mesh.get_coordinate() or ()), None
-    owners = [find_coordinate(rank, tuple(mesh.shape)) for rank in range(count)]
-    for number, owner in enumerate(owners):
-        gathered = gather(number)
-        content = gathered if owner == own else content
-    if content is not None:  # after all gathers, so that no owner waits for another's computation
-        content = compute(owners.index(own), content)
-    for number, owner in enumerate(owners):
-        spread(number, content if owner == own else None, partial(broadcast_matrix, own=own, owner=owner, mesh=mesh))
-
-
-def find_coordinate(rank: int, shape: tuple[int, ...]) -> list[int]:
-    """Return the coordinate of a rank in a mesh of that shape, in row-major order."""
-    indices = []
-    for size in reversed(shape):
-        rank, index = divmod(rank, size)
-        indices.append(index)
-    return indices[::-1]
+    # the largest first, so that the owners have equal work
+    by_mesh: dict[DeviceMesh, list[Item]] = {}
+    for item in sorted(items, key=lambda item: -item.parameter.numel()):
+        by_mesh.setdefault(item.parameter.device_mesh, []).append(item)
+    for mesh, mesh_items in by_mesh.items():
+        own = list(mesh.get_coordinate() or ())
+        for first in range(0, len(mesh_items), mesh.size()):
+            batch, content = mesh_items[first : first + mesh.size()], None
+            owners = [[int(i) for i in np.unravel_index(rank, mesh.shape)] for rank in range(len(batch))]
+            for item, owner in zip(batch, owners, strict=True):
+                gathered = gather(item)
+                content = gathered if owner == own else content
+            if content is not None:  # after all gathers, so that no owner waits for another's computation
+                content = compute(batch[owners.index(own)], content)
+            for item, owner in zip(batch, owners, strict=True):
+                broadcast = partial(broadcast_matrix, own=own, owner=owner, mesh=mesh)
+                spread(item, content if owner == own else None, broadcast)
 
 
 def gather_matrix(shard: Tensor, like: DTensor, mesh: DeviceMesh) -> Tensor:

@@ -8,29 +8,20 @@ weight of experts is a matrix for each; where experts are distributed, each rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan.optimizer import matrix_gather, mixed_precision
+from titan.optimizer.matrix_gather import Item
 from titan.parallelism.norms import local_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic polynomial: steepest at zero; singular values converge to about 0.7 to 1.2."""
 EPS = 1e-7
 """The smallest norm to divide by."""
-
-
-class Matrix(NamedTuple):
-    """A parameter that Muon updates, and its group."""
-
-    parameter: Tensor
-    group: dict[str, Any]
 
 
 class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
@@ -47,49 +38,33 @@ class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient; a collective over the ranks of each mesh."""
-        matrices = []
+        sharded = []
         for group in self.param_groups:
-            if group["orthogonal"]:
-                matrices += [Matrix(p, group) for p in group["params"] if p.grad is not None]
-            else:
+            if not group["orthogonal"]:
                 self.update_group(group)
-        groups: dict[DeviceMesh | None, list[Matrix]] = {}  # by the mesh over which they are sharded
-        for matrix in matrices:
-            tensor = matrix.parameter
-            groups.setdefault(tensor.device_mesh if _splits_matrices(tensor) else None, []).append(matrix)
-        for mesh, mesh_matrices in groups.items():
-            self._update_matrices(mesh_matrices, mesh)
+                continue
+            for item in (Item(p, group) for p in group["params"] if p.grad is not None):
+                if item.parameter in self.boxes:
+                    sharded.append(item)
+                else:
+                    self._apply_update(item, self._orthogonalise(item, self._compute_direction(item.parameter)))
+        matrix_gather.run_on_owners(sharded, self._gather, self._orthogonalise, self._spread)
 
-    def _update_matrices(self, matrices: list[Matrix], mesh: DeviceMesh | None) -> None:
-        """Update the matrices of one mesh (None: unsharded ones), as many at a time as it has ranks."""
-        size = 1 if mesh is None else mesh.size()
-        compute = partial(orthogonalise_matrix, iterations=self.settings.iterations)
-        matrices = sorted(matrices, key=lambda m: -m.parameter.numel())  # so that the owners have equal work
-        for first in range(0, len(matrices), size):
-            batch = matrices[first : first + size]
-            directions = [self._compute_direction(matrix.parameter) for matrix in batch]
-            if mesh is None:
-                self._apply_update(batch[0], compute(directions[0]))
-            else:
-                self._update_on_owners(batch, directions, mesh, compute)
+    def _orthogonalise(self, item: Item, matrix: Tensor) -> Tensor:
+        return orthogonalise_matrix(matrix, self.settings.iterations)
 
-    def _update_on_owners(
-        self, batch: list[Matrix], directions: list[Tensor], mesh: DeviceMesh, compute: Callable[[Tensor], Tensor]
-    ) -> None:
-        """Update sharded matrices, at most as many as the mesh has ranks; a collective over its ranks."""
-        parameters: list[Any] = [matrix.parameter for matrix in batch]
+    def _gather(self, item: Item) -> Tensor:
+        """Return the whole direction of a sharded matrix; a collective over its mesh."""
+        parameter, mesh = item.parameter, item.parameter.device_mesh
+        return matrix_gather.gather_matrix(self._compute_direction(parameter).to(mesh.device_type), parameter, mesh)
 
-        def gather(number: int) -> Tensor:
-            direction = directions[number].to(mesh.device_type)
-            return matrix_gather.gather_matrix(direction, parameters[number], mesh)
-
-        def spread(number: int, update: Tensor | None, broadcast: Callable[[Tensor], None]) -> None:
-            shard, shape = directions[number], parameters[number].shape
-            whole = torch.empty(shape, dtype=shard.dtype, device=mesh.device_type) if update is None else update
-            broadcast(whole)
-            self._apply_update(batch[number], whole[self.boxes[parameters[number]]].to(shard.device))
-
-        matrix_gather.run_on_owners(len(batch), mesh, gather, lambda _, matrix: compute(matrix), spread)
+    def _spread(self, item: Item, update: Tensor | None, broadcast: matrix_gather.Broadcast) -> None:
+        """Update this rank's shard with what the owner has computed."""
+        parameter = item.parameter
+        device, dtype = parameter.device_mesh.device_type, self._choose_dtype(parameter)
+        whole = torch.empty(parameter.shape, dtype=dtype, device=device) if update is None else update
+        broadcast(whole)
+        self._apply_update(item, whole[self.boxes[parameter]].to(local_tensor(parameter.detach()).device))
 
     def _compute_direction(self, parameter: Tensor) -> Tensor:
         """Add the gradient to the momentum; return the local shard of the direction in the type of Newton-Schulz."""
@@ -110,11 +85,12 @@ class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
         return torch.bfloat16 if self.settings.choose_newton_schulz(device) == "bf16" else torch.float32
 
-    def _apply_update(self, matrix: Matrix, part: Tensor) -> None:
+    def _apply_update(self, item: Item, part: Tensor) -> None:
         """Decay the local shard of a matrix and add its orthogonalised direction; round once."""
-        weight, rate = local_tensor(matrix.parameter.detach()), matrix.group["lr"]
-        new = weight.float() * (1 - rate * matrix.group["weight_decay"])
-        new.add_(part, alpha=-rate * compute_scale(self.settings.adjust, tuple(matrix.parameter.shape)))
+        parameter, group = item
+        weight, rate = local_tensor(parameter.detach()), group["lr"]
+        new = weight.float() * (1 - rate * group["weight_decay"])
+        new.add_(part, alpha=-rate * compute_scale(self.settings.adjust, tuple(parameter.shape)))
         weight.copy_(new if self._skip_flag is None else torch.where(self._skip_flag > 0, weight.float(), new))
 
 

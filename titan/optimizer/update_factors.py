@@ -46,21 +46,12 @@ def scale_groups(optimizer: torch.optim.Optimizer, factors: Mapping[Tensor, Upda
         split: dict[UpdateFactors, list[Tensor]] = {}
         for parameter in group["params"]:
             split.setdefault(factors.get(parameter, UpdateFactors()), []).append(parameter)
-        scaled += [_scale_group(optimizer, group, members, shared) for shared, members in split.items()]
+        for shared, members in split.items():
+            if shared.eps != 1 and "eps" not in group:
+                raise ConfigError(
+                    f"model.update_factors: the model scales eps, which {get_kind(type(optimizer))} does not have; "
+                    "give an optimizer with eps, such as optimizer=adamw."
+                )
+            scaled.append({**group, "params": members, "factor": group.get("factor", 1.0) * shared.lr})
+            scaled[-1] |= {key: group[key] * factor for key, factor in shared._asdict().items() if key in group}
     optimizer.param_groups[:] = scaled
-
-
-def _scale_group(optimizer: Any, group: dict[str, Any], members: list[Tensor], factors: UpdateFactors) -> Any:
-    """Return the group of these members, with its settings multiplied by the factors."""
-    scaled = {**group, "params": members, "lr": group["lr"] * factors.lr}
-    scaled["factor"] = group.get("factor", 1.0) * factors.lr
-    for key in ("weight_decay", "eps"):
-        factor = getattr(factors, key)
-        if key in group:
-            scaled[key] = group[key] * factor
-        elif key == "eps" and factor != 1:
-            raise ConfigError(
-                f"model.update_factors: the model scales eps, which {get_kind(type(optimizer))} does not have; give an "
-                "optimizer with eps, such as optimizer=adamw."
-            )
-    return scaled

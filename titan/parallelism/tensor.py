@@ -22,17 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from titan.model.custom_op import register_operation
-from titan.model.layers import FusedLoss, Head, Product, cross_entropy, look_up
-from titan.model.loss_terms import (
-    Objective,
-    Results,
-    Vocabulary,
-    compute_loss_in_chunks,
-    linear_cross_entropy,
-    make_fake_results,
-    measure_logits,
-)
+from titan.model.layers import FusedLoss, Head, cross_entropy, look_up
+from titan.model.loss_terms import Objective, Vocabulary
 from titan.parallelism import collectives
 from titan.parallelism.collectives import SEQUENCE_DIM
 from titan.parallelism.norms import local_tensor
@@ -81,9 +72,8 @@ def _split_loss(fused: FusedLoss | None, group: dist.ProcessGroup, loss_parallel
     """Return how a head computes its loss from its part of the vocabulary; None: from whole logits."""
     if isinstance(fused, Objective):
         return replace(fused, vocabulary=_SplitVocabulary(group))
-    if chunk is not None:
-        return partial(_compute_chunked_loss, chunk=chunk, group=group)
-    return Objective(vocabulary=_SplitVocabulary(group)) if loss_parallel else None
+    is_fused = loss_parallel or chunk is not None
+    return Objective(chunk=chunk, vocabulary=_SplitVocabulary(group)) if is_fused else None
 
 
 def enable_async_tensor(mesh: DeviceMesh) -> None:
@@ -222,34 +212,3 @@ class _SplitVocabulary(Vocabulary):
 def _compute_gathered_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the summed cross-entropy from logits that are gathered on every rank."""
     return cross_entropy(collectives.gather_from_region(logits, -1, group), targets)
-
-
-def _compute_chunked_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, product: Product, chunk: int, group: dist.ProcessGroup
-) -> Tensor:
-    """Return the summed cross-entropy from split logits of `chunk` tokens at a time."""
-
-    def compute_chunks(*args: Any) -> Results:
-        results: Results = torch.ops.titan.chunked_parts_loss(*args, chunk, group.group_name, group.rank())
-        return results
-
-    return linear_cross_entropy(hidden, weight, targets, compute_chunks)
-
-
-def _compute_split_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    wants_hidden: bool,
-    wants_weight: bool,
-    chunk: int,
-    group: str,
-    rank: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do as `compute_loss_in_chunks`, where the weight is the `rank`-th shard of the vocabulary; all have one size."""
-    largest, total = (partial(collectives.all_reduce_by_name, group=group, op=op) for op in ("max", "sum"))
-    measure = partial(measure_logits, first=rank * len(weight), largest=largest, total=total)
-    return compute_loss_in_chunks(hidden, weight, targets, chunk, (wants_hidden, wants_weight), measure)
-
-
-register_operation("titan::chunked_parts_loss", _compute_split_chunks, make_fake_results)

@@ -264,12 +264,10 @@ def _build_export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: C
             meta_ranks = 1  # tensor parallel ranks that Meta's files are split for: each file has to fit into memory
             while 2 * model.parameters() / meta_ranks > META_BYTES and model.kv_heads % (2 * meta_ranks) == 0:
                 meta_ranks *= 2
-            options: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": meta_ranks}
+            exported = export.Export(weights, format, dtype, meta_ranks=meta_ranks)
             coordinator.on_rank0(lambda: out.mkdir(exist_ok=True))
-            coordinator.run_all(
-                lambda: export.export_files(weights, out, part=(coordinator.rank, coordinator.world_size), **options)
-            )
-            coordinator.on_rank0(lambda: export.finish_export(weights, out, **options))
+            coordinator.run_all(lambda: exported.write_tensors(out, (coordinator.rank, coordinator.world_size)))
+            coordinator.on_rank0(lambda: exported.finish(out))
 
     return export_checkpoint
 

@@ -16,7 +16,7 @@ from titan.console.text import format_error
 from titan.errors import ConfigError
 from titan.weights import model_config
 from titan.weights.hf_config import build_schema, select_text_config
-from titan.weights.interface import check_dtypes, check_shapes, list_stored_parts, parse_fused_part, resolve_bounds
+from titan.weights.interface import check_shapes, list_stored_parts, parse_fused_part, resolve_bounds
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -51,7 +51,6 @@ class HuggingFaceFormat:
         self.dtypes: Mapping[str, torch.dtype] = {
             name: self._read_dtype(names[0]) for name, names in self._names.items()
         }
-        check_dtypes(self.dtypes, label)
         candidates = (folder / name for name in ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken"))
         self.tokenizer = next((str(file) for file in candidates if file.is_file()), None)
 

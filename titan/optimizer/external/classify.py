@@ -20,19 +20,19 @@ statistic of the whole tensor then differs from that of any part, and limits (a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import random
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan.optimizer.external.state import (
-    Constructor,
     Leaf,
     Traits,
     UnsupportedStateError,
@@ -42,8 +42,7 @@ from titan.optimizer.external.state import (
     flatten_state,
     nest_state,
     probe_templates,
-    read_counters,
-    read_extras,
+    read_numbers,
 )
 from titan.optimizer.schema import is_block_matrix
 
@@ -119,10 +118,11 @@ class RejectedError(Exception):
         self.advice = advice
 
 
-def classify(constructor: Constructor, shapes: Shapes, is_stacked: bool) -> Verdict:
+def classify(updater: Updater, shapes: Shapes, is_stacked: bool) -> Verdict:
     """Return what an optimizer updates by itself, and the bytes of its state.
 
     Args:
+        updater: runs the class.
         shapes: of the parameters that it updates.
         is_stacked: whether it gets the matrices of three-dimensional parameters one by one.
 
@@ -130,25 +130,31 @@ def classify(constructor: Constructor, shapes: Shapes, is_stacked: bool) -> Verd
         RejectedError: where no layout would learn the same with it.
     """
     start = time.process_time()
-    _check_step(constructor)
+    _check_step(updater)
     kinds = sorted({2 if is_stacked and len(shape) == 3 else len(shape) for shape in shapes.values()})
     with torch.random.fork_rng(devices=()), warnings.catch_warnings(), _reject_errors():
         warnings.simplefilter("ignore")
         problems = [_create_kind(shapes, dimensions, LARGEST_SIDE) for dimensions in kinds]
-        _check_arguments(constructor, problems)
-        updater, outcomes = Updater(constructor, Traits(), RATE, DECAY), []
+        updater, outcomes = updater._replace(lr=RATE, weight_decay=DECAY), list[Outcome]()
+        _check_arguments(updater, problems)
         for problem in problems:
             with _reject_errors(problem.name):
                 run_kept(updater, [problem._replace(gradients=problem.gradients[:1])])
-        updater = _find_numbers(updater, [_create_kind(shapes, d, TRAITS_SIDE, TRAITS_STEPS) for d in kinds])
+        found = [_find_traits(updater, _create_kind(shapes, d, TRAITS_SIDE, TRAITS_STEPS)) for d in kinds]
+        updater = updater._replace(
+            traits=_build_traits({k for keys, _ in found for k in keys}, any(r for _, r in found))
+        )
         for problem in problems:
             with _reject_errors(problem.name):
                 outcomes.append(run_rebuilt(updater, problem))
             _check_outcome(updater, problem, outcomes[-1])
         is_alone = _check_joint(updater, problems, outcomes)
-        settled = max(_find_settled(outcome) for outcome in outcomes)
+        settled = max(outcome.settled for outcome in outcomes)
         updater = updater._replace(traits=updater.traits._replace(settled=settled, is_alone=is_alone))
-        split, reason = _find_split(updater, problems, outcomes, shapes, is_stacked)
+        large = [_create_kind(shapes, dimensions, LARGEST_ELEMENTWISE_SIDE, LARGE_STEPS) for dimensions in kinds]
+        split, reason = _find_split(updater, problems, outcomes, large, is_stacked)
+        if is_stacked and split == "matrices" and any(len(shape) == 3 for shape in shapes.values()):
+            _check_scalars(updater, problems)
         verdict = _measure_bytes(updater, Verdict(split, reason, updater.traits), shapes, is_stacked)
     return verdict._replace(seconds=round(time.process_time() - start, 1))
 
@@ -167,20 +173,20 @@ def _reject_errors(name: str = "") -> Iterator[None]:
         raise RejectedError(f"its step raises {type(error).__name__}{where}: {describe_error(error)}") from error
 
 
-def _check_step(constructor: Constructor) -> None:
-    """Reject a class whose step needs to compute the loss again."""
-    parameters = list(inspect.signature(constructor.cls.step).parameters.values())[1:]
+def _check_step(updater: Updater) -> None:
+    """Reject a class whose step needs to compute the loss again, or takes no learning rate."""
+    parameters = list(inspect.signature(updater.cls.step).parameters.values())[1:]
     if any(p.default is inspect.Parameter.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
         raise RejectedError("its step needs a closure that computes the loss again, and a step of titan has one pass")
-    if "lr" not in constructor.takes:
+    if "lr" not in updater.takes:
         raise RejectedError("it has no argument lr, so that titan can't set the learning rate")
 
 
-def _check_arguments(constructor: Constructor, problems: Sequence[Problem]) -> None:
+def _check_arguments(updater: Updater, problems: Sequence[Problem]) -> None:
     """Reject a class that can't be built for any parameter: its arguments are wrong, or one is missing."""
     for problem in problems:
         try:
-            constructor.build([torch.nn.Parameter(problem.weights.clone())], RATE, DECAY)
+            updater.build([torch.nn.Parameter(problem.weights.clone())])
         except Exception as error:
             failure = error
         else:
@@ -199,14 +205,10 @@ class Problem(NamedTuple):
     weights: Tensor
     gradients: Sequence[Tensor]
 
-    def split(self, sizes: Sequence[int], dimension: int) -> list[Problem]:
-        """Return the parts of the given sizes along a dimension."""
-        parts = zip(*(torch.split(x, list(sizes), dimension) for x in (self.weights, *self.gradients)), strict=True)
-        return [Problem(self.name, w.contiguous(), [g.contiguous() for g in gs]) for w, *gs in parts]
-
-    def unbind(self) -> list[Problem]:
-        """Return the matrices of a stack."""
-        return [Problem(self.name, w, gs) for w, *gs in zip(self.weights, *self.gradients, strict=True)]
+    def cut(self, cut: Callable[[Tensor], Sequence[Tensor]]) -> list[Problem]:
+        """Return the parts that a function returns of each tensor."""
+        parts = zip(*map(cut, (self.weights, *self.gradients)), strict=True)
+        return [Problem(self.name, weights, gradients) for weights, *gradients in parts]
 
 
 def create_problem(name: str, shape: Sequence[int], seed: int, steps: int = STEPS) -> Problem:
@@ -223,10 +225,10 @@ def create_problem(name: str, shape: Sequence[int], seed: int, steps: int = STEP
 
 def _create_kind(shapes: Shapes, dimensions: int, side: int, steps: int = STEPS) -> Problem:
     """Return a problem with the shape of a model's largest vector, matrix or stack, made small."""
-    sizes = [s for s in shapes.values() if len(s) == dimensions] or [
-        s[1:] for s in shapes.values() if len(s) == dimensions + 1
-    ]
-    return create_problem(KINDS[min(dimensions, 3)], _shrink(max(sizes, key=lambda s: s[0]), side), dimensions, steps)
+    sizes = [s for s in shapes.values() if len(s) == dimensions]
+    sizes = sizes or [s[1:] for s in shapes.values() if len(s) == dimensions + 1]
+    shape = _shrink(max(sizes, key=lambda s: s[0]), side)
+    return create_problem(KINDS[min(dimensions, 3)], shape, dimensions, steps)
 
 
 def _shrink(shape: Sequence[int], side: int) -> tuple[int, ...]:
@@ -237,33 +239,48 @@ def _shrink(shape: Sequence[int], side: int) -> tuple[int, ...]:
 
 
 class Outcome(NamedTuple):
-    """Weights after a problem's steps and before them, the leaves of the state by name, and what these are after each
-    step."""
+    """What steps make of a problem.
+
+    Attributes:
+        weights: after the steps.
+        start: before them.
+        state: the leaves of the state by name.
+        leaves: what these are after each step, or after the last one.
+        numbers: those beside the state, before the steps and after each, where one optimizer did them all.
+    """
 
     weights: Tensor
     start: Tensor
     state: dict[str, Any]
     leaves: list[dict[str, Leaf]]
+    numbers: Sequence[Mapping[tuple[str, str], float]] = ()
 
-    def equals(self, other: Outcome) -> bool:
-        """Return whether weights and states agree but for rounding."""
+    @property
+    def settled(self) -> int:
+        """The number of updates from which on the leaves stay the same."""
+        return 1 + max((i + 1 for i, leaves in enumerate(self.leaves) if leaves != self.leaves[-1]), default=0)
+
+    def equals(self, *parts: Outcome, join: Callable[[list[Tensor]], Tensor] = lambda tensors: tensors[0]) -> bool:
+        """Return whether weights and state are those of parts, joined, but for rounding; each has the numbers."""
+        tensors, scalars = self.list_tensors(), self.list_scalars()
         return (
-            self.state.keys() == other.state.keys()
-            and self.agrees(other.weights)
-            and all(_agree(t, other.state[name]) for name, t in self.state.items() if isinstance(t, Tensor))
-            and self.has_numbers_of(other)
+            all(part.state.keys() == self.state.keys() and part.list_tensors() == tensors for part in parts)
+            and self.agrees(join([part.weights for part in parts]))
+            and all(_agree(self.state[name], join([part.state[name] for part in parts])) for name in tensors)
+            and all(
+                math.isclose(value, part.list_scalars()[name], rel_tol=STATE_TOLERANCE)
+                for part in parts
+                for name, value in scalars.items()
+            )
         )
+
+    def list_tensors(self) -> set[str]:
+        """Return the names of the leaves with dimensions."""
+        return {name for name, leaf in self.leaves[-1].items() if leaf.kind == "tensor"}
 
     def agrees(self, weights: Tensor) -> bool:
         """Return whether weights agree with others but for rounding."""
         return _agree(self.weights, weights, self.start)
-
-    def has_numbers_of(self, other: Outcome) -> bool:
-        """Return whether the leaves without dimensions agree but for rounding."""
-        mine, others = self.list_scalars(), other.list_scalars()
-        return mine.keys() == others.keys() and all(
-            math.isclose(value, others[name], rel_tol=STATE_TOLERANCE) for name, value in mine.items()
-        )
 
     def list_scalars(self) -> dict[str, float]:
         """Return the leaves without dimensions."""
@@ -271,9 +288,9 @@ class Outcome(NamedTuple):
         return {n: float(v) for n, v in self.state.items() if last[n].kind in ("scalar", "number")}
 
 
-def _agree(a: Tensor, b: Any, start: Tensor | None = None) -> bool:
+def _agree(a: Tensor, b: Tensor, start: Tensor | None = None) -> bool:
     """Return whether tensors agree but for rounding: weights that began at `start`, or tensors of a state."""
-    if not isinstance(b, Tensor) or a.shape != b.shape:
+    if a.shape != b.shape:
         return False
     a, b = a.double(), b.double()
     largest = (a.abs() if start is None else (a - start).abs()).max() if a.numel() else 0.0
@@ -281,17 +298,14 @@ def _agree(a: Tensor, b: Any, start: Tensor | None = None) -> bool:
     return bool(((a - b).abs() <= bound).all())
 
 
-def _list_rates(updater: Updater, steps: int, factor: float = 1.0) -> list[dict[str, float]]:
+def _list_rates(steps: int, factor: float = 1.0) -> list[dict[str, float]]:
     """Return the rates of steps: a warm-up and a decay; from the second step on with a factor."""
     shares = [min((step + 1) / WARMUP, (steps - step) / max(1, steps - WARMUP)) for step in range(steps)]
     factors = [1.0] + [factor] * (steps - 1)
-    return [
-        {"lr": updater.lr * share * f, "weight_decay": updater.weight_decay}
-        for share, f in zip(shares, factors, strict=True)
-    ]
+    return [{"lr": RATE * s * f, "weight_decay": DECAY} for s, f in zip(shares, factors, strict=True)]
 
 
-def run_rebuilt(updater: Updater, problem: Problem, dropped: Collection[tuple[str, str]] = ()) -> Outcome:
+def run_rebuilt(updater: Updater, problem: Problem, dropped: Iterable[tuple[str, str]] = ()) -> Outcome:
     """Run the steps as training does: each with a new optimizer, from copies of the state's leaves.
 
     Args:
@@ -299,9 +313,9 @@ def run_rebuilt(updater: Updater, problem: Problem, dropped: Collection[tuple[st
     """
     weights, state = problem.weights.clone(), None
     leaves: list[dict[str, Leaf]] = []
-    for step, rates in enumerate(_list_rates(updater, len(problem.gradients))):
-        seeds = [f"{problem.name}/{step}"]
-        (state,) = updater.update([weights], [problem.gradients[step].clone()], [state], rates, seeds)
+    for step, rates in enumerate(_list_rates(len(problem.gradients))):
+        gradient, seed = problem.gradients[step].clone(), f"{problem.name}/{step}"
+        (state,) = updater.update([weights], [gradient], [state], rates, [seed])
         values = {n: v.clone() if isinstance(v, Tensor) else v for n, v in flatten_state(state)[0].items()}
         template = describe_state(state)
         leaves.append(dict(template.leaves))
@@ -311,102 +325,73 @@ def run_rebuilt(updater: Updater, problem: Problem, dropped: Collection[tuple[st
     return Outcome(weights, problem.weights, values, leaves)
 
 
-def _step_kept(
-    updater: Updater, problems: Sequence[Problem], factor: float = 1.0
-) -> Iterator[tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]]:
-    """Yield one optimizer of several parameters and these, before the first step and after each."""
+def run_kept(updater: Updater, problems: Sequence[Problem], factor: float = 1.0, seed: int = 1) -> list[Outcome]:
+    """Run the steps of several parameters by one optimizer, as on one device without titan, from a seed on."""
+    torch.manual_seed(seed)
+    random.seed(seed)
     parameters = [torch.nn.Parameter(problem.weights.clone()) for problem in problems]
-    optimizer = updater.build(parameters, {})
-    yield optimizer, parameters
-    for step, rates in enumerate(_list_rates(updater, len(problems[0].gradients), factor)):
+    optimizer = updater.build(parameters)
+
+    def copy_numbers() -> dict[tuple[str, str], float]:
+        return {key: float(value) for key, value in read_numbers(optimizer).items()}
+
+    numbers = [copy_numbers()]
+    for step, rates in enumerate(_list_rates(len(problems[0].gradients), factor)):
         for parameter, problem in zip(parameters, problems, strict=True):
             parameter.grad = problem.gradients[step].clone()
-        updater.set_rates(optimizer, rates)
-        updater.step(optimizer, f"{problems[0].name}/{step}")
-        yield optimizer, parameters
-
-
-def run_kept(
-    updater: Updater, problems: Sequence[Problem], factor: float = 1.0, seed: int | None = None
-) -> list[Outcome]:
-    """Run the steps of several parameters by one optimizer, as on one device without titan; with a seed, from it on."""
-    if seed is not None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-    *_, (optimizer, parameters) = _step_kept(updater, problems, factor)
+        updater.step(optimizer, rates, f"{problems[0].name}/{step}")
+        numbers.append(copy_numbers())
     states = [updater.read_state(optimizer, parameter) for parameter in parameters]
+    leaves = [[dict(describe_state(state).leaves)] for state in states]
     return [
-        Outcome(parameter.detach(), problem.weights, flatten_state(state)[0], [dict(describe_state(state).leaves)])
-        for parameter, problem, state in zip(parameters, problems, states, strict=True)
+        Outcome(parameter.detach(), problem.weights, flatten_state(state)[0], last, numbers)
+        for parameter, problem, state, last in zip(parameters, problems, states, leaves, strict=True)
     ]
 
 
 # --- what an optimizer keeps, and what is rejected
 
 
-def _find_numbers(updater: Updater, problems: Sequence[Problem]) -> Updater:
-    """Return the updater that knows whether the class is random, and which numbers beside its state it needs."""
-    found = [_find_problem_numbers(updater, problem) for problem in problems]
-    return updater._replace(
-        traits=Traits(
-            counters=tuple(sorted({key for traits in found for key in traits.counters})),
-            extras=tuple(sorted({key for traits in found for key in traits.extras})),
-            is_random=any(traits.is_random for traits in found),
-        )
-    )
+def _build_traits(numbers: Iterable[tuple[str, str]], is_random: bool) -> Traits:
+    counters, extras = (tuple(sorted(n for k, n in numbers if k == kind)) for kind in ("group", "extra"))
+    return Traits(counters, extras, is_random)
 
 
-def _find_problem_numbers(updater: Updater, problem: Problem) -> Traits:
-    """Return what is random, and which numbers steps change without which a new optimizer goes on differently."""
-    is_random = _differs_in_bits(updater, problem)
-    first, *later = [
-        {("group", key): v for key, v in read_counters(optimizer).items()}
-        | {("extra", key): v for key, v in read_extras(optimizer).items()}
-        for optimizer, _ in _step_kept(updater, [problem])
-    ]
-    keys = {key for numbers in later for key, value in numbers.items() if first.get(key) != value}
-
-    def build_traits(chosen: Collection[tuple[str, str]]) -> Traits:
-        counters, extras = (tuple(k for kind, k in sorted(chosen) if kind == name) for name in ("group", "extra"))
-        return Traits(counters, extras, is_random)
-
-    updater = updater._replace(traits=build_traits(keys))
+def _find_traits(updater: Updater, problem: Problem) -> tuple[set[tuple[str, str]], bool]:
+    """Return which numbers steps change without which a new optimizer goes on differently, and what is random."""
+    kept, other = (run_kept(updater, [problem], seed=seed)[0] for seed in (1, 2))
+    is_random = _differs_in_bits(kept, other)
+    first, *later = kept.numbers
+    needed = keys = {key for numbers in later for key, value in numbers.items() if first.get(key) != value}
+    updater = updater._replace(traits=_build_traits(keys, is_random))
     (kept,) = run_kept(updater, [problem])
 
-    def continues_without(dropped: Collection[tuple[str, str]]) -> bool:
+    def continues_without(dropped: set[tuple[str, str]]) -> bool:
         try:
-            return kept.equals(run_rebuilt(updater, problem, dropped=dropped))
+            return kept.equals(run_rebuilt(updater, problem, dropped))
         except Exception:  # a number that it needs is missing
             return False
 
-    needed = keys if keys and not continues_without(keys) else set()
-    for pair in sorted(needed):  # one after the other: some follow from others
-        needed = needed - {pair} if continues_without(keys - needed | {pair}) else needed
-    return build_traits(needed)
+    for drop in (keys, *({key} for key in sorted(keys))):  # one after the other: some follow from others
+        needed = needed - drop if needed and continues_without(keys - needed | drop) else needed
+    return needed, is_random
 
 
-def _differs_in_bits(updater: Updater, problem: Problem) -> bool:
-    """Return whether weights that are numbers depend on the seed."""
-    first, second = (run_kept(updater, [problem], seed=seed)[0].weights for seed in (1, 2))
-    return not torch.equal(first, second) and not bool(first.isnan().any())
-
-
-def _find_settled(outcome: Outcome) -> int:
-    """Return the number of updates from which on the leaves stay the same."""
-    last = outcome.leaves[-1]
-    return 1 + max((i + 1 for i, leaves in enumerate(outcome.leaves) if leaves != last), default=0)
+def _differs_in_bits(first: Outcome, second: Outcome) -> bool:
+    """Return whether weights that are numbers differ, after steps from two seeds."""
+    return not torch.equal(first.weights, second.weights) and not bool(first.weights.isnan().any())
 
 
 def _check_outcome(updater: Updater, problem: Problem, outcome: Outcome) -> None:
     """Reject what is random, kept elsewhere or not scheduled; steps 2 to 4 of the module."""
-    if _find_settled(outcome) > LATEST_SETTLED:
+    if outcome.settled > LATEST_SETTLED:
         last = outcome.leaves[-1]
         step, leaves = next((i, leaves) for i, leaves in enumerate(outcome.leaves, 1) if leaves != last)
         name = min(n for n in leaves.keys() | last.keys() if leaves.get(n) != last.get(n))
         raise RejectedError(f"its state of {problem.name} has no fixed structure: {name} differs after step {step}")
-    if _differs_in_bits(updater, problem):
+    kept, other = (run_kept(updater, [problem], seed=seed)[0] for seed in (1, 2))
+    if _differs_in_bits(kept, other):
         raise RejectedError("it draws random numbers that the generators of torch and Python do not decide")
-    (kept,) = run_kept(updater, [problem], seed=1)
     if not bool(kept.weights.isfinite().all()):
         raise RejectedError(f"{problem.name} are not finite after {len(problem.gradients)} steps")
     if not outcome.equals(kept):
@@ -441,19 +426,20 @@ def _check_joint(updater: Updater, problems: Sequence[Problem], outcomes: Sequen
 
 
 def _find_split(
-    updater: Updater, problems: Sequence[Problem], outcomes: Sequence[Outcome], shapes: Shapes, is_stacked: bool
+    updater: Updater,
+    problems: Sequence[Problem],
+    outcomes: Sequence[Outcome],
+    large: Sequence[Problem],
+    is_stacked: bool,
 ) -> tuple[str, str]:
     """Return what the optimizer updates by itself, and what shows it; steps 6 and 7 of the module."""
-    broken = next(_find_broken_parts(updater, problems, outcomes), None)
+    broken = next(_find_broken_parts(updater, zip(problems, outcomes, strict=True)), None)
     if broken is None:
-        large = [_enlarge(shapes, problem) for problem in problems]
-        broken = next(_find_broken_parts(updater, large, [run_rebuilt(updater, p) for p in large]), None)
+        broken = next(_find_broken_parts(updater, ((p, run_rebuilt(updater, p)) for p in large)), None)
         if broken is None:
             return "elements", "rows, columns and uneven parts by themselves become what the whole becomes"
         return ("matrices" if is_stacked else "whole"), broken
     if is_stacked:
-        if any(len(shape) == 3 for shape in shapes.values()):
-            _check_scalars(updater, problems)
         return "matrices", broken
     stack = next((p for p in problems if p.weights.dim() == 3), None)
     stack = stack or create_problem("stacks", (STACK_SIZE, STACK_SIDE, STACK_SIDE + 1), 3)
@@ -462,44 +448,29 @@ def _find_split(
     return ("matrices" if is_split else "whole"), broken
 
 
-def _enlarge(shapes: Shapes, problem: Problem) -> Problem:
-    dimensions = problem.weights.dim()
-    if dimensions == 3:
-        return problem
-    sizes = [s[-dimensions:] for s in shapes.values() if len(s) >= dimensions]
-    shape = _shrink(max(sizes, key=lambda s: s[0]), LARGEST_ELEMENTWISE_SIDE)
-    return create_problem(problem.name, shape, dimensions, LARGE_STEPS)
-
-
-def _find_broken_parts(updater: Updater, problems: Sequence[Problem], outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _find_broken_parts(updater: Updater, wholes: Iterable[tuple[Problem, Outcome]]) -> Iterator[str]:
     """Yield which parts by themselves differ from the whole: halves of a dimension, and one and the rest."""
-    for problem, outcome in zip(problems, outcomes, strict=True):
+    for problem, outcome in wholes:
         for dimension, length in enumerate(problem.weights.shape):
             for first in (length // 2, 1) if length > 1 else ():
-                parts = [run_rebuilt(updater, part) for part in problem.split([first, length - first], dimension)]
-                if (difference := _find_difference(outcome, parts, dimension)) is not None:
+                cut = functools.partial(torch.split, split_size_or_sections=[first, length - first], dim=dimension)
+                parts = [run_rebuilt(updater, part) for part in problem.cut(cut)]
+                difference = None
+                if any(
+                    leaf.shape not in ((), part.weights.shape) for part in parts for leaf in part.leaves[-1].values()
+                ):
+                    difference = "have a state of another shape than theirs"
+                elif not outcome.equals(*parts, join=functools.partial(torch.cat, dim=dimension)):
+                    difference = "by themselves become something else than in the whole"
+                if difference:
                     place = ("rows", "columns", "last columns")[min(dimension, 2)]
                     yield f"{first} of {length} {place} of {problem.name} {difference}"
-
-
-def _find_difference(whole: Outcome, parts: Sequence[Outcome], dimension: int) -> str | None:
-    """Return how parts along a dimension differ from the whole; None: they are the same."""
-    if any(leaf.shape != part.weights.shape for part in parts for leaf in part.leaves[-1].values() if leaf.shape):
-        return "have a state of another shape than theirs"
-    names = [name for name, leaf in parts[0].leaves[-1].items() if leaf.kind == "tensor"]
-    joined = {name: torch.cat([part.state[name] for part in parts], dimension) for name in names}
-    same = (
-        all(part.state.keys() == whole.state.keys() and whole.has_numbers_of(part) for part in parts)
-        and whole.agrees(torch.cat([part.weights for part in parts], dimension))
-        and all(_agree(tensor, joined.get(n)) for n, tensor in whole.state.items() if whole.leaves[-1][n].shape)
-    )
-    return None if same else "by themselves become something else than in the whole"
 
 
 def _is_stack_of_matrices(updater: Updater, stack: Problem) -> bool:
     """Return whether a stack becomes what its matrices become, each by itself, with equal scalars."""
     try:
-        whole, parts = run_rebuilt(updater, stack), [run_rebuilt(updater, part) for part in stack.unbind()]
+        whole, *parts = [run_rebuilt(updater, problem) for problem in (stack, *stack.cut(torch.unbind))]
     except Exception:  # the class does not take stacks, and this model has none
         return False
     same = all(part.list_scalars() == parts[0].list_scalars() for part in parts)

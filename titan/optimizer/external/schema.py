@@ -88,11 +88,11 @@ class External(Optimizer):
 
     def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
         """Return the torch optimizer for `parameters`, which runs the class on plain tensors."""
-        from titan.optimizer.external.sharded import build_sharded
+        from titan.optimizer.external.sharded import ShardedOptimizer, ShardedOptimizerWithModes
 
-        constructor, named = _load(self.cls, self._pack_arguments()), list(parameters)
-        names: dict[Any, str] = {parameter: name for name, parameter in named}
-        return build_sharded(self, constructor, self.param_groups(named), names)
+        updater, named = _load(self.cls, self._pack_arguments()), list(parameters)
+        kind = ShardedOptimizerWithModes if updater.has_modes else ShardedOptimizer
+        return kind(self, updater, self.param_groups(named), {parameter: name for name, parameter in named})
 
     def list_packages(self) -> tuple[str, ...]:
         """Return the package of the class."""
@@ -126,9 +126,9 @@ class External(Optimizer):
 
 @functools.cache
 def _load(path: str, packed: str) -> Any:
-    from titan.optimizer.external.state import load_constructor
+    from titan.optimizer.external.state import load_updater
 
-    return load_constructor(path, json.loads(packed))
+    return load_updater(path, json.loads(packed))
 
 
 @functools.cache

@@ -9,14 +9,13 @@ shape than the parameter along their first dimension, and a checkpoint holds the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import Parameter
@@ -24,7 +23,6 @@ from torch.nn import Parameter
 from titan.errors import RunError
 from titan.optimizer import matrix_gather
 from titan.optimizer.external.state import (
-    Constructor,
     State,
     Template,
     Traits,
@@ -37,8 +35,8 @@ from titan.optimizer.external.state import (
 )
 from titan.parallelism.norms import local_tensor
 
-REST = {"betas": (0.9, 0.95), "eps": 1e-8}
-"""AdamW's settings for parameters that a class does not update: titan's defaults."""
+REST = Updater(torch.optim.AdamW, {"betas": (0.9, 0.95), "eps": 1e-8}, frozenset(("lr", "weight_decay")))
+"""Runs AdamW, with titan's defaults, for parameters that a class does not update."""
 UPDATES = "updates"
 """The key of a scalar beside the leaves of a state: the number of updates, of which the first creates the state."""
 GRADIENT, WEIGHT, SCALARS = "gradient", "", "scalars"
@@ -60,8 +58,8 @@ class Member:
         templates: after each update, the last one for all later ones, of the state of what is updated: the shard, the
             whole tensor, or one matrix of a stack.
         first: the number of the first matrix that this rank has of a stack, where it updates its own.
-        storage: the state between steps, by key; see `name_key`.
-        boxes: the slices of this rank's shard of what is gathered, by key; of the parameter under `WEIGHT`.
+        storage: the state between steps: the leaves by name, those that the last template has not with a number.
+        boxes: the slices of this rank's shard of what is gathered, by the shape of the whole.
     """
 
     name: str
@@ -72,7 +70,41 @@ class Member:
     templates: list[Template]
     first: int = 0
     storage: dict[str, Tensor] = field(default_factory=dict)
-    boxes: dict[str, matrix_gather.Box] = field(default_factory=dict)
+    boxes: dict[torch.Size, matrix_gather.Box] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Create the state between steps, zeros and no update, and the boxes of what is gathered."""
+        self.storage[UPDATES] = torch.zeros((), dtype=torch.float64)
+        for index, template in enumerate(self.templates):
+            for name, leaf in template.leaves.items():
+                if leaf.kind == "constant" or (key := self._name_key(index, name)) in self.storage:
+                    continue
+                if leaf.kind == "tensor":
+                    self.storage[key] = self._create_tensor(leaf.shape, leaf.dtype)
+                else:
+                    device = "cpu" if leaf.on_host else local_tensor(self.parameter).device
+                    self.storage[key] = torch.zeros((), dtype=leaf.dtype, device=device)
+        if self.is_stack and self.is_local and isinstance(self.parameter, DTensor):
+            self.first = matrix_gather.compute_local_slices(self.parameter)[0].start
+        if not self.is_local:
+            gathered: list[Any] = [self.parameter, *(t for t in self.storage.values() if t.dim())]
+            self.boxes = {tensor.shape: matrix_gather.compute_local_slices(tensor) for tensor in gathered}
+
+    def _create_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return zeros for a leaf of a state, sharded like the parameter where it has the parameter's shape."""
+        parameter = self.parameter
+        whole = (len(parameter), *shape) if self.is_stack else shape
+        if not isinstance(parameter, DTensor):
+            return torch.zeros(whole, dtype=dtype, device=parameter.device)
+        placements: Sequence[Any] = parameter.placements
+        if self.is_local and not self.is_stack and matrix_gather.list_sharded_dimensions(parameter):
+            whole = tuple(parameter.shape)
+        elif whole != tuple(parameter.shape) and not (self.is_local and self.is_stack):
+            sharded = next((i for i, p in enumerate(placements) if not p.is_replicate()), None)
+            placements = [Shard(0) if i == sharded else Replicate() for i in range(len(placements))]
+        sizes, _ = compute_local_shape_and_global_offset(whole, parameter.device_mesh, placements)
+        shard = torch.zeros(tuple(sizes), dtype=dtype, device=local_tensor(parameter).device)
+        return wrap_shard(shard, parameter, whole, placements)
 
     @property
     def updates(self) -> int:
@@ -81,18 +113,19 @@ class Member:
         with unset_fake_temporarily():  # a trace runs under fake tensors, and this one has a value
             return 0 if is_fake(updates) else int(updates)
 
-    def name_key(self, index: int, name: str) -> str:
-        """Return the key in the storage of a leaf of a template; one that the last template has not, has a number."""
+    def get_template(self, updates: int) -> Template:
+        """Return the template of the state after a number of updates, at least one."""
+        return self.templates[min(updates, len(self.templates)) - 1]
+
+    def _name_key(self, index: int, name: str) -> str:
         leaf, settled = self.templates[index].leaves[name], self.templates[-1].leaves.get(name)
         return name if leaf == settled else f"{name}@{index}"
 
-    def list_keys(self, updates: int, *kinds: str) -> dict[str, str]:
-        """Return the keys of the leaves of some kinds after a number of updates, by their names."""
-        if not updates:
-            return {}
+    def select(self, updates: int, *kinds: str) -> dict[str, Tensor]:
+        """Return what is stored of the leaves of some kinds after a number of updates, by name."""
+        leaves = self.get_template(updates).leaves if updates else {}
         index = min(updates, len(self.templates)) - 1
-        leaves = self.templates[index].leaves
-        return {name: self.name_key(index, name) for name, leaf in leaves.items() if leaf.kind in kinds}
+        return {n: self.storage[self._name_key(index, n)] for n, leaf in leaves.items() if leaf.kind in kinds}
 
     def unbind(self, tensor: Tensor) -> list[Tensor]:
         """Return what is updated by itself of a tensor: the matrices of a stack, or all of it."""
@@ -102,10 +135,9 @@ class Member:
         """Return the states of `count` matrices, given the leaves with dimensions; None before the first step."""
         if not (updates := self.updates):
             return [None] * count
-        template = self.templates[min(updates, len(self.templates)) - 1]
-        scalars: dict[str, Any] = {}
-        for name, key in self.list_keys(updates, *NUMBERS).items():
-            leaf, stored = template.leaves[name], self.storage[key]
+        template, scalars = self.get_template(updates), dict[str, Any]()
+        for name, stored in self.select(updates, *NUMBERS).items():
+            leaf = template.leaves[name]
             scalars[name] = stored.clone() if leaf.kind == "scalar" else leaf.value(stored.item())
         return [
             nest_state(template, scalars | {n: t[i] if self.is_stack else t for n, t in tensors.items()})
@@ -114,68 +146,49 @@ class Member:
 
     def store_scalars(self, values: Mapping[str, Any]) -> None:
         """Keep the scalars and numbers of a state, and count the update."""
-        for name, key in self.list_keys(self.updates + 1, *NUMBERS).items():
-            value = values[name]
-            self.storage[key].copy_(value) if isinstance(value, Tensor) else self.storage[key].fill_(value)
+        for name, stored in self.select(self.updates + 1, *NUMBERS).items():
+            stored.copy_(value) if isinstance(value := values[name], Tensor) else stored.fill_(value)
         self.storage[UPDATES].add_(1)
 
     def collect_leaves(self, state: State) -> dict[str, Any]:
         """Return the leaves of a state after a step; raise RunError where they are not those of the template."""
-        expected = self.templates[min(self.updates, len(self.templates) - 1)].leaves
+        expected = self.get_template(self.updates + 1).leaves
         if (found := describe_state(state).leaves) != expected:
             name = min(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
             raise RunError(
-                f"optimizer.cls: {type(self.updater.constructor.cls).__name__} changes the structure of its state: "
+                f"optimizer.cls: {self.updater.cls.__name__} changes the structure of its state: "
                 f"{name} of {self.name} was {expected.get(name)} and is {found.get(name)}."
             )
         return flatten_state(state)[0]
-
-
-def build_sharded(
-    settings: Any, constructor: Constructor, groups: list[dict[str, Any]], names: Mapping[Tensor, str]
-) -> ShardedOptimizer:
-    """Return the optimizer of torch's parameter groups.
-
-    Args:
-        settings: a `titan.optimizer.external.schema.External`, with what was measured.
-        groups: with the key `orthogonal`: whether the class updates them, else AdamW.
-        names: of the parameters in the whole model.
-    """
-    rest = Constructor(torch.optim.AdamW, REST, frozenset(("lr", "weight_decay")))
-    traits = Traits.from_document((settings.measured or {})["traits"])
-    updaters = {
-        True: Updater(constructor, traits, settings.peak_lr, settings.weight_decay),
-        False: Updater(rest, Traits(), settings.peak_lr, settings.weight_decay),
-    }
-    kind = ShardedOptimizerWithModes if constructor.has_modes else ShardedOptimizer
-    return kind(groups, updaters, settings.chosen_split, settings.parameters == "matrices", names)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Updates each parameter by an optimizer of another package; see the module."""
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        updaters: Mapping[bool, Updater],
-        split: str,
-        is_stacked: bool,
-        names: Mapping[Tensor, str],
+        self, settings: Any, updater: Updater, groups: list[dict[str, Any]], names: Mapping[Tensor, str]
     ) -> None:
-        """Create the state of all parameters: zeros, and no update; see `build_sharded` and `classify`.
+        """Create the state of all parameters.
 
-        The groups' key `orthogonal` says which updater is used: that of the class, or of what it does not update.
+        Args:
+            settings: a `titan.optimizer.external.schema.External`, with what was measured.
+            updater: runs the class, of which nothing is known yet.
+            groups: torch's, with the key `orthogonal`: whether the class updates them, else AdamW.
+            names: of the parameters in the whole model.
         """
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        rates = {"lr": settings.peak_lr, "weight_decay": settings.weight_decay}
+        traits, split = Traits.from_document((settings.measured or {})["traits"]), settings.chosen_split
+        updaters = {True: updater._replace(traits=traits, **rates), False: REST._replace(**rates)}
         self.templates: dict[Any, list[Template]] = {}
         self.members: dict[Tensor, Member] = {}
         for group in self.param_groups:
-            chosen, is_main = updaters[group["orthogonal"]], group["orthogonal"]
+            is_main = group["orthogonal"]
             for parameter in group["params"]:
-                is_stack = is_main and (is_stacked or split == "matrices") and parameter.dim() == 3
+                is_stack = is_main and "matrices" in (settings.parameters, split) and parameter.dim() == 3
                 is_local = not is_main or split == "elements"
-                self.members[parameter] = self._create_member(names[parameter], parameter, chosen, is_stack, is_local)
-                self.state[parameter] = self.members[parameter].storage
+                member = self._create_member(names[parameter], parameter, updaters[is_main], is_stack, is_local)
+                self.members[parameter], self.state[parameter] = member, member.storage
 
     def _create_member(self, name: str, parameter: Any, updater: Updater, is_stack: bool, is_local: bool) -> Member:
         sharded = matrix_gather.list_sharded_dimensions(parameter)
@@ -186,27 +199,56 @@ class ShardedOptimizer(torch.optim.Optimizer):
         key = (id(updater), shape, device)
         if key not in self.templates:
             self.templates[key] = probe_templates(updater, shape, device)
-        member = Member(name, parameter, updater, is_stack, is_local, self.templates[key])
-        if is_stack and is_local and isinstance(parameter, DTensor):
-            member.first = matrix_gather.compute_local_slices(parameter)[0].start
-        _create_storage(member)
-        return member
+        return Member(name, parameter, updater, is_stack, is_local, self.templates[key])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient; a collective over the ranks of the meshes of gathered ones."""
-        gathered: dict[DeviceMesh, list[tuple[Member, dict[str, Any]]]] = {}
+        gathered = []
         for group in self.param_groups:
             members = [self.members[p] for p in group["params"] if p.grad is not None]
-            for member in members:
-                if not member.is_local:
-                    gathered.setdefault(member.parameter.device_mesh, []).append((member, group))
-            for updater in {id(member.updater): member.updater for member in members}.values():
-                _update_shards([m for m in members if m.is_local and m.updater is updater], group)
-        for mesh, pairs in gathered.items():
-            pairs.sort(key=lambda pair: -pair[0].parameter.numel())  # so that the owners have equal work
-            for first in range(0, len(pairs), mesh.size()):
-                _update_on_owners(pairs[first : first + mesh.size()], mesh)
+            if local := [member for member in members if member.is_local]:
+                _update_shards(local, group)
+            gathered += [matrix_gather.Item(member.parameter, group) for member in members if not member.is_local]
+        matrix_gather.run_on_owners(gathered, self._gather, self._update_whole, self._spread)
+
+    def _gather(self, item: matrix_gather.Item) -> dict[str, Tensor]:
+        """Return a parameter, its gradient and the tensors of its state, whole, as copies."""
+        parameter, whole = item.parameter, dict[str, Tensor]()
+        for name, tensor in _list_tensors(self.members[parameter]).items():
+            like: Any = parameter if name == GRADIENT else tensor
+            shard = local_tensor(tensor).to(parameter.device_mesh.device_type)
+            whole[name] = matrix_gather.gather_matrix(shard, like, parameter.device_mesh).clone()
+        return whole
+
+    def _update_whole(self, item: matrix_gather.Item, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the whole parameter and state after a step, and the scalars as one float64 vector."""
+        member = self.members[item.parameter]
+        (leaves,) = _step_optimizer([member], [whole], item.group)
+        tensors = {
+            name: torch.stack([values[name] for values in leaves]) if member.is_stack else leaves[0][name].contiguous()
+            for name in member.select(member.updates + 1, "tensor")
+        }
+        scalars = [float(leaves[0][name]) for name in member.select(member.updates + 1, *NUMBERS)]
+        weight = whole[WEIGHT]
+        return {WEIGHT: weight, SCALARS: torch.tensor(scalars, dtype=torch.float64, device=weight.device), **tensors}
+
+    def _spread(
+        self, item: matrix_gather.Item, whole: dict[str, Tensor] | None, broadcast: matrix_gather.Broadcast
+    ) -> None:
+        """Send what the owner has computed to all ranks, each of which keeps its shard."""
+        member, device = self.members[item.parameter], torch.device(item.parameter.device_mesh.device_type)
+        updates = member.updates + 1
+        for name, like in {WEIGHT: item.parameter, **member.select(updates, "tensor")}.items():
+            tensor = whole[name] if whole else torch.empty(like.shape, dtype=like.dtype, device=device)
+            broadcast(tensor)
+            local_tensor(like.detach()).copy_(tensor[member.boxes[like.shape]])
+        names = list(member.select(updates, *NUMBERS))
+        scalars = whole[SCALARS] if whole else torch.empty(len(names), dtype=torch.float64, device=device)
+        if names:
+            broadcast(scalars)
+        values = [0.0] * len(names) if is_fake(scalars) else scalars.tolist()
+        member.store_scalars(dict(zip(names, values, strict=True)))
 
 
 class ShardedOptimizerWithModes(ShardedOptimizer):
@@ -216,7 +258,7 @@ class ShardedOptimizerWithModes(ShardedOptimizer):
         """Return what is evaluated in place of a parameter that its updater computes shard by shard."""
         member = self.members[parameter]
         (state,) = member.build_states(_read_shards(member), 1)
-        if state is None or not member.updater.constructor.has_modes:
+        if state is None or not member.updater.has_modes:
             return parameter.detach().clone()
         evaluated = member.updater.evaluate(local_tensor(parameter), state)
         return wrap_shard(evaluated, parameter, tuple(parameter.shape))
@@ -225,7 +267,7 @@ class ShardedOptimizerWithModes(ShardedOptimizer):
 def _step_optimizer(
     members: Sequence[Member], inputs: Sequence[Mapping[str, Tensor]], group: Mapping[str, Any]
 ) -> list[list[dict[str, Any]]]:
-    """Update weights of members with one updater in place, in one step; return the leaves of each matrix' state.
+    """Update weights of members of a group in place, in one step; return the leaves of each matrix' state.
 
     The inputs are weight, gradient, and the leaves with dimensions.
     """
@@ -237,8 +279,7 @@ def _step_optimizer(
         gradients += member.unbind(values[GRADIENT])
         states += member.build_states(values, len(matrices))
         seeds += [f"{member.name}/{member.first + index}/{member.updates}" for index in range(len(matrices))]
-    rates = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
-    results = iter(members[0].updater.update(weights, gradients, states, rates, seeds))
+    results = iter(members[0].updater.update(weights, gradients, states, group, seeds))
     return [
         [member.collect_leaves(next(results)) for _ in range(count)]
         for member, count in zip(members, counts, strict=True)
@@ -246,12 +287,12 @@ def _step_optimizer(
 
 
 def _update_shards(members: Sequence[Member], group: Mapping[str, Any]) -> None:
-    results = _step_optimizer(members, [_read_shards(member) for member in members], group) if members else []
+    results = _step_optimizer(members, [_read_shards(member) for member in members], group)
     for member, matrices in zip(members, results, strict=True):
-        keys = member.list_keys(member.updates + 1, "tensor")
         member.store_scalars(matrices[0])
-        for name, key in keys.items() if local_tensor(member.parameter).numel() else ():
-            for target, values in zip(member.unbind(local_tensor(member.storage[key])), matrices, strict=True):
+        tensors = member.select(member.updates, "tensor") if local_tensor(member.parameter).numel() else {}
+        for name, stored in tensors.items():
+            for target, values in zip(member.unbind(local_tensor(stored)), matrices, strict=True):
                 if is_fake(target) or values[name].data_ptr() != target.data_ptr():
                     target.copy_(values[name])
 
@@ -261,105 +302,19 @@ def _read_shards(member: Member) -> dict[str, Tensor]:
 
     A rank without a part has zeros of an element, or of a matrix: its numbers, such as a count of steps, advance too.
     """
-    updates, parameter = member.updates, member.parameter
-    sources = {WEIGHT: parameter.detach()} | ({} if parameter.grad is None else {GRADIENT: parameter.grad})
-    sources |= {name: member.storage[key] for name, key in member.list_keys(updates, "tensor").items()}
-    shards = {name: local_tensor(tensor) for name, tensor in sources.items()}
+    shards = {name: local_tensor(tensor) for name, tensor in _list_tensors(member).items()}
     if shards[WEIGHT].numel():
         return shards
-    leaves = member.templates[min(updates, len(member.templates)) - 1].leaves
+    leaves = member.get_template(member.updates).leaves
     extra = (1,) if member.is_stack else ()
     own = (1, *shards[WEIGHT].shape[1:]) if member.is_stack else tuple(max(1, n) for n in shards[WEIGHT].shape)
     return {n: t.new_zeros(own if n in (WEIGHT, GRADIENT) else extra + leaves[n].shape) for n, t in shards.items()}
 
 
-def _update_on_owners(pairs: Sequence[tuple[Member, Mapping[str, Any]]], mesh: DeviceMesh) -> None:
-    """Update whole parameters, at most as many as the mesh has ranks; a collective over its ranks."""
-    matrix_gather.run_on_owners(
-        len(pairs),
-        mesh,
-        lambda number: _gather_member(pairs[number][0], mesh),
-        lambda number, whole: _update_whole(*pairs[number], whole),
-        lambda number, whole, broadcast: _broadcast_member(pairs[number][0], whole or {}, mesh, broadcast),
-    )
-
-
-def _gather_member(member: Member, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Return a parameter, its gradient and the tensors of its state, whole, as copies."""
-    device, parameter = torch.device(mesh.device_type), member.parameter
-    sources = {WEIGHT: (parameter.detach(), parameter), GRADIENT: (parameter.grad, parameter)}
-    for name, key in member.list_keys(member.updates, "tensor").items():
-        sources[name] = (member.storage[key], member.storage[key])
-    return {
-        name: matrix_gather.gather_matrix(local_tensor(tensor).to(device), like, mesh).clone()
-        for name, (tensor, like) in sources.items()
-    }
-
-
-def _update_whole(member: Member, group: Mapping[str, Any], whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the whole parameter and state after a step, and the scalars as one float64 vector."""
-    (leaves,) = _step_optimizer([member], [whole], group)
-    tensors = {
-        name: torch.stack([values[name] for values in leaves]) if member.is_stack else leaves[0][name].contiguous()
-        for name in member.list_keys(member.updates + 1, "tensor")
-    }
-    scalars = [float(leaves[0][name]) for name in member.list_keys(member.updates + 1, *NUMBERS)]
-    weight = whole[WEIGHT]
-    return {WEIGHT: weight, SCALARS: torch.tensor(scalars, dtype=torch.float64, device=weight.device), **tensors}
-
-
-def _broadcast_member(
-    member: Member, whole: Mapping[str, Tensor], mesh: DeviceMesh, broadcast: Callable[[Tensor], None]
-) -> None:
-    """Send what the owner has computed to all ranks, each of which keeps its shard."""
-    device, updates = torch.device(mesh.device_type), member.updates + 1
-    likes = {WEIGHT: (WEIGHT, member.parameter.detach())}
-    likes |= {name: (key, member.storage[key]) for name, key in member.list_keys(updates, "tensor").items()}
-    for name, (key, like) in likes.items():
-        tensor = whole[name] if whole else torch.empty(like.shape, dtype=like.dtype, device=device)
-        broadcast(tensor)
-        local_tensor(like).copy_(tensor[member.boxes[key]])
-    names = list(member.list_keys(updates, *NUMBERS))
-    scalars = whole[SCALARS] if whole else torch.empty(len(names), dtype=torch.float64, device=device)
-    if names:
-        broadcast(scalars)
-    values = [0.0] * len(names) if is_fake(scalars) else scalars.tolist()
-    member.store_scalars(dict(zip(names, values, strict=True)))
-
-
-def _create_storage(member: Member) -> None:
-    """Create the state of a parameter between steps, and the boxes of what is gathered."""
-    parameter = member.parameter
-    likes = {} if member.is_local else {WEIGHT: parameter}
-    member.storage[UPDATES] = torch.zeros((), dtype=torch.float64)
-    for index, template in enumerate(member.templates):
-        for name, leaf in template.leaves.items():
-            if leaf.kind == "constant" or (key := member.name_key(index, name)) in member.storage:
-                continue
-            if leaf.kind == "tensor":
-                member.storage[key] = _create_tensor(member, leaf.shape, leaf.dtype)
-                likes |= {} if member.is_local else {key: member.storage[key]}
-            else:
-                device = "cpu" if leaf.on_host else local_tensor(parameter).device
-                member.storage[key] = torch.zeros((), dtype=leaf.dtype, device=device)
-    member.boxes = {key: matrix_gather.compute_local_slices(like) for key, like in likes.items()}
-
-
-def _create_tensor(member: Member, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros for a leaf of a state, sharded like the parameter where it has the parameter's shape."""
-    parameter = member.parameter
-    whole = (len(parameter), *shape) if member.is_stack else shape
-    if not isinstance(parameter, DTensor):
-        return torch.zeros(whole, dtype=dtype, device=parameter.device)
-    placements: Sequence[Any] = parameter.placements
-    if member.is_local and not member.is_stack and matrix_gather.list_sharded_dimensions(parameter):
-        whole = tuple(parameter.shape)
-    elif whole != tuple(parameter.shape) and not (member.is_local and member.is_stack):
-        sharded = next((i for i, p in enumerate(placements) if not p.is_replicate()), None)
-        placements = [Shard(0) if i == sharded else Replicate() for i in range(len(placements))]
-    sizes, _ = compute_local_shape_and_global_offset(whole, parameter.device_mesh, placements)
-    shard = torch.zeros(tuple(sizes), dtype=dtype, device=local_tensor(parameter).device)
-    return wrap_shard(shard, parameter, whole, placements)
+def _list_tensors(member: Member) -> dict[str, Tensor]:
+    """Return a parameter, its gradient if it has one, and the tensors of its state."""
+    gradient = {} if member.parameter.grad is None else {GRADIENT: member.parameter.grad}
+    return {WEIGHT: member.parameter.detach(), **gradient, **member.select(member.updates, "tensor")}
 
 
 def wrap_shard(shard: Tensor, like: Any, shape: tuple[int, ...], placements: Sequence[Any] | None = None) -> Tensor:

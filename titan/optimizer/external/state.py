@@ -36,30 +36,8 @@ CONSTANTS = (str, type(None), torch.dtype, torch.device)
 """Types of leaves that are no values: they may not change."""
 
 
-class Constructor(NamedTuple):
-    """A class of optimizers, its further arguments, and which of `lr` and `weight_decay` it takes."""
-
-    cls: type[torch.optim.Optimizer]
-    arguments: Mapping[str, Any]
-    takes: frozenset[str]
-
-    def build(self, tensors: Sequence[Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
-        """Return an optimizer of one group of plain tensors, in the mode that trains where the class has two."""
-        passed: dict[str, Any] = {k: v for k, v in (("lr", lr), ("weight_decay", weight_decay)) if k in self.takes}
-        with contextlib.redirect_stdout(io.StringIO()):  # some print a line, and one is built for each step
-            optimizer: Any = self.cls([{"params": list(tensors)}], **passed, **self.arguments)
-        if self.has_modes:
-            optimizer.train()  # it has no state yet that this changes
-        return optimizer  # type: ignore[no-any-return]
-
-    @property
-    def has_modes(self) -> bool:
-        """Whether the class evaluates other weights than it trains, between its methods `eval` and `train`."""
-        return all(callable(getattr(self.cls, name, None)) for name in ("train", "eval"))
-
-
-def load_constructor(path: str, arguments: Mapping[str, Any]) -> Constructor:
-    """Return the constructor of a class; raise ConfigError for what is none, and for arguments that it lacks."""
+def load_updater(path: str, arguments: Mapping[str, Any]) -> Updater:
+    """Return what runs a class; raise ConfigError for what is none, and for arguments that it lacks."""
     cls = _import_class(path)
     parameters = inspect.signature(cls).parameters
     has_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -71,19 +49,15 @@ def load_constructor(path: str, arguments: Mapping[str, Any]) -> Constructor:
         if name not in names and not has_any:
             raise ConfigError(f"optimizer.args: {path} has no argument {name}; it has {', '.join(names)}.")
     takes = frozenset(name for name in RESERVED if name in names or (has_any and name == "lr"))
-    converted = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
-    constructor = Constructor(cls, converted, takes)
-    return _find_passed_decay(constructor) if has_any and "weight_decay" not in takes else constructor
-
-
-def _find_passed_decay(constructor: Constructor) -> Constructor:
-    """Return a constructor that takes weight decay too, where a class hands unnamed arguments on to one that does."""
-    wider, decay = constructor._replace(takes=constructor.takes | {"weight_decay"}), 0.5
-    try:
-        groups = wider.build([torch.nn.Parameter(torch.zeros(2, 2))], 1e-3, decay).param_groups
+    updater = Updater(cls, {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}, takes)
+    if not has_any or "weight_decay" in takes:
+        return updater
+    wider = updater._replace(takes=takes | {"weight_decay"}, weight_decay=0.5)
+    try:  # does it hand unnamed arguments on to a class that takes weight decay?
+        groups = wider.build([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups
     except Exception:  # it has no such argument, or lacks another, which is reported later
-        return constructor
-    return wider if groups[0].get("weight_decay") == decay else constructor
+        return updater
+    return wider if groups[0].get("weight_decay") == wider.weight_decay else updater
 
 
 def _import_class(path: str) -> type[torch.optim.Optimizer]:
@@ -238,13 +212,21 @@ class Traits(NamedTuple):
 class Updater(NamedTuple):
     """Runs steps of an optimizer that is built anew for each, so that nothing but `State` outlives one.
 
-    It is built with the peak learning rate and the weight decay.
+    Attributes:
+        cls: the class of optimizers.
+        arguments: further ones of its constructor.
+        takes: which of `lr` and `weight_decay` it takes.
+        traits: what is known of it.
+        lr: the peak learning rate, with which it is built.
+        weight_decay: with which it is built.
     """
 
-    constructor: Constructor
-    traits: Traits
-    lr: float
-    weight_decay: float
+    cls: type[torch.optim.Optimizer]
+    arguments: Mapping[str, Any]
+    takes: frozenset[str]
+    traits: Traits = Traits()
+    lr: float = 1e-3
+    weight_decay: float = 0.0
 
     def update(
         self,
@@ -259,37 +241,42 @@ class Updater(NamedTuple):
         Args:
             tensors: the weights, or parts of them.
             states: before the step; None: there was none.
-            rates: the learning rate and the weight decay of the step, under the keys of a group.
+            rates: the learning rate and the weight decay of the step, as a group has them.
             seeds: what the random numbers of each tensor are a function of.
         """
         if self.traits.is_single and len(tensors) > 1:
             single = zip(tensors, gradients, states, seeds, strict=True)
             return [self.update([t], [g], [s], rates, [seed])[0] for t, g, s, seed in single]
         parameters = [torch.nn.Parameter(tensor.detach()) for tensor in tensors]
-        optimizer = self.build(parameters, rates)
+        optimizer = self.build(parameters)
         for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
             parameter.grad = gradient
             if state is not None:
                 self._load_numbers(optimizer, state)
                 optimizer.state[parameter] = state["state"]
-        self.step(optimizer, seeds[0])
+        self.step(optimizer, rates, seeds[0])
         for tensor, parameter in zip(tensors, parameters, strict=True):
             if not is_fake(tensor) and parameter.data_ptr() != tensor.data_ptr():  # the data have been replaced
                 tensor.copy_(parameter.detach())
         return [self.read_state(optimizer, parameter) for parameter in parameters]
 
-    def build(self, parameters: Sequence[Tensor], rates: Mapping[str, float]) -> torch.optim.Optimizer:
-        """Return an optimizer of plain parameters, with the rates of a step."""
-        optimizer = self.constructor.build(parameters, self.lr, self.weight_decay)
-        self.set_rates(optimizer, rates)
-        return optimizer
+    @property
+    def has_modes(self) -> bool:
+        """Whether the class evaluates other weights than it trains, between its methods `eval` and `train`."""
+        return all(callable(getattr(self.cls, name, None)) for name in ("train", "eval"))
 
-    def set_rates(self, optimizer: torch.optim.Optimizer, rates: Mapping[str, float]) -> None:
-        """Set the learning rate and the weight decay of a step."""
-        optimizer.param_groups[0].update({k: v for k, v in rates.items() if k in self.constructor.takes})
+    def build(self, tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
+        """Return an optimizer of one group of plain tensors, in the mode that trains where the class has two."""
+        passed: dict[str, Any] = {name: getattr(self, name) for name in HYPERPARAMETERS if name in self.takes}
+        with contextlib.redirect_stdout(io.StringIO()):  # some print a line, and one is built for each step
+            optimizer: Any = self.cls([{"params": list(tensors)}], **passed, **self.arguments)
+        if self.has_modes:
+            optimizer.train()  # it has no state yet that this changes
+        return optimizer  # type: ignore[no-any-return]
 
-    def step(self, optimizer: torch.optim.Optimizer, seed: str) -> None:
-        """Do a step, with random numbers that follow from `seed`."""
+    def step(self, optimizer: torch.optim.Optimizer, rates: Mapping[str, float], seed: str) -> None:
+        """Do a step with a learning rate and a weight decay, and with random numbers that follow from `seed`."""
+        optimizer.param_groups[0].update({name: rates[name] for name in HYPERPARAMETERS if name in self.takes})
         with run_uncompiled(), _seed_randomness(seed) if self.traits.is_random else contextlib.nullcontext():
             optimizer.step()
 
@@ -305,16 +292,15 @@ class Updater(NamedTuple):
 
     def read_state(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> State:
         """Return the state of a parameter of an optimizer with one group."""
-        group = optimizer.param_groups[0]
-        counts = {key: group[key] for key in self.traits.counters if key in group}
-        extras = read_extras(optimizer) if self.traits.extras else {}
-        extra = {key: extras[key] for key in self.traits.extras if key in extras}
-        return {"state": dict(optimizer.state.get(parameter, {})), "group": counts, "extra": extra}
+        keys = {"group": self.traits.counters, "extra": self.traits.extras}
+        numbers = read_numbers(optimizer) if any(keys.values()) else {}
+        chosen = {kind: {n: numbers[kind, n] for n in names if (kind, n) in numbers} for kind, names in keys.items()}
+        return {"state": dict(optimizer.state.get(parameter, {})), **chosen}
 
     def evaluate(self, tensor: Tensor, state: State) -> Tensor:
         """Return what an optimizer with a method `eval` evaluates in place of a plain tensor, a new tensor."""
         parameter = torch.nn.Parameter(tensor.detach().clone())
-        optimizer: Any = self.build([parameter], {})
+        optimizer: Any = self.build([parameter])
         self._load_numbers(optimizer, state)
         optimizer.state[parameter] = state["state"]
         with run_uncompiled():
@@ -336,20 +322,17 @@ def _seed_randomness(seed: str) -> Iterator[None]:
             random.setstate(state)
 
 
-def read_extras(optimizer: torch.optim.Optimizer) -> dict[str, float | int | bool]:
-    """Return the numbers that an optimizer's `state_dict` has beside `state` and `param_groups`, by path."""
+def read_numbers(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], Any]:
+    """Return the numbers beside the state, by kind and name.
+
+    Those of the optimizer's only group but what titan sets ("group"), and what its `state_dict` has beside state and
+    groups ("extra"), by path.
+    """
     document = {k: v for k, v in optimizer.state_dict().items() if k not in ("state", "param_groups")}
-    return {name: value for name, value in flatten_state(document)[0].items() if isinstance(value, (bool, int, float))}
-
-
-def read_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the numbers of an optimizer's only group but those that titan sets."""
-    return {
-        key: float(value)
-        for key, value in optimizer.param_groups[0].items()
-        if key not in HYPERPARAMETERS
-        and (isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim()))
-    }
+    group = {k: v for k, v in optimizer.param_groups[0].items() if k not in HYPERPARAMETERS}
+    values = {("group", k): v for k, v in group.items() if isinstance(v, (int, float, Tensor))}
+    values |= {("extra", k): v for k, v in flatten_state(document)[0].items() if isinstance(v, (int, float))}
+    return {key: v for key, v in values.items() if not isinstance(v, Tensor) or not v.dim()}
 
 
 def probe_templates(
@@ -357,26 +340,25 @@ def probe_templates(
 ) -> list[Template]:
     """Return the templates of a parameter's state after each update until it is settled.
 
-    They are computed without memory for the tensors, where the optimizer allows that.
-
-    With `is_fake_only` whatever a step without memory raises is raised.
+    They are computed without memory for the tensors, where the optimizer allows that; with `is_fake_only` whatever a
+    step without memory raises is raised.
     """
+
+    def probe() -> list[Template]:
+        weight, state = torch.ones(shape, device=device), None
+        rates, templates = {"lr": updater.lr, "weight_decay": updater.weight_decay}, []
+        for step in range(updater.traits.settled):
+            gradient = torch.full(shape, 1e-3 * (step + 1), device=device)
+            (state,) = updater.update([weight], [gradient], [state], rates, ["probe"])
+            templates.append(describe_state(state))
+        return templates
+
     try:
         with FakeTensorMode():
-            return _probe_steps(updater, shape, device)
+            return probe()
     except UnsupportedStateError:
         raise
     except Exception:  # a step that reads values, such as item(), has no fake one
         if is_fake_only:
             raise
-        return _probe_steps(updater, shape, device)
-
-
-def _probe_steps(updater: Updater, shape: tuple[int, ...], device: torch.device) -> list[Template]:
-    weight, state = torch.ones(shape, device=device), None
-    rates, templates = {"lr": updater.lr, "weight_decay": updater.weight_decay}, []
-    for step in range(updater.traits.settled):
-        gradient = torch.full(shape, 1e-3 * (step + 1), device=device)
-        (state,) = updater.update([weight], [gradient], [state], rates, ["probe"])
-        templates.append(describe_state(state))
-    return templates
+        return probe()
