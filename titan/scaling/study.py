@@ -112,7 +112,8 @@ def _study_corpus(table: Table, corpus: str, question: Question) -> CorpusFindin
         )
     fit = fit_law(_put_first(fitted, question.baseline), question.replicates, question.seed)
     baseline, *others = fit.variants
-    place = question.target or _find_largest(fit.table, baseline)
+    rungs = (Target(n, d) for name, n, d in fit.table.group_rungs() if name == baseline)
+    place = question.target or max(rungs, key=lambda t: t.n * t.d)
     speedups = {}
     for name in others:
         flops, hours = (find_ratio(fit.table, baseline, name, cost) for cost in (fit.table.flops, fit.table.hours))
@@ -197,11 +198,6 @@ def _put_first(table: Table, baseline: str | None) -> Table:
         raise ConfigError(f"baseline={baseline}: there is no such variant; there are {', '.join(table.variants)}.")
     order = sorted(range(len(table)), key=lambda k: table.variant[k] != baseline)
     return table.reorder(order)
-
-
-def _find_largest(table: Table, baseline: str) -> Target:
-    """Return the size and length of a variant's largest rung."""
-    return max((Target(n, d) for name, n, d in table.group_rungs() if name == baseline), key=lambda t: t.n * t.d)
 
 
 def _list_rungs(
