@@ -65,13 +65,13 @@ from titan.parallelism.schema import Layout
 from titan.precision.schema import Precision
 from titan.report import comparison, history
 from titan.report.findings import Comparison
-from titan.report.law_findings import LawFindings, collect_findings
 from titan.report.render import law_report
 from titan.report.render.comparison_report import format_csv
 from titan.report.render.sentences import format_answers, format_lead
 from titan.run import certificate, evaluated
 from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
+from titan.scaling.findings import LawFindings
 from titan.sweep import ledger
 from titan.sweep.labels import format_label
 from titan.sweep.ledger import TrialState
@@ -548,8 +548,8 @@ def law(
         "sources": _list_paths(sources), "target": target, "holdout": holdout, "baseline": baseline,
         "embeddings": embeddings, "extrapolate": extrapolate, "replicates": replicates, "seed": seed,
     }  # fmt: skip
-    table, studies = study_sources(settings.build(LawSettings, values))
-    return collect_findings(table, studies, law_report.format_studies(table, studies))
+    findings = study_sources(settings.build(LawSettings, values))
+    return replace(findings, text=law_report.format_text(findings))
 
 
 class LoadedModel(NamedTuple):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,8 @@ from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
-from titan.errors import ConfigError, RunError
-from titan.files.output_files import check_output_files, write_output_file
+from titan.errors import ConfigError
+from titan.files.output_files import check_output_files
 from titan.sweep.schema import parse_margin
 
 if TYPE_CHECKING:
@@ -73,26 +72,22 @@ def _run_comparison(command_line: CommandLine[Settings]) -> int:
     directories = settings.directories
     if settings.margin is not None:
         parse_margin(settings.margin, "margin")
-    _check_directories(directories)
-    files = None if settings.to is None else check_output_files(settings.to, FORMATS)
-
-    from titan.report.comparison import Options, compare  # only now: --help and errors need not wait for numpy
-    from titan.report.render.comparison_report import build_report
-    from titan.report.render.document import format_text
-
-    comparison = compare(directories, Options(settings.baseline, settings.margin, settings.target))
-    width = shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns
-    print(format_text(build_report(comparison), width, _uses_colours()), end="")
-    _write_files(comparison, Path(directories[0]), files, command_line.words)
-    return 0
-
-
-def _check_directories(directories: Sequence[str]) -> None:
-    """Raise ConfigError for a directory that does not exist, before any work."""
     for name in directories:
         if not os.path.isdir(name):  # Path.is_dir raises for a name that is too long
             problem = "is a file, not a directory" if os.path.exists(name) else "there is no such directory"
             raise ConfigError(f"{name}: {problem}; correct the path.")
+    files = None if settings.to is None else check_output_files(settings.to, FORMATS)
+
+    from titan.report.comparison import Options, compare  # only now: --help and errors need not wait for numpy
+    from titan.report.render.comparison_report import build_report
+    from titan.report.render.document import format_text, write_files
+
+    comparison = compare(directories, Options(settings.baseline, settings.margin, settings.target))
+    width = shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns
+    print(format_text(build_report(comparison), width, _uses_colours()), end="")
+    build, words = partial(_format_file, comparison), ["titan.compare", *command_line.words]
+    write_files(files, Path(directories[0]) / PAGE, build, words)
+    return 0
 
 
 def _uses_colours() -> bool:
@@ -100,23 +95,7 @@ def _uses_colours() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _write_files(comparison: Comparison, folder: Path, files: Sequence[Path] | None, words: Sequence[str]) -> None:
-    """Write the files; the default page may fail, as in a directory without write permission."""
-    provenance = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.compare', *words])}"
-    print()
-    for file in [folder / PAGE] if files is None else files:
-        text = _format_file(file.suffix, comparison, provenance)
-        try:
-            write_output_file(file, text, replaces_own=files is None)
-        except RunError as error:
-            if files is not None:
-                raise
-            print(f"{str(error).removeprefix('to=').rstrip('.')}; give another file with to=FILE.")
-        else:
-            print(f"written: {file}")
-
-
-def _format_file(suffix: str, comparison: Comparison, provenance: str) -> str:
+def _format_file(comparison: Comparison, suffix: str, provenance: str) -> str:
     """Return the comparison in the format of a file's suffix."""
     from titan.report.render import comparison_report, document
 

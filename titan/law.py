@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +14,11 @@ from titan.config.command import Command, CommandLine
 from titan.config.optional import advise_extra
 from titan.config.settings import setting
 from titan.console import output
-from titan.errors import ConfigError, RunError
-from titan.files.output_files import check_output_files, write_output_file
+from titan.errors import ConfigError
+from titan.files.output_files import check_output_files
 
 if TYPE_CHECKING:
-    from titan.scaling.ladders import LadderStudy
-    from titan.scaling.study import Study
-    from titan.scaling.table import Table
+    from titan.scaling.findings import LawFindings
 
 PAGE = "law.html"
 FORMATS = (".html", ".csv", ".json")
@@ -70,21 +67,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_law(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     files = None if settings.to is None else check_output_files(settings.to, FORMATS, settings.sources)
-    table, studies = study_sources(settings)
+    findings = study_sources(settings)
 
     from titan.report.render import law_report
+    from titan.report.render.document import write_files
     from titan.scaling.fit import LEVEL
     from titan.sweep import predictions
 
-    print(law_report.format_studies(table, studies), end="")
+    print(law_report.format_text(findings), end="")
     if (record := predictions.read_record(LEVEL)).scored:
         print(f"\n{record.describe()}")
-    _write_files(table, studies, settings.sources[0], files, command_line.words)
+    if files != ():
+        source, words = Path(settings.sources[0]), ["titan.law", *command_line.words]
+        page = (source if os.path.isdir(source) else source.parent) / PAGE
+        write_files(files, page, partial(_format_file, findings), words, f", or {advise_extra('compare')}")
     return 0
 
 
-def study_sources(settings: Settings) -> tuple[Table, list[Study | LadderStudy]]:
-    """Return the table of some runs and what it shows, for each corpus.
+def study_sources(settings: Settings) -> LawFindings:
+    """Return what some runs show, for each corpus.
 
     Raises:
         ConfigError: where a source or a target is no such thing, and where the runs can't determine a law.
@@ -112,7 +113,7 @@ def study_sources(settings: Settings) -> tuple[Table, list[Study | LadderStudy]]
     embeddings = settings.embeddings
     table = read_runs(settings.sources, embeddings) if is_folder else read_csv(settings.sources[0], embeddings)
     question = Question(target, holdout, settings.baseline, settings.extrapolate, settings.replicates, settings.seed)
-    return table, study_table(table, question)
+    return study_table(table, question)
 
 
 def _parse_count(typed: str, text: str) -> float:
@@ -125,42 +126,13 @@ def _parse_count(typed: str, text: str) -> float:
     return value
 
 
-def _write_files(
-    table: Table,
-    studies: Sequence[Study | LadderStudy],
-    source: str,
-    files: Sequence[Path] | None,
-    words: Sequence[str],
-) -> None:
-    """Write the files; the default page may fail, as without jinja2 or permission."""
-    if files == ():
-        return
-    made = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.law', *words])}"
-    folder = Path(source) if os.path.isdir(source) else Path(source).parent
-    print()
-    for file in [folder / PAGE] if files is None else files:
-        try:
-            write_output_file(file, _format_file(file.suffix, table, studies, made), replaces_own=files is None)
-        except (RunError, ImportError) as error:
-            if files is not None and isinstance(error, RunError):
-                raise
-            reason = (
-                str(error).removeprefix("to=").rstrip(".") if isinstance(error, RunError) else "no page: needs jinja2"
-            )
-            print(f"{reason}; give another file with to=FILE, or {advise_extra('compare')}.")
-        else:
-            print(f"written: {file}")
-
-
-def _format_file(suffix: str, table: Table, studies: Sequence[Study | LadderStudy], made: str) -> str:
+def _format_file(findings: LawFindings, suffix: str, made: str) -> str:
     """Return what runs show in the format of a file's suffix."""
-    from titan.report.law_findings import collect_findings
     from titan.report.render import law_report
 
     if suffix == ".html":
-        return law_report.render_page(table, studies, made)
-    write = law_report.format_csv if suffix == ".csv" else law_report.format_json
-    return write(collect_findings(table, studies))
+        return law_report.render_page(findings, made)
+    return law_report.format_csv(findings) if suffix == ".csv" else law_report.format_json(findings)
 
 
 def cli() -> None:

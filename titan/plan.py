@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -102,7 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_planning(command_line: CommandLine[Settings]) -> int:
     settings, words = command_line.settings, command_line.words
     _check_settings(settings.plan)
-    files = _check_files(settings)
+    files = check_output_files(settings.to, FORMATS)
+    for file in files:
+        if file.suffix == ".html" and importlib.util.find_spec("jinja2") is None:
+            raise ConfigError(f"to={file}: needs jinja2, which is not installed: {advise_extra('compare')}.")
     provenance = f"{datetime.now():%Y-%m-%d %H:%M}: {redact(shlex.join(['python', '-m', 'titan.plan', *words]))}"
     typed = tuple(map(redact, command_line.overrides))
     return plan_command(
@@ -123,14 +126,6 @@ def _check_settings(settings: PlanSettings) -> None:
         )
 
 
-def _check_files(settings: Settings) -> tuple[Path, ...]:
-    files = check_output_files(settings.to, FORMATS)
-    for file in files:
-        if file.suffix == ".html" and importlib.util.find_spec("jinja2") is None:
-            raise ConfigError(f"to={file}: needs jinja2, which is not installed: {advise_extra('compare')}.")
-    return files
-
-
 def _plan_run(
     run: Run, settings: PlanSettings, files: Sequence[Path], overrides: tuple[str, ...], provenance: str
 ) -> int:
@@ -144,27 +139,20 @@ def _plan_run(
         warn_of_small_work(planned_run, planned=True)
     planned = _build_plan(planned_run)
     traced = _trace_step(planned_run, settings) if settings.trace else None
+    place = planned_run.layout, planned_run.microbatches
     outcome = PlanOutcome(
         planned_run,
         planned,
-        search.find_best_changes(
-            planned_run,
-            planned_run.layout,
-            planned_run.microbatches,
-            planned_run.machine,
-            accepts=partial(_is_accepted, planned_run),
-        ),
+        search.find_best_changes(planned_run, *place, planned_run.machine, accepts=partial(_is_accepted, planned_run)),
         search_result,
         overrides,
         traced,
         run if run.is_layout_open else None,
         _trace_results(planned_run, traced, search_result, settings) if traced and search_result else (),
-        fit.compute_saved_gib(planned_run, planned_run.layout, planned_run.microbatches, planned_run.machine.device),
+        fit.compute_saved_gib(planned_run, *place, planned_run.machine.device),
     )
     print(plan_text.format_plan(outcome), end="")
-    _write_files(
-        files, {".json": lambda: plan_text.build_plan_data(outcome), ".html": lambda: _render_page(outcome, provenance)}
-    )
+    _write_files(files, lambda: plan_text.build_plan_data(outcome), lambda: _render_page(outcome, provenance))
     return 0
 
 
@@ -206,13 +194,8 @@ def _plan_trials(trials: Sequence[Trial], settings: PlanSettings, files: Sequenc
     print(plan_text.format_grid(labels, plans), end="")
     for line in _describe_power(trials, plans, effect, settings.noise):
         print(line)
-    _write_files(
-        files,
-        {
-            ".json": lambda: plan_text.build_grid_data(labels, plans),
-            ".html": lambda: _render_sweep_page(labels, plans, provenance),
-        },
-    )
+    data = partial(plan_text.build_grid_data, labels, plans)
+    _write_files(files, data, lambda: _render_grid_page(labels, plans, provenance))
     return [0] * len(trials)
 
 
@@ -271,7 +254,7 @@ def _render_page(outcome: PlanOutcome, provenance: str) -> str:
     return render_page(outcome, rank, steps, provenance)
 
 
-def _render_sweep_page(labels: Sequence[str], plans: Sequence[estimate.Plan], provenance: str) -> str:
+def _render_grid_page(labels: Sequence[str], plans: Sequence[estimate.Plan], provenance: str) -> str:
     from titan.report.render.plan_page import render_grid_page
 
     return render_grid_page(labels, plans, provenance)
@@ -293,10 +276,10 @@ def _resolve_candidate(run: Run, candidate: LayoutCandidate) -> Run:
     return replace(resolved, compile_why=run.compile_why, overrides=run.overrides, options=run.options)
 
 
-def _write_files(files: Sequence[Path], contents: Mapping[str, Callable[[], Any]]) -> None:
-    """Write each file with what its format takes: text, or plain data as JSON."""
+def _write_files(files: Sequence[Path], build_data: Callable[[], Any], render: Callable[[], str]) -> None:
+    """Write each file with what its format takes: a page, or plain data as JSON."""
     for file in files:
-        write_output_file(file, contents[file.suffix]())
+        write_output_file(file, render() if file.suffix == ".html" else build_data())
         print(f"written: {file}")
 
 

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,36 @@ from titan.report.law_runs import read_runs
 from titan.report.render import law_report
 
 FEW = "replicates=100"
+RunLaw = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_law(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLaw:
+    """Return what fits a law in a folder of its own, and returns stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, code: int = 0) -> tuple[str, str]:
+        assert law.main([*words, FEW]) == code
+        return tuple(capsys.readouterr())  # type: ignore[return-value]
+
+    return run
+
+
+@pytest.fixture
+def table(run_law: RunLaw, tmp_path: Path) -> Path:
     """A folder with a table of two variants, of which b needs 0.8 of a's tokens."""
     runs = make_table((chinchilla, thrifty(0.8)), seed_sd=0.003)
     rows = zip(runs.variant, runs.n, runs.d, runs.loss, strict=True)
     (tmp_path / "runs.csv").write_text(
         "variant,N,D,loss\n" + "".join(f"{v},{n:.0f},{d:.0f},{loss:.4f}\n" for v, n, d, loss in rows)
     )
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.full
-def test_a_table_gives_a_law_a_prediction_and_a_page(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert law.main(["runs.csv", "target=160M,3.2B", FEW]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    shown = "\n".join(lines)
+def test_a_table_gives_a_law_a_prediction_and_a_page(table: Path, run_law: RunLaw) -> None:
+    shown, _ = run_law("runs.csv", "target=160M,3.2B")
+    lines = shown.splitlines()
     assert "columns: N from 'N', D from 'D', loss from 'loss', variant from 'variant'." in lines
     assert "38 runs on 38 rungs: N 10M to 160M, D 50M to 51.2B; 2 runs not fitted" in lines
     assert "variants share E, a and b: not rejected at 0.05 by the likelihood-ratio test (F(3, 28)" in shown
@@ -51,11 +62,8 @@ def test_a_table_gives_a_law_a_prediction_and_a_page(table: Path, capsys: pytest
     assert page.count('class="true"') == 2 * 2 and "Profile of the floor" in page and "law.html" not in page
 
 
-def test_variants_in_other_proportions_are_compared_by_compute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variants_in_other_proportions_are_compared_by_compute(tmp_path: Path, run_law: RunLaw) -> None:
     """By FLOPs where the table has them: those of b are 10 per parameter and token here, those of a 5."""
-    monkeypatch.chdir(tmp_path)
     rows = [
         (name, n, ratio * n, factor * ratio * n * n, 1.7 + 1.5 * (ahead * factor * ratio * n * n / 1e18) ** -0.15)
         for name, ratio, factor, ahead in (("a", 20, 5, 1), ("<b>", 60, 10, 3))
@@ -64,12 +72,10 @@ def test_variants_in_other_proportions_are_compared_by_compute(
     (tmp_path / "runs.csv").write_text(
         "variant,N,D,flops,loss\n" + "".join(f"{v},{n},{d},{flops},{loss:.6f}\n" for v, n, d, flops, loss in rows)
     )
-    assert law.main(["runs.csv"]) == 0
-    shown = capsys.readouterr().out
+    shown, _ = run_law("runs.csv", "to=[law.html,law.json,law.csv]")
     assert "compared by compute: FLOPs of a divided by those of the variant with the same loss" in shown
     assert "(the lowest that both reach): factor 3.0" in shown
     assert "(the lowest of all, beyond the rungs of one): factor 3.0" in shown
-    assert law.main(["runs.csv", "to=[law.html,law.json,law.csv]"]) == 0
     (corpus,) = json.loads((tmp_path / "law.json").read_text())["corpora"]
     assert [f["factor"] for f in corpus["factors"]["<b>"]] == pytest.approx([3, 3], rel=0.01) and corpus["laws"] == []
     rows = list(csv.DictReader(io.StringIO((tmp_path / "law.csv").read_text())))
@@ -77,8 +83,7 @@ def test_variants_in_other_proportions_are_compared_by_compute(
     page = (tmp_path / "law.html").read_text()
     assert "Variants are compared by compute, without a law." in page and "&lt;b&gt; against a" in page
     (tmp_path / "runs.csv").write_text("variant,N,D,flops,loss\na,1e7,2e8,3,2.5\n")
-    assert law.main(["runs.csv"]) == 2
-    assert "flops=3 in line 2 is less than one per parameter and token" in capsys.readouterr().err
+    assert "flops=3 in line 2 is less than one per parameter and token" in run_law("runs.csv", code=2)[1]
 
 
 FIGURE = re.compile(r"(?<![\w.<>])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:(?=[kMBT]\b)\w| ?%)?")
@@ -123,9 +128,8 @@ def find_missing_figures(shown: str, content: Any) -> list[str]:
 @pytest.mark.parametrize(
     "words", [["target=160M,3.2B"], full(["holdout=100M", "baseline=b"])], ids=["target", "holdout"]
 )
-def test_json_has_every_figure_of_the_screen(words: list[str], table: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert law.main(["runs.csv", *words, FEW, "to=[a.json,a.csv]"]) == 0
-    shown = capsys.readouterr().out.partition("\nwritten")[0]
+def test_json_has_every_figure_of_the_screen(words: list[str], table: Path, run_law: RunLaw) -> None:
+    shown = run_law("runs.csv", *words, "to=[a.json,a.csv]")[0].partition("\nwritten")[0]
     content = json.loads((table / "a.json").read_text())
     assert content["format"] == law_report.FORMAT and len(FIGURE.findall(shown)) > 60
     assert find_missing_figures(shown, content) == []
@@ -136,8 +140,8 @@ def test_json_has_every_figure_of_the_screen(words: list[str], table: Path, caps
 
 
 @pytest.mark.full
-def test_csv_has_a_row_per_rung_and_documented_columns(table: Path) -> None:
-    assert law.main(["runs.csv", "target=160M,3.2B", FEW, "to=a.csv"]) == 0
+def test_csv_has_a_row_per_rung_and_documented_columns(table: Path, run_law: RunLaw) -> None:
+    run_law("runs.csv", "target=160M,3.2B", "to=a.csv")
     rows = list(csv.DictReader(io.StringIO((table / "a.csv").read_text())))
     assert tuple(rows[0]) == law_report.COLUMNS and len(rows) == 40
     documented = (Path(__file__).parents[2] / "docs/laws.md").read_text()
@@ -150,12 +154,12 @@ def test_csv_has_a_row_per_rung_and_documented_columns(table: Path) -> None:
     assert all(float(row["flops_low"]) <= float(row["flops"]) <= float(row["flops_high"]) for row in with_speedup)
 
 
-def test_names_in_a_table_are_escaped(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_in_a_table_are_escaped(table: Path, run_law: RunLaw) -> None:
     text = (table / "runs.csv").read_text().replace("b,", "<script>\x1b[31m,")
     (table / "runs.csv").write_text(text)
-    assert law.main(["runs.csv", FEW, "to=[law.html,a.csv]"]) == 0
+    out, _ = run_law("runs.csv", "to=[law.html,a.csv]")
     page = (table / "law.html").read_text()
-    assert not any("\x1b" in shown for shown in (capsys.readouterr().out, page, (table / "a.csv").read_text()))
+    assert not any("\x1b" in shown for shown in (out, page, (table / "a.csv").read_text()))
     assert "<script" not in page and "&lt;script&gt;" in page
 
 
@@ -176,19 +180,17 @@ def test_names_in_a_table_are_escaped(table: Path, capsys: pytest.CaptureFixture
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_rejected(words: list[str], sentence: str, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert law.main([*words, FEW]) == 2
-    screen = capsys.readouterr()
-    assert sentence in screen.err and screen.err.count("\n") == 1 and "L =" not in screen.out
+def test_what_is_rejected(words: list[str], sentence: str, table: Path, run_law: RunLaw) -> None:
+    out, error = run_law(*words, code=2)
+    assert sentence in error and error.count("\n") == 1 and "L =" not in out
 
 
 @pytest.mark.full
-def test_corpora_have_laws_of_their_own(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_corpora_have_laws_of_their_own(table: Path, run_law: RunLaw) -> None:
     lines = (table / "runs.csv").read_text().splitlines()
     rows = [f"{row},{'c4' if row.startswith('a') else 'pile'}" for row in lines[1:]]
     (table / "runs.csv").write_text("\n".join([f"{lines[0]},corpus", *rows]))
-    assert law.main(["runs.csv", FEW, "to=[]"]) == 0
-    shown = capsys.readouterr().out
+    shown, _ = run_law("runs.csv", "to=[]")
     assert "2 corpora, each with a separate law" in shown and "corpus c4\n" in shown and "reaches" not in shown
 
 
@@ -254,13 +256,10 @@ def test_settings_that_each_shape_of_a_model_has_name_no_variant(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_a_law_of_runs(
-    ladder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_law_of_runs(ladder: Path, run_law: RunLaw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "titan").mkdir()
     (tmp_path / "titan/predictions.jsonl").write_text('{"digest": "a", "level": 0.9, "inside": true}\n')
-    assert law.main([str(ladder), FEW]) == 0
-    shown = capsys.readouterr().out
+    shown, _ = run_law(str(ladder))
     assert "your predictions so far: 1 of 1 inside 90 %" in shown
     assert "12 runs on 12 rungs" in shown and f"written: {ladder}/law.html" in shown

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.measure.published_tables import FigureCheck, read_table
-from titan.scaling.ladders import ComputeFactor, LadderStudy
+from titan.scaling.findings import ComputeFactor
 from titan.scaling.study import Question, study_table
 from titan.scaling.table import read_csv
 
@@ -23,8 +23,7 @@ def compare() -> ComputeFactor:
         path = Path(folder) / "marin.csv"
         with path.open("w", newline="") as file:
             csv.writer(file).writerows([rows[0].keys(), *(row.values() for row in rows)])
-        (study,) = study_table(read_csv(path), Question())
-    assert isinstance(study, LadderStudy)
+        (study,) = study_table(read_csv(path), Question()).corpora
     return study.factors["moe"][-1]
 
 

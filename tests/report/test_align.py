@@ -229,12 +229,6 @@ def test_a_label_of_sampled_numbers_names_the_baseline(tmp_path: Path) -> None:
         assert rank.find_baselines(found, f"optimizer.lr={rate}", {}) == [index]
 
 
-@pytest.mark.full
-def test_labels_of_close_numbers_keep_the_digits_that_distinguish_them(tmp_path: Path) -> None:
-    found = groups(tmp_path, (S, ("optimizer.lr=0.00012345678",)), (S, ("optimizer.lr=0.00012345679",)))
-    assert [group.label for group in found] == ["lr=0.00012345678", "lr=0.00012345679"]
-
-
 @pytest.mark.parametrize(
     ("rates", "labels"),
     [
@@ -242,6 +236,7 @@ def test_labels_of_close_numbers_keep_the_digits_that_distinguish_them(tmp_path:
             ("0.000123456789", "0.000123451234"), ["lr=0.00012346", "lr=0.00012345"], id="one-digit-more-than-usual"
         ),
         pytest.param(("3e-05", "3.0000000000000004e-05"), ["lr=3e-5", "lr=3.0000000000000004e-5"], id="rounding-error"),
+        full(("0.00012345678", "0.00012345679"), ["lr=0.00012345678", "lr=0.00012345679"], id="all-digits"),
     ],
 )
 def test_variants_of_close_sampled_numbers_have_different_labels(

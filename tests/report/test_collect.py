@@ -131,7 +131,7 @@ def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) ->
         ("parallelism=cp", "planned", "not started"),
         ("parallelism=ddp", "failed", "no such partition"),
     ]
-    assert found.sweeps == ((tmp_path, SweepSpec(question="?")),)
+    assert found.sweeps == {tmp_path: SweepSpec(question="?")}
 
 
 def test_a_sweep_of_which_nothing_has_begun_is_no_mistake(tmp_path: Path) -> None:

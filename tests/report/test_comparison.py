@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.made_runs import H200, Story, StoryAttempt, make_run, make_sweep
+from tests.support.made_runs import H200, Story, StoryAttempt, make_run, make_sweep, write_failure
 from tests.support.shown_report import show_markdown, show_text
 from titan.errors import ConfigError
 from titan.report.comparison import Options, compare
@@ -81,8 +81,7 @@ def test_a_speed_of_few_steps_has_no_interval(tmp_path: Path) -> None:
 def test_failures_are_listed_with_reasons(tmp_path: Path) -> None:
     make_run(tmp_path / "good", S, SINGLE)
     bad = make_run(tmp_path / "bad", replace(S, attempts=(StoryAttempt(0, 20),)), FSDP)
-    (bad / "log").mkdir()
-    (bad / "log/launcher.log").write_text("2030-01-01T00:00:00+00:00 out of memory in model=x\n")
+    write_failure(bad, "out of memory in model=x")
     none = make_run(tmp_path / "none", replace(S, attempts=(StoryAttempt(0, 1),)), "memory=full")
     (none / "metrics.jsonl").unlink()
     found = compare([tmp_path])

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.made_runs import Story, StoryAttempt, make_run
+from tests.support.made_runs import Story, StoryAttempt, compare_made, make_run, read_lines, write_lines
 from tests.support.made_weights import write_checkpoint
-from titan.report.comparison import Options, compare
+from titan.report.comparison import compare
 from titan.report.equivalence import ANSWER_WORDS
 from titan.report.findings import Learning
 
@@ -23,11 +23,8 @@ S = Story()
 def learning(
     tmp_path: Path, baseline: list[Story], variant: list[Story], *overrides: str, margin: float = 0.02
 ) -> Learning:
-    for index, story in enumerate(baseline):
-        make_run(tmp_path / "runs" / f"a{index}", story, SINGLE, *overrides)
-    for index, story in enumerate(variant):
-        make_run(tmp_path / "runs" / f"b{index}", story, FSDP, *overrides)
-    found = compare([tmp_path / "runs"], Options(margin=margin))
+    variants = (baseline, (SINGLE, *overrides)), (variant, (FSDP, *overrides))
+    found = compare_made(tmp_path / "runs", *variants, margin=margin)
     assert [variant.label for variant in found.variants] == [SINGLE, FSDP] and found.variants[0].learning is None
     assert found.variants[1].learning is not None and not found.variants[1].quality
     return found.variants[1].learning
@@ -117,10 +114,8 @@ def test_losses_that_have_not_changed_show_nothing(change: float, answer: str, t
 
 
 def write_losses(run: Path, losses: Sequence[float]) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     by_step = dict(enumerate(losses, 1))
-    lines = [line | ({"loss": by_step[line["step"]]} if "loss" in line else {}) for line in lines]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run, [line | ({"loss": by_step[line["step"]]} if "loss" in line else {}) for line in read_lines(run)])
 
 
 COMMANDS = [
@@ -195,9 +190,9 @@ def test_repeats_make_pairs(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_on_one_side_is_a_difference(tmp_path: Path) -> None:
     make_run(tmp_path / "a", S, SINGLE)
-    lines = (make_run(tmp_path / "b", S, FSDP) / "metrics.jsonl").read_text().splitlines()
-    lines[1] = json.dumps(json.loads(lines[1]) | {"loss": None})
-    (tmp_path / "b/metrics.jsonl").write_text("\n".join(lines))
+    lines = read_lines(make_run(tmp_path / "b", S, FSDP))
+    lines[1]["loss"] = None
+    write_lines(tmp_path / "b", lines)
     found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == "no" and "differs by inf" in found.text
 
@@ -206,8 +201,7 @@ def test_without_validation_the_end_of_training_is_compared(tmp_path: Path) -> N
     for name, layout, off in (("a", SINGLE, 0.0), ("b", FSDP, 0.001)):
         for seed in range(2):
             run = make_run(tmp_path / f"{name}{seed}", replace(S, seed=seed, off=off * (1 + seed / 9)), layout)
-            lines = [x for x in (run / "metrics.jsonl").read_text().splitlines() if "validation_loss" not in x]
-            (run / "metrics.jsonl").write_text("\n".join(lines))
+            write_lines(run, [line for line in read_lines(run) if "validation_loss" not in line])
             (run / "result.json").write_text(json.dumps({"finished": True, "step": 40, "attempt": 1}))
     found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == "yes" and "final training loss" in found.text
@@ -215,8 +209,6 @@ def test_without_validation_the_end_of_training_is_compared(tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_other_validation_rows_are_not_compared(tmp_path: Path) -> None:
-    for seed in range(2):
-        make_run(tmp_path / f"a{seed}", replace(S, seed=seed))
-        make_run(tmp_path / f"b{seed}", replace(S, seed=seed, off=1e-3 + 1e-4 * seed), "evaluation.tokens=512")
-    found = compare([tmp_path]).variants[1].learning
+    variants = (seeds(0, 0), ()), (seeds(1e-3, 1.1e-3), ("evaluation.tokens=512",))
+    found = compare_made(tmp_path, *variants).variants[1].learning
     assert found is not None and found.answer == "yes" and "final training loss" in found.text

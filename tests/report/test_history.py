@@ -130,10 +130,7 @@ def test_both_conventions_of_mfu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "kind"),
-    [
-        pytest.param((), "Llama", id="llama"),
-        pytest.param(("model=qwen3_debug", "model.vocab=64"), "Qwen3", id="qwen3"),
-    ],
+    [pytest.param((), "Llama", id="llama"), pytest.param(("model=qwen3_debug", "model.vocab=64"), "Qwen3", id="qwen3")],
 )
 def test_flops_are_of_the_models_own_class(overrides: tuple[str, ...], kind: str, tmp_path: Path) -> None:
     model = read(tmp_path / "run", Story(), *overrides).model

@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support import shown_report
-from tests.support.made_runs import Story, StoryAttempt, make_run, make_sweep, read_lines, write_lines
-from tests.support.shown_report import show_text
+from tests.support.made_runs import (
+    Story,
+    StoryAttempt,
+    compare_made,
+    make_run,
+    make_seeds,
+    make_sweep,
+    read_lines,
+    write_failure,
+    write_lines,
+)
+from tests.support.shown_report import make_comparison, make_quality, make_variant, show_text
 from titan.metrics import svg
 from titan.report.collect import collect_runs
 from titan.report.comparison import Options, compare
@@ -40,11 +49,7 @@ def rewritten(run: Path, number: int, **changes: Any) -> Path:
 
 
 def held(tmp_path: Path, stories: Sequence[Story], *overrides: str, against: Sequence[Story] = (S,)) -> Variant:
-    for index, story in enumerate(against):
-        make_run(tmp_path / f"a{index}", story)
-    for index, story in enumerate(stories):
-        make_run(tmp_path / f"b{index}", story, *overrides)
-    return compare([tmp_path]).variants[1]
+    return compare_made(tmp_path, (against, ()), (stories, overrides)).variants[1]
 
 
 def test_runs_done_twice_are_one_pair(tmp_path: Path) -> None:
@@ -115,8 +120,7 @@ def test_a_failed_run_never_comes_to_the_target(tmp_path: Path) -> None:
     make_run(tmp_path / "a", replace(S, level=2.0))
     for seed in (1, 2):
         failed = make_run(tmp_path / f"b{seed}", replace(S, seed=seed, level=4.0, attempts=(StoryAttempt(0, 10),)))
-        (failed / "log").mkdir()
-        (failed / "log/launcher.log").write_text("2030-01-01T00:00:00+00:00 steps in a row without finite values\n")
+        write_failure(failed, "steps in a row without finite values")
     reached = compare([tmp_path], Options(target=2.3)).variants[0].reached
     assert reached is not None and (reached.reached, reached.runs, reached.median_tokens) == (1, 3, None)
 
@@ -135,31 +139,21 @@ def test_few_runs_are_neither_faster_nor_slower(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_as_many_seeds_as_are_said_to_decide_hold_after_holms_correction(tmp_path: Path) -> None:
-    for seed, level in enumerate((0.0, 0.02, -0.01, 0.01)):
-        make_run(tmp_path / f"a{seed}", replace(S, seed=seed, level=3 + level))
-    for variant in (2, 3, 4, 5):
-        for seed, level in enumerate((-0.045, 0.002, -0.05, -0.01)):
-            make_run(
-                tmp_path / f"b{variant}{seed}",
-                replace(S, seed=seed, level=3 + level),
-                f"optimizer.weight_decay=0.{variant}",
-            )
-    found = compare([tmp_path]).variants[1].quality[0]
+    near = make_seeds(-0.045, 0.002, -0.05, -0.01)
+    others = [(near, (f"optimizer.weight_decay=0.{variant}",)) for variant in (2, 3, 4, 5)]
+    found = compare_made(tmp_path, (make_seeds(0.0, 0.02, -0.01, 0.01), ()), *others).variants[1].quality[0]
     assert found.answer == "undecided" and found.p is not None and found.p < 0.05
     assert found.needed is not None and found.needed > found.pairs
 
 
 @pytest.mark.full
 def test_the_variant_that_others_are_compared_with_is_the_baseline(tmp_path: Path) -> None:
-    for letter, level, more in (
-        ("a", 3.3, ("optimizer.lr=1e-3",)),
-        ("b", 3.1, ("optimizer.lr=3e-3",)),
-        ("c", 3.3, ("optimizer.lr=1e-3", FSDP)),
-        ("d", 3.0, ("optimizer.lr=1e-3", "optimizer.weight_decay=0.2")),
-    ):
-        for seed in range(2):
-            make_run(tmp_path / f"{letter}{seed}", replace(S, seed=seed, level=level + seed / 1000), *more)
-    base, *others = compare([tmp_path]).variants
+    variants = (
+        (0.3, ("optimizer.lr=1e-3",)), (0.1, ("optimizer.lr=3e-3",)), (0.3, ("optimizer.lr=1e-3", FSDP)),
+        (0.0, ("optimizer.lr=1e-3", "optimizer.weight_decay=0.2")),
+    )  # fmt: skip
+    made = [(make_seeds(level, level + 0.001), overrides) for level, overrides in variants]
+    base, *others = compare_made(tmp_path, *made).variants
     assert base.label == "parallelism=single lr=0.003 weight_decay=0.1" and base.baseline and base.tried == 2
     named = {variant.label: variant for variant in others}
     (layout,) = [variant for label, variant in named.items() if "fsdp" in label]
@@ -173,15 +167,9 @@ def test_the_variant_that_others_are_compared_with_is_the_baseline(tmp_path: Pat
 
 @pytest.mark.full
 def test_of_learning_rates_that_have_not_come_to_an_end_none_is_best(tmp_path: Path) -> None:
-    make_run(tmp_path / "a", S)
-    for rate in ("1e-3", "1e9"):
-        make_run(
-            tmp_path / f"b{rate}",
-            replace(S, attempts=(StoryAttempt(0, 20),)),
-            f"optimizer.lr={rate}",
-            "training.bad_steps=2",
-        )
-    variants = compare([tmp_path]).variants
+    half, bad = [replace(S, attempts=(StoryAttempt(0, 20),))], "training.bad_steps=2"
+    others = [(half, (f"optimizer.lr={rate}", bad)) for rate in ("1e-3", "1e9")]
+    variants = compare_made(tmp_path, ([S], ()), *others).variants
     assert all("none of its 2 learning rates has a finished run" in variant.notes for variant in variants[1:])
     assert all(variant.quality for variant in variants[1:])
 
@@ -238,16 +226,12 @@ def test_a_single_validation_is_seen() -> None:
 
 def test_better_variants_were_not_compared_with_each_other() -> None:
     variants = [
-        shown_report.make_variant(
-            f"x={number}",
-            quality=(replace(shown_report.make_quality(difference=by), measure=measure),),
-            same_science=False,
+        make_variant(
+            f"x={number}", quality=(replace(make_quality(difference=by), measure=measure),), same_science=False
         )
         for number, (by, measure) in enumerate([(-0.2, "bits per byte"), (-0.1, "bits per byte")])
     ]
-    told = " ".join(
-        sentences.format_lead(shown_report.make_comparison(shown_report.make_variant("base", baseline=True), *variants))
-    )
+    told = " ".join(sentences.format_lead(make_comparison(make_variant("base", baseline=True), *variants)))
     assert told.startswith("Best so far: x=0, bits per byte ")
     assert told.endswith("The better variants were not compared with each other.")
 

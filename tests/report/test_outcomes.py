@@ -11,11 +11,21 @@ from typing import Any
 
 import pytest
 
-from tests.support.made_runs import Story, StoryAttempt, make_run, make_sweep, read_lines, write_lines
+from tests.support.made_runs import (
+    Story,
+    StoryAttempt,
+    compare_made,
+    make_run,
+    make_seeds,
+    make_sweep,
+    read_lines,
+    write_failure,
+    write_lines,
+)
 from tests.support.shown_report import show_text
 from tests.support.tiers import full
 from titan.report import rank
-from titan.report.comparison import Options, compare
+from titan.report.comparison import compare
 from titan.report.findings import Comparison, Outcomes, Variant
 from titan.report.render import sentences
 from titan.report.render.curves import draw_settings
@@ -30,22 +40,12 @@ Seeds = Sequence[float | None]
 """The level of each seed above the story's; None where it diverges."""
 
 
-def seeds(levels: Seeds, story: Story = S) -> list[Story]:
-    return [
-        replace(story, seed=seed, bad=20) if level is None else replace(story, seed=seed, level=story.level + level)
-        for seed, level in enumerate(levels)
-    ]
-
-
-def grid(folder: Path, *variants: tuple[Sequence[Story], tuple[str, ...]], **options: Any) -> Comparison:
-    for letter, (stories, overrides) in zip("abcdef", variants, strict=False):
-        for index, story in enumerate(stories):
-            make_run(folder / f"{letter}{index}", story, *overrides)
-    return compare([folder], Options(**options))
+def tell(found: Comparison) -> str:
+    return " ".join(sentences.format_lead(found))
 
 
 def against(folder: Path, variant: Seeds, baseline: Seeds = NOISE) -> tuple[Comparison, Variant]:
-    found = grid(folder, (seeds(baseline), ()), (seeds(variant), (WD,)))
+    found = compare_made(folder, (make_seeds(*baseline), ()), (make_seeds(*variant), (WD,)))
     return found, found.variants[1]
 
 
@@ -83,7 +83,7 @@ def test_divergence_is_an_outcome(
 @pytest.mark.full
 def test_the_first_sentence_and_the_table_say_what_the_means_do_not(tmp_path: Path) -> None:
     found, judged = against(tmp_path, (-0.1, None, -0.101, -0.099, None, -0.098))
-    lead = " ".join(sentences.format_lead(found))
+    lead = tell(found)
     assert lead.startswith(
         "Best so far: the baseline, weight_decay=0.1, validation loss 3.014. weight_decay=0.2: better "
     )
@@ -107,9 +107,9 @@ def test_a_final_validation_that_is_not_finite_is_a_divergence(tmp_path: Path) -
 
 
 def test_a_run_that_gave_up_at_its_first_step_is_counted(tmp_path: Path) -> None:
-    found = grid(tmp_path, (seeds((0.0,)), ()), ([replace(S, bad=0, attempts=(StoryAttempt(0, 0),))], (WD,)))
+    found = compare_made(tmp_path, (make_seeds(0.0), ()), ([replace(S, bad=0, attempts=(StoryAttempt(0, 0),))], (WD,)))
     assert found.variants[1].outcomes == Outcomes(diverged=1)
-    assert "weight_decay=0.2: better on 0 of 1 seeds, 1 diverged" in " ".join(sentences.format_lead(found))
+    assert "weight_decay=0.2: better on 0 of 1 seeds, 1 diverged" in tell(found)
 
 
 MISSING = [
@@ -127,8 +127,7 @@ def test_a_failed_machine_is_no_outcome_of_the_recipe(
     reason: str, outcomes: Outcomes, note: str, tmp_path: Path
 ) -> None:
     make_run(tmp_path / "a", S)
-    (make_run(tmp_path / "b", replace(S, seed=1, attempts=(StoryAttempt(0, 30),))) / "log").mkdir()
-    (tmp_path / "b/log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {reason}\n")
+    write_failure(make_run(tmp_path / "b", replace(S, seed=1, attempts=(StoryAttempt(0, 30),))), reason)
     (variant,) = compare([tmp_path]).variants
     assert variant.outcomes == outcomes and any(note in each for each in variant.notes)
 
@@ -144,7 +143,7 @@ def test_trials_that_have_not_begun_belong_to_their_variant(tmp_path: Path) -> N
         "1 of its trials failed without metrics, 1 of its trials have no metrics yet" in n
         for n in found.variants[0].notes
     )
-    assert "1 failed for other reasons than divergence" in " ".join(sentences.format_lead(found))
+    assert "1 failed for other reasons than divergence" in tell(found)
 
 
 STOPS = [
@@ -163,7 +162,7 @@ def test_a_run_that_was_stopped_has_not_failed(events: list[dict[str, Any]], hea
     stops = [{"event": "ended", "id": name, "code": 130} for name in ("a1", "a2")]
     make_sweep(tmp_path, SweepSpec(), points, *stops, *events)
     found = compare([tmp_path])
-    lead = " ".join(sentences.format_lead(found))
+    lead = tell(found)
     assert "1 of 2 runs is not finished. 2 were stopped, listed below." in lead
     assert ("1 failed for other reasons than divergence, listed below." in lead) == bool(events) == ("failed" in lead)
     assert sentences.format_missing_heading(found) == heading
@@ -174,11 +173,11 @@ def test_a_run_that_was_stopped_has_not_failed(events: list[dict[str, Any]], hea
 
 @pytest.mark.full
 def test_of_learning_rates_one_at_which_runs_diverged_is_not_the_best(tmp_path: Path) -> None:
-    found = grid(
+    found = compare_made(
         tmp_path,
-        (seeds(NOISE), (ADAMW, "optimizer.lr=1e-3")),
-        (seeds((-0.1, None, -0.101, -0.099, None, -0.098)), (ADAMW, "optimizer.lr=3e-3")),
-        (seeds(NOISE), (MUON, "optimizer.lr=1e-3")),
+        (make_seeds(*NOISE), (ADAMW, "optimizer.lr=1e-3")),
+        (make_seeds(-0.1, None, -0.101, -0.099, None, -0.098), (ADAMW, "optimizer.lr=3e-3")),
+        (make_seeds(*NOISE), (MUON, "optimizer.lr=1e-3")),
     )
     assert found.variants[0].label == "optimizer=adamw lr=0.001"
     (lost,) = [variant for variant in found.variants if variant.label == "optimizer=adamw lr=0.003"]
@@ -186,9 +185,7 @@ def test_of_learning_rates_one_at_which_runs_diverged_is_not_the_best(tmp_path: 
         "better on 4 of 6 seeds",
         "2 diverged, another lr is best",
     )
-    assert "lr=0.003: better on 4 of 6 seeds, 2 diverged (compared with its best" in " ".join(
-        sentences.format_lead(found)
-    )
+    assert "lr=0.003: better on 4 of 6 seeds, 2 diverged (compared with its best" in tell(found)
 
 
 OUTLIERS = [
@@ -204,7 +201,7 @@ OUTLIERS = [
 @pytest.mark.parametrize(("levels", "others", "far"), OUTLIERS)
 def test_outliers(levels: Sequence[float], others: Sequence[float], far: list[bool], tmp_path: Path) -> None:
     variants = [[replace(S, seed=seed, level=level) for seed, level in enumerate(each)] for each in (others, levels)]
-    found = grid(tmp_path, (variants[0], ()), (variants[1], (WD,)))
+    found = compare_made(tmp_path, (variants[0], ()), (variants[1], (WD,)))
     assert [run.outlier for run in found.variants[1].runs] == far
     assert any(note.startswith("outlier: seed 2 with 7.0135; the median") for note in found.variants[1].notes) == any(
         far
@@ -234,7 +231,7 @@ def test_marked_spikes_without_a_median_are_not_counted(median: Any, tmp_path: P
 
 @pytest.mark.parametrize(("rises", "steps"), SPIKES)
 def test_loss_spikes(rises: Mapping[int, float], steps: list[int], tmp_path: Path) -> None:
-    (variant,) = grid(tmp_path, ([replace(S, steps=200, rises=rises)], ())).variants
+    (variant,) = compare_made(tmp_path, ([replace(S, steps=200, rises=rises)], ())).variants
     assert [spike.step for spike in variant.runs[0].spikes] == steps
     assert any(note.startswith(f"loss spikes in 1 of 1 run: {len(steps)} in all") for note in variant.notes) == bool(
         steps
@@ -249,7 +246,7 @@ ADAMWS = rated(ADAMW, "1e-3", 6.9, 6.9), rated(ADAMW, "1e-2", 6.8, 6.88)
 
 
 def test_the_first_sentence_of_an_ordinary_grid(tmp_path: Path) -> None:
-    found = grid(tmp_path, *ADAMWS, rated(MUON, "1e-2", 6.40, 6.60))
+    found = compare_made(tmp_path, *ADAMWS, rated(MUON, "1e-2", 6.40, 6.60))
     lead = sentences.format_lead(found)
     assert lead[0].startswith(
         "Best so far: optimizer=muon lr=0.01, validation loss 6.513, 0.340 below the baseline's (optimizer=adamw "
@@ -263,9 +260,11 @@ def test_the_first_sentence_of_an_ordinary_grid(tmp_path: Path) -> None:
 
 def batches(folder: Path, every: int = 10, **options: Any) -> Comparison:
     """Batches for as many steps: the larger one sees more tokens, and so comes to less."""
-    small = [replace(s, every=every) for s in seeds((0.0, 0.01, 0.005))]
-    large = [replace(s, every=every) for s in seeds((-0.1, -0.09, -0.094))]
-    return grid(folder, (small, ("training.global_batch=128",)), (large, ("training.global_batch=256",)), **options)
+    small = [replace(s, every=every) for s in make_seeds(0.0, 0.01, 0.005)]
+    large = [replace(s, every=every) for s in make_seeds(-0.1, -0.09, -0.094)]
+    return compare_made(
+        folder, (small, ("training.global_batch=128",)), (large, ("training.global_batch=256",)), **options
+    )
 
 
 @pytest.mark.full
@@ -282,7 +281,7 @@ def test_variants_of_unequal_tokens_are_judged_at_equal_ones(tmp_path: Path) -> 
 @pytest.mark.full
 def test_where_nothing_is_at_equal_tokens_nothing_is_ranked(tmp_path: Path) -> None:
     found = batches(tmp_path, every=0)
-    lead = " ".join(sentences.format_lead(found))
+    lead = tell(found)
     assert "can't be compared at equal tokens: the runs have no validation at the same number of tokens" in lead
     assert format_answer(found.variants[1]).main == "inconclusive" and "Best" not in lead
 
@@ -290,7 +289,7 @@ def test_where_nothing_is_at_equal_tokens_nothing_is_ranked(tmp_path: Path) -> N
 @pytest.mark.full
 def test_by_the_target_the_batch_that_needs_fewer_tokens_wins(tmp_path: Path) -> None:
     found = batches(tmp_path, target=3.3)
-    lead = " ".join(sentences.format_lead(found))
+    lead = tell(found)
     assert "not ranked. They are ranked by the tokens to the loss 3.3. Fewest tokens: global_batch=128, " in lead
     told = found.variants[1].quality[0]
     assert (told.at, told.answer, format_answer(found.variants[1]).main) == ("the target", "yes", "worse")
@@ -299,9 +298,7 @@ def test_by_the_target_the_batch_that_needs_fewer_tokens_wins(tmp_path: Path) ->
 
 def test_a_target_before_the_first_validation_tells_nothing(tmp_path: Path) -> None:
     found = batches(tmp_path, target=9.0)
-    assert "Runs had reached the target at their first validation: set a lower" in " ".join(
-        sentences.format_lead(found)
-    )
+    assert "Runs had reached the target at their first validation: set a lower" in tell(found)
     assert found.variants[1].quality[0].answer == "undecided" and found.variants[1].quality[0].p is None
 
 
@@ -329,13 +326,11 @@ def test_trials_that_shared_a_machine_are_neither_faster_nor_slower(
     for host, begin, seconds in zip(hosts, begins, (0.5, 0.4), strict=True):
         story = replace(S, host=host, seconds=seconds, jitter=0.001)
         variants.append([replace(story, seed=seed, luck=seed, start_offset=begin + 5000 * seed) for seed in range(3)])
-    found = grid(tmp_path, (variants[0], ()), (variants[1], ("memory=full",)))
+    found = compare_made(tmp_path, (variants[0], ()), (variants[1], ("memory=full",)))
     variant = found.variants[1]
     assert (variant.speed_doubt == "trials ran on one machine at the same time") == shared
     said = " ".join(sentence for _, told in sentences.format_answers(found) for sentence in told)
-    assert ("Faster: 1.25" in said) != shared and (
-        "Speed is not ranked" in " ".join(sentences.format_lead(found))
-    ) == shared
+    assert ("Faster: 1.25" in said) != shared and ("Speed is not ranked" in tell(found)) == shared
     assert variant.speed_ratio is not None and (variant.speed_ratio.low is None) == shared
 
 
@@ -344,7 +339,7 @@ def test_the_chart_over_a_varied_number(tmp_path: Path) -> None:
     variants = [
         rated(ADAMW, rate, level, level + 0.01) for rate, level in (("1e-3", 3.2), ("1e-2", 3.0), ("1e-1", 3.1))
     ]
-    found = grid(tmp_path, *variants, (seeds((0.1, None)), (MUON, "optimizer.lr=1e-2")))
+    found = compare_made(tmp_path, *variants, (make_seeds(0.1, None), (MUON, "optimizer.lr=1e-2")))
     chart = draw_settings(found)
     assert chart is not None and chart.title == "Validation loss over lr" and "optimizer.lr (log scale)" in chart.html
     (points,) = re.findall(r'class="family" points="([^"]*)"', chart.html)
@@ -355,7 +350,7 @@ def test_the_chart_over_a_varied_number(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_no_chart_where_no_number_was_varied(tmp_path: Path) -> None:
-    assert draw_settings(grid(tmp_path, (seeds((0.0,)), (ADAMW,)), (seeds((0.1,)), (MUON,)))) is None
+    assert draw_settings(compare_made(tmp_path, (make_seeds(0.0), (ADAMW,)), (make_seeds(0.1), (MUON,)))) is None
 
 
 def test_the_chart_shows_losses_after_equal_tokens(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def make_law_page() -> str:
     table = make_table((chinchilla, thrifty(0.8)), seed_sd=0.003)
     names = {"a": "", "b": LONG}
     table = replace(table, variant=tuple(names[name] for name in table.variant), notes=(f"left out: {LONG}",))
-    return law_report.render_page(table, study_table(table, Question(Target(1.6e8, 3.2e9), replicates=100)), LONG * 2)
+    return law_report.render_page(study_table(table, Question(Target(1.6e8, 3.2e9), replicates=100)), LONG * 2)
 
 
 def make_campaign_page() -> str:

@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import shown_report
+from tests.support.shown_report import (
+    make_comparison,
+    make_failures,
+    make_learning,
+    make_many_variants,
+    make_run_result,
+    make_two_variants,
+    make_variant,
+)
 from titan.console.numbers import format_tick
 from titan.metrics import svg
 from titan.metrics.svg import Scale
-from titan.report.findings import Comparison
+from titan.report.findings import Comparison, Variant
 from titan.report.render import charts, curves
 from titan.report.render.charts import ParetoSpot
 
@@ -60,7 +68,7 @@ def test_a_lone_label_stands_at_its_line() -> None:
 
 
 def test_gap_is_of_steps_that_both_did() -> None:
-    one, other = shown_report.make_run_result("a", 0), shown_report.make_run_result("b", 0)
+    one, other = make_run_result("a", 0), make_run_result("b", 0)
     cut = replace(other.curves, **{name: getattr(other.curves, name)[100:200] for name in ("steps", "tokens")})
     moved = replace(other, curves=replace(cut, losses=other.curves.losses[100:200] + 0.25))
     tokens, sizes = curves.compute_median_gap(one, moved, 10)
@@ -77,29 +85,29 @@ def test_thinning_keeps_spikes_and_ends(values: list[float], most: int) -> None:
 
 
 def test_equal_runs_are_named_and_not_drawn() -> None:
-    base = shown_report.make_variant("base", baseline=True)
-    chart = curves.draw_differences(shown_report.make_comparison(base, replace(base, label="twin", baseline=False)))
+    base = make_variant("base", baseline=True)
+    chart = curves.draw_differences(make_comparison(base, replace(base, label="twin", baseline=False)))
     assert chart is not None and "Equal at every step and not drawn: twin." in chart.caption and not chart.html
-    assert curves.draw_differences(shown_report.make_comparison(base)) is None
+    assert curves.draw_differences(make_comparison(base)) is None
 
 
 def test_a_few_steps_that_differ_are_not_called_equal() -> None:
-    base = shown_report.make_variant("base", baseline=True)
+    base = make_variant("base", baseline=True)
     moved = [replace(run.curves, losses=run.curves.losses + 0.1 * (run.curves.steps == 7)) for run in base.runs]
     runs = tuple(replace(run, curves=curve) for run, curve in zip(base.runs, moved, strict=True))
     tied_weights = [replace(base, label=f"twin{k}", baseline=False, runs=runs[k:] + base.runs[:k]) for k in (0, 1, 2)]
-    chart = curves.draw_differences(shown_report.make_comparison(base, *tied_weights))
+    chart = curves.draw_differences(make_comparison(base, *tied_weights))
     assert chart is not None and "not drawn: twin2." in chart.caption
 
 
 def test_repeats_are_held_against_the_same_repeat() -> None:
-    def again(label: str, offset: float) -> shown_report.Variant:
-        variant = shown_report.make_variant(label, (0, 0))
+    def again(label: str, offset: float) -> Variant:
+        variant = make_variant(label, (0, 0))
         moved = [replace(run.curves, losses=run.curves.losses + offset * k) for k, run in enumerate(variant.runs)]
         runs = [replace(run, repeat=k, curves=moved[k]) for k, run in enumerate(variant.runs)]
         return replace(variant, runs=tuple(runs), baseline=label == "base")
 
-    chart = curves.draw_differences(shown_report.make_comparison(again("base", 0.25), again("twin", 0.25)))
+    chart = curves.draw_differences(make_comparison(again("base", 0.25), again("twin", 0.25)))
     assert chart is not None and "not drawn: twin" in chart.caption
 
 
@@ -128,20 +136,20 @@ def test_front_has_those_that_none_beats(drawn: list[tuple[int, int, bool]]) -> 
 
 def test_an_variant_that_learns_something_else_is_hollow() -> None:
     variants = [
-        shown_report.make_variant("base", baseline=True),
-        shown_report.make_variant("fast", tokens=90_000, memory=0.1, learning=shown_report.make_learning("no")),
-        shown_report.make_variant("good", tokens=40_000, memory=0.9, learning=shown_report.make_learning()),
+        make_variant("base", baseline=True),
+        make_variant("fast", tokens=90_000, memory=0.1, learning=make_learning("no")),
+        make_variant("good", tokens=40_000, memory=0.9, learning=make_learning()),
     ]
-    chart = charts.draw_pareto(shown_report.make_comparison(*variants))
+    chart = charts.draw_pareto(make_comparison(*variants))
     assert chart is not None and chart.html.count('class="hollow"') == 1 and "Hollow" in chart.caption
 
 
 @pytest.mark.parametrize(
     ("comparison", "wanted"),
     [
-        pytest.param(shown_report.make_two_variants(), [0, 1], id="all"),
-        pytest.param(shown_report.make_many_variants(20, 20), [], id="baseline-and-the-best"),
-        pytest.param(shown_report.make_failures(), [], id="none"),
+        pytest.param(make_two_variants(), [0, 1], id="all"),
+        pytest.param(make_many_variants(20, 20), [], id="baseline-and-the-best"),
+        pytest.param(make_failures(), [], id="none"),
     ],
 )
 def test_coloured(comparison: Comparison, wanted: list[int]) -> None:
@@ -171,9 +179,9 @@ def loss(comparison: Comparison, index: int) -> float:
 
 
 def test_bars_are_sorted_and_their_whiskers_are_speeds() -> None:
-    chart = charts.draw_speed(shown_report.make_two_variants())
+    chart = charts.draw_speed(make_two_variants())
     assert chart is not None and chart.html.index("parallelism=fsdp") < chart.html.index("parallelism=single")
     longest = 39_600 / 0.96
     assert f'width="{100 * 39_600 / longest:.2f}"' in chart.html
     assert f"M{100 * 39_600 / 1.09 / longest:.2f} 8H100.00" in chart.html
-    assert charts.draw_speed(shown_report.make_comparison(shown_report.make_variant("base", tokens=None))) is None
+    assert charts.draw_speed(make_comparison(make_variant("base", tokens=None))) is None

@@ -9,18 +9,26 @@ import re
 import pytest
 
 from tests.support import shown_report
-from tests.support.page_reader import PageReader
+from tests.support.page_reader import PageReader, read_whole
 from tests.support.page_style import compute_contrast, find_least_difference, list_drawings, read_themes
+from tests.support.shown_report import (
+    NASTY,
+    make_comparison,
+    make_failures,
+    make_many_variants,
+    make_mixed,
+    make_quality,
+    make_variant,
+)
 from titan.report.findings import Comparison
 from titan.report.render.comparison_report import render_page
-from titan.report.render.document import POLICY
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
-COMPARISONS.append(pytest.param(shown_report.make_many_variants(12, 50), id="twelve"))
+COMPARISONS.append(pytest.param(make_many_variants(12, 50), id="twelve"))
 
 
 def test_the_policy_allows_the_script_of_the_page_and_no_other() -> None:
-    page = render_page(shown_report.make_mixed())
+    page = render_page(make_mixed())
     ((script,), (policy,)) = (
         re.findall(p, page, re.S) for p in (r"<script>(.*?)</script>", r'Policy" content="(.*?)"')
     )
@@ -30,28 +38,8 @@ def test_the_policy_allows_the_script_of_the_page_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
-def test_it_is_whole_and_needs_nothing(comparison: Comparison) -> None:
-    text = render_page(comparison)
-    read = PageReader(text)
-    assert read.open == []
-    assert (
-        not read.list_values("src")
-        and not read.list_values("href")
-        and not re.search(r"https?:|@import|//[a-z]", without_script(text))
-    )
-    assert all(reference.startswith("#") for reference in re.findall(r"url\(([^)]*)\)", text))
-    assert len(read.list_values("id")) == len(set(read.list_values("id")))
-    assert any(value.startswith(f"{POLICY}; script-src 'sha256-") for value in read.list_values("content"))
-    assert "nan" not in " ".join(read.list_values("points") + read.list_values("d") + read.list_values("width")).lower()
-
-
-def without_script(text: str) -> str:
-    return re.sub(r"<script>.*?</script>", "", text, flags=re.S)
-
-
-@pytest.mark.parametrize("comparison", COMPARISONS)
-def test_it_says_it_all(comparison: Comparison) -> None:
-    read = PageReader(render_page(comparison, "made today"))
+def test_it_is_whole_needs_nothing_and_says_it_all(comparison: Comparison) -> None:
+    read = read_whole(render_page(comparison, "made today"))
     for variant in comparison.variants:
         assert variant.label in read.text
         assert all(run.directory in read.text and run.label in read.text for run in variant.runs)
@@ -64,14 +52,8 @@ def test_it_says_it_all(comparison: Comparison) -> None:
 
 
 def test_labels_can_not_break_out() -> None:
-    assert shown_report.NASTY in PageReader(render_page(shown_report.make_mixed())).text
-    read = PageReader(
-        render_page(
-            shown_report.make_comparison(
-                *shown_report.make_mixed().variants, title=shown_report.NASTY, question='"><img src=x>'
-            )
-        )
-    )
+    assert NASTY in PageReader(render_page(make_mixed())).text
+    read = PageReader(render_page(make_comparison(*make_mixed().variants, title=NASTY, question='"><img src=x>')))
     assert read.tags.count("script") == 1 and "img" not in read.tags
     assert all(name in KNOWN for name, _ in read.attributes)
 
@@ -84,18 +66,18 @@ KNOWN = {
 
 
 def test_sections_come_in_order() -> None:
-    read = render_page(shown_report.make_mixed())
+    read = render_page(make_mixed())
     told = re.findall(r"<h2>(.*?)</h2>", read)
     assert told == ["Answers", "Results", "By source", "Charts", "Failures", "Notes", "Settings", "Runs"]
     assert re.findall(r"<h3>(.*?)</h3>", read) == [
         "Training loss", "Validation loss", "Difference to the baseline", "Speed", "Memory", "Speed and memory",
     ]  # fmt: skip
-    assert re.findall(r"<h2>(.*?)</h2>", render_page(shown_report.make_failures())) == ["Failures", "Settings"]
+    assert re.findall(r"<h2>(.*?)</h2>", render_page(make_failures())) == ["Failures", "Settings"]
 
 
 @pytest.mark.full
 def test_a_large_comparison_stays_small() -> None:
-    text = render_page(shown_report.make_many_variants(64, 10_000))
+    text = render_page(make_many_variants(64, 10_000))
     assert len(text) < 1_000_000
     assert max(points.count(",") for points in re.findall(r'points="([^"]*)"', text)) <= 400
 
@@ -130,7 +112,7 @@ def test_it_fits_a_phone(comparison: Comparison) -> None:
 
 
 def test_lines_of_a_narrow_chart_have_letters() -> None:
-    (training,) = re.findall(r"<h3>Training loss</h3>.*?</figure>", render_page(shown_report.make_mixed()), re.S)
+    (training,) = re.findall(r"<h3>Training loss</h3>.*?</figure>", render_page(make_mixed()), re.S)
     legend, drawing = re.findall(r'<p class="legend">(.*?)</p><svg(.*?)</svg>', training, re.S)[0]
     letters = re.findall(r'data-variant="(\d)"><span class="key (c\d)"></span>(\w): ', legend)
     assert [letter for *_, letter in letters] == list("ABCDEF")
@@ -139,17 +121,15 @@ def test_lines_of_a_narrow_chart_have_letters() -> None:
 
 
 def test_the_loss_is_never_out_of_sight() -> None:
-    heads = re.findall(r"<th title=[^>]*>(\w+)", render_page(shown_report.make_mixed()))
+    heads = re.findall(r"<th title=[^>]*>(\w+)", render_page(make_mixed()))
     assert heads[:2] == ["answer", "validation"]
-    style = render_page(shown_report.make_mixed()).partition("<style>")[2].partition("</style>")[0]
+    style = render_page(make_mixed()).partition("<style>")[2].partition("</style>")[0]
     assert int(re.findall(r"main { max-width: (\d+)px", style)[0]) > 1600
     assert ".scroll td small { white-space: normal; }" in style  # an interval widens no column
 
 
 def test_what_qualifies_an_answer_is_in_the_table() -> None:
-    lost = shown_report.make_quality("undecided", better=4, worse=2, pairs=6, diverged=2)
-    variant = shown_report.make_variant("lr=3", quality=(lost,), same_science=False)
-    read = PageReader(
-        render_page(shown_report.make_comparison(shown_report.make_variant("base", baseline=True), variant))
-    )
+    lost = make_quality("undecided", better=4, worse=2, pairs=6, diverged=2)
+    variant = make_variant("lr=3", quality=(lost,), same_science=False)
+    read = PageReader(render_page(make_comparison(make_variant("base", baseline=True), variant)))
     assert "better on 4 of 6 seeds2 diverged" in read.text and "(2 diverged)" in read.text

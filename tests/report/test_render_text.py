@@ -12,14 +12,27 @@ from typing import Any
 import pytest
 
 from tests.support import shown_report
-from tests.support.shown_report import show_markdown, show_text
+from tests.support.shown_report import (
+    make_comparison,
+    make_failures,
+    make_learning,
+    make_many_variants,
+    make_mixed,
+    make_quality,
+    make_run_result,
+    make_single_run,
+    make_two_variants,
+    make_variant,
+    show_markdown,
+    show_text,
+)
 from titan.report.findings import Comparison, FailedRun, Interval, Variant
 from titan.report.render import sentences, table_data
 from titan.report.render.comparison_report import COLUMNS, format_csv, format_json, render_page
 from titan.report.render.document import format_table
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
-COMPARISONS.append(pytest.param(shown_report.make_many_variants(12, 50), id="twelve"))
+COMPARISONS.append(pytest.param(make_many_variants(12, 50), id="twelve"))
 
 
 def packed(text: str) -> str:
@@ -45,7 +58,7 @@ def test_terminal_says_it_all(comparison: Comparison, width: int) -> None:
 
 
 def test_terminal_in_one_line_an_variant() -> None:
-    lines = show_text(shown_report.make_two_variants(), 200).splitlines()
+    lines = show_text(make_two_variants(), 200).splitlines()
     (single,) = [line for line in lines if line.startswith("parallelism=single")]
     (fsdp,) = [line for line in lines if line.startswith("parallelism=fsdp  ")]
     assert re.split(r"\s{2,}", single)[1:6] == ["baseline", "2.6531 [2.6431, 2.6631]", "2", "1", "30,000"]
@@ -53,26 +66,26 @@ def test_terminal_in_one_line_an_variant() -> None:
 
 
 def test_terminal_leaves_the_heaviest_columns_out_and_says_so() -> None:
-    text = show_text(shown_report.make_two_variants(), 100)
+    text = show_text(make_two_variants(), 100)
     assert "terminal is too narrow: bits, device-hours, goodput, loss." in text.replace("MFU, ", "")
     assert "goodput" not in text.partition("Columns left out")[0]
 
 
 def test_terminal_without_room_for_a_table_has_a_block_an_variant() -> None:
-    lines = show_text(shown_report.make_two_variants(), 40).splitlines()
+    lines = show_text(make_two_variants(), 40).splitlines()
     at = lines.index("parallelism=fsdp")
     assert lines[at + 1 : at + 4] == ["  answer: same", "  validation nats: 2.6531 [2.6431,", "    2.6631]"]
 
 
 @pytest.mark.parametrize("width", [40, 100, 160])
 def test_colours_change_nothing_else(width: int) -> None:
-    plain, coloured = (show_text(shown_report.make_mixed(), width, colour=colour) for colour in (False, True))
+    plain, coloured = (show_text(make_mixed(), width, colour=colour) for colour in (False, True))
     assert ("\x1b" not in plain and "\x1b[32msame\x1b[0m" in coloured) or width == 40
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
 
 
 def with_ratio(low: float | None, high: float | None, answer: str = "yes", **changes: Any) -> Variant:
-    variant = shown_report.make_variant("layout=fast", learning=shown_report.make_learning(answer), **changes)
+    variant = make_variant("layout=fast", learning=make_learning(answer), **changes)
     return replace(variant, speed_ratio=Interval(1.3, low, high))
 
 
@@ -105,80 +118,67 @@ LEADS = [
         id="several",
     ),
     pytest.param(
-        [
-            shown_report.make_variant("lr=3", quality=(shown_report.make_quality(),), **OTHER),
-            shown_report.make_variant("lr=9", **OTHER),
-        ],
+        [make_variant("lr=3", quality=(make_quality(),), **OTHER), make_variant("lr=9", **OTHER)],
         "Best so far: lr=3, validation loss 2.653, 0.050 below the baseline's (base); significant with 2 seeds "
         "(p 0.006). 2 variants with other hyperparameters: 1 better, 1 not ranked.",
         id="better",
     ),
     pytest.param(
-        [shown_report.make_variant("lr=3", quality=(shown_report.make_quality(difference=0.1),), **OTHER)],
+        [make_variant("lr=3", quality=(make_quality(difference=0.1),), **OTHER)],
         "Best so far: the baseline, base, validation loss 2.653, 0.100 below that of lr=3; significant",
         id="worse",
     ),
     pytest.param(
-        [shown_report.make_variant("lr=3", quality=(shown_report.make_quality("no"),), **OTHER)],
+        [make_variant("lr=3", quality=(make_quality("no"),), **OTHER)],
         "shown to be smaller than the equivalence margin of 0.02 with 2 seeds.",
         id="equal",
     ),
     pytest.param(
-        [shown_report.make_variant("lr=3", quality=(shown_report.make_quality("undecided"),), **OTHER)],
+        [make_variant("lr=3", quality=(make_quality("undecided"),), **OTHER)],
         "not significant with 2 seeds (p 0.006; more seeds are unlikely to decide).",
         id="open",
     ),
-    pytest.param(
-        [shown_report.make_variant("lr=3", state="running", **OTHER)], "2 of 4 runs are not finished.", id="running"
-    ),
+    pytest.param([make_variant("lr=3", state="running", **OTHER)], "2 of 4 runs are not finished.", id="running"),
 ]
 
 
 @pytest.mark.parametrize(("variants", "said"), LEADS)
 def test_lead(variants: list[Variant], said: str) -> None:
-    told = " ".join(
-        sentences.format_lead(shown_report.make_comparison(shown_report.make_variant("base", baseline=True), *variants))
-    )
+    told = " ".join(sentences.format_lead(make_comparison(make_variant("base", baseline=True), *variants)))
     assert said in told
 
 
 def test_lead_of_failures_and_of_one_variant() -> None:
-    assert sentences.format_lead(shown_report.make_failures()) == [
-        "No run has metrics.",
-        "3 failed for other reasons than divergence, listed below.",
-    ]
-    assert sentences.format_lead(shown_report.make_single_run()) == [
-        "There is only one variant, so nothing is compared."
-    ]
+    failures = "No run has metrics. 3 failed for other reasons than divergence, listed below."
+    assert " ".join(sentences.format_lead(make_failures())) == failures
+    assert sentences.format_lead(make_single_run()) == ["There is only one variant, so nothing is compared."]
 
 
 def test_a_note_of_many_variants_is_said_once() -> None:
-    variants = [shown_report.make_variant(f"lr={i}", notes=("not tuned",)) for i in range(9)]
-    told = sentences.format_notes(
-        shown_report.make_comparison(shown_report.make_variant("base", baseline=True), *variants)
-    )
+    variants = [make_variant(f"lr={i}", notes=("not tuned",)) for i in range(9)]
+    told = sentences.format_notes(make_comparison(make_variant("base", baseline=True), *variants))
     assert told[1:] == ["lr=0 | lr=1 | lr=2 | lr=3 | lr=4 | lr=5 | and 3 more: not tuned."]
-    assert sentences.format_notes(shown_report.make_comparison(*variants))[1:] == ["All variants: not tuned."]
+    assert sentences.format_notes(make_comparison(*variants))[1:] == ["All variants: not tuned."]
 
 
 def test_equal_verdicts_are_said_once_with_their_points() -> None:
-    ends = [shown_report.make_quality(at=at, text="Yes: by 0.05 nats.") for at in ("the end", "equal tokens")]
-    hours = shown_report.make_quality("undecided", at="equal device-hours", text="inconclusive: by 0.01 nats")
-    variant = shown_report.make_variant("lr=3", quality=(*ends, hours), same_science=False)
-    ((_, told),) = sentences.format_answers(shown_report.make_comparison(variant))
+    ends = [make_quality(at=at, text="Yes: by 0.05 nats.") for at in ("the end", "equal tokens")]
+    hours = make_quality("undecided", at="equal device-hours", text="inconclusive: by 0.01 nats")
+    variant = make_variant("lr=3", quality=(*ends, hours), same_science=False)
+    ((_, told),) = sentences.format_answers(make_comparison(variant))
     assert told[:2] == [
         "At the end and at equal tokens: yes: by 0.05 nats.",
         "At equal device-hours: inconclusive: by 0.01 nats.",
     ]
-    ((_, told),) = sentences.format_answers(shown_report.make_comparison(replace(variant, quality=(hours,))))
+    ((_, told),) = sentences.format_answers(make_comparison(replace(variant, quality=(hours,))))
     assert told[0] == "Inconclusive: by 0.01 nats."
 
 
 def test_only_columns_with_figures() -> None:
-    bare = shown_report.make_variant("base", tokens=None, baseline=True, validation=None, bits=None)
-    names = [column.name for column in table_data.build_columns(shown_report.make_comparison(bare, bare))]
+    bare = make_variant("base", tokens=None, baseline=True, validation=None, bits=None)
+    names = [column.name for column in table_data.build_columns(make_comparison(bare, bare))]
     assert names == ["answer", "runs", "device-hours", "goodput", "loss"]
-    assert "speed" not in [column.name for column in table_data.build_columns(shown_report.make_single_run())]
+    assert "speed" not in [column.name for column in table_data.build_columns(make_single_run())]
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,7 @@ def test_only_columns_with_figures() -> None:
 )
 def test_runs(changes: dict[str, Any], told: str) -> None:
     columns = {
-        column.name: column
-        for column in table_data.build_columns(
-            shown_report.make_comparison(shown_report.make_variant("base", **changes))
-        )
+        column.name: column for column in table_data.build_columns(make_comparison(make_variant("base", **changes)))
     }
     assert columns["runs"].cells[0].format_line() == told
 
@@ -210,7 +207,7 @@ def test_markdown_tables_are_whole(comparison: Comparison) -> None:
 
 
 def test_markdown_says_it_all() -> None:
-    comparison = shown_report.make_mixed()
+    comparison = make_mixed()
     text = show_markdown(comparison).replace("\\", "").replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
     assert all(variant.label in text for variant in comparison.variants)
     assert all(failed.reason in text and failed.directory in text for failed in comparison.failed)
@@ -230,11 +227,11 @@ def test_markdown_says_it_all() -> None:
 )
 def test_markdown_takes_labels_for_text(label: str, told: str) -> None:
     failed = FailedRun(label, "/data", "failed", "killed")
-    assert f"\n| {told} | failed | killed | /data |\n" in show_markdown(shown_report.make_comparison(failed=[failed]))
+    assert f"\n| {told} | failed | killed | /data |\n" in show_markdown(make_comparison(failed=[failed]))
 
 
 def test_csv_has_a_row_a_run() -> None:
-    comparison = shown_report.make_mixed()
+    comparison = make_mixed()
     rows = list(csv.DictReader(io.StringIO(format_csv(comparison))))
     runs = [(variant, run) for variant in comparison.variants for run in variant.runs]
     assert list(rows[0])[: len(COLUMNS)] == list(COLUMNS)
@@ -249,16 +246,16 @@ def test_csv_has_a_row_a_run() -> None:
 
 
 def test_csv_has_a_failed_run_with_figures_once() -> None:
-    variant = shown_report.make_variant("base", (0,), state="failed", reason="killed")
+    variant = make_variant("base", (0,), state="failed", reason="killed")
     failed = FailedRun("base", variant.runs[0].directory, "failed", "killed")
-    (row,) = csv.DictReader(io.StringIO(format_csv(shown_report.make_comparison(variant, failed=[failed]))))
+    (row,) = csv.DictReader(io.StringIO(format_csv(make_comparison(variant, failed=[failed]))))
     assert (row["state"], row["reason"]) == ("failed", "killed")
 
 
 def test_csv_leaves_empty_what_is_unknown() -> None:
-    variant = shown_report.make_variant("base")
-    variant = replace(variant, runs=(shown_report.make_run_result("base", 0, None, loss=float("nan"), bits=None),))
-    (row,) = csv.DictReader(io.StringIO(format_csv(shown_report.make_comparison(variant))))
+    variant = make_variant("base")
+    variant = replace(variant, runs=(make_run_result("base", 0, None, loss=float("nan"), bits=None),))
+    (row,) = csv.DictReader(io.StringIO(format_csv(make_comparison(variant))))
     assert row["loss"] == row["bits_per_byte"] == row["mfu"] == row["step_seconds"] == row["reason"] == ""
 
 
@@ -287,18 +284,13 @@ def test_json_is_strict_and_full(comparison: Comparison) -> None:
 
 
 def test_json_has_null_for_what_is_not_finite() -> None:
-    variant = replace(
-        shown_report.make_variant("base"),
-        runs=(shown_report.make_run_result("base", loss=float("nan"), validation=float("inf")),),
-    )
-    (run,) = json.loads(format_json(shown_report.make_comparison(variant)), parse_constant=refuse)["variants"][0][
-        "runs"
-    ]
+    variant = replace(make_variant("base"), runs=(make_run_result("base", loss=float("nan"), validation=float("inf")),))
+    (run,) = json.loads(format_json(make_comparison(variant)), parse_constant=refuse)["variants"][0]["runs"]
     assert run["loss"] is None and run["validation"] is None
 
 
 def test_the_command_that_shows_the_difference_can_be_copied() -> None:
-    made = shown_report.make_two_variants()
+    made = make_two_variants()
     command = f"python -m titan.replay {'runs/' + 'x' * 60} against=runs/single step=4"
     learning = replace(next(v.learning for v in made.variants if v.learning), answer="no", command=command)
     variants = tuple(replace(v, learning=learning) if v.learning else v for v in made.variants)

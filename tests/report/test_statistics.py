@@ -222,6 +222,6 @@ def test_the_wider_the_spread_the_more_seeds_it_takes() -> None:
     ],
 )
 def test_signs(arm: list[float], baseline: list[float], wins: int, p: float | None) -> None:
-    comparison = statistics.compare_seeds(dict(enumerate(arm)), dict(enumerate(baseline)))
-    assert comparison is not None and (found := comparison.signs) is not None
-    assert (found.wins, found.count) == (wins, len(arm)) and found.compute_p_value() == (p and pytest.approx(p))
+    found = statistics.compare_seeds(dict(enumerate(arm)), dict(enumerate(baseline)))
+    assert found is not None and found.uses_signs and (found.wins, found.pairs) == (wins, len(arm))
+    assert found.compute_p_value() == (p and pytest.approx(p))

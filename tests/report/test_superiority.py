@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.made_runs import H200, Story, StoryAttempt, make_run, make_sweep
+from tests.support.made_runs import (
+    H200,
+    Story,
+    StoryAttempt,
+    compare_made,
+    make_run,
+    make_seeds,
+    make_sweep,
+    write_failure,
+)
 from tests.support.tiers import full
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Quality, Variant
@@ -21,19 +29,7 @@ S = Story()
 WD = "optimizer.weight_decay=0.2"
 
 
-def compared(tmp_path: Path, *variants: tuple[Sequence[Story], tuple[str, ...]]) -> Comparison:
-    for letter, (stories, overrides) in zip("abcdef", variants, strict=False):
-        for index, story in enumerate(stories):
-            make_run(tmp_path / "runs" / f"{letter}{index}", story, *overrides)
-    return compare([tmp_path / "runs"])
-
-
-def seeds(*levels: float, story: Story = S) -> list[Story]:
-    """A story a seed, each with its level above the story's."""
-    return [replace(story, seed=seed, level=story.level + level) for seed, level in enumerate(levels)]
-
-
-BASE = seeds(0.0, 0.02, -0.01, 0.01)
+BASE = make_seeds(0.0, 0.02, -0.01, 0.01)
 
 
 def qualities(found: Comparison, variant: int = 1) -> dict[str, Quality]:
@@ -41,24 +37,20 @@ def qualities(found: Comparison, variant: int = 1) -> dict[str, Quality]:
 
 
 CASES = [
-    pytest.param(seeds(-0.05, -0.03, -0.055, -0.04), "yes", "better", "-0.0487", id="better"),
+    pytest.param(make_seeds(-0.05, -0.03, -0.055, -0.04), "yes", "better", "-0.0487", id="better"),
     pytest.param(
-        seeds(0.001, 0.021, -0.011, 0.011),
-        "no",
-        "no difference",
-        "smaller than the equivalence margin",
-        id="the-same",
+        make_seeds(0.001, 0.021, -0.011, 0.011), "no", "no difference", "smaller than the equivalence margin", id="same"
     ),
     pytest.param(
-        seeds(0.011, 0.03, 0.001, 0.02),
-        "yes",
-        "worse",
-        "yet smaller than the equivalence margin",
-        id="worse-by-little",
+        make_seeds(0.011, 0.03, 0.001, 0.02), "yes", "worse", "yet smaller than the equivalence margin", id="by-little"
     ),
-    pytest.param(seeds(0.05, 0.00, -0.03, 0.02), "undecided", "inconclusive", " would decide", id="too-noisy"),
-    pytest.param(seeds(-0.05), "undecided", "inconclusive", "one seed is not enough to compare recipes", id="one-seed"),
-]
+    pytest.param(make_seeds(0.05, 0.00, -0.03, 0.02), "undecided", "inconclusive", " would decide", id="too-noisy"),
+    pytest.param(make_seeds(-0.05), "undecided", "inconclusive", "one seed is not enough to compare", id="one-seed"),
+    pytest.param(
+        [replace(story, seed=story.seed + 10) for story in make_seeds(-0.05, -0.03, -0.055, -0.04)],
+        "yes", "better", "unpaired", id="other-seeds",
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.full
@@ -66,13 +58,14 @@ CASES = [
 def test_whether_an_variant_learned_more_or_less(
     variant: list[Story], answer: str, first: str, words: str, tmp_path: Path
 ) -> None:
-    found = qualities(compared(tmp_path, (BASE, ()), (variant, (WD,))))["the end"]
+    found = qualities(compare_made(tmp_path, (BASE, ()), (variant, (WD,))))["the end"]
     assert found.answer == answer and found.text.startswith(f"{first}: ") and words in found.text
-    assert (found.measure, found.pairs) == ("validation loss", len(variant))
+    pairs = len(variant) if variant[0].seed == 0 else 0
+    assert (found.measure, found.pairs) == ("validation loss", pairs)
 
 
 def test_one_pair_has_no_interval_and_no_p(tmp_path: Path) -> None:
-    found = qualities(compared(tmp_path, (seeds(0.0), ()), (seeds(-0.05), (WD,))))["the end"]
+    found = qualities(compare_made(tmp_path, (make_seeds(0.0), ()), (make_seeds(-0.05), (WD,))))["the end"]
     assert found.difference is not None and found.difference.estimate == pytest.approx(-0.05)
     assert (found.difference.low, found.p, found.p_holm, found.needed) == (None, None, None, 2)
 
@@ -92,7 +85,7 @@ EQUAL = [
 def test_one_seed_shows_a_setting_without_effect(
     variant: Story, answer: str, words: str, precision: str, tmp_path: Path
 ) -> None:
-    found = compared(tmp_path, ([S], (f"precision={precision}",)), ([variant], (WD, f"precision={precision}")))
+    found = compare_made(tmp_path, ([S], (f"precision={precision}",)), ([variant], (WD, f"precision={precision}")))
     assert qualities(found)["the end"].answer == answer and words in qualities(found)["the end"].text
     lead = " ".join(format_lead(found))
     assert ("equal to rounding" in lead) == (answer == "no"), lead
@@ -102,7 +95,7 @@ def test_one_seed_shows_a_setting_without_effect(
 @pytest.mark.parametrize(("steps", "answer"), [(1, "undecided"), (5, "undecided"), (6, "no")])
 def test_losses_before_the_updates_show_no_setting_without_effect(steps: int, answer: str, tmp_path: Path) -> None:
     story = replace(S, steps=steps)
-    found = compared(tmp_path, ([story], ("optimizer=adamw",)), ([story], ("optimizer=sgd",)))
+    found = compare_made(tmp_path, ([story], ("optimizer=adamw",)), ([story], ("optimizer=sgd",)))
     quality = qualities(found)["the end"]
     assert quality.answer == answer
     words = f"inconclusive: all losses are bitwise equal, in 1 pair, but of {steps} step"
@@ -112,39 +105,32 @@ def test_losses_before_the_updates_show_no_setting_without_effect(steps: int, an
 
 def test_repeats_of_a_seed_are_no_repetition(tmp_path: Path) -> None:
     repeats = [replace(S, repeat=r, level=2.9 + r / 1000) for r in range(4)]
-    found = qualities(compared(tmp_path, ([S], ()), (repeats, (WD,))))["the end"]
+    found = qualities(compare_made(tmp_path, ([S], ()), (repeats, (WD,))))["the end"]
     assert (found.pairs, found.p) == (1, None)
     assert found.difference is not None and found.difference.estimate == pytest.approx(-0.0985)
 
 
 @pytest.mark.full
 def test_holms_correction_is_over_the_variants(tmp_path: Path) -> None:
-    near = seeds(-0.03, 0.008, -0.035, 0.0)
+    near = make_seeds(-0.03, 0.008, -0.035, 0.0)
     variants = [(near, (f"optimizer.weight_decay=0.{n}",)) for n in (2, 3, 4, 5)]
-    alone = qualities(compared(tmp_path / "alone", (BASE, ()), variants[0]))["the end"]
+    alone = qualities(compare_made(tmp_path / "alone", (BASE, ()), variants[0]))["the end"]
     assert alone.answer == "yes" and alone.p == alone.p_holm and alone.p is not None
-    several = compared(tmp_path / "several", (BASE, ()), *variants)
+    several = compare_made(tmp_path / "several", (BASE, ()), *variants)
     for variant in (1, 2, 3, 4):
         found = qualities(several, variant)["the end"]
         assert found.answer == "undecided" and found.p_holm == pytest.approx(4 * alone.p)
 
 
-@pytest.mark.full
-def test_seeds_that_are_not_the_same_are_compared_without_pairs(tmp_path: Path) -> None:
-    others = [replace(story, seed=story.seed + 10) for story in seeds(-0.05, -0.03, -0.055, -0.04)]
-    found = qualities(compared(tmp_path, (BASE, ()), (others, (WD,))))["the end"]
-    assert (found.answer, found.pairs) == ("yes", 0) and "unpaired" in found.text
-
-
 def test_one_seed_each_that_is_not_the_same_says_nothing(tmp_path: Path) -> None:
-    found = qualities(compared(tmp_path, (seeds(0.0), ()), ([replace(S, seed=7)], (WD,))))["the end"]
+    found = qualities(compare_made(tmp_path, (make_seeds(0.0), ()), ([replace(S, seed=7)], (WD,))))["the end"]
     assert found.difference is None and "no seed in common" in found.text
 
 
 @pytest.mark.full
 def test_an_unfinished_decay_is_not_ranked(tmp_path: Path) -> None:
     half = [replace(story, attempts=(StoryAttempt(0, 30),), level=2.0) for story in BASE]
-    found = compared(tmp_path, (BASE, ()), (half, (WD,)))
+    found = compare_made(tmp_path, (BASE, ()), (half, (WD,)))
     ends = qualities(found)
     assert ends["the end"].difference is None and "unfinished runs are not ranked" in ends["the end"].text
     on_the_way = ends["equal tokens"]
@@ -158,7 +144,7 @@ def test_an_unfinished_decay_is_not_ranked(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_more_tokens_are_named_and_compared_at_equal_ones(tmp_path: Path) -> None:
     longer = [replace(story, steps=80) for story in BASE]
-    found = compared(tmp_path, (BASE, ()), (longer, ()))
+    found = compare_made(tmp_path, (BASE, ()), (longer, ()))
     ends = qualities(found)
     assert f"after {80 * 128:,} tokens (baseline: {40 * 128:,})" in ends["the end"].text
     assert "not ranked" in ends["the end"].text
@@ -170,68 +156,50 @@ def test_more_tokens_are_named_and_compared_at_equal_ones(tmp_path: Path) -> Non
     assert f"at {40 * 128:,} tokens, where the longer runs were 50% through" in ends["equal tokens"].text
 
 
+def timed(base: list[Story], seconds: float, level: float, step: float = 0.0002) -> list[Story]:
+    """Stories of the same seeds whose steps take so many times as long; each comes to another level."""
+    return [replace(s, seconds=s.seconds * seconds, level=level + step * s.seed) for s in base]
+
+
+EVEN, MANY = make_seeds(0, 0.0001, 0, 0), make_seeds(*[0.0001 * n for n in range(9)])
+BLIND = [replace(story, every=0) for story in BASE]
+CUT = [replace(s, attempts=(StoryAttempt(0, 10),)) if s.seed < 5 else s for s in timed(MANY, 1.5, 2.96, 0.0001)]
+HOURS = [
+    pytest.param(EVEN, timed(EVEN, 0.8, 2.9), "better: .* with 18% fewer device-hours .* p ", id="less"),
+    pytest.param(EVEN, timed(EVEN, 1.25, 3.1), "worse: .* with 23% more device-hours .* p ", id="more"),
+    pytest.param(
+        EVEN, timed(EVEN, 1.25, 2.9),
+        r"better: .* by -0.08\d+ nats where the variant had taken as many device-hours .*23% more", id="slower",
+    ),
+    pytest.param(
+        EVEN, timed(EVEN, 0.8, 3.1),
+        r"worse: .* by \+0.08\d+ nats where the baseline had taken as many device-hours .*22% more", id="faster",
+    ),
+    pytest.param(EVEN, timed(EVEN, 1.25, 2.988), "no difference: .* smaller than the equivalence margin", id="small"),
+    pytest.param(
+        EVEN, timed(EVEN, 1.5, 2.96),
+        r"inconclusive: .* took 4\d% more device-hours: run the variant with training.steps=2\d$", id="two-signs",
+    ),
+    pytest.param(EVEN, timed(EVEN, 1.01, 2.9), r"better: validation loss differs by \S+ nats \[", id="alike"),
+    pytest.param(
+        EVEN, [replace(s, every=20 * (s.seed != 2)) for s in timed(EVEN, 1.25, 2.9)],
+        "better: .* more in all; without seed 2, whose evaluations do not span that time.* over 3 pairs",
+        id="one-blind",
+    ),
+    pytest.param(MANY, CUT, "inconclusive: (?!.*fewer device-hours)", id="of-the-runs-that-are-ranked"),
+    pytest.param(
+        BLIND, timed(BLIND, 1.25, 2.9, 0.0), "inconclusive: .*run the variant with training.steps=32$", id="all-blind"
+    ),
+]  # fmt: skip
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("seconds", "level", "expected"),
-    [
-        pytest.param(0.8, 2.9, "better: .* with 18% fewer device-hours .* p ", id="less"),
-        pytest.param(1.25, 3.1, "worse: .* with 23% more device-hours .* p ", id="more"),
-        pytest.param(
-            1.25, 2.9, r"better: .* by -0.08\d+ nats where the variant had taken as many device-hours .*23% more",
-            id="slower",
-        ),
-        pytest.param(
-            0.8, 3.1, r"worse: .* by \+0.08\d+ nats where the baseline had taken as many device-hours .*22% more",
-            id="faster",
-        ),
-        pytest.param(
-            1.25, 2.988, "no difference: .* smaller than the equivalence margin", id="a-difference-within-the-margin"
-        ),
-        pytest.param(
-            1.5, 2.96, r"inconclusive: .* took 4\d% more device-hours: run the variant with training.steps=2\d$",
-            id="bounds-of-two-signs",
-        ),
-        pytest.param(1.01, 2.9, r"better: validation loss differs by \S+ nats \[", id="alike"),
-    ],
-)  # fmt: skip
-def test_unequal_time_is_ranked_by_bounds(tmp_path: Path, seconds: float, level: float, expected: str) -> None:
-    other = [
-        replace(story, seconds=story.seconds * seconds, level=level + 0.0002 * story.seed)
-        for story in seeds(0, 0, 0, 0)
-    ]
-    base = seeds(0, 0.0001, 0, 0)
-    end = qualities(compared(tmp_path, (base, ()), (other, (WD,))))["equal device-hours"]
-    assert re.search(expected, end.text)
+@pytest.mark.parametrize(("base", "other", "expected"), HOURS)
+def test_unequal_time_is_ranked_by_bounds(base: list[Story], other: list[Story], expected: str, tmp_path: Path) -> None:
+    end = qualities(compare_made(tmp_path, (base, ()), (other, (WD,))))["equal device-hours"]
+    assert re.search(expected, end.text), end.text
     answers = {"better": "yes", "worse": "yes", "no difference": "no", "inconclusive": "undecided"}
     assert end.answer == answers[expected.split(":")[0]] and end.needed is None
-
-
-@pytest.mark.full
-def test_seeds_without_a_loss_at_equal_time_are_named(tmp_path: Path) -> None:
-    base = seeds(0, 0.0001, 0, 0)
-    other = [
-        replace(story, seconds=story.seconds * 1.25, level=2.9 + 0.0002 * story.seed, every=20 * (story.seed != 2))
-        for story in base
-    ]
-    end = qualities(compared(tmp_path, (base, ()), (other, (WD,))))["equal device-hours"]
-    assert re.search("more in all; without seed 2, whose evaluations do not span that time.* over 3 pairs", end.text)
-
-
-@pytest.mark.full
-def test_hours_are_those_of_the_runs_that_are_ranked(tmp_path: Path) -> None:
-    base = seeds(*[0.0001 * n for n in range(9)])
-    slow = [replace(story, seconds=story.seconds * 1.5, level=2.96 + 0.0001 * story.seed) for story in base]
-    cut = [replace(story, attempts=(StoryAttempt(0, 10),)) if story.seed < 5 else story for story in slow]
-    end = qualities(compared(tmp_path, (base, ()), (cut, (WD,))))["equal device-hours"]
-    assert "fewer device-hours" not in end.text and end.answer == "undecided"
-
-
-@pytest.mark.full
-def test_unequal_time_without_validations_before_the_end_names_the_steps(tmp_path: Path) -> None:
-    base = [replace(story, every=0) for story in BASE]
-    other = [replace(story, seconds=story.seconds * 1.25, level=2.9) for story in base]
-    end = qualities(compared(tmp_path, (base, ()), (other, (WD,))))["equal device-hours"]
-    assert end.answer == "undecided" and end.text.endswith("run the variant with training.steps=32")
 
 
 @pytest.mark.full
@@ -259,21 +227,21 @@ def test_no_difference_in_more_time_is_not_equality(tmp_path: Path) -> None:
     other = [
         replace(story, seconds=story.seconds * 2, level=story.level + 0.001 * (-1) ** story.seed) for story in BASE
     ]
-    ends = qualities(compared(tmp_path, (BASE, ()), (other, (WD,))))
+    ends = qualities(compare_made(tmp_path, (BASE, ()), (other, (WD,))))
     assert ends["the end"].answer == "no" and ends["equal device-hours"].answer != "no"
 
 
 @pytest.mark.full
 def test_equal_device_hours_at_the_end_are_ranked(tmp_path: Path) -> None:
     faster = [replace(story, steps=80, seconds=S.seconds / 2, level=2.9) for story in BASE]
-    found = qualities(compared(tmp_path, (BASE, ()), (faster, ())))
+    found = qualities(compare_made(tmp_path, (BASE, ()), (faster, ())))
     assert found["equal device-hours"].answer == "yes" and found["the end"].answer == "undecided"
 
 
 @pytest.mark.full
 def test_device_hours_on_other_hardware_are_not_compared(tmp_path: Path) -> None:
     other = [replace(story, device=H200 | {"name": "AMD MI300X"}) for story in BASE]
-    found = compared(tmp_path, (BASE, ()), (other, (WD,)))
+    found = compare_made(tmp_path, (BASE, ()), (other, (WD,)))
     assert set(qualities(found)) == {"the end"}
     assert any("different hardware: AMD MI300X" in note for note in found.variants[1].notes)
     assert any(note.startswith("different hardware") for note in found.notes)
@@ -295,8 +263,8 @@ MEASURES = [
 def test_by_what_variants_are_compared(
     one: tuple[str, ...], two: tuple[str, ...], digest: str, measure: str | None, tmp_path: Path
 ) -> None:
-    others = [replace(story, digest=digest * 64) for story in seeds(-0.1, -0.09, -0.11, -0.1)]
-    found = qualities(compared(tmp_path, (BASE, one), (others, two)))["the end"]
+    others = [replace(story, digest=digest * 64) for story in make_seeds(-0.1, -0.09, -0.11, -0.1)]
+    found = qualities(compare_made(tmp_path, (BASE, one), (others, two)))["the end"]
     if measure is None:
         assert found.difference is None and "validation sets are different texts" in found.text
         return
@@ -309,17 +277,17 @@ def test_each_source_of_a_mixture(tmp_path: Path) -> None:
     sources = {"web": 0.0, "code": 0.1}
     other = {"web": 0.02, "code": 0.05}
     variants = [[replace(story, sources=s) for story in BASE] for s in (sources, other)]
-    found = qualities(compared(tmp_path, (variants[0], ()), (variants[1], (WD,))))["the end"].by_source
+    found = qualities(compare_made(tmp_path, (variants[0], ()), (variants[1], (WD,))))["the end"].by_source
     assert {name: round(each.estimate, 6) for name, each in found.items()} == {"web": 0.02, "code": -0.05}
 
 
 def rated(rate: str, *levels: float, more: tuple[str, ...] = ()) -> tuple[list[Story], tuple[str, ...]]:
-    return seeds(*levels), (f"optimizer.lr={rate}", *more)
+    return make_seeds(*levels), (f"optimizer.lr={rate}", *more)
 
 
 @pytest.mark.full
 def test_the_best_of_several_learning_rates_speaks_for_its_variant(tmp_path: Path) -> None:
-    found = compared(
+    found = compare_made(
         tmp_path,
         rated("1e-3", 0.3, 0.3),
         rated("3e-3", 0.1, 0.11),
@@ -343,13 +311,13 @@ def test_the_best_of_several_learning_rates_speaks_for_its_variant(tmp_path: Pat
 
 @pytest.mark.full
 def test_a_sweep_of_learning_rates_alone_compares_them(tmp_path: Path) -> None:
-    found = compared(tmp_path, rated("1e-3", 0.3, 0.3), rated("3e-3", 0.1, 0.11))
+    found = compare_made(tmp_path, rated("1e-3", 0.3, 0.3), rated("3e-3", 0.1, 0.11))
     assert found.variants[1].quality and not any("tuned" in note or "best" in note for note in found.variants[1].notes)
 
 
 @pytest.mark.full
 def test_a_variant_with_one_learning_rate_says_that_it_is_not_tuned(tmp_path: Path) -> None:
-    found = compared(tmp_path, (BASE, ()), (BASE, (WD,)))
+    found = compare_made(tmp_path, (BASE, ()), (BASE, (WD,)))
     assert all("learning rate not tuned" in variant.notes for variant in found.variants)
 
 
@@ -384,8 +352,7 @@ def test_a_target_in_nats_is_none_for_other_tokens(tmp_path: Path) -> None:
 def test_a_failed_run_does_not_draw_equal_tokens_to_its_end(tmp_path: Path) -> None:
     longer = [replace(story, steps=80) for story in BASE[:2]]
     failed = replace(S, seed=2, steps=80, attempts=(StoryAttempt(0, 10),))
-    compared(tmp_path, (BASE, ()), ([*longer, failed], (WD,)))
-    (tmp_path / "runs/b2/log").mkdir()
-    (tmp_path / "runs/b2/log/launcher.log").write_text("2030-01-01T00:00:00+00:00 not finite\n")
-    found = qualities(compare([tmp_path / "runs"]))["equal tokens"]
+    compare_made(tmp_path, (BASE, ()), ([*longer, failed], (WD,)))
+    write_failure(tmp_path / "b2", "not finite")
+    found = qualities(compare([tmp_path]))["equal tokens"]
     assert f"at {40 * 128:,} tokens" in found.text and found.pairs == 2

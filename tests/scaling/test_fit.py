@@ -117,7 +117,7 @@ def test_targets_out_of_reach_need_a_word_and_get_a_label() -> None:
     table = make_table(seed_sd=0.003)
     with pytest.raises(ConfigError, match=r"target=2B,200B: is .* times the compute of the largest rung"):
         study_table(table, Question(Target(2e9, 2e11), replicates=FEW))
-    (study,) = study_table(table, Question(Target(2e9, 2e11), extrapolate=True, replicates=FEW))
+    (study,) = study_table(table, Question(Target(2e9, 2e11), extrapolate=True, replicates=FEW)).corpora
     assert study.predictions[0].is_beyond
 
 
@@ -132,11 +132,11 @@ def test_rungs_in_one_proportion_know_nothing_beside_it() -> None:
 
 def test_held_out_runs_are_not_fitted_and_are_scored() -> None:
     table = make_table(seed_sd=0.003, random=2)
-    (study,) = study_table(table, Question(holdout=1e8, replicates=FEW))
-    assert study.fit.table.n.max() < 1e8 and len(study.held) == len(study.predictions) == 4
+    (study,) = study_table(table, Question(holdout=1e8, replicates=FEW)).corpora
+    assert study.table.n.max() < 1e8 and study.not_fitted == len(study.predictions) == 4
     assert sum(bool(p.is_inside) for p in study.predictions) >= 3
-    (study,) = study_table(table, Question(Target(1.61e8, 3.2e9), replicates=FEW))
-    assert len(study.held) == 1 and study.predictions[0].observed == study.held.loss[0]
+    (study,) = study_table(table, Question(Target(1.61e8, 3.2e9), replicates=FEW)).corpora
+    assert study.not_fitted == 1 and study.predictions[0].loss == table.loss[(table.n == 1.6e8) & (table.d == 3.2e9)][0]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from titan.errors import ConfigError
-from titan.scaling.ladders import ComputeLadder, LadderStudy, are_ladders, compare_ladders, study_ladders
+from titan.scaling.ladders import ComputeLadder, are_ladders, compare_ladders, study_ladders
 from titan.scaling.study import Question, Target, study_table
 from titan.scaling.table import Table
 
@@ -60,15 +60,15 @@ def make_lines(*proportions: float, rungs: int = 5) -> Table:
 
 def test_variants_with_tokens_in_different_proportions_are_compared_by_compute() -> None:
     table = make_lines(20, 60, 100)
-    (study,) = study_table(table, Question())
-    assert isinstance(study, LadderStudy) and study.baseline == "a"
+    (study,) = study_table(table, Question()).corpora
+    assert study.laws == () and study.baseline == "a"
     both, lowest = study.factors["b"]
     ends = [float(table.loss[table.d / table.n == ratio].min()) for ratio in (table.d[0] / table.n[0], 60)]
     assert (both.loss, lowest.loss) == (max(ends), min(ends))
     assert both.factor == pytest.approx(2, rel=0.01) and lowest.factor == pytest.approx(2, rel=0.01)
     assert study.factors["c"][0].factor == pytest.approx(4, rel=0.01)
-    (turned,) = study_table(table, Question(baseline="b"))
-    assert isinstance(turned, LadderStudy) and turned.factors["a"][0].factor == pytest.approx(0.5, rel=0.01)
+    (turned,) = study_table(table, Question(baseline="b")).corpora
+    assert turned.factors["a"][0].factor == pytest.approx(0.5, rel=0.01)
 
 
 def test_rungs_that_a_law_separates_are_no_ladders() -> None:

@@ -22,8 +22,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "head",
-    ["N,D,loss", "params,tokens,loss", "Parameters, training tokens ,val-loss", "n_params,n_tokens,Final Loss"],
+    "head", ["N,D,loss", "params,tokens,loss", "Parameters, training tokens ,val-loss", "n_params,n_tokens,Final Loss"]
 )
 def test_columns_have_several_names(head: str, tmp_path: Path) -> None:
     table = read_csv(write(tmp_path, f"{head}\n10M,1.5B,3.5\n2e7,2_000_000_000,3.3\n\n"))

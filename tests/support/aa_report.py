@@ -63,7 +63,7 @@ def _finds_injected_loss(folder: Path, variants: dict[str, list[Path]]) -> bool:
     """Whether the injected difference is found with the seeds that are told beforehand."""
     beforehand = compare(variants["a"][:12], Options(margin=INJECTED))
     seeds_note = next(note for note in beforehand.notes if "seeds per variant" in note)
-    needed = max(2, int(re.findall(r"takes about ([\d,]+) seeds", seeds_note)[0].replace(",", "")))
+    needed = max(2, int(re.findall(r"takes ([\d,]+) seeds", seeds_note)[0].replace(",", "")))
     print(f"beforehand, of one variant's 12 seeds: {seeds_note}")
     worse = [
         copy_with_worse_loss(directory, folder / f"worse{i}") for i, directory in enumerate(variants["b"][:needed])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -18,6 +18,8 @@ import yaml
 from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
 from titan.estimate.plan import PredictedValue
+from titan.report.comparison import Options, compare
+from titan.report.findings import Comparison
 from titan.run import identity, prediction
 from titan.run.prediction import Prediction
 from titan.run.run import Run, as_config
@@ -131,15 +133,33 @@ def make_run(directory: Path, story: Story | None = None, *overrides: str) -> Pa
     )
     write_lines(directory, lines)
     if story.bad is not None:
-        _write_give_up(directory, story.bad)
+        last = story.bad + GIVES_UP - 1  # it has no line
+        write_failure(
+            directory, f"{GIVES_UP} steps in a row without finite values, the last one step {last}: gradients"
+        )
     elif attempts[-1].end == story.steps:
         _write_result(directory, story, lines, len(attempts))
     return directory
 
 
-def _write_give_up(directory: Path, bad: int) -> None:
-    """What a run leaves that ends by `training.bad_steps`; the last of these steps has no line."""
-    message = f"{GIVES_UP} steps in a row without finite values, the last one step {bad + GIVES_UP - 1}: gradients"
+def make_seeds(*levels: float | None) -> list[Story]:
+    """Return a story a seed, each with its level above the usual one; None: it diverges."""
+    return [
+        Story(seed=seed, bad=20) if level is None else Story(seed=seed, level=Story.level + level)
+        for seed, level in enumerate(levels)
+    ]
+
+
+def compare_made(folder: Path, *variants: tuple[Sequence[Story], Sequence[str]], **options: Any) -> Comparison:
+    """Make the runs a0, a1 and so on of the first variant, b0 and so on of the second, and compare all."""
+    for letter, (stories, overrides) in zip("abcdef", variants, strict=False):
+        for index, story in enumerate(stories):
+            make_run(folder / f"{letter}{index}", story, *overrides)
+    return compare([folder], Options(**options))
+
+
+def write_failure(directory: Path, message: str) -> None:
+    """Write the launcher's message on a run that failed."""
     (directory / "log").mkdir()
     (directory / "log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {message}\n")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
+
+from titan.report.render.document import POLICY
 
 VOID = {"meta", "br", "link", "img"}
 
@@ -38,3 +41,16 @@ class PageReader(HTMLParser):
 
     def list_values(self, name: str) -> list[str]:
         return [value for key, value in self.attributes if key == name]
+
+
+def read_whole(text: str) -> PageReader:
+    """Return a page that is whole, loads nothing, and has numbers wherever it draws."""
+    read, without_script = PageReader(text), re.sub(r"<script>.*?</script>", "", text, flags=re.S)
+    assert read.open == [] and not read.list_values("src") and not read.list_values("href")
+    assert not re.search(r"https?:|@import|//[a-z]", without_script)
+    assert all(reference.startswith("#") for reference in re.findall(r"url\(([^)]*)\)", text))
+    assert len(read.list_values("id")) == len(set(read.list_values("id")))
+    assert any(value.startswith(POLICY) for value in read.list_values("content"))
+    drawn = [value for name in ("points", "d", "width", "x") for value in read.list_values(name)]
+    assert "nan" not in " ".join(drawn).lower()
+    return read

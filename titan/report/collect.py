@@ -129,33 +129,38 @@ class RawRun:
         return ended and any(words in (self.reason or "") for words in GAVE_UP)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CollectedRuns:
-    """The runs and sweeps in the directories.
+    """The runs and sweeps in the directories, each once, in the order in which they were found.
 
     Attributes:
-        runs: each once, in the order in which they were found.
-        failed: trials without a run, and runs whose run.yaml can't be read.
+        by_directory: runs; and why there is none, for trials without a run and runs whose run.yaml can't be read.
         sweeps: directory and question of each sweep.
         corruption: what is wrong with the sweeps' own files.
     """
 
-    runs: tuple[RawRun, ...]
-    failed: tuple[FailedRun, ...]
-    sweeps: tuple[tuple[Path, SweepSpec], ...]
-    corruption: tuple[str, ...] = ()
+    by_directory: dict[Path, RawRun | FailedRun] = field(default_factory=dict)
+    sweeps: dict[Path, SweepSpec] = field(default_factory=dict)
+    corruption: list[str] = field(default_factory=list)
+
+    @cached_property
+    def runs(self) -> tuple[RawRun, ...]:
+        """Return the runs."""
+        return tuple(run for run in self.by_directory.values() if isinstance(run, RawRun))
+
+    @cached_property
+    def failed(self) -> tuple[FailedRun, ...]:
+        """Return trials without a run, and runs whose run.yaml can't be read."""
+        return tuple(run for run in self.by_directory.values() if isinstance(run, FailedRun))
+
+    @property
+    def sweep(self) -> SweepSpec:
+        """Return the question of the only sweep; an empty one where there are several, or none."""
+        return next(iter(self.sweeps.values())) if len(self.sweeps) == 1 else SweepSpec()
 
     def list_started_runs(self) -> list[RawRun]:
         """Return the runs with a result: those that finished a step or gave up before."""
         return [raw for raw in self.runs if len(raw.metrics.steps) or raw.gave_up]
-
-
-@dataclass
-class _RunCollection:
-    runs: dict[Path, RawRun] = field(default_factory=dict)
-    failed: dict[Path, FailedRun] = field(default_factory=dict)
-    sweeps: dict[Path, SweepSpec] = field(default_factory=dict)
-    corruption: list[str] = field(default_factory=list)
 
 
 def count_devices(document: Mapping[str, Any]) -> int:
@@ -169,46 +174,39 @@ def collect_runs(directories: Sequence[Path]) -> CollectedRuns:
     Raises:
         ConfigError: for a directory that does not exist or contains no run.
     """
-    collection = _RunCollection()
+    collected = CollectedRuns()
     for directory in directories:
         if not directory.is_dir():
             problem = "is a file, not a directory" if directory.is_file() else "there is no such directory"
             raise ConfigError(f"{directory}: {problem}; give the directory of a run or a sweep.")
-        count_before = len(collection.runs) + len(collection.failed)
-        resolved = directory.resolve()
-        _add_directory(resolved, collection, named_by_user=True)
-        is_known = resolved in collection.runs or resolved in collection.failed
-        if len(collection.runs) + len(collection.failed) == count_before and not is_known:
+        count_before, resolved = len(collected.by_directory), directory.resolve()
+        _add_directory(resolved, collected, named_by_user=True)
+        if len(collected.by_directory) == count_before and resolved not in collected.by_directory:
             raise ConfigError(
                 f"{directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
             )
-    return CollectedRuns(
-        tuple(collection.runs.values()),
-        tuple(collection.failed.values()),
-        tuple(collection.sweeps.items()),
-        tuple(collection.corruption),
-    )
+    return collected
 
 
-def _add_directory(directory: Path, collection: _RunCollection, named_by_user: bool = False) -> None:
+def _add_directory(directory: Path, collected: CollectedRuns, named_by_user: bool = False) -> None:
     """Add a run or a sweep, else search the subdirectories."""
     if (directory / "run.yaml").is_file():
         # a remote directory of a run's checkpoints has a run.yaml too
         if named_by_user or any((directory / name).exists() for name in ("metrics.jsonl", ".lock", "log")):
-            _add_run(directory, collection, None, sanitize_line(directory.name))
+            _add_run(directory, collected, None, sanitize_line(directory.name))
         return
     try:
         sweep = ledger.read(directory)
     except ConfigError as error:
         if named_by_user:
             raise
-        collection.corruption.append(f"{directory.name}: {error}")
+        collected.corruption.append(f"{directory.name}: {error}")
         return
     if sweep is not None:
-        collection.sweeps[directory] = sweep.spec
-        collection.corruption += [f"{directory.name}: {note}" for note in sweep.notes]
+        collected.sweeps[directory] = sweep.spec
+        collected.corruption += [f"{directory.name}: {note}" for note in sweep.notes]
         for trial, label in zip(sweep.trials, label_trials(sweep.trials), strict=True):
-            _add_run(Path(trial.directory), collection, trial, label)
+            _add_run(Path(trial.directory), collected, trial, label)
         return
     try:
         with os.scandir(directory) as entries:
@@ -216,17 +214,12 @@ def _add_directory(directory: Path, collection: _RunCollection, named_by_user: b
     except OSError:
         return
     for name in names:
-        _add_directory(directory / name, collection)
+        _add_directory(directory / name, collected)
 
 
-def _add_run(directory: Path, collection: _RunCollection, trial: TrialState | None, label: str) -> None:
-    if directory in collection.runs or directory in collection.failed:
-        return
-    run = _read_run(directory, trial, label)
-    if isinstance(run, RawRun):
-        collection.runs[directory] = run
-    else:
-        collection.failed[directory] = run
+def _add_run(directory: Path, collected: CollectedRuns, trial: TrialState | None, label: str) -> None:
+    if directory not in collected.by_directory:
+        collected.by_directory[directory] = _read_run(directory, trial, label)
 
 
 def _read_run(directory: Path, trial: TrialState | None, label: str) -> RawRun | FailedRun:

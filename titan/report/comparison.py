@@ -59,9 +59,8 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     """
     options = options or Options()
     collected = collect_runs([Path(directory) for directory in directories])
-    spec = collected.sweeps[0][1] if len(collected.sweeps) == 1 else SweepSpec()  # the user's options override it
-    spec = spec if options.margin is None else replace(spec, margin=options.margin)
-    spec = spec if options.target is None else replace(spec, target=options.target)
+    typed = {name: value for name in ("margin", "target") if (value := getattr(options, name)) is not None}
+    spec = replace(collected.sweep, **typed)
     groups = align.group_runs(collected.list_started_runs(), collected.failed)
     margin = parse_margin(spec.margin, "margin")
     members = estimate.build_members(groups, align.find_shared_runs(collected.runs), margin.nats or DEFAULT_MARGIN)
@@ -71,17 +70,18 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     nats, share, margin_notes = effort.resolve_margin(margin, candidates, short)
     title = ", ".join(os.fspath(directory).rstrip("/") for directory in directories)
     if len(collected.sweeps) == len(directories) == 1:
-        title = collected.sweeps[0][0].name
+        title = next(iter(collected.sweeps)).name
     comparison_notes = notes.list_comparison_notes(
         candidates, collected, spec, nats, options.baseline, options.margin is not None
     )
     groups = [candidate.group for candidate in candidates]
+    variants = _build_variants(candidates, spec, nats, short)
     comparison = Comparison(
         title=title,
         question=spec.question,
         common=align.find_common_settings(groups),
         differs=align.collect_differing_settings(groups),
-        variants=rank.order_variants(_build_variants(candidates, spec, nats, short)),
+        variants=(*variants[:1], *(variants[i] for i in rank.rank_variants(variants) if i)),
         failed=_list_failed_runs(collected, candidates),
         target=spec.target,
         margin=nats,
@@ -99,9 +99,8 @@ def _build_variants(
     """Return all variants with their estimates and tests, the baseline first."""
     learnings = equivalence.judge_candidates(candidates, margin)
     qualities = superiority.judge_candidates(candidates, spec.target, margin, spec.budget)
-    efforts = effort.judge_candidates(candidates, short)
     variants = []
-    for candidate, learning, quality, variant_effort in zip(candidates, learnings, qualities, efforts, strict=True):
+    for candidate, learning, quality in zip(candidates, learnings, qualities, strict=True):
         group, members, baseline, tuning = candidate.group, candidate.members, candidates[0], candidate.tuning
         speed, speed_ratio, few, speed_doubt = estimate.compare_speeds(members, baseline.members)
         variants.append(
@@ -118,14 +117,14 @@ def _build_variants(
                 learning=learning,
                 quality=quality,
                 reached=estimate.estimate_time_to_target(members, baseline.members, spec.target),
-                notes=notes.list_variant_notes(candidate, baseline),
+                notes=tuple(notes.list_variant_notes(candidate, baseline)),
                 few=few,
                 speed_doubt=speed_doubt,
                 outcomes=estimate.count_outcomes(members, group.missing),
                 tried=tuning.rate_count,
                 untuned=not tuning.is_best,
                 against_best=tuning.against_best,
-                effort=variant_effort,
+                effort=effort.judge_candidate(candidate, baseline, short),
             )
         )
     return variants

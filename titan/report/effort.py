@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.report import align, estimate, rank, statistics
 from titan.report.align import find_common_measure
@@ -27,8 +25,8 @@ from titan.report.findings import Effort, Interval
 from titan.report.rank import VariantCandidate
 from titan.report.statistics import MeanDifference, compare_means, compare_seeds
 from titan.scaling import speedup
+from titan.scaling.noise import pool_deviation
 from titan.scaling.speedup import Gap
-from titan.sweep.ledger import SweepSpec
 from titan.sweep.schema import DEFAULT_MARGIN, Margin
 
 LONGEST = 0.9
@@ -94,9 +92,8 @@ def _measure_gap(variant: Sequence[Member], baseline: Sequence[Member]) -> Gap |
     if find_common_measure(variant[0].raw, baseline[0].raw) != "validation loss":
         return None
     seeds = compare_seeds(*(collect_outcomes(side, lambda m: m.run.validation) for side in (variant, baseline)))
-    if seeds is None or seeds.signs is not None or seeds.difference is None:
+    if seeds is None or seeds.uses_signs or (difference := seeds.difference) is None:
         return None
-    difference: MeanDifference = seeds.difference
     return Gap(difference.estimate, difference.error, difference.freedom)
 
 
@@ -120,17 +117,12 @@ def resolve_margin(
     return DEFAULT_MARGIN, None, (f"the margin of {stated} is not known in nats: {DEFAULT_MARGIN:g} are used{advice}",)
 
 
-def judge_candidates(candidates: Sequence[VariantCandidate], short: ShorterRun | None) -> list[Effort | None]:
-    """Return the share of the baseline's compute of each variant with other hyperparameters.
+def judge_candidate(candidate: VariantCandidate, baseline: VariantCandidate, short: ShorterRun | None) -> Effort | None:
+    """Return the share of the baseline's compute that a variant with other hyperparameters needs; None for others.
 
     Args:
-        candidates: the variants, the baseline first.
         short: see `find_shorter_run`.
     """
-    return [_judge(candidate, candidates[0], short) for candidate in candidates]
-
-
-def _judge(candidate: VariantCandidate, baseline: VariantCandidate, short: ShorterRun | None) -> Effort | None:
     if candidate.group.group_id == baseline.group.group_id or not candidate.tuning.is_best:
         return None
     if short is not None and candidate.group.settings_but_length == baseline.group.settings_but_length:
@@ -234,8 +226,7 @@ def read_noise(directory: Path) -> Noise:
     collected = collect_runs([directory])
     groups = align.group_runs(collected.list_started_runs(), collected.failed)
     members = estimate.build_members(groups, align.find_shared_runs(collected.runs), DEFAULT_MARGIN)
-    spec = collected.sweeps[0][1] if len(collected.sweeps) == 1 else SweepSpec()
-    candidates = rank.list_candidates(groups, members, None, spec.baseline)
+    candidates = rank.list_candidates(groups, members, None, collected.sweep.baseline)
     measured = _measure_spread(candidates)
     orders = [[candidate, *(other for other in candidates if other is not candidate)] for candidate in candidates]
     slopes = [short.slope for order in orders if (short := find_shorter_run(order)) and short.slope]
@@ -249,18 +240,13 @@ def read_noise(directory: Path) -> Noise:
 def _measure_spread(candidates: Sequence[VariantCandidate]) -> tuple[float, int] | None:
     """Return the pooled spread of pairs of seeds, else of single seeds times the root of two, with its freedom."""
     losses = [average_by_seed(c.members, lambda m: m.run.validation) for c in candidates]
-    pairs = [
-        np.array([other[seed] - losses[0][seed] for seed in other.keys() & losses[0].keys()]) for other in losses[1:]
-    ]
-    singles = [np.array(list(side.values())) for side in losses]
-    return _pool(pairs, 1.0) or _pool(singles, math.sqrt(2))
-
-
-def _pool(samples: Sequence[np.ndarray], factor: float) -> tuple[float, int] | None:
-    kept = [sample for sample in samples if len(sample) > 1]
-    freedom = sum(len(sample) - 1 for sample in kept)
-    squares = sum(float(((sample - sample.mean()) ** 2).sum()) for sample in kept)
-    return (factor * math.sqrt(squares / freedom), freedom) if freedom and squares else None
+    pairs = [[other[seed] - losses[0][seed] for seed in other.keys() & losses[0].keys()] for other in losses[1:]]
+    singles = [list(side.values()) for side in losses]
+    for samples, factor in ((pairs, 1.0), (singles, math.sqrt(2))):
+        deviation, freedom = pool_deviation(samples)
+        if deviation:
+            return factor * deviation, freedom
+    return None
 
 
 def describe_power(

@@ -12,8 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from titan.console.numbers import format_interval, format_plural, format_signed
 from titan.report import statistics
 from titan.report.estimate import Member
@@ -33,6 +31,7 @@ from titan.report.parity import (
 )
 from titan.report.rank import VariantCandidate
 from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, MeanDifference
+from titan.scaling.noise import pool_deviation
 
 ANSWER_WORDS: dict[Answer, str] = {"yes": "same", "no": "not the same", "undecided": "inconclusive"}
 """The answers for people."""
@@ -220,7 +219,5 @@ def _estimate_repeat_spread(members: Sequence[Member]) -> tuple[float, int, int]
     for m in members:
         if m.run.validation is not None:
             by_seed.setdefault(m.raw.seed, []).append(m.run.validation)
-    repeated = [values for values in by_seed.values() if len(values) > 1]
-    squares = sum(float(np.var(values)) * len(values) for values in repeated)
-    freedom = sum(len(values) - 1 for values in repeated)
-    return (math.sqrt(squares / freedom), freedom, sum(map(len, repeated))) if squares else None
+    deviation, freedom = pool_deviation(by_seed.values())
+    return (deviation, freedom, sum(len(v) for v in by_seed.values() if len(v) > 1)) if deviation else None

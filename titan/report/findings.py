@@ -215,7 +215,7 @@ class RunResult:
     speed: MeasuredSpeed | None
     speed_by_attempt: tuple[MeasuredSpeed, ...]
     cost: RunCost
-    curves: Curves
+    curves: Curves = field(repr=False)
     repeat: int = 0
     diverged: bool = False
     outlier: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,35 +28,34 @@ INCOMPARABLE_RUNS = 4
 """Runs that a note on figures names."""
 
 
-def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantCandidate) -> tuple[str, ...]:
-    """Return the notes on a variant."""
+def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantCandidate) -> Iterator[str]:
+    """Yield the notes on a variant."""
     members, baseline = candidate.members, baseline_candidate.members
-    notes = [candidate.tuning.note] if candidate.tuning.note else []
-    notes += [*_note_unfinished(members), *_note_outcomes(members)]
+    if candidate.tuning.note:
+        yield candidate.tuning.note
+    yield from _note_unfinished(members)
+    yield from _note_outcomes(members)
     missing = Counter(
         "stopped" if t.state == "stopped" else classify_unfinished(t.state) for t in candidate.group.missing
     )
-    counts = [f"{missing[kind]} of its trials {words}" for kind, words in WITHOUT_METRICS.items() if missing[kind]]
-    if counts:
-        notes.append(f"{', '.join(counts)}: not counted as outcomes of the recipe")
+    if counts := [f"{missing[kind]} of its trials {words}" for kind, words in WITHOUT_METRICS.items() if missing[kind]]:
+        yield f"{', '.join(counts)}: not counted as outcomes of the recipe"
     if members[0].raw.earlier_planned_steps:
         steps = ", then ".join(f"{number:,}" for number in members[0].raw.earlier_planned_steps)
-        notes.append(
-            f"continued: its schedule had {steps} steps before, so it counts as a variant with other hyperparameters"
-        )
+        yield f"continued: its schedule had {steps} steps before, so it counts as a variant with other hyperparameters"
     if any(len({format_speed_settings(d) for d in m.raw.documents}) > 1 for m in members):
-        notes.append(
+        yield (
             "its layout, micro-batches, memory or compile settings changed between attempts: its speed is that of the "
             "last attempt's settings"
         )
-    if shared := [m.run.label for m in members if m.run.shared]:
-        notes.append(
-            f"{len(shared)} of {len(members)} runs ran on one machine at the same time as another run: their times, "
+    if shared := sum(m.run.shared for m in members):
+        yield (
+            f"{shared} of {len(members)} runs ran on one machine at the same time as another run: their times, "
             "speeds and device-hours are unreliable"
         )
     if members is not baseline:
-        notes += [*_note_hardware_and_code(members, baseline), *_note_text_amounts(members, baseline)]
-    return tuple(notes)
+        yield from _note_hardware_and_code(members, baseline)
+        yield from _note_text_amounts(members, baseline)
 
 
 WITHOUT_METRICS = {
@@ -66,21 +65,21 @@ WITHOUT_METRICS = {
 }
 
 
-def _note_outcomes(members: Sequence[Member]) -> list[str]:
-    """Return notes on divergence, outliers, spikes and steps that were not finite."""
-    runs, notes = [m.run for m in members], []
+def _note_outcomes(members: Sequence[Member]) -> Iterator[str]:
+    """Yield notes on divergence, outliers, spikes and steps that were not finite."""
+    runs = [m.run for m in members]
     if diverged := [run for run in runs if run.diverged]:
         examples = ", ".join(f"seed {run.seed} at step {run.step:,}" for run in diverged[:NAMED_RUNS])
         remainder = f" and {len(diverged) - NAMED_RUNS} more" if len(diverged) > NAMED_RUNS else ""
         share = f"{len(diverged)} of {format_plural(len(runs), 'run')}"
-        notes.append(f"{share} diverged ({examples}{remainder}): the mean loss does not include them")
+        yield f"{share} diverged ({examples}{remainder}): the mean loss does not include them"
     if outliers := [f"seed {run.seed} with {run.validation:.4f}" for run in runs if run.outlier]:
         losses = [run.validation for run in runs if run.validation is not None]
-        notes.append(f"outlier: {', '.join(outliers)}; the median of its {len(losses)} runs is {np.median(losses):.4f}")
+        yield f"outlier: {', '.join(outliers)}; the median of its {len(losses)} runs is {np.median(losses):.4f}"
     if spikes := [(spike, run) for run in runs for spike in run.spikes]:
         top, run = max(spikes, key=lambda entry: entry[0].loss - entry[0].usual)
         rows = "" if top.rows is None else f" (rows {top.rows[0]} to {top.rows[1]})"
-        notes.append(
+        yield (
             f"loss spikes in {sum(bool(run.spikes) for run in runs)} of {format_plural(len(runs), 'run')}: "
             f"{len(spikes)} in all, the highest by {top.loss - top.usual:.2f} nats to {top.loss:.2f} at step "
             f"{top.step:,} of seed {run.seed}{rows}"
@@ -88,49 +87,40 @@ def _note_outcomes(members: Sequence[Member]) -> list[str]:
     counts = [int(m.history.steps.is_nonfinite().sum()) for m in members]
     if any(counts):
         where = f"{sum(map(bool, counts))} of {len(members)} runs: {format_plural(sum(counts), 'step')}"
-        notes.append(f"loss or gradient norm not finite in {where}, which did not update the weights")
-    return notes
+        yield f"loss or gradient norm not finite in {where}, which did not update the weights"
 
 
-def _note_unfinished(members: Sequence[Member]) -> list[str]:
-    """Return a note on runs that are unfinished for another reason than divergence."""
-    unfinished = [m.run for m in members if not m.run.decayed and not m.run.diverged]
-    if not unfinished:
-        return []
-    failed_count = sum(run.state == "failed" for run in unfinished)
-    failed = f" ({failed_count} failed)" if failed_count else ""
-    rest = "; the final results are those of the other runs" if len(unfinished) < len(members) else ""
-    return [
-        f"{len(unfinished)} of {len(members)} runs not finished{failed}: their learning rate schedule is incomplete, "
-        f"so they are not ranked{rest}"
-    ]
+def _note_unfinished(members: Sequence[Member]) -> Iterator[str]:
+    """Yield a note on runs that are unfinished for another reason than divergence."""
+    if unfinished := [m.run for m in members if not m.run.decayed and not m.run.diverged]:
+        failed_count = sum(run.state == "failed" for run in unfinished)
+        failed = f" ({failed_count} failed)" if failed_count else ""
+        rest = "; the final results are those of the other runs" if len(unfinished) < len(members) else ""
+        yield (
+            f"{len(unfinished)} of {len(members)} runs not finished{failed}: their learning rate schedule is "
+            f"incomplete, so they are not ranked{rest}"
+        )
 
 
-def _note_text_amounts(members: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
-    """Return a note on validation sets of different amounts of text, where bits per byte are compared."""
+def _note_text_amounts(members: Sequence[Member], baseline: Sequence[Member]) -> Iterator[str]:
+    """Yield a note on validation sets of different amounts of text, where bits per byte are compared."""
     sides = [(side[0].run.validation, side[0].run.bits) for side in (members, baseline)]
     amounts = [nats / math.log(2) / bits for nats, bits in sides if nats and bits]  # bytes per token
     measure = find_common_measure(members[0].raw, baseline[0].raw)
-    if len(amounts) < 2 or measure != "bits per byte" or abs(amounts[0] / amounts[1] - 1) < 0.02:
-        return []
-    return [
-        f"its validation set has {amounts[0] / amounts[1]:.2f} times the baseline's text, so bits per byte are "
-        "measured on different amounts of text"
-    ]
-
-
-def _note_hardware_and_code(members: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
-    """Return notes on differences to the baseline other than settings."""
-    notes = []
-    hardware, baseline_hardware = ({m.run.hardware or "unknown" for m in side} for side in (members, baseline))
-    if hardware != baseline_hardware:
-        notes.append(
-            f"different hardware: {', '.join(sorted(hardware))}; the baseline: {', '.join(sorted(baseline_hardware))}"
+    if len(amounts) == 2 and measure == "bits per byte" and abs(amounts[0] / amounts[1] - 1) >= 0.02:
+        yield (
+            f"its validation set has {amounts[0] / amounts[1]:.2f} times the baseline's text, so bits per byte are "
+            "measured on different amounts of text"
         )
+
+
+def _note_hardware_and_code(members: Sequence[Member], baseline: Sequence[Member]) -> Iterator[str]:
+    """Yield notes on differences to the baseline other than settings."""
+    hardware = [{m.run.hardware or "unknown" for m in side} for side in (members, baseline)]
     codes = [_collect_code_ids(side) for side in (members, baseline)]
-    if codes[0] != codes[1]:
-        notes.append(f"different code: {', '.join(sorted(codes[0]))}; the baseline: {', '.join(sorted(codes[1]))}")
-    return notes
+    for name, (own, other) in {"hardware": hardware, "code": codes}.items():
+        if own != other:
+            yield f"different {name}: {', '.join(sorted(own))}; the baseline: {', '.join(sorted(other))}"
 
 
 def _collect_code_ids(members: Sequence[Member]) -> set[str]:
@@ -144,8 +134,8 @@ def list_comparison_notes(
     margin: float,
     named_baseline: str | None,
     margin_typed: bool,
-) -> tuple[str, ...]:
-    """Return the notes on the whole comparison.
+) -> Iterator[str]:
+    """Yield the notes on the whole comparison.
 
     Args:
         candidates: the variants, the baseline first.
@@ -153,89 +143,78 @@ def list_comparison_notes(
         margin: in nats.
     """
     all_members = [m for v in candidates for m in v.members]
-    notes = [
-        *collected.corruption,
-        *(f"{raw.directory.name}: {corruption}" for raw in collected.runs for corruption in raw.corruption),
-    ]
+    yield from collected.corruption
+    yield from (f"{raw.directory.name}: {corruption}" for raw in collected.runs for corruption in raw.corruption)
     if len(codes := _collect_code_ids(all_members)) > 1:
         used = [d.get(identity.OWN_CODE) or {} for m in all_members for d in m.raw.documents]
         digests = {name: {own.get(name) for own in used} for name in sorted({name for own in used for name in own})}
         changed = ", ".join(name for name, found in digests.items() if len(found - {None}) > 1)
         of_some = ", ".join(name for name, found in digests.items() if None in found)
         what = f" (files of your {changed} differ)" * bool(changed) + f" (not all use your {of_some})" * bool(of_some)
-        notes.append(
-            f"the runs use {len(codes)} different versions of code or libraries{what}: {', '.join(sorted(codes))}"
-        )
+        yield f"the runs use {len(codes)} different versions of code or libraries{what}: {', '.join(sorted(codes))}"
     if len(hardware := {m.run.hardware for m in all_members}) > 1:
-        notes.append(f"different hardware: {', '.join(sorted(hardware))}; speeds and device-hours depend on it")
+        yield f"different hardware: {', '.join(sorted(hardware))}; speeds and device-hours depend on it"
     if len(collected.sweeps) > 1 and not margin_typed:
-        notes.append("several sweeps are given: their questions, margins and targets are ignored")
+        yield "several sweeps are given: their questions, margins and targets are ignored"
     if not collected.sweeps and not margin_typed:
-        notes.append("no equivalence margin was fixed in advance: the default of 0.02 nats is used")
-    notes += _note_baseline_choice(candidates, named_baseline, spec) if candidates else []
+        yield "no equivalence margin was fixed in advance: the default of 0.02 nats is used"
+    if candidates:
+        yield from _note_baseline_choice(candidates, named_baseline, spec)
     precisions = [m.raw.config.get("precision") or {} for m in all_members]
     if any(p.get("emulate") and p.get("matmuls", "compute") != "compute" for p in precisions):
-        notes.append(
-            "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
-        )
-    return (*notes, *(_note_seeds_needed(candidates, margin) if candidates else []))
+        yield "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
+    if candidates:
+        yield from _note_seeds_needed(candidates, margin)
 
 
 def _note_baseline_choice(
     candidates: Sequence[VariantCandidate], named_baseline: str | None, spec: SweepSpec
-) -> list[str]:
-    """Return notes on how the baseline was chosen, where that is not obvious."""
+) -> Iterator[str]:
+    """Yield notes on how the baseline was chosen, where that is not obvious."""
     baseline, groups = candidates[0], [v.group for v in candidates]
-    notes = []
     wanted_settings = {} if named_baseline is not None else spec.baseline
     if wanted_settings and not has_settings(baseline.group, wanted_settings):
         settings = " ".join(f"{name}={value}" for name, value in wanted_settings.items())
-        notes.append(
-            f"the sweep's baseline ({settings}) has no metrics: {baseline.group.label} is the baseline instead"
-        )
+        yield f"the sweep's baseline ({settings}) has no metrics: {baseline.group.label} is the baseline instead"
     fitting = [groups[i] for i in find_fitting(groups, wanted_settings)]
     if len({group.other_settings for group in fitting}) > 1 or (len(fitting) > 1 and baseline.tuning.rate_count < 2):
-        notes.append(
+        yield (
             f"the sweep's baseline matches {len(fitting)} variants: the first one found, {baseline.group.label}, is "
             "used"
         )
     if baseline.tuning.is_best and baseline.tuning.rate_count > 1:
-        notes.append(
-            f"the baseline is {baseline.group.label}: the best of its {baseline.tuning.rate_count} learning rates"
-        )
-    return notes
+        yield f"the baseline is {baseline.group.label}: the best of its {baseline.tuning.rate_count} learning rates"
 
 
-def _note_seeds_needed(candidates: Sequence[VariantCandidate], margin: float) -> list[str]:
-    """Return a note on the seeds that show a difference of one margin: by pairs of seeds, else by the baseline's."""
+def _note_seeds_needed(candidates: Sequence[VariantCandidate], margin: float) -> Iterator[str]:
+    """Yield a note on the seeds that show a difference of one margin: by pairs of seeds, else by the baseline's."""
     baseline = average_by_seed(candidates[0].members, lambda m: m.run.validation)
     notes = []
     for candidate in candidates[1:]:
         losses = average_by_seed(candidate.members, lambda m: m.run.validation)
         differences = [losses[seed] - baseline[seed] for seed in sorted(losses.keys() & baseline.keys())]
-        if len(differences) >= 2 and (estimate := statistics.estimate_mean_difference(differences)).spread:
-            count = statistics.compute_seeds_needed(margin, estimate.spread)
+        if len(differences) >= 2 and (spread := statistics.estimate_mean_difference(differences).spread):
+            count = statistics.compute_seeds_needed(margin, spread)
             words = f"needs more than {statistics.MOST:,} seeds"
             if count is not None:
                 more = f"needs {format_plural(count - len(differences), 'more seed')}"
                 words = "has enough seeds" if count <= len(differences) else more
             notes.append(f"{candidate.group.label} {words}")
+    values = list(baseline.values())  # unpaired, of the baseline alone
     if notes:
         further = f", and {len(notes) - NAMED_VARIANTS} further variants" if len(notes) > NAMED_VARIANTS else ""
-        return [
+        yield (
             f"to show a difference of {margin:.3g} nats from the baseline, by the spread of pairs of seeds: "
             f"{', '.join(notes[:NAMED_VARIANTS])}{further}"
-        ]
-    values = list(baseline.values())  # unpaired, of the baseline alone
-    if len(values) < 2 or not (spread := statistics.estimate_mean_difference(values).spread):
-        return []
-    count = statistics.compute_seeds_needed(margin, math.sqrt(2) * spread)
-    number = f"more than {statistics.MOST:,}" if count is None else f"{count:,}"
-    return [
-        f"the baseline's final validation loss has a standard deviation of {spread:.4f} nats over {len(values)} seeds: "
-        f"to show a difference of {margin:.3g} takes {number} seeds per variant, fewer where the losses of paired "
-        "seeds are correlated"
-    ]
+        )
+    elif len(values) > 1 and (spread := statistics.estimate_mean_difference(values).spread):
+        count = statistics.compute_seeds_needed(margin, math.sqrt(2) * spread)
+        number = f"more than {statistics.MOST:,}" if count is None else f"{count:,}"
+        yield (
+            f"the baseline's final validation loss has a standard deviation of {spread:.4f} nats over {len(values)} "
+            f"seeds: to show a difference of {margin:.3g} takes {number} seeds per variant, fewer where the losses of "
+            "paired seeds are correlated"
+        )
 
 
 # ---- figures of files and tasks ----

@@ -187,8 +187,8 @@ def _tune_family(learning_rates: Sequence[float], members: Sequence[Sequence[Mem
     tunings = []
     for losses in final_losses:
         comparison, against_best = compare_seeds(losses, final_losses[best]), ""
-        if comparison and comparison.signs and comparison.lost_seeds:  # runs of this rate diverged
-            wins = f"better on {comparison.signs.wins} of {comparison.signs.count} seeds"
+        if comparison and comparison.lost_seeds:  # runs of this rate diverged
+            wins = f"better on {comparison.wins} of {comparison.pairs} seeds"
             against_best = f"{wins}, {comparison.lost_seeds} diverged"
         tunings.append(LearningRateTuning(False, rejection, count, against_best))
     tunings[best] = LearningRateTuning(True, note, count)
@@ -225,11 +225,6 @@ def select_result(variant: Variant, bits: bool = False) -> Interval | None:
 def list_token_counts(variants: Sequence[Variant]) -> list[int]:
     """Return the different numbers of tokens that finished runs saw, in rising order."""
     return sorted({run.tokens for variant in variants for run in variant.runs if run.state == "finished"})
-
-
-def order_variants(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """Return the baseline, which is the first one, then the others by their result."""
-    return (*variants[:1], *(variants[i] for i in rank_variants(variants) if i))
 
 
 def rank_variants(variants: Sequence[Variant]) -> list[int]:

@@ -80,31 +80,6 @@ class MeanDifference:
         return float(_import_stats().t.sf(room / self.error, self.freedom))
 
 
-@dataclass(frozen=True)
-class SignCounts:
-    """Pairs of seeds counted by the better side; a diverged run loses to any that did not diverge.
-
-    Attributes:
-        wins: pairs in which the arm did better than the baseline.
-        losses: pairs in which it did worse.
-        ties: the other pairs, such as those in which both diverged.
-    """
-
-    wins: int
-    losses: int
-    ties: int = 0
-
-    @property
-    def count(self) -> int:
-        """Return the number of pairs."""
-        return self.wins + self.losses + self.ties
-
-    def compute_p_value(self) -> float | None:
-        """Return the two-sided p-value of the exact sign test, without ties; None where all pairs are ties."""
-        decided = self.wins + self.losses
-        return float(_import_stats().binomtest(self.wins, decided).pvalue) if decided else None
-
-
 def estimate_mean_difference(differences: ArrayLike) -> MeanDifference:
     """Return the mean of the differences of pairs, or of other repeats; [pairs]."""
     values = np.asarray(differences, dtype=np.float64)
@@ -267,11 +242,14 @@ def _find_fewest(power_with: Callable[[int], float], power: float) -> int | None
 class SeedComparison:
     """Variant and baseline over seeds: pairs, or two independent samples.
 
+    Where runs of a side diverged, pairs are counted by the better side; a diverged run loses to any that did not.
+
     Attributes:
         difference: variant minus baseline, of pairs in which both are finite; None where there is none.
         paired: whether of pairs.
         pairs: how many there are.
-        signs: the pairs counted; None where no run of either side diverged.
+        wins: pairs in which the variant did better; counted where runs diverged.
+        losses: pairs in which it did worse, likewise; the others are ties, such as those in which both diverged.
         lost_seeds: seeds of the variant with an infinite value, such as diverged ones.
         baseline_lost_seeds: the same of the baseline.
     """
@@ -279,43 +257,45 @@ class SeedComparison:
     difference: MeanDifference | None
     paired: bool
     pairs: int = 0
-    signs: SignCounts | None = None
+    wins: int = 0
+    losses: int = 0
     lost_seeds: int = 0
     baseline_lost_seeds: int = 0
 
+    @property
+    def uses_signs(self) -> bool:
+        """Return whether a run of either side diverged, so that pairs are counted."""
+        return bool(self.lost_seeds or self.baseline_lost_seeds)
+
     def compute_p_value(self) -> float | None:
-        """Return the p-value of the sign test where runs diverged, else of the t-test."""
-        if self.signs is not None:
-            return self.signs.compute_p_value()
+        """Return the p-value of the exact sign test, without ties, where runs diverged, else of the t-test."""
+        if self.uses_signs:
+            decided = self.wins + self.losses
+            return float(_import_stats().binomtest(self.wins, decided).pvalue) if decided else None
         return self.difference.compute_p_value() if self.difference else None
 
     def compute_interval(self) -> Interval | None:
         """Return the interval of the difference; without bounds where runs diverged, as it is biased then."""
         if self.difference is None:
             return None
-        return Interval(self.difference.estimate, None, None) if self.signs else self.difference.compute_interval()
+        return Interval(self.difference.estimate, None, None) if self.uses_signs else self.difference.compute_interval()
 
 
 def compare_seeds(variant: Mapping[int, float], baseline: Mapping[int, float]) -> SeedComparison | None:
     """Return variant minus baseline; infinite values are worse than any other. None where no test is possible."""
     common = [seed for seed in variant if seed in baseline]
-    lost_seeds, baseline_lost_seeds = (sum(map(math.isinf, side.values())) for side in (variant, baseline))
+    lost = [sum(map(math.isinf, side.values())) for side in (variant, baseline)]
     if len(common) < 2 <= min(len(variant), len(baseline)):
-        if lost_seeds or baseline_lost_seeds:
+        if any(lost):
             return None
         return SeedComparison(compare_means(list(variant.values()), list(baseline.values())), False)
     if not common:
         return None
-    variant_values, baseline_values = (np.array([side[seed] for seed in common]) for side in (variant, baseline))
-    finite = np.isfinite(variant_values) & np.isfinite(baseline_values)
-    mean_difference = (
-        estimate_mean_difference(variant_values[finite] - baseline_values[finite]) if finite.any() else None
-    )
-    signs = None
-    if lost_seeds or baseline_lost_seeds:
-        wins, losses = (variant_values < baseline_values).sum(), (variant_values > baseline_values).sum()
-        signs = SignCounts(int(wins), int(losses), int((variant_values == baseline_values).sum()))
-    return SeedComparison(mean_difference, True, len(common), signs, lost_seeds, baseline_lost_seeds)
+    own, other = (np.array([side[seed] for seed in common]) for side in (variant, baseline))
+    finite = np.isfinite(own) & np.isfinite(other)
+    difference = estimate_mean_difference(own[finite] - other[finite]) if finite.any() else None
+    wins, losses = (int((own < other).sum()), int((own > other).sum())) if any(lost) else (0, 0)
+    return SeedComparison(difference, True, len(common), wins, losses, *lost)
 
 
 def _import_stats() -> Any:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from titan.console.numbers import format_plural
 from titan.report import statistics
 from titan.report.align import LossMeasure, find_common_measure
 from titan.report.effort import count_flops_per_token
-from titan.report.estimate import MeasureFunction, Member, average_by_seed, collect_outcomes, find_crossing
+from titan.report.estimate import Member, average_by_seed, collect_outcomes, find_crossing
 from titan.report.findings import Answer, Interval, Numbers, Quality, RepeatsNeeded
 from titan.report.parity import ROUNDING, compare_steps, find_agreement, pair_runs
 from titan.report.rank import VariantCandidate
@@ -34,11 +35,13 @@ from titan.report.statistics import ALPHA, MeanDifference, compare_seeds
 from titan.report.uncorrected import (
     SAME_HOURS,
     ComparedMeasure,
+    Sides,
     UncorrectedComparison,
     build_inconclusive,
     build_ranked,
     compare_at_equal_hours,
     compare_before_end,
+    compare_outcomes,
 )
 
 EARLIER_TARGET_ADVICE = "set a lower target or a lower evaluation.every"
@@ -79,44 +82,43 @@ def compare_variant(
     Args:
         target: the target loss that decides where variants saw different numbers of tokens.
     """
+    sides = variant, baseline
     common_loss = find_common_measure(variant[0].raw, baseline[0].raw)
     if common_loss is None:
         text = "inconclusive: the validation sets are different texts, so their losses can't be compared"
         return [build_inconclusive("validation loss", "the end", text)]
     measure = _LOSSES[common_loss]
-    end = _compare_at_end(variant, baseline, measure)
-    finished, read = ([count(side) for side in (variant, baseline)] for count in (_collect_finished, _collect_tokens))
+    end = _compare_at_end(sides, measure)
+    finished, read = ([count(side) for side in sides] for count in (_collect_finished, _collect_tokens))
     comparisons = [end]
-    if budget == "flops" and _has_equal_flops(variant, baseline):
+    if budget == "flops" and _has_equal_flops(sides):
         comparisons = [dataclasses.replace(end, quality=dataclasses.replace(end.quality, at="equal FLOPs"))]
     elif all(finished) and finished[0] != finished[1]:
-        comparisons = _compare_at_unequal_tokens(variant, baseline, measure, end, target)
+        comparisons = _compare_at_unequal_tokens(sides, measure, end, target)
     elif all(read) and read[0] != read[1]:
-        comparisons.append(compare_before_end(variant, baseline, measure, "equal tokens", _build_token_axis))
+        comparisons.append(compare_before_end(sides, measure, "equal tokens", _build_token_axis))
     # hours are comparable on the same hardware that no other run used at the same time
-    hardware, baseline_hardware = ({m.run.hardware for m in side} for side in (variant, baseline))
+    hardware, baseline_hardware = ({m.run.hardware for m in side} for side in sides)
     is_comparable = hardware == baseline_hardware != {""} and not any(m.run.shared for m in (*variant, *baseline))
-    hours = compare_at_equal_hours(variant, baseline, measure, end) if is_comparable else []
+    hours = compare_at_equal_hours(sides, measure, end) if is_comparable else []
     return [*hours, *comparisons] if budget == "time" else [*comparisons, *hours]
 
 
-def _has_equal_flops(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
+def _has_equal_flops(sides: Sides) -> bool:
     """Return whether the finished runs of both sides computed as many FLOPs, up to a step."""
-    finished = [[m for m in side if m.run.state == "finished"] for side in (variant, baseline)]
+    finished = [[m for m in side if m.run.state == "finished"] for side in sides]
     counts = [[m.run.tokens * (count_flops_per_token(m) or math.nan) for m in side] for side in finished]
     a, b = (float(np.median(side)) if side else math.nan for side in counts)  # of a run without a speed: not known
     fewest_steps = min((m.run.step for side in finished for m in side), default=1)
     return abs(a - b) <= max(SAME_HOURS, 1 / fewest_steps) * max(a, b)
 
 
-def _compare_at_end(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure
-) -> UncorrectedComparison:
+def _compare_at_end(sides: Sides, measure: ComparedMeasure) -> UncorrectedComparison:
     """Compare the final values of finished runs."""
-    seeds = compare_seeds(*(collect_outcomes(side, measure.final_value) for side in (variant, baseline)))
+    seeds = compare_outcomes(sides, measure.final_value)
     if seeds is None:
-        return _build_missing(variant, baseline, measure, "the end")
-    pairs = pair_runs(variant, baseline) if len(variant) == len(baseline) == 1 else []
+        return _build_missing(sides, measure, "the end")
+    pairs = pair_runs(*sides) if len(sides[0]) == len(sides[1]) == 1 else []
     # the only pair in any dtype as in fp32: a setting without effect leaves the order of sums as it is
     agreement = find_agreement(pairs, [compare_steps(*pair) for pair in pairs], ROUNDING["fp32"])
     if agreement:
@@ -124,22 +126,20 @@ def _compare_at_end(
         text = f"{'no difference' if agreement.decides else 'inconclusive'}: {agreement.text}"
         quality = Quality(answer, text, measure.name, "the end", seeds.compute_interval(), None, None, {}, 1, None)
         return UncorrectedComparison(quality)
-    tokens, baseline_tokens = _collect_finished(variant), _collect_finished(baseline)
+    tokens, baseline_tokens = map(_collect_finished, sides)
     suffix = ""
     if tokens and baseline_tokens and tokens != baseline_tokens:
         suffix = f" after {max(tokens):,} tokens (baseline: {max(baseline_tokens):,})"
-    return build_ranked(seeds, measure, "the end", suffix, _compare_by_source(variant, baseline))
+    return build_ranked(seeds, measure, "the end", suffix, _compare_by_source(sides))
 
 
-def _build_missing(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure, at: str
-) -> UncorrectedComparison:
+def _build_missing(sides: Sides, measure: ComparedMeasure, at: str) -> UncorrectedComparison:
     """Return a comparison without values, and why there are none."""
-    diverged = sum(m.run.diverged for m in (*variant, *baseline))
+    diverged = sum(m.run.diverged for side in sides for m in side)
     reason = "the variants have no seed in common, and too few seeds for an unpaired comparison"
     if diverged:
         reason = f"{format_plural(diverged, 'run')} diverged, and there are no common seeds to count wins over"
-    for owner, members in (("of the baseline", baseline), ("of this variant", variant)):
+    for owner, members in zip(("of the baseline", "of this variant"), sides[::-1], strict=True):
         if not collect_outcomes(members, measure.final_value):
             reason = f"no run {owner} has a final {measure.name}"
         if not any(m.run.state == "finished" or m.run.diverged for m in members):
@@ -148,25 +148,21 @@ def _build_missing(
 
 
 def _compare_at_unequal_tokens(
-    variant: Sequence[Member],
-    baseline: Sequence[Member],
-    measure: ComparedMeasure,
-    end: UncorrectedComparison,
-    target: float | None,
+    sides: Sides, measure: ComparedMeasure, end: UncorrectedComparison, target: float | None
 ) -> list[UncorrectedComparison]:
     """Compare by the target, if any, then at equal tokens; final values are reported but not ranked."""
-    comparisons = [_compare_at_equal_tokens(variant, baseline, measure)]
+    comparisons = [_compare_at_equal_tokens(sides, measure)]
     if target is not None and measure.name == "validation loss":
-        comparisons.insert(0, _compare_to_target(variant, baseline, target))
+        comparisons.insert(0, _compare_to_target(sides, target))
     if end.seeds is None:
         return [*comparisons, end]
     text = f"inconclusive: {end.quality.text}; not ranked, because the numbers of tokens differ"
     return [*comparisons, UncorrectedComparison(dataclasses.replace(end.quality, text=text, p=None))]
 
 
-def _compare_to_target(variant: Sequence[Member], baseline: Sequence[Member], target: float) -> UncorrectedComparison:
+def _compare_to_target(sides: Sides, target: float) -> UncorrectedComparison:
     """Compare the tokens to the target; runs that ended above it never reach it."""
-    if any(len(values) and values[0] <= target for values in (m.run.curves.validation for m in (*variant, *baseline))):
+    if any(len(values) and values[0] <= target for side in sides for values in (m.run.curves.validation for m in side)):
         text = f"inconclusive: runs had reached the loss {target:g} at their first validation; {EARLIER_TARGET_ADVICE}"
         return build_inconclusive("tokens to the target", "the target", text)
 
@@ -179,18 +175,17 @@ def _compare_to_target(variant: Sequence[Member], baseline: Sequence[Member], ta
     measure = ComparedMeasure(
         "tokens to the target", "", compute_log_tokens, _build_token_axis, f"did not reach the loss {target:g}"
     )
-    seeds = compare_seeds(*(average_by_seed(side, compute_log_tokens) for side in (variant, baseline)))
+    seeds = compare_seeds(*(average_by_seed(side, compute_log_tokens) for side in sides))
     if seeds is None:
-        return _build_missing(variant, baseline, measure, "the target")
+        return _build_missing(sides, measure, "the target")
     return build_ranked(seeds, measure, "the target", f" to reach the loss {target:g}")
 
 
-def _compare_at_equal_tokens(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure
-) -> UncorrectedComparison:
+def _compare_at_equal_tokens(sides: Sides, measure: ComparedMeasure) -> UncorrectedComparison:
     """Compare at the most tokens at which all runs validated; not ranked where there are none."""
-    finished = [m for m in (*variant, *baseline) if m.run.state == "finished"]
-    axes = [_build_token_axis(m)[np.isfinite(measure.curve(m))] for m in finished if not m.run.diverged]
+    members = [m for side in sides for m in side]
+    finished = [m for m in members if m.run.state == "finished" and not m.run.diverged]
+    axes = [_build_token_axis(m)[np.isfinite(measure.curve(m))] for m in finished]
     points = set.intersection(*(set(map(int, tokens)) for tokens in axes)) if axes else set()
     if not points:
         text = (
@@ -204,23 +199,26 @@ def _compare_at_equal_tokens(
         indices = np.flatnonzero(_build_token_axis(m) == point)
         return float(measure.curve(m)[indices[-1]]) if len(indices) and m.run.state == "finished" else None
 
-    seeds = compare_seeds(*(collect_outcomes(side, read_value) for side in (variant, baseline)))
+    seeds = compare_outcomes(sides, read_value)
     if seeds is None:
-        return _build_missing(variant, baseline, measure, "equal tokens")
-    share = point / max(m.run.tokens for m in (*variant, *baseline))
+        return _build_missing(sides, measure, "equal tokens")
+    share = point / max(m.run.tokens for m in members)
     position = f" at {point:,} tokens, where the longer runs were {share:.0%} through their learning rate schedule,"
     return build_ranked(seeds, measure, "equal tokens", position)
 
 
-def _compare_by_source(variant: Sequence[Member], baseline: Sequence[Member]) -> dict[str, Interval]:
+def _compare_by_source(sides: Sides) -> dict[str, Interval]:
     """Return the difference in bits per byte of each source that both have."""
     intervals = {}
-    for name in dict.fromkeys(name for m in (*variant, *baseline) for name in m.run.bits_by_source):
-        read: MeasureFunction = lambda m, name=name: m.run.bits_by_source.get(name)  # type: ignore[misc]  # noqa: E731
-        seeds = compare_seeds(collect_outcomes(variant, read), collect_outcomes(baseline, read))
+    for name in dict.fromkeys(name for side in sides for m in side for name in m.run.bits_by_source):
+        seeds = compare_outcomes(sides, partial(_read_bits, name))
         if seeds and (interval := seeds.compute_interval()):
             intervals[name] = interval
     return intervals
+
+
+def _read_bits(source: str, member: Member) -> float | None:
+    return member.run.bits_by_source.get(source)
 
 
 def _collect_finished(members: Sequence[Member]) -> set[int]:
@@ -270,8 +268,8 @@ def _decide_quality(comparison: UncorrectedComparison, p_holm: float | None, mar
     if seeds is None:
         return quality
     answer: Answer = "undecided"
-    if seeds.signs is not None:  # a side with diverged runs is never better, whatever it won
-        is_better = seeds.signs.wins > seeds.signs.losses
+    if seeds.uses_signs:  # a side with diverged runs is never better, whatever it won
+        is_better = seeds.wins > seeds.losses
         if p_holm is not None and p_holm < ALPHA and not (quality.diverged if is_better else quality.baseline_diverged):
             answer = "yes"
         test = "" if p_holm is None else f"; sign test, p {p_holm:.2g}"

@@ -19,7 +19,7 @@ import numpy as np
 from titan.console.numbers import format_interval, format_signed
 from titan.report.estimate import MeasureFunction, Member, build_hour_axis, collect_outcomes
 from titan.report.findings import Interval, Numbers, Quality
-from titan.report.statistics import SeedComparison, SignCounts, compare_seeds
+from titan.report.statistics import SeedComparison, compare_seeds
 
 NO_COMMON_VALIDATION = "a run has no validation as early as the end of the shortest run (lower evaluation.every)"
 SAME_HOURS = 0.02
@@ -27,6 +27,10 @@ SAME_HOURS = 0.02
 FEW_HOURS = 0.1
 """Share of device-hours up to which more seeds decide, rather than runs of equal time."""
 EQUAL_HOURS = "equal device-hours"
+
+
+Sides = tuple[Sequence[Member], Sequence[Member]]
+"""The runs of a variant, and those of the baseline."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,6 @@ def build_ranked(
     by_source: Mapping[str, Interval] | None = None,
 ) -> UncorrectedComparison:
     """Return a ranked comparison; its answer follows from Holm's correction."""
-    signs = seed_comparison.signs or SignCounts(0, 0)
     quality = Quality(
         answer="undecided",
         text=format_difference(seed_comparison, measure, suffix),
@@ -93,8 +96,8 @@ def build_ranked(
         by_source=by_source or {},
         pairs=seed_comparison.pairs,
         needed=None,
-        better=signs.wins,
-        worse=signs.losses,
+        better=seed_comparison.wins,
+        worse=seed_comparison.losses,
         diverged=seed_comparison.lost_seeds,
         baseline_diverged=seed_comparison.baseline_lost_seeds,
     )
@@ -106,13 +109,13 @@ def format_difference(seed_comparison: SeedComparison, measure: ComparedMeasure,
 
     Where runs diverged: wins and diverged runs, and the difference over the other pairs, which is biased.
     """
-    difference, signs, phrase = seed_comparison.difference, seed_comparison.signs, ""
+    difference, phrase = seed_comparison.difference, ""
     if difference is not None and measure.unit:
         phrase = f"{measure.name} differs by {format_signed(difference.estimate)} {measure.unit}{suffix}"
     elif difference is not None:
         phrase = f"it needs {math.exp(difference.estimate):.3g} times the baseline's tokens{suffix}"
-    if signs is not None:
-        parts = [f"better on {signs.wins} of {signs.count} seeds"]
+    if seed_comparison.uses_signs:
+        parts = [f"better on {seed_comparison.wins} of {seed_comparison.pairs} seeds"]
         for side, count in (("", seed_comparison.lost_seeds), ("baseline: ", seed_comparison.baseline_lost_seeds)):
             parts += [f"{side}{count} {measure.infinite_text}"] if count else []
         biased = f" (over the other pairs, {phrase}, which is biased in favour of the side that lost runs)"
@@ -131,18 +134,19 @@ def format_difference(seed_comparison: SeedComparison, measure: ComparedMeasure,
     return f"{phrase} {bounds} over {seeds}"
 
 
+def compare_outcomes(sides: Sides, measure: MeasureFunction) -> SeedComparison | None:
+    """Compare a value of the runs of both sides over their seeds; None where no test is possible."""
+    return compare_seeds(*(collect_outcomes(side, measure) for side in sides))
+
+
 def compare_before_end(
-    variant: Sequence[Member],
-    baseline: Sequence[Member],
-    measure: ComparedMeasure,
-    at: str,
-    axis: Callable[[Member], Numbers],
+    sides: Sides, measure: ComparedMeasure, at: str, axis: Callable[[Member], Numbers]
 ) -> UncorrectedComparison:
     """Compare where the shortest run ended; not ranked, because other runs had not finished their schedule."""
-    ends = [float(axis(m)[-1]) for m in (*variant, *baseline) if len(axis(m)) and goes_on(m)]
-    point = min(ends, default=0.0)
-    interpolate: MeasureFunction = lambda m: interpolate_at(axis(m), measure.curve(m), point)  # noqa: E731
-    seeds = compare_seeds(*(collect_outcomes(side, interpolate) for side in (variant, baseline))) if point > 0 else None
+    point = min((float(axis(m)[-1]) for side in sides for m in side if len(axis(m)) and goes_on(m)), default=0.0)
+    seeds = None
+    if point > 0:
+        seeds = compare_outcomes(sides, lambda m: interpolate_at(axis(m), measure.curve(m), point))
     if seeds is None:
         return build_inconclusive(measure.name, at, f"inconclusive: {NO_COMMON_VALIDATION}")
     position_text = f"{point:,.0f} tokens" if at == "equal tokens" else f"{point:.3g} device-hours"
@@ -194,56 +198,51 @@ class _Hours:
 
 
 def compare_at_equal_hours(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure, end: UncorrectedComparison
+    sides: Sides, measure: ComparedMeasure, end: UncorrectedComparison
 ) -> list[UncorrectedComparison]:
     """Compare at equal device-hours: by the final values, and by bounds where the sides spent different time.
 
     Args:
-        baseline: runs of the baseline, on the same machines.
+        sides: runs on the same machines.
         end: comparison of the final values.
     """
-    sides = [[m for m in side if m.run.step and goes_on(m)] for side in (variant, baseline)]
-    side_hours = [[m.run.cost.training_hours for m in side] for side in sides]
+    side_hours = [[m.run.cost.training_hours for m in side if m.run.step and goes_on(m)] for side in sides]
     if not all(side_hours) or min(map(min, side_hours)) <= 0:
         return []
     if end.seeds is None or end.seeds.difference is None:
-        return [compare_before_end(variant, baseline, measure, EQUAL_HOURS, build_hour_axis)]
+        return [compare_before_end(sides, measure, EQUAL_HOURS, build_hour_axis)]
     # final values are those of finished runs, and so are their hours: others have taken less
-    sides = [[m for m in side if m.run.state == "finished"] for side in sides]
-    hours = _Hours(*(float(np.median([m.run.cost.training_hours for m in side])) for side in sides))
+    finished = [[m for m in side if m.run.state == "finished" and m.run.step and goes_on(m)] for side in sides]
+    hours = _Hours(*(float(np.median([m.run.cost.training_hours for m in side])) for side in finished))
     if abs(hours.ratio - 1) <= SAME_HOURS:
         return [build_ranked(end.seeds, measure, EQUAL_HOURS, "")]
-    earlier, left_out = (None, "") if end.seeds.signs else _compare_earlier(variant, baseline, measure, hours)
-    slower = sides[0] if hours.ratio > 1 else sides[1]
+    earlier, left_out = (None, "") if end.seeds.uses_signs else _compare_earlier(sides, measure, hours)
+    slower = finished[hours.ratio <= 1]
     steps = max(1, math.floor(int(np.median([m.run.step for m in slower])) / (1 + hours.excess)))  # in the other's time
     more = f"{hours.slower_name} took {hours.excess:.0%} more device-hours"
     advice = f"{more}: run {hours.slower_name} with training.steps={steps}"
-    if earlier is None or earlier.difference is None or earlier.signs:
+    if earlier is None or earlier.difference is None or earlier.uses_signs:
         return [_compare_by_end(end.seeds, measure, hours, advice)]
     return [_compare_by_bounds(end.seeds, earlier, measure, hours, advice, left_out)]
 
 
-def _compare_earlier(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: ComparedMeasure, hours: _Hours
-) -> tuple[SeedComparison | None, str]:
+def _compare_earlier(sides: Sides, measure: ComparedMeasure, hours: _Hours) -> tuple[SeedComparison | None, str]:
     """Return the comparison of the faster side's final values with the slower's where they had taken as long.
 
     With the seeds of the slower side that are left out, and why, as text.
     """
-    point = min(hours.variant, hours.baseline)
+    point, slower = min(hours.variant, hours.baseline), int(hours.ratio <= 1)
 
     def interpolate_value(m: Member) -> float | None:
         if m.run.state != "finished" or m.run.cost.training_hours <= point:
             return measure.final_value(m)
         return interpolate_at(build_hour_axis(m), measure.curve(m), point)
 
-    slower, faster = (variant, baseline) if hours.ratio > 1 else (baseline, variant)
-    slower_values = collect_outcomes(slower, interpolate_value)
-    sides = [slower_values, collect_outcomes(faster, measure.final_value)]
-    missing = sorted(collect_outcomes(slower, measure.final_value).keys() - slower_values.keys())
-    names = ", ".join(f"seed {seed}" for seed in missing)
-    left_out = f"; without {names}, whose evaluations do not span that time" if missing else ""
-    return compare_seeds(*(sides if hours.ratio > 1 else sides[::-1])), left_out
+    values = [collect_outcomes(side, measure.final_value) for side in sides]
+    final, values[slower] = values[slower], collect_outcomes(sides[slower], interpolate_value)
+    names = ", ".join(f"seed {seed}" for seed in sorted(final.keys() - values[slower].keys()))
+    left_out = f"; without {names}, whose evaluations do not span that time" if names else ""
+    return compare_seeds(*values), left_out
 
 
 def _compare_by_end(end: SeedComparison, measure: ComparedMeasure, hours: _Hours, advice: str) -> UncorrectedComparison:

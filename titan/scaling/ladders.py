@@ -8,13 +8,11 @@ and Moolgavkar 1988), and the floors of those fits are part of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import numpy as np
 
 from titan.config.optional import import_optional
 from titan.errors import ConfigError
+from titan.scaling.findings import ComputeFactor, CorpusFindings, RungFindings
 from titan.scaling.fit import LEVEL
 from titan.scaling.law import Numbers
 from titan.scaling.noise import is_line
@@ -32,36 +30,6 @@ ComputeLadder = tuple[Numbers, Numbers]
 """Compute and mean losses of the rungs of a variant, by rising compute; [rungs] each."""
 NARROW = 0.1
 """The width of the floor's interval, as a share of the least loss, up to which it counts as determined."""
-
-
-@dataclass(frozen=True)
-class ComputeFactor:
-    """By what factor of compute the second ladder is ahead at a loss.
-
-    Attributes:
-        loss: where they are compared.
-        factor: at the best floor: the first ladder's compute divided by the second's.
-        low: of the factor's interval.
-        high: of the factor's interval.
-        floor: the best one.
-        floors: the least and the largest that the losses allow.
-        determined: whether these are close together, and neither is the end of what was tried.
-    """
-
-    loss: float
-    factor: float
-    low: float
-    high: float
-    floor: float
-    floors: tuple[float, float]
-    determined: bool
-
-    def describe(self) -> str:
-        """Return the factor as a range where the floor is not determined, else the number with its interval."""
-        floors = f"{self.floors[0]:.2f} to {self.floors[1]:.2f}"
-        if not self.determined:
-            return f"factor {self.low:.2g} to {self.high:.2g}, floor not determined ({floors})"
-        return f"factor {self.factor:.3g} [{self.low:.3g}, {self.high:.3g}], floor {self.floor:.2f} ({floors})"
 
 
 def compare_ladders(first: ComputeLadder, second: ComputeLadder, loss: float) -> ComputeFactor:
@@ -105,25 +73,6 @@ def _invert(compute: Numbers, losses: Numbers, floors: Numbers, loss: float) -> 
     return solution + x_mean, errors, squares
 
 
-@dataclass(frozen=True)
-class LadderStudy:
-    """What the runs of one corpus show whose variants have tokens in different proportions to parameters.
-
-    Attributes:
-        corpus: its name; empty where there is one only.
-        table: its runs.
-        baseline: the variant that others are compared with.
-        factors: of each other variant: at the lowest loss that both reach, and at the lowest of all its pair's losses.
-        left_out: variants that were not compared, with the reason.
-    """
-
-    corpus: str
-    table: Table
-    baseline: str
-    factors: Mapping[str, tuple[ComputeFactor, ...]]
-    left_out: tuple[str, ...] = ()
-
-
 def are_ladders(table: Table) -> bool:
     """Return whether the rungs of each variant have tokens in one proportion to parameters, and not all in the same.
 
@@ -135,7 +84,7 @@ def are_ladders(table: Table) -> bool:
     return len(masks) > 1 and not is_line(log_n, log_d) and all(is_line(log_n[own], log_d[own]) for own in masks)
 
 
-def study_ladders(table: Table, corpus: str) -> LadderStudy:
+def study_ladders(table: Table, corpus: str) -> CorpusFindings:
     """Return by what factors of compute variants are ahead of the first one.
 
     Args:
@@ -159,7 +108,11 @@ def study_ladders(table: Table, corpus: str) -> LadderStudy:
         losses = dict.fromkeys((max(ends), min(ends)))
         factors[name] = tuple(compare_ladders(ladders[baseline], ladders[name], loss) for loss in losses)
     left_out = tuple(f"{name}: a ladder needs {FEWEST_RUNGS} rungs of different compute." for name in short)
-    return LadderStudy(corpus, table, baseline, factors, left_out)
+    rungs = tuple(RungFindings(name, n, d, count, loss, True, None) for name, n, d, loss, count in table.list_rungs())
+    return CorpusFindings(
+        corpus=corpus, runs=len(table), not_fitted=0, baseline=baseline, shares_law=False, sharing=None, laws=(),
+        rungs=rungs, speedups={}, optima={}, left_out=left_out, factors=factors, table=table,
+    )  # fmt: skip
 
 
 def build_ladder(table: Table, variant: str) -> ComputeLadder:

@@ -7,10 +7,12 @@ residuals (restricted likelihood: the law's own parameters are projected out), a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from titan.scaling.law import Indices, Numbers, Points
 from titan.scaling.table import Table
@@ -94,13 +96,24 @@ def group_cells(table: Table, variants: Sequence[str]) -> Cells:
     # a run that is listed twice is no repeat
     runs = [{(table.seed[k] or k, float(table.loss[k])): None for k in rows} for rows in rungs.values()]
     values = [np.log([loss for _, loss in cell]) for cell in runs]
-    freedom = sum(len(v) - 1 for v in values)
-    squares = sum(float(((v - v.mean()) ** 2).sum()) for v in values)
+    seed_sd, freedom = pool_deviation(values)
     return Cells(
         np.array([n for _, n, _ in rungs]), np.array([d for _, _, d in rungs]), np.array([v.mean() for v in values]),
         np.array([variants.index(name) for name, _, _ in rungs], dtype=np.int64),
-        np.array([float(len(v)) for v in values]), float(np.sqrt(squares / freedom)) if freedom else None, freedom,
+        np.array([float(len(v)) for v in values]), seed_sd if freedom else None, freedom,
     )  # fmt: skip
+
+
+def pool_deviation(groups: Iterable[ArrayLike]) -> tuple[float, int]:
+    """Return the standard deviation within groups of values, pooled over all, and its degrees of freedom.
+
+    0 where no group has two values.
+    """
+    arrays = [np.asarray(group, dtype=np.float64) for group in groups]
+    arrays = [values for values in arrays if len(values) > 1]
+    freedom = sum(len(values) - 1 for values in arrays)
+    squares = sum(float(((values - values.mean()) ** 2).sum()) for values in arrays)
+    return math.sqrt(squares / freedom) if freedom else 0.0, freedom
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from titan.console.numbers import format_count, format_plural
 from titan.errors import ConfigError
 from titan.scaling.fit import LEVEL, Fit, QuantileInterval, summarise
 from titan.scaling.law import Numbers
+from titan.scaling.noise import pool_deviation
 from titan.scaling.table import Table
 
 DRAWS = 4000
@@ -342,10 +343,9 @@ def find_ratio(table: Table, baseline: str, variant: str, cost: Numbers) -> floa
 
 def find_nearest(place: tuple[float, float], others: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
     """Return the N and D of another variant's rung that is the same as one with this N and D; None without any."""
-    near = [
-        other for other in others if abs(other[0] / place[0] - 1) <= NEAR_N and abs(other[1] / place[1] - 1) <= NEAR_D
-    ]
-    return min(near, key=lambda other: abs(other[0] / place[0] - 1) + abs(other[1] / place[1] - 1), default=None)
+    gaps = {other: (abs(other[0] / place[0] - 1), abs(other[1] / place[1] - 1)) for other in others}
+    near = [other for other, (n, d) in gaps.items() if n <= NEAR_N and d <= NEAR_D]
+    return min(near, key=lambda other: sum(gaps[other]), default=None)
 
 
 @dataclass(frozen=True)
@@ -378,10 +378,8 @@ class RungSpeedup:
         if self.speedup.flops is None or self.speedup.tokens is None:
             return f"{where}: {losses}{paired}; not determined: {self.speedup.missing}"
         hours = f", in device-hours {format_share(self.speedup.hours)}" if self.speedup.hours else ""
-        shares = (
-            f"{format_share(self.speedup.flops)} of its FLOPs, in tokens {format_share(self.speedup.tokens)}{hours}"
-        )
-        return f"{where}: {shares} ({losses}{paired})"
+        flops, tokens = format_share(self.speedup.flops), format_share(self.speedup.tokens)
+        return f"{where}: {flops} of its FLOPs, in tokens {tokens}{hours} ({losses}{paired})"
 
 
 def compare_rungs(fit: Fit, table: Table, baseline: str, variant: str) -> list[RungSpeedup]:
@@ -397,11 +395,9 @@ def compare_rungs(fit: Fit, table: Table, baseline: str, variant: str) -> list[R
     first, second = _group_seeds(table, baseline), _group_seeds(table, variant)
     pairs = {place: (first[place], second[near]) for place in sorted(first) if (near := find_nearest(place, second))}
     differences = {place: _compare_seeds(*pair) for place, pair in pairs.items()}
-    deviation, freedom = _pool(differences.values())
-    flops, hours = (
-        find_ratio(table, baseline, variant, table.flops) or 1.0,
-        find_ratio(table, baseline, variant, table.hours),
-    )
+    deviation, freedom = pool_deviation(differences.values())  # of a pair's difference in ln loss
+    flops = find_ratio(table, baseline, variant, table.flops) or 1.0
+    hours = find_ratio(table, baseline, variant, table.hours)
     law, found = fit.laws[variant], []
     for (n, d), sides in pairs.items():
         paired = differences[n, d]
@@ -438,11 +434,3 @@ def _compare_seeds(baseline: Losses, variant: Losses) -> Numbers:
     """Return ln loss of the variant minus that of the baseline, on each seed that both have; [seeds]."""
     seeds = [seed for seed in baseline if seed and seed in variant]
     return np.array([float(np.mean(variant[seed]) - np.mean(baseline[seed])) for seed in seeds])
-
-
-def _pool(differences: Iterable[Numbers]) -> tuple[float, int]:
-    """Return the standard deviation of a pair's difference in ln loss, and its degrees of freedom."""
-    groups = [group for group in differences if len(group) > 1]
-    freedom = sum(len(group) - 1 for group in groups)
-    squares = sum(float(((group - group.mean()) ** 2).sum()) for group in groups)
-    return math.sqrt(squares / freedom) if freedom else 0.0, freedom

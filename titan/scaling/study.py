@@ -14,11 +14,24 @@ from numpy.typing import NDArray
 from titan.config.optional import import_optional
 from titan.console.numbers import format_count
 from titan.errors import ConfigError
+from titan.scaling.findings import (
+    NOTHING,
+    CorpusFindings,
+    Floor,
+    LawFindings,
+    LawOfVariants,
+    NoiseFindings,
+    Optimum,
+    ParameterFindings,
+    RungFindings,
+    SpeedupFindings,
+    TermFindings,
+)
 from titan.scaling.fit import BEND_SD, LEVEL, Fit, Law, QuantileInterval, fit_law, summarise
-from titan.scaling.ladders import LadderStudy, are_ladders, study_ladders
-from titan.scaling.law import BEND, FLOOR, SHARED, Numbers, fit_rows
+from titan.scaling.ladders import are_ladders, study_ladders
+from titan.scaling.law import BEND, DATA, FLOOR, SHARED, SIZE, Numbers, fit_rows
 from titan.scaling.noise import FEWEST_LEVELS, list_levels
-from titan.scaling.speedup import RungSpeedup, Speedup, compare_laws, compare_rungs, find_ratio
+from titan.scaling.speedup import RungSpeedup, Speedup, compare_laws, compare_rungs, find_nearest, find_ratio
 from titan.scaling.table import Table
 
 SAME = 0.03
@@ -36,8 +49,6 @@ GRID, FINE = 61, 41
 """Values of E over the whole range, and around its best value."""
 HIGHEST = 0.995
 """The largest E of the profile, relative to the least loss."""
-NOTHING = 0.02
-"""Share of the least loss below which E is as good as 0."""
 
 
 @dataclass(frozen=True)
@@ -46,104 +57,6 @@ class Target:
 
     n: float
     d: float
-
-
-@dataclass(frozen=True)
-class LossPrediction:
-    """A predicted loss, and what was measured.
-
-    Attributes:
-        variant: its name.
-        n: parameters.
-        d: tokens.
-        loss: predicted for a single new run.
-        plain: by the plain law.
-        observed: mean of the losses of runs there that were not fitted; None without any.
-        is_beyond: whether the target is beyond the range in which intervals hold.
-    """
-
-    variant: str
-    n: float
-    d: float
-    loss: QuantileInterval
-    plain: float
-    observed: float | None
-    is_beyond: bool
-
-    @property
-    def is_inside(self) -> bool | None:
-        """Return whether the interval has the observed loss; None where there is none."""
-        return None if self.observed is None else self.loss.low <= self.observed <= self.loss.high
-
-
-@dataclass(frozen=True)
-class Optimum:
-    """The size and length with the least loss for a compute; None where rungs do not determine them."""
-
-    compute: float
-    n: QuantileInterval | None
-    d: QuantileInterval | None
-
-
-@dataclass(frozen=True)
-class Floor:
-    """The floor E of a law.
-
-    Attributes:
-        value: the plain law's.
-        low: where the profile of the wide law crosses the limit below the best E, or the replicates' lower quantile
-            where that is lower; 0 where none does.
-        high: the same above; None where no E is too high.
-        grid: values of E; [values].
-        rise: least cost of the wide law at each, minus the lowest, in mean squares of residuals; [values].
-        limit: rise at the ends of the profile's interval.
-        least_loss: of a rung.
-    """
-
-    value: float
-    low: float
-    high: float | None
-    grid: Numbers
-    rise: Numbers
-    limit: float
-    least_loss: float
-
-    @property
-    def is_determined(self) -> bool:
-        """Return whether the interval excludes 0 and has an upper end."""
-        return not self.reaches_zero and self.high is not None
-
-    @property
-    def reaches_zero(self) -> bool:
-        """Return whether the interval has 0, or an E that is no part of a loss."""
-        return self.low <= NOTHING * self.least_loss
-
-
-@dataclass(frozen=True)
-class Study:
-    """What the runs of one corpus show.
-
-    Attributes:
-        corpus: its name; empty where there is one only.
-        fit: the laws.
-        held: runs that were not fitted.
-        floors: of each law, by its variants.
-        predictions: of targets and of runs that were not fitted.
-        speedups: of each variant over the first one, by the laws, at `place`.
-        rung_speedups: likewise, as measured at each rung that both have.
-        place: the target, else the first variant's largest rung.
-        optima: by variant.
-    """
-
-    corpus: str
-    fit: Fit
-    held: Table
-    floors: Mapping[tuple[str, ...], Floor]
-    predictions: tuple[LossPrediction, ...]
-    speedups: Mapping[str, Speedup]
-    rung_speedups: Mapping[str, Sequence[RungSpeedup]]
-    place: Target
-    optima: Mapping[str, Optimum]
 
 
 @dataclass(frozen=True)
@@ -167,7 +80,7 @@ class Question:
     seed: int = 0
 
 
-def study_table(table: Table, question: Question) -> list[Study | LadderStudy]:
+def study_table(table: Table, question: Question) -> LawFindings:
     """Return what each corpus of a table shows: laws, or where rungs determine none, factors of compute.
 
     Raises:
@@ -178,16 +91,16 @@ def study_table(table: Table, question: Question) -> list[Study | LadderStudy]:
             f"holdout={format_count(question.holdout)}: no run has more parameters, so all are fitted; give a "
             f"smaller number."
         )
-    studies: list[Study | LadderStudy] = []
+    corpora = []
     for corpus in table.corpora:
         try:
-            studies.append(_study_corpus(table.select(name == corpus for name in table.corpus), corpus, question))
+            corpora.append(_study_corpus(table.select(name == corpus for name in table.corpus), corpus, question))
         except ConfigError as error:
             raise ConfigError(f"corpus {corpus}: {error}" if len(table.corpora) > 1 else str(error)) from error
-    return studies
+    return LawFindings(tuple(corpora), table.counted, table.notes)
 
 
-def _study_corpus(table: Table, corpus: str, question: Question) -> Study | LadderStudy:
+def _study_corpus(table: Table, corpus: str, question: Question) -> CorpusFindings:
     if are_ladders(table):
         _check_no_target(question)
         return study_ladders(_put_first(table, question.baseline), corpus)
@@ -199,22 +112,55 @@ def _study_corpus(table: Table, corpus: str, question: Question) -> Study | Ladd
         )
     fit = fit_law(_put_first(fitted, question.baseline), question.replicates, question.seed)
     baseline, *others = fit.variants
-    place = question.target or _find_largest(fit.table, baseline)
+    rungs = (Target(n, d) for name, n, d in fit.table.group_rungs() if name == baseline)
+    place = question.target or max(rungs, key=lambda t: t.n * t.d)
     speedups = {}
     for name in others:
         flops, hours = (find_ratio(fit.table, baseline, name, cost) for cost in (fit.table.flops, fit.table.hours))
-        speedups[name] = compare_laws(fit, baseline, name, place.n, place.d, flops or 1.0, hours)
+        speedup = compare_laws(fit, baseline, name, place.n, place.d, flops or 1.0, hours)
+        speedups[name] = SpeedupFindings(place.n, place.d, speedup)
     is_small = len({*zip(table.n, table.d, strict=True)}) * len(others) <= MOST_RUNGS  # for an answer in seconds
-    return Study(
+    rung_speedups = {name: compare_rungs(fit, table, baseline, name) for name in others if is_small}
+    laws = tuple(_describe_law(law) for law in {law.variants: law for law in fit.laws.values()}.values())
+    return CorpusFindings(
         corpus=corpus,
-        fit=fit,
-        held=held,
-        floors={law.variants: profile_floor(law) for law in {law.variants: law for law in fit.laws.values()}.values()},
-        predictions=tuple(_predict_all(fit, held, question)),
+        runs=len(fit.table),
+        not_fitted=len(held),
+        baseline=baseline,
+        shares_law=len(laws) == 1,
+        sharing=fit.sharing,
+        laws=laws,
+        rungs=tuple(_list_rungs(fit, held, question, rung_speedups)),
         speedups=speedups,
-        rung_speedups={name: compare_rungs(fit, table, baseline, name) for name in others if is_small},
-        place=place,
         optima={name: find_optimum(fit.laws[name], name, 6 * place.n * place.d) for name in fit.variants},
+        left_out=fit.left_out,
+        factors={},
+        table=fit.table,
+        fit=fit,
+        rung_speedups=rung_speedups,
+    )
+
+
+def _describe_law(law: Law) -> LawOfVariants:
+    """Return the figures of a law."""
+    is_line, cells, variants = law.points.is_line, law.cells, len(law.variants)
+    center, a, b = law.points.center, law.plain[SHARED:], law.plain[SHARED + variants :]
+    log_a, log_b = a + law.plain[SIZE] * center[0], b + law.plain[DATA] * center[1]
+    size, data = (ParameterFindings(float(law.plain[k]), summarise(law.replicates[:, k])) for k in (SIZE, DATA))
+    bend = np.exp(np.quantile(law.replicates[:, BEND], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    return LawOfVariants(
+        variants=law.variants,
+        form="L = E + A N^-a" if is_line else "L = E + A N^-a + B D^-b",
+        floor=profile_floor(law),
+        size_exponent=size,
+        data_exponent=None if is_line else data,
+        terms={
+            name: TermFindings(float(np.exp(log_a[k])), None if is_line else float(np.exp(log_b[k])))
+            for k, name in enumerate(law.variants)
+        },
+        noise=NoiseFindings(float(np.median(law.draws.noise)), cells.seed_sd, cells.seed_freedom, law.cell_sd),
+        bend=None if is_line else QuantileInterval(float(np.exp(law.wide[BEND])), float(bend[0]), float(bend[1])),
+        unusual=tuple((float(n), float(d), name, residual) for n, d, name, residual in law.find_suspects()),
     )
 
 
@@ -254,25 +200,40 @@ def _put_first(table: Table, baseline: str | None) -> Table:
     return table.reorder(order)
 
 
-def _find_largest(table: Table, baseline: str) -> Target:
-    """Return the size and length of a variant's largest rung."""
-    return max((Target(n, d) for name, n, d in table.group_rungs() if name == baseline), key=lambda t: t.n * t.d)
+def _list_rungs(
+    fit: Fit, held: Table, question: Question, rung_speedups: Mapping[str, Sequence[RungSpeedup]]
+) -> list[RungFindings]:
+    """Return the rungs that were fitted, then predictions at the target for each variant, and at each rung held out."""
+    measured = {(found.variant, found.n, found.d): found for rungs in rung_speedups.values() for found in rungs}
+    baseline = fit.variants[0]
+    places = {(n, d) for table in (fit.table, held) for name, n, d in table.group_rungs() if name == baseline}
 
+    def find_speedup(name: str, n: float, d: float) -> tuple[Speedup | None, int]:
+        found = measured.get((name, *(find_nearest((n, d), places) or (n, d))))
+        return (None, 0) if found is None else (found.speedup, found.pairs)
 
-def _predict_all(fit: Fit, held: Table, question: Question) -> list[LossPrediction]:
-    """Return predictions at the target for each variant, and at each held-out size and length."""
-    rungs = {rung: rows for rung, rows in held.group_rungs().items() if rung[0] in fit.laws}
+    rungs = []
+    for name, n, d, loss, count in fit.table.list_rungs():
+        speedup, pairs = find_speedup(name, n, d)
+        plain = fit.laws[name].compute_plain(n, d, name)
+        rungs.append(RungFindings(name, n, d, count, loss, True, plain, speedup=speedup, pairs=pairs))
+    unfitted = {rung: rows for rung, rows in held.group_rungs().items() if rung[0] in fit.laws}
     if (target := question.target) is not None:
         for name in fit.variants:
-            near = (abs(n / target.n - 1) < SAME and abs(d / target.d - 1) < SAME for v, n, d in rungs if v == name)
+            near = (abs(n / target.n - 1) < SAME and abs(d / target.d - 1) < SAME for v, n, d in unfitted if v == name)
             if not any(near):
-                rungs[name, target.n, target.d] = []
-    predictions = []
-    for (name, n, d), rows in rungs.items():
-        loss, plain = fit.predict(n, d, name, question.extrapolate), fit.laws[name].compute_plain(n, d, name)
+                unfitted[name, target.n, target.d] = []
+    for (name, n, d), rows in unfitted.items():
+        predicted, plain = fit.predict(n, d, name, question.extrapolate), fit.laws[name].compute_plain(n, d, name)
         observed = float(held.loss[rows].mean()) if rows else None
-        predictions.append(LossPrediction(name, n, d, loss, plain, observed, fit.is_beyond(n, d)))
-    return predictions
+        is_inside = None if observed is None else predicted.low <= observed <= predicted.high
+        found = find_speedup(name, n, d) if rows else (None, 0)
+        rungs.append(
+            RungFindings(
+                name, n, d, len(rows), observed, False, plain, predicted, is_inside, fit.is_beyond(n, d), *found
+            )
+        )
+    return rungs
 
 
 def profile_floor(law: Law) -> Floor:
@@ -295,7 +256,8 @@ def profile_floor(law: Law) -> Floor:
     low = min(low, ends.low)
     if high is not None:
         high = max(high, ends.high) if ends.high < highest else None
-    return Floor(float(law.plain[FLOOR]), low, high, grid, rise, limit, least)
+    is_determined = low > NOTHING * least and high is not None
+    return Floor(float(law.plain[FLOOR]), low, high, is_determined, least, grid, rise, limit)
 
 
 def _fit_each(law: Law, grid: Numbers, fixed: NDArray[np.bool_], weight: float) -> Numbers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
@@ -39,11 +39,11 @@ def render_page(campaign: Campaign, name: str, made: str) -> str:
     chart = _draw_sizes(campaign, kept)
     groups = []
     for state, heading, note in GROUPS:
-        rows = [_tabulate_other(campaign, idea) for idea in campaign.ideas.values() if idea.state == state]
+        rows = [_tabulate(campaign, idea) for idea in campaign.ideas.values() if idea.state == state]
         groups += [Section(heading, [Words(note, "faint"), Table(rows, OTHER_HEAD, words=2)])] if rows else []
     sections = [
-        Section("", [Bullets(_list_sentences(campaign))]),
-        Section("Accepted changes", [Table([_tabulate_kept(campaign, idea) for idea in kept], KEPT_HEAD, words=3)]),
+        Section("", [Bullets([*_list_sentences(campaign)])]),
+        Section("Accepted changes", [Table([_tabulate(campaign, idea) for idea in kept], KEPT_HEAD, words=3)]),
         Section("Sizes", [Figures([chart] if chart else [])]),
         *groups,
         Section("First baseline", [Words(_format_changes(campaign.rules.baseline), "code")]),
@@ -67,8 +67,8 @@ def _format_lead(campaign: Campaign) -> str:
     return f"{counts}. On {seeds} baseline {len(campaign.kept)} is, against the first, {size}{worth}."
 
 
-def _list_sentences(campaign: Campaign) -> list[str]:
-    """Return the rules in words: metric, budget, noise floor, speed-up, damage."""
+def _list_sentences(campaign: Campaign) -> Iterator[str]:
+    """Yield the rules in words: metric, budget, noise floor, speed-up, damage."""
     rules, noise = campaign.rules, answers.describe_noise(campaign)
     floor = "not measured; the verb noise does it."
     if noise["pairs"]:
@@ -78,51 +78,28 @@ def _list_sentences(campaign: Campaign) -> list[str]:
             f"one seed has a standard deviation of {noise['seed_deviation']:.3g} ({interval}), from "
             f"{format_plural(noise['pairs'], 'pair')} of the baseline against itself."
         )
-    sentences = [
-        f"Metric: {sanitize_line(rules.metric)}, lower is better; an idea must be better by over {rules.margin:g}.",
-        f"The chance that any useless idea is ever kept is at most {rules.budget:.3g}, however often anybody looks.",
-        f"Noise floor: {floor}",
-    ]
+    yield f"Metric: {sanitize_line(rules.metric)}, lower is better; an idea must be better by over {rules.margin:g}."
+    yield f"The chance that any useless idea is ever kept is at most {rules.budget:.3g}, however often anybody looks."
+    yield f"Noise floor: {floor}"
     if rules.slope is None:
-        sentences.append("Effective speed-ups are not known: the campaign was opened without slope=.")
+        yield "Effective speed-ups are not known: the campaign was opened without slope=."
     else:
-        sentences.append(
-            f"Effective speed-up: exp(better by / {rules.slope:g}), a factor of compute; the slope was given."
-        )
+        yield f"Effective speed-up: exp(better by / {rules.slope:g}), a factor of compute; the slope was given."
     if campaign.damaged_lines:
-        sentences.append(
-            f"{format_plural(campaign.damaged_lines, 'line')} of the book is damaged or torn and left out."
-        )
-    return sentences
+        yield f"{format_plural(campaign.damaged_lines, 'line')} of the book is damaged or torn and left out."
 
 
-def _tabulate_kept(campaign: Campaign, idea: Idea) -> list[str]:
-    answer = answers.describe_idea(campaign, idea)
-    speed_up = UNKNOWN if answer["speed_up"] is None else f"{answer['speed_up']:.3g}"
-    return [
-        f"{idea.kept_as}",
-        _format_changes(idea.changes),
-        sanitize_line(idea.hypothesis or ""),
-        *_format_size(idea.stages["confirm"]),
-        speed_up,
-        f"{answer['confirm']['highest']:.3g}",
-        f"{answer['needed']:g}",
-        _count_pairs(idea),
-    ]
-
-
-def _tabulate_other(campaign: Campaign, idea: Idea) -> list[str]:
-    answer = answers.describe_idea(campaign, idea)
-    return [
-        _format_changes(idea.changes),
-        sanitize_line(idea.hypothesis or ""),
-        f"{idea.baseline}",
-        *_format_size(idea.stages["confirm"] or idea.stages["screen"]),
-        f"{answer['screen']['highest']:.3g}",
-        f"{answer['confirm']['highest']:.3g}" if idea.stages["confirm"] else "",
-        f"{answer['needed']:g}",
-        _count_pairs(idea),
-    ]
+def _tabulate(campaign: Campaign, idea: Idea) -> list[str]:
+    """Return the row of an idea under `KEPT_HEAD` or `OTHER_HEAD`."""
+    answer, screen, confirm = answers.describe_idea(campaign, idea), idea.stages["screen"], idea.stages["confirm"]
+    what = [_format_changes(idea.changes), sanitize_line(idea.hypothesis or "")]
+    size, confirmed = _format_size(confirm or screen), f"{answer['confirm']['highest']:.3g}"
+    end = [f"{answer['needed']:g}", f"{len(screen)} + {len(confirm)}"]
+    if idea.state == "kept":
+        speed_up = UNKNOWN if answer["speed_up"] is None else f"{answer['speed_up']:.3g}"
+        return [f"{idea.kept_as}", *what, *size, speed_up, confirmed, *end]
+    screened = f"{answer['screen']['highest']:.3g}"
+    return [*what, f"{idea.baseline}", *size, screened, confirmed if confirm else "", *end]
 
 
 def _format_changes(changes: Changes) -> str:
@@ -140,27 +117,19 @@ def _format_size(pairs: Sequence[SeedPair]) -> tuple[str, str]:
     )
 
 
-def _count_pairs(idea: Idea) -> str:
-    return f"{len(idea.stages['screen'])} + {len(idea.stages['confirm'])}"
-
-
 def _draw_sizes(campaign: Campaign, kept: Sequence[Idea]) -> Chart | None:
     """Return bars of the sizes of the kept changes, and of all together; None where nothing was kept."""
     rows = [(f"{idea.kept_as}: {_format_changes(idea.changes)}", idea.stages["confirm"]) for idea in kept]
     if chain := campaign.chain.get(len(campaign.kept), []):
         rows.append(("all together", chain))
-    bars = [bar for label, pairs in rows if (bar := _build_bar(label, pairs)) is not None]
+    bars = []
+    for label, pairs in rows:
+        mean, interval = find_size(tuple(pairs))
+        if mean is not None and mean >= 0:  # the text states one that is below 0, or without finite losses
+            whisker = None if interval is None else (max(interval[0], 0.0), interval[1])
+            bars.append(Bar(label, 'class="c1"', mean, f"{mean:.4g}", whisker=whisker))
     caption = (
         "Mean difference of paired runs on seeds that the idea had not used, with its 95% interval where there is one. "
         "A confirmation ends when the evidence suffices, so its mean is a little large; that of all together is not."
     )
     return draw_bar_chart(bars, "Size of accepted changes", caption) if kept else None
-
-
-def _build_bar(label: str, pairs: Sequence[SeedPair]) -> Bar | None:
-    """Return a bar; None where no pair has finite losses, or the mean is below 0, which the text states."""
-    mean, interval = find_size(tuple(pairs))
-    if mean is None or mean < 0:
-        return None
-    whisker = None if interval is None else (max(interval[0], 0.0), interval[1])
-    return Bar(label, 'class="c1"', mean, f"{mean:.4g}", whisker=whisker)

@@ -76,9 +76,10 @@ WIDE = ChartSize(880, 400, 70, 30, 210)
 NARROW = ChartSize(360, 320, 50, 16, 32, is_narrow=True)
 
 
-def build_chart(title: str, caption: str, draw: Callable[[ChartSize], str]) -> Chart:
-    """Return a chart in both sizes."""
-    return Chart(title, caption, draw(WIDE), narrow_html=draw(NARROW))
+def build_chart(title: str, caption: str, draw: Callable[[ChartSize], tuple[str, Frame, str]]) -> Chart:
+    """Return a chart in both sizes; `draw` returns its legend, its frame, and what is in it."""
+    wide, narrow = (legend + svg.draw_picture(frame, title, body) for legend, frame, body in (draw(WIDE), draw(NARROW)))
+    return Chart(title, caption, wide, narrow_html=narrow)
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,13 @@ def name_line(position: int) -> str:
     return chr(ord("A") + position % 26)
 
 
-def format_variant_legend(comparison: Comparison) -> str:
-    """Return the legend of a narrow chart, with the letter of each coloured variant."""
-    return format_legend(
-        [
-            LegendEntry(f"{name_line(k)}: {comparison.variants[index].label}", (f"c{k}",), f'data-variant="{index}"')
-            for k, index in enumerate(choose_coloured(comparison))
-        ]
-    )
+def format_variant_legend(comparison: Comparison, size: ChartSize) -> str:
+    """Return the legend of a narrow chart, with the letter of each coloured variant; empty for a wide one."""
+    entries = [
+        LegendEntry(f"{name_line(k)}: {comparison.variants[index].label}", (f"c{k}",), f'data-variant="{index}"')
+        for k, index in enumerate(choose_coloured(comparison))
+    ]
+    return format_legend(entries) if size.is_narrow else ""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,9 @@ def draw_pareto(comparison: Comparison) -> Chart | None:
     return build_chart("Speed and memory", caption, lambda size: _draw_pareto_picture(comparison, size, spots))
 
 
-def _draw_pareto_picture(comparison: Comparison, size: ChartSize, spots: Sequence[ParetoSpot]) -> str:
+def _draw_pareto_picture(
+    comparison: Comparison, size: ChartSize, spots: Sequence[ParetoSpot]
+) -> tuple[str, Frame, str]:
     frame = build_padded_frame(size, spots)
     front, coloured = select_front(spots), choose_coloured(comparison)
     body = frame.draw_axes("tokens/s per device (right is faster)", "peak memory, GiB", format_tick, format_tick)
@@ -273,8 +275,7 @@ def _draw_pareto_picture(comparison: Comparison, size: ChartSize, spots: Sequenc
             if i in by_index and (label := place_label(frame, by_index[i], short, occupied)):
                 body += f"<g {format_marks(comparison, i)}>{label}</g>"
                 break
-    legend = format_variant_legend(comparison) if size.is_narrow else ""
-    return legend + svg.draw_picture(frame, "Speed and memory", body)
+    return format_variant_legend(comparison, size), frame, body
 
 
 def select_front(spots: Iterable[ParetoSpot]) -> list[ParetoSpot]:

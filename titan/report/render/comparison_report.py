@@ -114,22 +114,18 @@ def build_report(comparison: Comparison, has_charts: bool = False) -> Report:
         Section("Settings", [Pairs(settings)]),
         Section("Runs", [Table(runs, RUN_HEAD, words=3, summary=format_plural(len(runs), "run"))]),
     ]
-    facts = {
-        "Common": "; ".join(f"{name}: {value}" for name, value in comparison.common.items()),
-        "Differs": "; ".join(f"{name} ({_format_values(values)})" for name, values in differs),
-    }
+    varied = []
+    for name, values in differs:
+        remainder = [f"and {len(values) - VALUES:,} more"] if len(values) > VALUES else []
+        varied.append(f"{name} ({', '.join([*values[:VALUES], *remainder])})")
+    common = "; ".join(f"{name}: {value}" for name, value in comparison.common.items())
+    facts = {"Common": common, "Differs": "; ".join(varied)}
     return Report(comparison.title, " ".join(format_lead(comparison)), sections, comparison.question or "", facts)
 
 
 def render_page(comparison: Comparison, footer: str = "") -> str:
     """Return the page of a comparison; `footer` is its last line. Needs jinja2."""
     return format_page(build_report(comparison, has_charts=True), footer, ("page.css",), "page.js")
-
-
-def _format_values(values: Sequence[str]) -> str:
-    """Return the first values in one line, and how many more there are."""
-    remainder = [f"and {len(values) - VALUES:,} more"] if len(values) > VALUES else []
-    return ", ".join([*values[:VALUES], *remainder])
 
 
 def _build_grid(comparison: Comparison, indices: Sequence[int], columns: Sequence[Column]) -> Grid:
@@ -139,20 +135,12 @@ def _build_grid(comparison: Comparison, indices: Sequence[int], columns: Sequenc
 
 
 def _list_answers(comparison: Comparison) -> Items:
-    commands = dict(list_commands(comparison))
+    commands, items = dict(list_commands(comparison)), []
     indices = {id(variant): i for i, variant in enumerate(comparison.variants)}
-    return Items(
-        [
-            Item(
-                variant.label,
-                " ".join(sentences),
-                format_answer(variant),
-                commands.get(variant.label, ""),
-                format_marks(comparison, indices[id(variant)]),
-            )
-            for variant, sentences in format_answers(comparison)
-        ]
-    )
+    for variant, sentences in format_answers(comparison):
+        marks, command = format_marks(comparison, indices[id(variant)]), commands.get(variant.label, "")
+        items.append(Item(variant.label, " ".join(sentences), format_answer(variant), command, marks))
+    return Items(items)
 
 
 def _format_run(run: RunResult) -> list[str]:
@@ -199,12 +187,11 @@ def format_json(comparison: Comparison) -> str:
 
 
 def _build_row(variant: Variant, run: RunResult) -> dict[str, Any]:
-    speed_columns: dict[str, Any] = {}
+    speed: dict[str, Any] = {}
     if run.speed is not None:
         times = run.speed.step_seconds
-        speed_columns = {"step_seconds": times.median, "step_seconds_p10": times.p10, "step_seconds_p90": times.p90}
-        speed_columns |= {name: getattr(run.speed, name) for name in _SPEED_FIELDS}
-        speed_columns["steps_timed"] = run.speed.steps
+        speed = {name: getattr(run.speed, name) for name in _SPEED_FIELDS} | {"steps_timed": run.speed.steps}
+        speed |= {"step_seconds": times.median, "step_seconds_p10": times.p10, "step_seconds_p90": times.p90}
     return {
         "variant": variant.label,
         "baseline": variant.baseline,
@@ -213,10 +200,10 @@ def _build_row(variant: Variant, run: RunResult) -> dict[str, Any]:
         **{name: getattr(run, name) for name in _RUN_FIELDS},
         "validation_loss": run.validation,
         "bits_per_byte": run.bits,
-        **speed_columns,
+        **speed,
         "diverged": run.diverged,
         "outlier": run.outlier,
-        **{field.name: getattr(run.cost, field.name) for field in dataclasses.fields(run.cost)},
+        **dataclasses.asdict(run.cost),
         **{f"setting/{name}": value for name, value in variant.settings.items()},
         **{f"bits_per_byte/{source}": value for source, value in run.bits_by_source.items()},
         **run.figures,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import pairwise
 
@@ -159,11 +160,11 @@ def _draw_losses(
     low, high, cut = compute_loss_range([line.points for line in lines])
     legend = caption + _format_legend(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
 
-    def draw(size: ChartSize) -> str:
+    def draw(size: ChartSize) -> tuple[str, Frame, str]:
         frame = size.build_frame((0, _find_most_tokens(lines)), (low, high))
         body = frame.draw_axes("tokens", unit, format_tokens, format_tick)
         body += _draw_lines(comparison, size, frame, lines, name)
-        return (format_variant_legend(comparison) if size.is_narrow else "") + svg.draw_picture(frame, title, body)
+        return format_variant_legend(comparison, size), frame, body
 
     return build_chart(title, legend, draw)
 
@@ -241,14 +242,14 @@ def _draw_difference_chart(
     values = np.concatenate([[*levels.values()], *(line.points[1] for line in lines)])
     low, high = 10 ** np.floor(np.log10(values.min())), 10 ** np.ceil(np.log10(1.2 * values.max()))
 
-    def draw(size: ChartSize) -> str:
+    def draw(size: ChartSize) -> tuple[str, Frame, str]:
         frame = size.build_frame((0, _find_most_tokens(lines)), (low, high), log="y")
         body = frame.draw_axes("tokens", "difference, nats", format_tokens, format_log_tick)
         body += _draw_lines(comparison, size, frame, lines, "differences")
         for level_name, level in levels.items():  # the name of the highest is above it, the others below
             shift = -5 if level == max(levels.values()) else svg.LINE
             body += draw_level(frame, level, f"{level_name}: {level:.2g}", shift)
-        return (format_variant_legend(comparison) if size.is_narrow else "") + svg.draw_picture(frame, name, body)
+        return format_variant_legend(comparison, size), frame, body
 
     return build_chart(name, caption + _format_legend(comparison), draw)
 
@@ -285,14 +286,13 @@ def draw_settings(comparison: Comparison) -> Chart | None:
         return None
     title = f"{'Bits per byte' if bits else 'Validation loss'} over {name.rpartition('.')[2]}"
     unit = "bits per byte" if bits else "validation loss, nats per token"
-    return build_chart(
-        title, _describe_spots(spots, point), lambda size: _draw_setting(comparison, size, spots, name, title, unit)
-    )
+    draw = partial(_draw_setting, comparison, spots, name, unit)
+    return build_chart(title, _describe_spots(spots, point), draw)
 
 
 def _draw_setting(
-    comparison: Comparison, size: ChartSize, spots: Sequence[SettingSpot], name: str, title: str, unit: str
-) -> str:
+    comparison: Comparison, spots: Sequence[SettingSpot], name: str, unit: str, size: ChartSize
+) -> tuple[str, Frame, str]:
     """Return the drawing; in a narrow one letters stand for the other settings."""
     frame = _build_frame(size, spots)
     families: dict[str, list[SettingSpot]] = {}  # the spots of each line, from left to right, by their other settings
@@ -304,8 +304,7 @@ def _draw_setting(
     body = frame.draw_axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, show, format_tick)
     body += _draw_ticks(frame, spots) + _draw_families(comparison, size, frame, families)
     legend = [LegendEntry(f"{name_line(k)}: {family}", ()) for k, family in enumerate(families)]
-    needs_legend = size.is_narrow and len(families) > 1
-    return (format_legend(legend) if needs_legend else "") + svg.draw_picture(frame, title, body)
+    return format_legend(legend if size.is_narrow and len(families) > 1 else []), frame, body
 
 
 def _choose_setting(comparison: Comparison) -> str | None:

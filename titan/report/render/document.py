@@ -17,12 +17,17 @@ import io
 import json
 import math
 import re
+import shlex
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from titan.console.text import escape
+from titan.errors import RunError
+from titan.files.output_files import write_output_file
 
 Mood = Literal["", "good", "bad", "open"]
 MOODS: dict[str, Mood] = {"": "", "fits": "good", "fits closely": "open", "does not fit": "bad"}
@@ -36,8 +41,6 @@ MANY = 12
 """More items than these scroll in a box."""
 NARROW_STYLES = ("page.css", "plan.css")
 """Of pages without wide tables."""
-UNWRITTEN = ("curves",)
-"""Fields that JSON leaves out, as they are long."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?%?", re.IGNORECASE | re.ASCII)
 STYLES: dict[str, str] = {"head": "1", "good": "32", "bad": "31", "open": "33"}
 
@@ -472,7 +475,7 @@ def read_file(name: str) -> str:
     return importlib.resources.files("titan.report.render").joinpath(name).read_text(encoding="utf-8")
 
 
-# ---- CSV and JSON ----
+# ---- CSV, JSON and files ----
 
 
 def format_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -505,10 +508,9 @@ def format_data(version: int, content: Any) -> str:
 
 
 def _convert_to_plain(value: Any) -> Any:
-    """Return results as JSON values, without long curves."""
+    """Return results as JSON values, without the fields that `repr` leaves out too, such as long curves."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: _convert_to_plain(element) for name, element in fields.items() if name not in UNWRITTEN}
+        return {f.name: _convert_to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.repr}
     if isinstance(value, Mapping):
         return {str(name): _convert_to_plain(element) for name, element in value.items()}
     if isinstance(value, (list, tuple)):
@@ -516,3 +518,30 @@ def _convert_to_plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value
+
+
+def write_files(
+    files: Sequence[Path] | None, page: Path, build: Callable[[str, str], str], words: Sequence[str], advice: str = ""
+) -> None:
+    """Write a report into files; None: its page, which may fail, as without permission.
+
+    Args:
+        page: the default file.
+        build: returns the report in the format of an ending, such as ".html", with date and command.
+        words: of the command line, behind `python -m`.
+        advice: what helps beside another file where jinja2 is missing, which is an error without it.
+    """
+    made = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', *words])}"
+    print()
+    for file in [page] if files is None else files:
+        try:
+            write_output_file(file, build(file.suffix, made), replaces_own=files is None)
+            print(f"written: {file}")
+        except RunError as error:
+            if files is not None:
+                raise
+            print(f"{str(error).removeprefix('to=').rstrip('.')}; give another file with to=FILE{advice}.")
+        except ImportError:
+            if not advice:
+                raise
+            print(f"no page: needs jinja2; give another file with to=FILE{advice}.")

@@ -13,7 +13,6 @@ from titan.console.numbers import format_count, format_interval, format_plural, 
 from titan.console.text import sanitize_line, sanitize_nested
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Label
-from titan.report.law_findings import LawFindings, RungFindings
 from titan.report.law_runs import describe_table
 from titan.report.render.charts import ChartSize, LegendEntry, build_chart, draw_level, format_legend
 from titan.report.render.document import (
@@ -28,12 +27,11 @@ from titan.report.render.document import (
     format_page,
     format_table,
 )
-from titan.scaling.fit import ALPHA, LEVEL, REACH, Fit, Law
-from titan.scaling.ladders import LadderStudy
-from titan.scaling.law import BEND, DATA, SHARED, SIZE, Numbers
-from titan.scaling.speedup import format_share
-from titan.scaling.study import Floor, LossPrediction, Optimum, Study, draw_band
-from titan.scaling.table import Table as RunTable
+from titan.scaling.findings import CorpusFindings, Floor, LawFindings, LawOfVariants, Optimum, RungFindings
+from titan.scaling.fit import ALPHA, LEVEL, REACH, Fit, QuantileInterval
+from titan.scaling.law import Numbers
+from titan.scaling.speedup import RungSpeedup, format_share
+from titan.scaling.study import draw_band
 
 FORMAT = 1
 """Version of the JSON; rises when a key changes its meaning or is removed."""
@@ -59,43 +57,46 @@ RUNG_LINES = "as measured at each rung, with the slope of the baseline's law, wh
 """How the line before the speed-ups at rungs begins."""
 
 
-def format_studies(table: RunTable, studies: Sequence[Study | LadderStudy]) -> str:
+def format_text(findings: LawFindings) -> str:
     """Return the text of a command."""
-    lines = [*table.notes]
-    if len(studies) > 1:
-        lines.append(f"{len(studies)} corpora, each with a separate law: their losses have other floors.")
-    for study in studies:
-        lines += ["", *(_format_ladders(study) if isinstance(study, LadderStudy) else _format_study(study))]
+    lines = [*findings.notes]
+    if len(findings.corpora) > 1:
+        lines.append(f"{len(findings.corpora)} corpora, each with a separate law: their losses have other floors.")
+    for corpus in findings.corpora:
+        lines += ["", *_format_corpus(corpus)]
     return "".join(f"{sanitize_line(line)}\n" for line in lines)
 
 
-def _format_study(study: Study) -> list[str]:
-    """Return the lines about a corpus."""
-    held = f"; {format_plural(len(study.held), 'run')} not fitted" if len(study.held) else ""
-    lines = [*([f"corpus {study.corpus}"] if study.corpus else []), f"{describe_table(study.fit.table)}{held}"]
-    lines += [*_describe_left_out(study), *_describe_sharing(study.fit)]
-    for names, floor in study.floors.items():
-        law = study.fit.laws[names[0]]
-        lines += ["", *([] if len(study.floors) == 1 else [_name_variant(names[0])]), _describe_floor(floor, law)]
-        lines += [f"  {line}" for line in _list_parameters(law)]
-        lines += [_describe_noise(law)]
-    lines += [*_format_predictions(study.predictions), *_format_speedups(study)]
-    return [*lines, *(_describe_optimum(name, optimum) for name, optimum in study.optima.items())]
+def _format_corpus(corpus: CorpusFindings) -> Iterator[str]:
+    """Yield the lines about a corpus."""
+    if corpus.corpus:
+        yield f"corpus {corpus.corpus}"
+    held = f"; {format_plural(corpus.not_fitted, 'run')} not fitted" if corpus.not_fitted else ""
+    yield f"{describe_table(corpus.table)}{held}"
+    yield from (f"left out: {reason}" for reason in corpus.left_out)
+    yield from _describe_sharing(corpus) if corpus.laws else _describe_factors(corpus)
+    for law in corpus.laws:
+        yield ""
+        if not corpus.shares_law:
+            yield _name_variant(law.variants[0])
+        yield _describe_floor(law)
+        yield from (f"  {line}" for line in _list_parameters(law))
+        yield _describe_noise(law)
+    yield from _format_predictions(corpus.predictions)
+    yield from _format_speedups(corpus)
+    yield from (_describe_optimum(name, optimum) for name, optimum in corpus.optima.items())
 
 
-def _format_ladders(study: LadderStudy) -> list[str]:
-    """Return the lines about a corpus whose variants are compared by compute."""
-    lines = [*([f"corpus {study.corpus}"] if study.corpus else []), describe_table(study.table)]
-    lines += [f"left out: {reason}" for reason in study.left_out]
-    lines.append(
+def _describe_factors(corpus: CorpusFindings) -> Iterator[str]:
+    """Yield how variants compare by compute."""
+    yield (
         "each variant has tokens in another single proportion to parameters, which determines no law of both; they are "
-        f"compared by compute: FLOPs of {study.baseline} divided by those of the variant with the same loss."
+        f"compared by compute: FLOPs of {corpus.baseline} divided by those of the variant with the same loss."
     )
-    for name, factors in study.factors.items():
+    for name, factors in corpus.factors.items():
         for k, factor in enumerate(factors):
             reach = "the lowest of all, beyond the rungs of one" if k else "the lowest that both reach"
-            lines.append(f"{name} against {study.baseline}, loss {factor.loss:.3f} ({reach}): {factor.describe()}")
-    return lines
+            yield f"{name} against {corpus.baseline}, loss {factor.loss:.3f} ({reach}): {factor.describe()}"
 
 
 def _name_variant(name: str) -> str:
@@ -103,43 +104,35 @@ def _name_variant(name: str) -> str:
     return name or "all runs"
 
 
-def _describe_left_out(study: Study) -> list[str]:
-    """Return what was left out, and rungs far from the law."""
-    lines = [f"left out: {reason}" for reason in study.fit.left_out]
-    for names in study.floors:
-        for n, d, variant, residual in study.fit.laws[names[0]].find_suspects():
-            where = f"N={format_count(n)}, D={format_count(d)}{f', {variant}' if variant else ''}"
-            lines.append(
-                f"unusual: {where} is {residual:+.1f} robust standard deviations from the law; it stays, with a weight "
-                f"that falls with the distance (Huber)."
-            )
-    return lines
+def _describe_sharing(corpus: CorpusFindings) -> Iterator[str]:
+    """Yield rungs far from a law, and whether variants share E and exponents, and by which test."""
+    for n, d, variant, residual in (cell for law in corpus.laws for cell in law.unusual):
+        where = f"N={format_count(n)}, D={format_count(d)}{f', {variant}' if variant else ''}"
+        yield (
+            f"unusual: {where} is {residual:+.1f} robust standard deviations from the law; it stays, with a weight "
+            f"that falls with the distance (Huber)."
+        )
+    if (test := corpus.sharing) is not None:
+        figure = f"F({test.numerator}, {test.denominator}) = {test.f:.2f}, p = {test.p:.2g}"
+        if test.shares:
+            yield f"variants share E, a and b: not rejected at {ALPHA:g} by the likelihood-ratio test ({figure})."
+        else:
+            yield f"each variant has a separate law: the likelihood-ratio test rejects shared E, a and b ({figure})."
+    elif sum(len(law.variants) for law in corpus.laws) > 1:
+        yield "variants share E, a and b: assumed, as some have too few rungs to test it."
 
 
-def _describe_sharing(fit: Fit) -> list[str]:
-    """Return whether variants share E and exponents, and by which test; nothing with one variant."""
-    if len(fit.variants) < 2:
-        return []
-    if fit.sharing is None:
-        return ["variants share E, a and b: assumed, as some have too few rungs to test it."]
-    test = fit.sharing
-    figure = f"F({test.numerator}, {test.denominator}) = {test.f:.2f}, p = {test.p:.2g}"
-    if test.shares:
-        return [f"variants share E, a and b: not rejected at {ALPHA:g} by the likelihood-ratio test ({figure})."]
-    return [f"each variant has a separate law: the likelihood-ratio test rejects shared E, a and b ({figure})."]
-
-
-def _describe_floor(floor: Floor, law: Law) -> str:
+def _describe_floor(law: LawOfVariants) -> str:
     """Return the floor with its interval, or that it is not determined."""
-    form = "L = E + A N^-a" if law.points.is_line else "L = E + A N^-a + B D^-b"
+    floor = law.floor
     if floor.is_determined:
-        return f"{form}: floor E {floor.value:.3f} {format_interval(floor.low, floor.high, _format_loss)}"
+        return f"{law.form}: floor E {floor.plain:.3f} {format_interval(floor.low, floor.high, _format_loss)}"
     why = "the profile reaches 0"
     if not floor.reaches_zero:
         why = f"the profile has no upper end below the lowest loss, {floor.least_loss:.3f}"
     bound = f", below {floor.high:.3f}" if floor.high is not None else ""
     return (
-        f"{form}: floor not determined by these rungs ({why}); the best fit has E {floor.value:.3f}{bound}. "
+        f"{law.form}: floor not determined by these rungs ({why}); the best fit has E {floor.plain:.3f}{bound}. "
         f"Predictions and speed-ups have this uncertainty in them."
     )
 
@@ -148,59 +141,53 @@ def _format_loss(value: float) -> str:
     return f"{value:.3f}"
 
 
-def _list_parameters(law: Law) -> list[str]:
-    """Return exponents, A and B with their intervals, one line each."""
-    lines = [_format_parameter("a", law.plain[SIZE], law.replicates[:, SIZE])]
-    if not law.points.is_line:
-        lines.append(_format_parameter("b", law.plain[DATA], law.replicates[:, DATA]))
-    for k, name in enumerate(law.variants):
-        a = np.exp(law.plain[SHARED + k] + law.plain[SIZE] * law.points.center[0])
-        b = np.exp(law.plain[SHARED + len(law.variants) + k] + law.plain[DATA] * law.points.center[1])
-        terms = f"A {a:.4g}" if law.points.is_line else f"A {a:.4g}, B {b:.4g}"
-        lines.append(f"{terms}{f'  ({name})' if name else ''}")
-    return lines
+def _format_estimate(figure: QuantileInterval) -> str:
+    """Return a figure with its interval."""
+    return f"{figure.value:.3f} {format_interval(figure.low, figure.high, _format_loss)}"
 
 
-def _format_parameter(name: str, value: float, draws: Numbers) -> str:
-    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    wide = f"{np.median(draws):.3f} {format_interval(low, high, _format_loss)}"
-    return f"{name} {value:.3f}; with the bend {wide}"
+def _list_parameters(law: LawOfVariants) -> Iterator[str]:
+    """Yield exponents, A and B with their intervals, one line each."""
+    for name, exponent in (("a", law.size_exponent), ("b", law.data_exponent)):
+        if exponent is not None:
+            yield f"{name} {exponent.plain:.3f}; with the bend {_format_estimate(exponent.with_bend)}"
+    for name, terms in law.terms.items():
+        b = "" if terms.b is None else f", B {terms.b:.4g}"
+        yield f"A {terms.a:.4g}{b}{f'  ({name})' if name else ''}"
 
 
-def _describe_noise(law: Law) -> str:
+def _describe_noise(law: LawOfVariants) -> str:
     """Return the noise of runs: of seeds, and lack of fit."""
-    noise = float(np.median(law.draws.noise))
-    words = f"noise of a run {100 * noise:.2f} % of its loss"
-    if law.cells.seed_sd is None:
+    noise, bend = law.noise, law.bend
+    words = f"noise of a run {100 * noise.run:.2f} % of its loss"
+    if noise.seeds is None:
         words += " (no seeds were repeated: seeds and lack of fit can't be separated)"
     else:
         words += (
-            f" (seeds {100 * law.cells.seed_sd:.2f} %, from {format_plural(law.cells.seed_freedom, 'repeat')}; "
-            f"cells {100 * (law.cell_sd or 0.0):.2f} %)"
+            f" (seeds {100 * noise.seeds:.2f} %, from {format_plural(noise.repeats, 'repeat')}; "
+            f"cells {100 * (noise.cells or 0.0):.2f} %)"
         )
-    if law.points.is_line:
+    if bend is None:
         return f"{words}; all rungs have tokens in one proportion to parameters, so that one term stands for both."
-    low, high = np.exp(np.quantile(law.replicates[:, BEND], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    verdict = "the plain law, 1, is within" if low <= 1 <= high else "the plain law, 1, is not"
-    return f"{words}; bend {np.exp(law.wide[BEND]):.2f} [{low:.2f}, {high:.2f}]: {verdict}"
+    verdict = "the plain law, 1, is within" if bend.low <= 1 <= bend.high else "the plain law, 1, is not"
+    return f"{words}; bend {bend.value:.2f} [{bend.low:.2f}, {bend.high:.2f}]: {verdict}"
 
 
-def _describe_prediction(prediction: LossPrediction) -> str:
+def _describe_prediction(rung: RungFindings) -> str:
     """Return a prediction in one sentence."""
-    place = f"N={format_count(prediction.n)}, D={format_count(prediction.d)}"
-    name = f"{prediction.variant}, " if prediction.variant else ""
-    loss = prediction.loss
-    words = f"{name}{place}: {loss.value:.3f} {format_interval(loss.low, loss.high, _format_loss)}"
-    words += f" (plain law {prediction.plain:.3f})"
-    if prediction.observed is not None:
-        verdict = "inside" if prediction.is_inside else "OUTSIDE"
-        miss = 100 * (prediction.observed / prediction.plain - 1)
-        words += f"; measured {prediction.observed:.3f}, {verdict}; the plain law misses it by {miss:+.1f} %"
+    predicted, plain = _get_prediction(rung)
+    name = f"{rung.variant}, " if rung.variant else ""
+    words = f"{name}N={format_count(rung.n)}, D={format_count(rung.d)}: {_format_estimate(predicted)}"
+    words += f" (plain law {plain:.3f})"
+    if rung.loss is not None:
+        verdict = "inside" if rung.is_inside else "OUTSIDE"
+        miss = 100 * (rung.loss / plain - 1)
+        words += f"; measured {rung.loss:.3f}, {verdict}; the plain law misses it by {miss:+.1f} %"
     beyond = f"; extrapolated beyond {REACH:g} times the largest rung, where intervals are not known to hold"
-    return words + (beyond if prediction.is_beyond else "")
+    return words + (beyond if rung.is_beyond else "")
 
 
-def _format_predictions(predictions: Sequence[LossPrediction]) -> Iterator[str]:
+def _format_predictions(predictions: Sequence[RungFindings]) -> Iterator[str]:
     if not predictions:
         return
     yield ""
@@ -209,18 +196,18 @@ def _format_predictions(predictions: Sequence[LossPrediction]) -> Iterator[str]:
         yield f"  {_describe_prediction(prediction)}"
     if len(predictions) > SHOWN:
         yield f"  and {len(predictions) - SHOWN} more, on the page"
-    scored = [p for p in predictions if p.observed is not None]
+    scored = [p for p in predictions if p.loss is not None]
     if scored:
         inside = sum(bool(p.is_inside) for p in scored)
         yield f"{inside} of {format_plural(len(scored), 'held-out rung')} inside their {LEVEL:.0%} intervals"
 
 
-def _format_speedups(study: Study) -> Iterator[str]:
+def _format_speedups(corpus: CorpusFindings) -> Iterator[str]:
     """Yield the speed-up of each variant by the laws, then as measured at each rung."""
-    baseline = _name_variant(study.fit.variants[0])
-    for name, speedup in study.speedups.items():
-        yield speedup.describe(_name_variant(name), baseline)
-        if rungs := study.rung_speedups.get(name):
+    baseline = _name_variant(corpus.baseline)
+    for name, found in corpus.speedups.items():
+        yield found.speedup.describe(_name_variant(name), baseline)
+        if rungs := corpus.rung_speedups.get(name):
             yield f"{RUNG_LINES} {_name_variant(name)} needs for {baseline}'s loss:"
             yield from (f"  {rung.describe()}" for rung in rungs[:SHOWN])
         if len(rungs or ()) > SHOWN:
@@ -241,9 +228,8 @@ def _describe_optimum(name: str, optimum: Optimum) -> str:
 
 
 def format_json(findings: LawFindings) -> str:
-    """Return all findings in full precision; keys are the fields of `titan.report.law_findings`."""
-    content = {field.name: getattr(findings, field.name) for field in fields(findings) if field.name != "text"}
-    return format_data(FORMAT, content)
+    """Return all findings in full precision; keys are the fields of `titan.scaling.findings`."""
+    return format_data(FORMAT, findings)
 
 
 def format_csv(findings: LawFindings) -> str:
@@ -267,113 +253,109 @@ def _build_row(rung: RungFindings) -> dict[str, Any]:
 # ---- page ----
 
 
-def render_page(table: RunTable, studies: Sequence[Study | LadderStudy], footer: str) -> str:
-    """Return the page of all corpora; `footer` is its last line. Needs jinja2.
-
-    Args:
-        table: all runs.
-        studies: one for each corpus.
-    """
-    sections = [section for k, study in enumerate(studies) for section in _build_sections(study, k)]
-    report = Report("Scaling law", " ".join(_summarise(studies)), [Section("", [Bullets(table.notes)]), *sections])
+def render_page(findings: LawFindings, footer: str) -> str:
+    """Return the page of all corpora; `footer` is its last line. Needs jinja2."""
+    sections = [section for k, corpus in enumerate(findings.corpora) for section in _build_sections(corpus, k)]
+    lead, notes = " ".join(_summarise(findings.corpora)), Section("", [Bullets(findings.notes)])
+    report = Report("Scaling law", lead, [notes, *sections])
     return format_page(sanitize_nested(report), sanitize_line(footer), (*NARROW_STYLES, "law.css"))
 
 
-def _summarise(studies: Sequence[Study | LadderStudy]) -> list[str]:
+def _summarise(corpora: Sequence[CorpusFindings]) -> list[str]:
     """Return what is predicted and scored, which floors are not determined, and whether there are ladders."""
-    laws, words = [study for study in studies if isinstance(study, Study)], []
+    laws, words = [law for corpus in corpora for law in corpus.laws], []
     if laws:
-        scored = [p for study in laws for p in study.predictions if p.observed is not None]
-        floors = [floor for study in laws for floor in study.floors.values()]
-        open_floors = sum(not floor.is_determined for floor in floors)
+        scored = [rung for corpus in corpora for rung in corpus.predictions if rung.loss is not None]
+        open_floors = sum(not law.floor.is_determined for law in laws)
         parts = [f"{sum(bool(p.is_inside) for p in scored)} of {len(scored)} held-out rungs inside 90% intervals"]
-        missing = f"floor not determined in {open_floors} of {len(floors)} laws"
+        missing = f"floor not determined in {open_floors} of {len(laws)} laws"
         parts = [*(parts if scored else []), missing if open_floors else "the rungs determine the floor"]
         sentence = "; ".join(parts)
         words.append(f"{sentence[0].upper()}{sentence[1:]}.")
-    return [*words, "Variants are compared by compute, without a law."] if len(laws) < len(studies) else words
+    return (
+        words
+        if all(corpus.laws for corpus in corpora)
+        else [*words, "Variants are compared by compute, without a law."]
+    )
 
 
-def _build_sections(study: Study | LadderStudy, number: int) -> list[Section]:
+def _build_sections(corpus: CorpusFindings, number: int) -> list[Section]:
     """Return what the page has of a corpus: sentences, predictions, speed-ups, charts, and the rungs to unfold."""
-    sentences, rungs, head = _list_sentences(study), _list_rungs(study), ["variant", "N", "D", "loss", "runs", "law"]
-    folded = Table(rungs, head, summary=f"{len(rungs)} rungs")
-    first = Section(study.corpus or "All runs", [Bullets(sentences[1:] if study.corpus else sentences)])
-    if isinstance(study, LadderStudy):
+    sentences = _list_sentences(corpus)
+    rungs = [_format_rung(rung, bool(corpus.laws)) for rung in corpus.rungs if rung.is_fitted]
+    folded = Table(rungs, ["variant", "N", "D", "loss", "runs", "law"], summary=f"{len(rungs)} rungs")
+    first = Section(corpus.corpus or "All runs", [Bullets(sentences[1:] if corpus.corpus else sentences)])
+    if corpus.fit is None:
         return [first, Section("", [folded])]
     speedups = "Compute for the baseline's loss, as measured at each rung (below 1 is better)"
-    names = study.fit.variants[:MOST_CHARTS]
     charts = [
-        draw_rungs(study.fit, name, [p for p in study.predictions if p.variant == name], f"{number}-{k}")
-        for k, name in enumerate(names)
+        draw_rungs(corpus.fit, name, [p for p in corpus.predictions if p.variant == name], f"{number}-{k}")
+        for k, name in enumerate(corpus.fit.variants[:MOST_CHARTS])
     ]
-    charts += [draw_floor(floor, variants, f"{number}-{k}") for k, (variants, floor) in enumerate(study.floors.items())]
+    charts += [draw_floor(law.floor, law.variants, f"{number}-{k}") for k, law in enumerate(corpus.laws)]
     predictions = ["variant", "verdict", "N", "D", "predicted", "90% interval", "measured", "plain law"]
     shares = ["variant", "N", "D", "FLOPs", "tokens", "device-hours", "loss", "baseline's loss", "pairs of seeds"]
+    rows = [_format_speedup(name, found) for name, found_rungs in corpus.rung_speedups.items() for found in found_rungs]
     return [
         first,
         Section(
-            "Predictions", [Table(list(map(_format_prediction, study.predictions)), predictions, words=2)], level=3
+            "Predictions", [Table(list(map(_format_prediction, corpus.predictions)), predictions, words=2)], level=3
         ),
-        Section(speedups, [Table(_list_speedups(study), shares)], level=3),
+        Section(speedups, [Table(rows, shares)], level=3),
         Section("", [Figures(charts), folded]),
     ]
 
 
-def _list_sentences(study: Study | LadderStudy) -> list[str]:
+def _list_sentences(corpus: CorpusFindings) -> list[str]:
     """Return the lines of the text without those that the page has as tables."""
-    if isinstance(study, LadderStudy):
-        return _format_ladders(study)
-    tabled = {_describe_prediction(p) for p in study.predictions}
-    tabled |= {found.describe() for rungs in study.rung_speedups.values() for found in rungs}
+    tabled = {_describe_prediction(rung) for rung in corpus.predictions}
+    tabled |= {found.describe() for rungs in corpus.rung_speedups.values() for found in rungs}
     headings = "loss of a new run", RUNG_LINES, "and "  # those of tables, and the ends of long lists
-    lines = [line.strip() for line in _format_study(study) if line.strip()]
+    lines = [line.strip() for line in _format_corpus(corpus) if line.strip()]
     return [line for line in lines if line not in tabled and not line.startswith(headings)]
 
 
-def _format_prediction(prediction: LossPrediction) -> list[str]:
-    verdict = {True: "inside", False: "outside", None: "not measured"}[prediction.is_inside]
-    loss = prediction.loss
+def _get_prediction(rung: RungFindings) -> tuple[QuantileInterval, float]:
+    """Return what the wide and the plain law predict at a rung that was not fitted."""
+    assert rung.predicted is not None and rung.plain is not None
+    return rung.predicted, rung.plain
+
+
+def _format_prediction(rung: RungFindings) -> list[str]:
+    verdict = {True: "inside", False: "outside", None: "not measured"}[rung.is_inside]
+    predicted, plain = _get_prediction(rung)
     return [
-        _name_variant(prediction.variant),
-        f"{verdict}, extrapolated" if prediction.is_beyond else verdict,
-        format_count(prediction.n),
-        format_count(prediction.d),
-        f"{loss.value:.3f}",
-        format_interval(loss.low, loss.high, lambda value: f"{value:.3f}"),
-        "" if prediction.observed is None else f"{prediction.observed:.3f}",
-        f"{prediction.plain:.3f}",
+        _name_variant(rung.variant),
+        f"{verdict}, extrapolated" if rung.is_beyond else verdict,
+        format_count(rung.n),
+        format_count(rung.d),
+        _format_loss(predicted.value),
+        format_interval(predicted.low, predicted.high, _format_loss),
+        "" if rung.loss is None else _format_loss(rung.loss),
+        _format_loss(plain),
     ]
 
 
-def _list_speedups(study: Study) -> list[list[str]]:
-    rows = []
-    for name, rungs in study.rung_speedups.items():
-        for found in rungs:
-            shares = (found.speedup.flops, found.speedup.tokens, found.speedup.hours)
-            cells = [format_share(share) if share else "not determined" for share in shares[:2]]
-            hours = format_share(shares[2]) if shares[2] else ""
-            losses = [f"{found.loss:.4f}", f"{found.baseline_loss:.4f}"]
-            place = [format_count(found.n), format_count(found.d)]
-            rows.append([_name_variant(name), *place, *cells, hours, *losses, str(found.pairs)])
-    return rows
+def _format_speedup(name: str, found: RungSpeedup) -> list[str]:
+    flops, tokens, hours = (
+        format_share(share) if share else ""
+        for share in (found.speedup.flops, found.speedup.tokens, found.speedup.hours)
+    )
+    place = [format_count(found.n), format_count(found.d)]
+    shares = [flops or "not determined", tokens or "not determined", hours]
+    return [_name_variant(name), *place, *shares, f"{found.loss:.4f}", f"{found.baseline_loss:.4f}", str(found.pairs)]
 
 
-def _list_rungs(study: Study | LadderStudy) -> list[list[str]]:
-    rows = []
-    for name, n, d, loss, count in (study.table if isinstance(study, LadderStudy) else study.fit.table).list_rungs():
-        law = ""
-        if isinstance(study, Study):
-            law = f"{study.fit.laws[name].compute_plain(n, d, name):.4f}"
-        words = name if isinstance(study, LadderStudy) else _name_variant(name)
-        rows.append([words, format_count(n), format_count(d), f"{loss:.4f}", str(count), law])
-    return rows
+def _format_rung(rung: RungFindings, has_law: bool) -> list[str]:
+    loss, plain = ("" if value is None else f"{value:.4f}" for value in (rung.loss, rung.plain))
+    name = _name_variant(rung.variant) if has_law else rung.variant
+    return [name, format_count(rung.n), format_count(rung.d), loss, str(rung.runs), plain]
 
 
 # ---- charts ----
 
 
-def draw_rungs(fit: Fit, variant: str, predictions: Sequence[LossPrediction], key: str) -> Chart:
+def draw_rungs(fit: Fit, variant: str, predictions: Sequence[RungFindings], key: str) -> Chart:
     """Return losses over tokens, with the law and its 90% band for each size, and predictions.
 
     Args:
@@ -396,9 +378,9 @@ def draw_rungs(fit: Fit, variant: str, predictions: Sequence[LossPrediction], ke
         "Hollow dots with whiskers are predictions; crosses are true losses, which were not fitted."
     )
 
-    def draw(size: ChartSize) -> str:
-        losses = [rung[3] for rung in rungs] + [p.loss.low for p in predictions] + [p.loss.high for p in predictions]
-        losses += [p.observed for p in predictions if p.observed is not None]
+    def draw(size: ChartSize) -> tuple[str, Frame, str]:
+        losses = [rung[3] for rung in rungs] + [p.loss for p in predictions if p.loss is not None]
+        losses += [end for p in predictions if p.predicted for end in (p.predicted.low, p.predicted.high)]
         pad = 0.06 * (max(losses) - min(losses)) or 0.1
         frame = size.build_frame(ends, (min(losses) - pad, max(losses) + pad), log="x")
         body = frame.draw_axes("tokens (log scale)", "loss", format_tokens, format_tick)
@@ -410,11 +392,8 @@ def draw_rungs(fit: Fit, variant: str, predictions: Sequence[LossPrediction], ke
         clip = f"law-{key}{'-narrow' if size.is_narrow else ''}"
         legend = [LegendEntry(f"N={format_count(n)}", (_find_colour(n, sizes),)) for n in sizes]
         top = format_legend(legend) if size.is_narrow or len(bands) < len(sizes) else ""
-        return top + svg.draw_picture(
-            frame,
-            title,
-            body + svg.clip_body(frame, clip, shapes) + ("" if size.is_narrow else svg.draw_labels(frame, labels)),
-        )
+        names = "" if size.is_narrow else svg.draw_labels(frame, labels)
+        return top, frame, body + svg.clip_body(frame, clip, shapes) + names
 
     return build_chart(title, caption, draw)
 
@@ -441,17 +420,17 @@ def _draw_rung(frame: Frame, rung: tuple[str, float, float, float, int], sizes: 
     return f'<g class="{_find_colour(n, sizes)}"><title>{escape(words)}</title><circle class="dot" {at} r="4"/></g>'
 
 
-def _draw_prediction(frame: Frame, prediction: LossPrediction, sizes: Sequence[float]) -> str:
-    x, loss = frame.x.at(prediction.d), prediction.loss
+def _draw_prediction(frame: Frame, rung: RungFindings, sizes: Sequence[float]) -> str:
+    x, (loss, _) = frame.x.at(rung.d), _get_prediction(rung)
     middle, low, high = (frame.y.at(value) for value in (loss.value, loss.low, loss.high))
     whisker = f"M{x:.1f} {low:.1f}V{high:.1f}M{x - 5:.1f} {low:.1f}h10M{x - 5:.1f} {high:.1f}h10"
-    words = f"N={format_count(prediction.n)}: predicted {loss.value:.3f} [{loss.low:.3f}, {loss.high:.3f}]"
+    words = f"N={format_count(rung.n)}: predicted {loss.value:.3f} [{loss.low:.3f}, {loss.high:.3f}]"
     shape = f'<path class="whisker" d="{whisker}"/><circle class="hollow" cx="{x:.1f}" cy="{middle:.1f}" r="4.5"/>'
-    if prediction.observed is not None:
-        words += f", measured {prediction.observed:.3f}"
-        y = frame.y.at(prediction.observed)
+    if rung.loss is not None:
+        words += f", measured {rung.loss:.3f}"
+        y = frame.y.at(rung.loss)
         shape += f'<path class="true" d="M{x - 6:.1f} {y - 6:.1f}l12 12m0 -12l-12 12"/>'
-    return f'<g class="{_find_colour(prediction.n, sizes)}"><title>{escape(words)}</title>{shape}</g>'
+    return f'<g class="{_find_colour(rung.n, sizes)}"><title>{escape(words)}</title>{shape}</g>'
 
 
 def draw_floor(floor: Floor, variants: Sequence[str], key: str) -> Chart:
@@ -475,7 +454,7 @@ def draw_floor(floor: Floor, variants: Sequence[str], key: str) -> Chart:
     top = HIGHEST_RISE * floor.limit
     shown = floor.rise <= 1.5 * top
 
-    def draw(size: ChartSize) -> str:
+    def draw(size: ChartSize) -> tuple[str, Frame, str]:
         frame = size.build_frame((0.0, floor.least_loss), (0.0, top))
         body = frame.draw_axes("floor E", "rise in cost", format_tick, format_tick)
         line = svg.draw_line(frame, floor.grid[shown], floor.rise[shown], 'class="c1"', "profile")
@@ -483,6 +462,6 @@ def draw_floor(floor: Floor, variants: Sequence[str], key: str) -> Chart:
         line += draw_level(frame, floor.limit)
         clip = f"floor-{key}{'-narrow' if size.is_narrow else ''}"
         label = svg.draw_labels(frame, [Label(limit, "90% interval", 'class="c0"')]) if not size.is_narrow else ""
-        return svg.draw_picture(frame, title, body + svg.clip_body(frame, clip, line) + label)
+        return "", frame, body + svg.clip_body(frame, clip, line) + label
 
     return build_chart(title, caption, draw)

@@ -10,7 +10,7 @@ import numpy as np
 
 from titan.console.numbers import format_rounded, format_tick
 from titan.estimate.memory import Usage
-from titan.estimate.plan import Plan, build_interval
+from titan.estimate.plan import Plan, PredictedValue, build_interval
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.traced.events import describe_region
 from titan.estimate.traced.replay import RankResult
@@ -93,11 +93,12 @@ class Moment(NamedTuple):
 
 
 class MemoryCourse(NamedTuple):
-    """Memory over a step: its moments, the bands of a chart that is not to scale, and the unit of one that is."""
+    """Memory over a step: its moments, what the horizontal axis shows, its unit if to scale, and bands if not."""
 
     moments: list[Moment]
-    bands: list[tuple[float, float, str]]
-    unit: str
+    axis: str
+    unit: str = ""
+    bands: Sequence[tuple[float, float, str]] = ()
 
 
 # ---- over a step ----
@@ -107,33 +108,14 @@ def draw_over_step(plan: Plan, rank: int, steps: ActionPhases) -> Chart:
     """Return the memory of a pipeline rank over a step, stacked by category, with the device's limit."""
     course = _place_in_seconds(plan, rank, steps) if plan.step.spans else _place_in_order(steps)
     moments, limit = _thin_moments(course.moments), _choose_limit(plan)
-    peak = max(moments, key=lambda moment: moment.total)
-    interval = build_interval(peak.total, plan.memory_error)
-
-    def draw(size: ChartSize) -> str:
-        frame = _build_frame(size, moments, 1.08 * max(interval.high, limit or 0.0))
-        x, low, high = frame.x.at(peak.x), frame.y.at(interval.low), frame.y.at(interval.high)
-        body = (
-            _draw_axes(frame, size, course)
-            + "".join(_draw_layers(frame, moments))
-            + _draw_limit(frame, size, limit, peak)
-            + f'<path class="span" d="M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"/>'
-            + _draw_peak(frame, size, peak, limit)
-        )
-        return format_legend(_list_legend(moments)) + svg.draw_picture(frame, "Memory over the step", body)
-
+    interval = build_interval(max(moment.total for moment in moments), plan.memory_error)
     subject = f"Rank {rank} of the pipeline, the fullest one" if len(plan.memory) > 1 else "Each rank"
     scale = f"in {course.unit}" if course.unit else "by phase, not to scale"
     repeat_note = "; later micro-batches repeat the second" if len(course.bands) > 4 else ""
     far_note = "" if limit or plan.memory_gib is None else f" A device has {plan.memory_gib:.1f} GiB, beyond the scale."
     interval_note = "" if plan.memory_error == 0 else " The line through the peak is its interval."
     caption = f"{subject}, GiB by category over one step ({scale}{repeat_note}).{interval_note}{far_note}"
-    return build_chart("Memory over the step", caption, draw)
-
-
-def _build_frame(size: ChartSize, moments: Sequence[Moment], top: float) -> Frame:
-    x = Scale(moments[0].x, moments[-1].x, *size.x_ends)
-    return Frame(x, Scale(0, top, *size.y_ends), size.width, size.height)
+    return _draw_course("Memory over the step", caption, course._replace(moments=moments), interval, limit)
 
 
 def draw_over_traced_step(rank: RankResult) -> Chart:
@@ -142,17 +124,31 @@ def draw_over_traced_step(rank: RankResult) -> Chart:
         Moment(float(k), {name: size / GIB for name, size in live.parts.items()}, describe_region(live.region))
         for k, live in enumerate(rank.course)
     ]
-    peak = max(moments, key=lambda moment: moment.total)
-    name = "Memory over the traced step"
-
-    def draw(size: ChartSize) -> str:
-        frame = _build_frame(size, moments, 1.08 * peak.total)
-        axes = frame.draw_axes("events of the step in their order", "GiB", lambda value: "", format_tick)
-        body = axes + "".join(_draw_layers(frame, moments)) + _draw_peak(frame, size, peak)
-        return format_legend(_list_legend(moments)) + svg.draw_picture(frame, name, body)
-
     caption = f"Live tensors on rank {rank.rank} after each of {rank.events:,} events, GiB by category."
-    return build_chart(name, caption, draw)
+    return _draw_course(
+        "Memory over the traced step", caption, MemoryCourse(moments, "events of the step in their order")
+    )
+
+
+def _draw_course(
+    title: str, caption: str, course: MemoryCourse, interval: PredictedValue | None = None, limit: float | None = None
+) -> Chart:
+    """Return the chart of a course, with the interval of its peak and the GiB of a device where they are known."""
+    moments = course.moments
+    peak = max(moments, key=lambda moment: moment.total)
+    top = 1.08 * max(peak.total if interval is None else interval.high, limit or 0.0)
+
+    def draw(size: ChartSize) -> tuple[str, Frame, str]:
+        x_scale, y_scale = Scale(moments[0].x, moments[-1].x, *size.x_ends), Scale(0, top, *size.y_ends)
+        frame = Frame(x_scale, y_scale, size.width, size.height)
+        body = _draw_axes(frame, size, course) + "".join(_draw_layers(frame, moments))
+        body += _draw_limit(frame, size, limit, peak)
+        if interval is not None:
+            x, low, high = frame.x.at(peak.x), frame.y.at(interval.low), frame.y.at(interval.high)
+            body += f'<path class="span" d="M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"/>'
+        return format_legend(_list_legend(moments)), frame, body + _draw_peak(frame, size, peak, limit)
+
+    return build_chart(title, caption, draw)
 
 
 def _choose_limit(plan: Plan) -> float | None:
@@ -175,7 +171,7 @@ def _place_in_seconds(plan: Plan, rank: int, steps: ActionPhases) -> MemoryCours
         else:
             moments.append(moments[-1]._replace(x=first.x))
         moments += [first, *later]
-    return MemoryCourse(moments, [], unit)
+    return MemoryCourse(moments, f"time in the step, {unit}", unit)
 
 
 def _place_in_order(steps: ActionPhases) -> MemoryCourse:
@@ -188,7 +184,7 @@ def _place_in_order(steps: ActionPhases) -> MemoryCourse:
         bands.append((at, end, f"{word}{number}"))
         moments += _place_phases(phases, at, end, flat=action is None)
         at = end
-    return MemoryCourse(moments, bands, "")
+    return MemoryCourse(moments, "phases of a step in their order", bands=bands)
 
 
 def _place_phases(phases: Sequence[Usage], start: float, end: float, flat: bool) -> Iterator[Moment]:
@@ -219,16 +215,14 @@ def _thin_moments(moments: list[Moment]) -> list[Moment]:
 
 def _draw_axes(frame: Frame, size: ChartSize, course: MemoryCourse) -> str:
     """Return the axes: to scale in time, or with bands of actions, whose names alternate in height where narrow."""
-    if course.unit:
-        return frame.draw_axes(f"time in the step, {course.unit}", "GiB", format_tick, format_tick)
-    axes = frame.draw_axes("phases of a step in their order", "GiB", lambda value: "", format_tick)
+    axes = frame.draw_axes(course.axis, "GiB", format_tick if course.unit else lambda value: "", format_tick)
     words = lines = ""
     for number, (start, end, name) in enumerate(course.bands):
         x = min(frame.x.at((start + end) / 2), size.width - svg.LETTER * len(name) / 2)  # within the drawing
         y = frame.y.start + (14 + 10 * (number % 2) if size.is_narrow else 18)
         words += svg.draw_text(x, y, name, "middle")
         lines += f"M{frame.x.at(start):.1f} {frame.y.end:.1f}V{frame.y.start:.1f}"
-    return f'{axes}<path class="grid" d="{lines}"/>{words}'
+    return f'{axes}<path class="grid" d="{lines}"/>{words}' if lines else axes
 
 
 def _draw_layers(frame: Frame, moments: Sequence[Moment]) -> Iterator[str]:
@@ -285,7 +279,7 @@ def _is_right(frame: Frame, peak: Moment) -> bool:
     return frame.x.at(peak.x) > (frame.x.start + frame.x.end) / 2
 
 
-def _draw_peak(frame: Frame, size: ChartSize, peak: Moment, limit: float | None = None) -> str:
+def _draw_peak(frame: Frame, size: ChartSize, peak: Moment, limit: float | None) -> str:
     """Return the mark of the peak, with its phase where there is room, above the device's line where this is near."""
     x, y = frame.x.at(peak.x), frame.y.at(peak.total)
     line = y if limit is None else frame.y.at(limit)
@@ -359,7 +353,7 @@ def draw_speed_and_memory(outcome: PlanOutcome) -> Chart | None:
         [LegendEntry("Pareto front, and hollow the other results", ("c1",)), LegendEntry("the plan", ("c2",))]
     )
 
-    def draw(size: ChartSize) -> str:
+    def draw(size: ChartSize) -> tuple[str, Frame, str]:
         highest = max(spot.y for spot in spots)
         frame = charts.build_padded_frame(size, spots, [limit] if limit and limit < NEAR * highest else [])
         x, y = "tokens/s per device (right is faster)", "memory of the fullest rank, GiB"
@@ -370,7 +364,7 @@ def draw_speed_and_memory(outcome: PlanOutcome) -> Chart | None:
         occupied = [charts.compute_spot_box(frame, spot) for spot in spots]
         for spot, name in zip(spots, names, strict=True):
             body += charts.place_label(frame, spot, name, occupied) if name else ""
-        return legend + svg.draw_picture(frame, "Speed and memory", body)
+        return legend, frame, body
 
     caption = "Layouts of the search by speed and memory. Letters are those of the table of the front."
     return build_chart("Speed and memory", caption + f" Triangles fit closely: {CLOSELY}." * any(close), draw)

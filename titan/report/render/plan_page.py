@@ -49,7 +49,6 @@ from titan.report.render.plan_text import (
     format_memory,
     format_result_memory,
     format_result_step,
-    format_run_time,
     list_figures,
     name_largest_loss,
     sum_device_hours,
@@ -81,6 +80,8 @@ KINDS = {
     "W": ("c11", "backward for weights"),
 }
 """The colour and the name of each kind of a pipeline's actions."""
+TRIAL_FIGURES = ("step", "speed", "MFU", "memory", "micro-batches", "device-hours", "run", "cost")
+"""Of the table of a grid, in its order."""
 VISIBLE = 0.0005
 """Share of a step from which a cause is shown."""
 MANY = 2000
@@ -102,7 +103,7 @@ def render_page(outcome: PlanOutcome, rank: int, steps: ActionPhases, footer: st
     """
     run, plan = outcome.run, outcome.plan
     charts = [
-        draw_waterfall(plan),
+        draw_waterfall(plan.step, plan.step_seconds),
         draw_timetable(plan.step),
         plan_memory.draw_over_step(plan, rank, steps),
         plan_memory.draw_at_peak(plan),
@@ -152,7 +153,7 @@ def _describe_trace(outcome: PlanOutcome) -> list[Section]:
         f"{format_rounded(traced.fullest.gib)} GiB (predicted {format_rounded(outcome.plan.fullest.gib)} GiB), of "
         f"which {format_rounded(traced.fullest.live.bytes / GIB)} GiB are live tensors at the peak."
     )
-    charts = [draw_traced_waterfall(traced.step), plan_memory.draw_over_traced_step(traced.fullest)]
+    charts = [draw_waterfall(traced.step), plan_memory.draw_over_traced_step(traced.fullest)]
     return [Section("Trace", [Words(lead), Figures(charts)])]
 
 
@@ -227,12 +228,14 @@ def render_grid_page(labels: Sequence[str], plans: Sequence[Plan], footer: str =
         f"Highest speed: {labels[fastest]}, {speed}. "
         f"Least memory: {labels[smallest]}, {format_memory(plans[smallest]).format_line()}."
     )
-    steps = [_build_bar(label, p.step_seconds, row[0]) for label, p, row in zip(labels, plans, rows, strict=True)]
-    sizes = [_build_bar(label, p.memory_gib_needed, row[3]) for label, p, row in zip(labels, plans, rows, strict=True)]
-    words = "Seconds of a step, the fastest first. The line is the interval."
-    charts = [draw_bar_chart(steps, "Step time", words, rising=True)]
-    words = "Peak memory of the fullest rank in GiB. The line is the interval."
-    charts.append(draw_bar_chart(sizes, "Memory", words, rising=True))
+    trials = [*zip(labels, plans, rows, strict=True)]
+    steps = [_build_bar(label, plan.step_seconds, row[0]) for label, plan, row in trials]
+    sizes = [_build_bar(label, plan.memory_gib_needed, row[3]) for label, plan, row in trials]
+    line = "The line is the interval."
+    charts = [
+        draw_bar_chart(steps, "Step time", f"Seconds of a step, the fastest first. {line}", rising=True),
+        draw_bar_chart(sizes, "Memory", f"Peak memory of the fullest rank in GiB. {line}", rising=True),
+    ]
     intervals = "; ".join(dict.fromkeys(plan.intervals for plan in plans))
     sections = [
         Section("Trials", [Grid(labels, columns, name="trial"), _format_intervals(intervals)]),
@@ -244,16 +247,9 @@ def render_grid_page(labels: Sequence[str], plans: Sequence[Plan], footer: str =
 
 def _list_trial_figures(plan: Plan) -> list[FigureText]:
     """Return the figures of a trial in the order of the table; those that it has not are empty."""
-    return [
-        format_figure("step", plan.step_seconds, "s"),
-        format_figure("speed", plan.tokens_per_second_per_device, "tokens/s per device"),
-        FigureText("MFU", "") if plan.mfu is None else format_figure("MFU", plan.mfu.scale(100), "%"),
-        format_memory(plan),
-        FigureText("micro-batches", f"{plan.microbatches:,}"),
-        format_figure("device-hours", plan.device_hours),
-        format_run_time(plan),
-        FigureText("cost", "") if plan.cost is None else format_figure("cost", plan.cost),
-    ]
+    known = {figure.name: figure for figure in list_figures(plan)}
+    known["micro-batches"] = FigureText("micro-batches", f"{plan.microbatches:,}")
+    return [known.get(name, FigureText(name, "")) for name in TRIAL_FIGURES]
 
 
 def _build_bar(label: str, figure: PredictedValue, text: FigureText) -> Bar:
@@ -265,29 +261,21 @@ def _build_bar(label: str, figure: PredictedValue, text: FigureText) -> Bar:
 # ---- waterfall ----
 
 
-def draw_waterfall(plan: Plan) -> Chart:
-    """Return the step by cause: each bar begins where the one before ended; the last one is the step."""
-    caption = (
-        "What the time of a step goes to on the rank that is busy longest, in "
-        f"{choose_time_unit(plan.step.seconds)[1]}. The line through the step is its interval."
-    )
-    return _draw_step_waterfall("The step by cause", caption, plan.step, plan.step_seconds)
-
-
-def draw_traced_waterfall(step: StepTime) -> Chart:
-    """Return the traced step by cause; see `draw_waterfall`."""
-    unit = choose_time_unit(step.seconds)[1]
-    caption = f"The time of the traced operations, one by one, on the rank that is busy longest, in {unit}."
-    return _draw_step_waterfall("The traced step by cause", caption, step, (step.seconds,) * 3)
-
-
-def _draw_step_waterfall(name: str, caption: str, step: StepTime, interval: tuple[float, float, float]) -> Chart:
-    """Return a step by cause, with the interval (value, low, high) of the step in seconds.
+def draw_waterfall(step: StepTime, interval: PredictedValue | None = None) -> Chart:
+    """Return a step by cause: each bar begins where the one before ended; the last one is the step.
 
     Names and times are beside the bars, or above them in a narrow drawing.
+
+    Args:
+        interval: of a predicted step, in seconds; None: the step is traced.
     """
     factor, unit = choose_time_unit(step.seconds)
-    value, low, high = (factor * end for end in interval)
+    name, subject, end = "The traced step by cause", "The time of the traced operations, one by one,", "."
+    if interval is not None:
+        name, subject = "The step by cause", "What the time of a step goes to"
+        end = ". The line through the step is its interval."
+    caption = f"{subject} on the rank that is busy longest, in {unit}{end}"
+    value, low, high = (factor * end for end in interval or (step.seconds,) * 3)
     parts = {
         cause: factor * step.parts[cause] for cause in CAUSES if step.parts.get(cause, 0.0) > VISIBLE * step.seconds
     }
@@ -296,7 +284,7 @@ def _draw_step_waterfall(name: str, caption: str, step: StepTime, interval: tupl
     colours = {cause: colour for causes in CAUSE_COLOURS.values() for cause, colour in causes.items()}
     legend = format_legend([LegendEntry(kind, shown) for kind, shown in kinds.items() if shown])
 
-    def draw(size: ChartSize) -> str:
+    def draw(size: ChartSize) -> tuple[str, Frame, str]:
         row = NARROW_ROW if size.is_narrow else ROW
         end = TOP + row * (len(parts) + 1)
         ends = (8.0, size.width - 20) if size.is_narrow else (176.0, size.width - 130)
@@ -321,7 +309,7 @@ def _draw_step_waterfall(name: str, caption: str, step: StepTime, interval: tupl
                 f'<path class="whisker" d="M{left:.1f} {middle:.1f}H{right:.1f}M{left:.1f} {middle - 5:.1f}v10'
                 f'M{right:.1f} {middle - 5:.1f}v10"/>'
             )
-        return legend + svg.draw_picture(frame, name, body + _draw_row_text(frame, size, top, right, "step", words))
+        return legend, frame, body + _draw_row_text(frame, size, top, right, "step", words)
 
     return build_chart(name, caption, draw)
 
@@ -377,7 +365,7 @@ def draw_timetable(step: StepTime) -> Chart | None:
         f"time. Gathers of weights, reductions of gradients and the optimizer come on top."
     )
 
-    def draw(size: ChartSize) -> str:
+    def draw(size: ChartSize) -> tuple[str, Frame, str]:
         height = min(26.0, max(7.0, 400 / ranks))
         ends = (50.0, size.width - 60) if size.is_narrow else (70.0, size.width - 80)
         low = TOP + height * ranks
@@ -388,7 +376,7 @@ def draw_timetable(step: StepTime) -> Chart | None:
         )
         numbers = [LegendEntry("numbers: micro-batches", ())] if 'class="inside"' in rows else []
         legend = format_legend([*kinds, LegendEntry("idle", ("idle",)), *numbers])
-        return legend + svg.draw_picture(frame, title, _draw_time_axis(frame, unit) + rows)
+        return legend, frame, _draw_time_axis(frame, unit) + rows
 
     return build_chart(title, caption, draw)
 
@@ -397,11 +385,8 @@ def _draw_rank_row(
     frame: Frame, rank: int, height: float, spans: Sequence[ActionSpan], factor: float, is_merged: bool
 ) -> str:
     """Return a rank's row: its name, its idle time as the background, its actions, and the idle share."""
-    top, wide, middle = (
-        frame.y.end + height * rank,
-        frame.x.end - frame.x.start,
-        frame.y.end + height * (rank + 0.5) + 4,
-    )
+    top, wide = frame.y.end + height * rank, frame.x.end - frame.x.start
+    middle = top + height / 2 + 4
     idle = 1 - factor * sum(span.end - span.start for span in spans) / frame.x.high
     name = svg.draw_text(frame.x.start - 8, middle, f"rank {rank}", "end", "name")
     share = svg.draw_text(frame.x.end + 8, middle, f"{idle:.0%} idle")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -191,111 +191,107 @@ def sum_device_hours(plans: Sequence[Plan]) -> float:
 
 def format_plan(outcome: PlanOutcome) -> str:
     """Return the plan of one run, which fits one screen, and the results of a search."""
+    return "".join(f"{line}\n" for line in _list_lines(outcome))
+
+
+def _list_lines(outcome: PlanOutcome) -> Iterator[str]:
     run, plan = outcome.run, outcome.plan
-    plain = f"{run.describe()}: {run.model.describe_size()} on {plan.step.devices} x {run.machine.name}"
-    lines = [plain, f"layout       {outcome.layout}", "", *_format_memory(plan)]
+    yield f"{run.describe()}: {run.model.describe_size()} on {plan.step.devices} x {run.machine.name}"
+    yield f"layout       {outcome.layout}"
+    yield ""
+    yield from _format_memory(plan)
     if outcome.saved_gib >= SAVED_SHARE * plan.memory_gib_needed.value:
         saving = f"{format_rounded(outcome.saved_gib)} GiB less with precision.accumulate=bf16"
-        lines.append(f"  {saving}, which rounds sums of gradients")
-    step = format_figure("", plan.step_seconds, "s").format_line()
-    lines += ["", f"step         {step}, of which", *_format_bars(plan.step.parts, "s"), "", *_format_speed(outcome)]
+        yield f"  {saving}, which rounds sums of gradients"
+    yield ""
+    yield f"step         {format_figure('', plan.step_seconds, 's').format_line()}, of which"
+    yield from _format_bars(plan.step.parts, "s")
+    yield ""
+    yield from _format_speed(outcome)
     if outcome.changes:
-        changes = [
-            f"{' '.join(outcome.build_overrides(result)):<60} {outcome.format_speed(result)}, "
-            f"{format_result_memory(outcome, result).format_line()}"
-            for result in outcome.faster
-        ] or [f"no single change by more than {100 * LEAST_GAIN:g} %"]
-        lines += ["", "faster with", *(f"  {line}" for line in changes)]
-    lines += [*_format_trace(outcome), *_format_search(outcome)]
-    return "\n".join(lines) + "\n"
+        yield ""
+        yield "faster with"
+        for result in outcome.faster:
+            speed, memory = outcome.format_speed(result), format_result_memory(outcome, result).format_line()
+            yield f"  {' '.join(outcome.build_overrides(result)):<60} {speed}, {memory}"
+        if not outcome.faster:
+            yield f"  no single change by more than {100 * LEAST_GAIN:g} %"
+    yield from _format_trace(outcome)
+    yield from _format_search(outcome)
 
 
-def _format_memory(plan: Plan) -> list[str]:
+def _format_memory(plan: Plan) -> Iterator[str]:
     figure = format_memory(plan)._replace(verdict="")  # on the next line
-    lines = [f"memory       {figure.format_line()} at the peak of the fullest rank ({plan.fullest.phase})"]
+    yield f"memory       {figure.format_line()} at the peak of the fullest rank ({plan.fullest.phase})"
     verdict, mood = judge_fit(plan)
-    lines += [f"  {verdict}"] if mood in ("open", "bad") else []
-    lines += _format_bars(list_memory_parts(plan), "GiB")
+    if mood in ("open", "bad"):
+        yield f"  {verdict}"
+    yield from _format_bars(list_memory_parts(plan), "GiB")
     rank_gibs = [usage.gib for usage in plan.memory]
     if len(rank_gibs) > STAGES:
-        lines.append(f"  by rank    {format_rounded(min(rank_gibs))} to {format_rounded(max(rank_gibs))} GiB")
+        yield f"  by rank    {format_rounded(min(rank_gibs))} to {format_rounded(max(rank_gibs))} GiB"
     elif len(rank_gibs) > 1:
-        lines.append(f"  by rank    {', '.join(map(format_rounded, rank_gibs))} GiB")
-    return lines
+        yield f"  by rank    {', '.join(map(format_rounded, rank_gibs))} GiB"
 
 
-def _format_bars(parts: Any, unit: str) -> list[str]:
+def _format_bars(parts: Any, unit: str) -> Iterator[str]:
     total, most = sum(parts.values()), max(parts.values())
-    return [
-        f"  {name:<22} {value:>8.3g} {unit} {value / total:>5.0%}  {'#' * max(1, round(WIDTH * value / most))}"
-        for name, value in parts.items()
-        if value / total >= 0.0005
-    ]
+    for name, value in parts.items():
+        if value / total >= 0.0005:
+            bar = "#" * max(1, round(WIDTH * value / most))
+            yield f"  {name:<22} {value:>8.3g} {unit} {value / total:>5.0%}  {bar}"
 
 
-def _format_speed(outcome: PlanOutcome) -> list[str]:
+def _format_speed(outcome: PlanOutcome) -> Iterator[str]:
     plan, tokens = outcome.plan, format_count(outcome.run.training.total_tokens)
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu.value:.1%}"
     per_device = format_figure("", plan.tokens_per_second_per_device, "tokens/s per device")
     cost = "" if plan.cost is None else f", cost {format_figure('', plan.cost).format_line()}"
     hours = format_figure("", plan.device_hours, "device-hours")
-    budget = describe_hours(outcome.run.training)
-    return [
-        f"speed        {per_device.format_line()}, {format_rounded(plan.tflops.value)} TFLOP/s{mfu}",
+    yield f"speed        {per_device.format_line()}, {format_rounded(plan.tflops.value)} TFLOP/s{mfu}"
+    yield (
         f"run          {format_plural(plan.steps, 'step')}, {tokens} tokens: {format_run_time(plan).format_line()}, "
-        f"{hours.format_line()}{cost}",
-        *([f"budget       {budget}"] if budget else []),
-        f"checkpoint   {format_rounded(plan.checkpoint_bytes / GIB)} GiB",
-        *textwrap.wrap(
-            f"intervals    {'(low to high): ' if plan.error else ''}{plan.intervals}",
-            LINE,
-            subsequent_indent=" " * 13,
-            break_long_words=False,
-        ),
-    ]
+        f"{hours.format_line()}{cost}"
+    )
+    if budget := describe_hours(outcome.run.training):
+        yield f"budget       {budget}"
+    yield f"checkpoint   {format_rounded(plan.checkpoint_bytes / GIB)} GiB"
+    intervals = f"intervals    {'(low to high): ' if plan.error else ''}{plan.intervals}"
+    yield from textwrap.wrap(intervals, LINE, subsequent_indent=" " * 13, break_long_words=False)
 
 
-def _format_trace(outcome: PlanOutcome) -> list[str]:
-    traced = outcome.traced
-    if traced is None:
-        return []
+def _format_trace(outcome: PlanOutcome) -> Iterator[str]:
+    if (traced := outcome.traced) is None:
+        return
     fullest, live = traced.fullest, traced.fullest.live
     largest = sorted(live.parts.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{name} {format_rounded(size / GIB)}" for name, size in largest if size >= 0.01 * live.bytes)
     reserved = "" if fullest.reserved is None else f"{format_rounded(fullest.gib)} GiB reserved; "
     where = f"live on rank {fullest.rank} in {describe_region(live.region)}"
     ranks = f"{format_plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s"
-    lines = [
-        "",
-        f"trace        {ranks}, uncompiled, {fullest.events:,} events each",
-        f"  memory     {reserved}{format_rounded(live.bytes / GIB)} GiB {where} ({parts})",
-    ]
+    yield ""
+    yield f"trace        {ranks}, uncompiled, {fullest.events:,} events each"
+    yield f"  memory     {reserved}{format_rounded(live.bytes / GIB)} GiB {where} ({parts})"
     if len(traced.ranks) > 1:
-        lines.append(f"  by rank    {', '.join(format_rounded(rank.gib) for rank in traced.ranks)} GiB")
-    lines.append(f"  step       {format_rounded(traced.step.seconds)} s, of which")
-    return lines + _format_bars(traced.step.parts, "s")
+        yield f"  by rank    {', '.join(format_rounded(rank.gib) for rank in traced.ranks)} GiB"
+    yield f"  step       {format_rounded(traced.step.seconds)} s, of which"
+    yield from _format_bars(traced.step.parts, "s")
 
 
-def _format_search(outcome: PlanOutcome) -> list[str]:
-    search_result = outcome.search_result
-    if search_result is None:
-        return []
-    lines = [
-        "",
-        f"search       {search_result.tried:,} layouts, {search_result.predicted:,} predicted; the fastest that fit",
-    ]
-    lines += [_format_result(outcome, number, result) for number, result in enumerate(search_result.best, 1)]
-    lines += [
-        f"  largest part of the fastest one's step after matmuls: {name_largest_loss(search_result.best[0].step)}"
-    ]
-    if any(fits_closely(outcome.plan, result) for result in (*search_result.best, *search_result.front)):
-        lines += ["  !: fits closely, the interval of the memory reaches beyond the device"]
-    lines += [
-        f"  traced {number}  {format_rounded(traced.step.seconds)} s, {format_rounded(traced.fullest.gib)} GiB"
-        for number, traced in enumerate(outcome.traced_results, 1)
-    ]
-    lines += ["", "front        the fastest layouts that need less and less memory"]
-    return lines + [_format_result(outcome, number, result) for number, result in enumerate(search_result.front, 1)]
+def _format_search(outcome: PlanOutcome) -> Iterator[str]:
+    if (found := outcome.search_result) is None:
+        return
+    yield ""
+    yield f"search       {found.tried:,} layouts, {found.predicted:,} predicted; the fastest that fit"
+    yield from (_format_result(outcome, number, result) for number, result in enumerate(found.best, 1))
+    yield f"  largest part of the fastest one's step after matmuls: {name_largest_loss(found.best[0].step)}"
+    if any(fits_closely(outcome.plan, result) for result in (*found.best, *found.front)):
+        yield "  !: fits closely, the interval of the memory reaches beyond the device"
+    for number, traced in enumerate(outcome.traced_results, 1):
+        yield f"  traced {number}  {format_rounded(traced.step.seconds)} s, {format_rounded(traced.fullest.gib)} GiB"
+    yield ""
+    yield "front        the fastest layouts that need less and less memory"
+    yield from (_format_result(outcome, number, result) for number, result in enumerate(found.front, 1))
 
 
 def _format_result(outcome: PlanOutcome, number: int, result: PredictedLayout) -> str:

@@ -69,7 +69,7 @@ def draw_layers(answers: Answers) -> Chart | None:
     ]
     high = max([answers.bound, *(d.relative for line in lines for d in line if np.isfinite(d.relative))])
 
-    def draw(size: ChartSize) -> str:
+    def draw(size: ChartSize) -> tuple[str, Frame, str]:
         frame = size.build_frame((0, max(1, len(forward) - 1)), (FLOOR, 10 ** np.ceil(np.log10(2 * high))), log="y")
         body = frame.draw_axes("module", "difference", name_module, lambda value: f"{value:.0e}")
         body += draw_level(frame, answers.bound, f"bound: {answers.bound:g}")
@@ -83,7 +83,7 @@ def draw_layers(answers: Answers) -> Chart | None:
             ends = [_clip(d.relative, frame) for d in differences if positions.get(d.name) == len(forward) - 1]
             words = NAMES[number].partition(":")[0] if size.is_narrow else NAMES[number]
             labels += [Label(frame.y.at(ends[0]), words, f'class="c{number + 1}"')] if ends else []
-        return svg.draw_picture(frame, title, body + svg.draw_labels(frame, labels))
+        return "", frame, body + svg.draw_labels(frame, labels)
 
     def name_module(position: float) -> str:
         index = round(position)

@@ -57,7 +57,7 @@ def format_lead(comparison: Comparison) -> list[str]:
 
 def format_answers(comparison: Comparison) -> list[tuple[Variant, list[str]]]:
     """Return sentences for each variant: what it learned, how fast it is, when it reached the target."""
-    parts = [(variant, _describe_variant(variant, comparison.target)) for variant in comparison.variants]
+    parts = ((variant, _describe_variant(variant, comparison.target)) for variant in comparison.variants)
     return [(variant, sentences) for variant, sentences in parts if sentences]
 
 
@@ -93,9 +93,8 @@ def _describe_variant(variant: Variant, target: float | None) -> list[str]:
 
 def describe_margin(comparison: Comparison) -> str:
     """Return the equivalence margin in nats, with the share of the baseline's compute that it is worth where known."""
-    if comparison.margin_share is None:
-        return f"{comparison.margin:.3g} nats"
-    return f"{comparison.margin:.3g} nats, {comparison.margin_share:.2g} of the baseline's compute"
+    share = comparison.margin_share
+    return f"{comparison.margin:.3g} nats" + (f", {share:.2g} of the baseline's compute" if share is not None else "")
 
 
 def _describe_qualities(qualities: Sequence[Quality]) -> list[str]:
@@ -142,28 +141,26 @@ def _format_sentence(text: str) -> str:
 
 
 def _describe_learning(variants: Sequence[Variant]) -> list[str]:
+    cells = [format_answer(variant) for variant in variants]
+    answers = [cell.main for cell in cells]
     if len(variants) == 1:
-        does = {"same": "learns", "not the same": "does not learn"}.get(format_answer(variants[0]).main)
-        verdict = f" {does}" if does else ": inconclusive whether it learns"
-        return [f"{variants[0].label}{verdict} the same as the baseline."]
-    answers = [format_answer(variant) for variant in variants]
+        does = {"same": " learns", "not the same": " does not learn"}.get(
+            answers[0], ": inconclusive whether it learns"
+        )
+        return [f"{variants[0].label}{does} the same as the baseline."]
     counts = _format_counts(
-        (sum(a.main == "same" for a in answers), "learns the same", "learn the same"),
-        (sum(a.main == "not the same" for a in answers), "does not learn the same", "do not learn the same"),
-        (sum(a.mood == "open" for a in answers), "inconclusive", "inconclusive"),
+        (answers.count("same"), "learns the same", "learn the same"),
+        (answers.count("not the same"), "does not learn the same", "do not learn the same"),
+        (sum(cell.mood == "open" for cell in cells), "inconclusive", "inconclusive"),
     )
     return [f"{len(variants)} variants with the same hyperparameters: {counts}."] if variants else []
 
 
 def _describe_fastest(variants: Sequence[Variant]) -> list[str]:
     """Return the fastest variant, if its interval lies above the baseline's speed."""
-    fit = [variant for variant in variants if format_answer(variant).main == "same" and variant.speed_ratio is not None]
-    sure = [
-        (ratio.estimate, variant)
-        for variant in fit
-        if (ratio := variant.speed_ratio) and not variant.speed_doubt and ratio.low is not None and ratio.low > 1
-    ]
-    doubts = dict.fromkeys(variant.speed_doubt for variant in fit if variant.speed_doubt)
+    fit = [(variant, v) for variant in variants if format_answer(variant).main == "same" and (v := variant.speed_ratio)]
+    sure = [(v.estimate, variant) for variant, v in fit if not variant.speed_doubt and v.low is not None and v.low > 1]
+    doubts = dict.fromkeys(variant.speed_doubt for variant, _ in fit if variant.speed_doubt)
     if not fit:
         return []
     if not sure and doubts:
@@ -182,11 +179,11 @@ def _describe_unfinished(comparison: Comparison) -> list[str]:
     parts = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
     diverged = {run.directory for run in runs if run.diverged}
     kinds = Counter(_classify_missing(run) for run in comparison.failed if run.directory not in diverged)
-    were = {kind: f"{count} {'was' if count == 1 else 'were'}" for kind, count in kinds.items()}
+    ended, stopped = (f"{kinds[k]} {'was' if kinds[k] == 1 else 'were'}" for k in ("ended early", "stopped"))
     sentences = {
-        "ended early": f"{were.get('ended early')} ended early by a hook, listed below.",
+        "ended early": f"{ended} ended early by a hook, listed below.",
         "waiting": f"{format_plural(kinds['waiting'], 'trial')} without metrics yet.",
-        "stopped": f"{were.get('stopped')} stopped, listed below.",
+        "stopped": f"{stopped} stopped, listed below.",
         "failed": f"{kinds['failed']} failed for other reasons than divergence, listed below.",
     }
     return parts + [sentence for kind, sentence in sentences.items() if kinds[kind]]

@@ -42,7 +42,8 @@ def build_columns(comparison: Comparison) -> tuple[Column, ...]:
         for name, unit, meaning, weight, show in _COLUMNS
     ]
     for key, (unit, meaning) in LOAD.items():
-        cells = tuple(_average_load(variant, key) for variant in variants)
+        loads = (_average(run.experts.get(key) for run in variant.runs) for variant in variants)
+        cells = tuple(_show(load, format_rounded) for load in loads)
         if key != "expert_dropped" or any(cell.main not in ("", "0") for cell in cells):
             columns.append(Column("experts", unit, f"{meaning}; mean over the last steps and the runs", cells, 5))
     keys = dict.fromkeys(key for variant in variants for run in variant.runs for key in run.figures)
@@ -59,9 +60,15 @@ def build_columns(comparison: Comparison) -> tuple[Column, ...]:
     return tuple(c for c in columns if any(cell.main for cell in c.cells) and c.name not in needless)
 
 
-def _average_load(variant: Variant, key: str) -> Cell:
-    values = [run.experts[key] for run in variant.runs if key in run.experts]
-    return Cell(format_rounded(fmean(values))) if values else Cell()
+def _average(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values; None without any."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _show(value: float | None, show: Callable[[float], str] = format_fixed) -> Cell:
+    """Return a cell for a value; an empty one where it is not known."""
+    return Cell() if value is None else Cell(show(value))
 
 
 def format_answer(variant: Variant) -> Cell:
@@ -114,11 +121,9 @@ def format_lost_seeds(quality: Quality) -> str:
 
 def _format_estimate(interval: Interval | None, show: Callable[[float], str] = format_fixed) -> Cell:
     """Return an estimate with its interval."""
-    return (
-        Cell()
-        if interval is None
-        else Cell(show(interval.estimate), format_interval(interval.low, interval.high, show))
-    )
+    if interval is None:
+        return Cell()
+    return Cell(show(interval.estimate), format_interval(interval.low, interval.high, show))
 
 
 def _list_speeds(variant: Variant) -> list[MeasuredSpeed]:
@@ -166,14 +171,6 @@ def _format_validation(variant: Variant) -> Cell:
     return Cell(cell.main, " ".join(filter(None, [cell.detail, ", ".join(remarks)])))
 
 
-def _format_tokens(variant: Variant) -> Cell:
-    return Cell(" ".join(f"{token_count:,}" for token_count in rank.list_token_counts([variant])))
-
-
-def _format_speed(variant: Variant) -> Cell:
-    return Cell() if variant.speed is None else Cell(format_rounded(variant.speed.estimate))
-
-
 def _format_ratio(variant: Variant) -> Cell:
     if variant.speed_ratio is None or variant.baseline:
         return Cell("1" if variant.baseline and variant.speed else "")
@@ -182,37 +179,18 @@ def _format_ratio(variant: Variant) -> Cell:
 
 
 def _format_mfu(variant: Variant) -> Cell:
-    full = _format_share(speed.mfu for speed in _list_speeds(variant)).main
-    causal = _format_share(speed.mfu_causal for speed in _list_speeds(variant)).main
+    full = _show_share(speed.mfu for speed in _list_speeds(variant)).main
+    causal = _show_share(speed.mfu_causal for speed in _list_speeds(variant)).main
     return Cell(full, f"({causal})" if full and causal else "")
 
 
-def _format_share(values: Iterable[float | None]) -> Cell:
-    middle = _compute_median(values)
-    return Cell() if middle is None else Cell(f"{middle:.1%}")
-
-
-def _format_memory(variant: Variant) -> Cell:
-    most = find_peak_memory(variant)
-    return Cell() if most is None else Cell(_format_gib(most))
+def _show_share(values: Iterable[float | None]) -> Cell:
+    """Return a cell for the median of shares."""
+    return _show(_compute_median(values), "{:.1%}".format)
 
 
 def _format_gib(value: float) -> str:
     return format_fixed(value, 2 if value < 100 else 1)
-
-
-def _format_hours(variant: Variant) -> Cell:
-    hours = [run.cost.device_hours for run in variant.runs]
-    return Cell(format_rounded(sum(hours) / len(hours))) if any(hours) else Cell()
-
-
-def _format_goodput(variant: Variant) -> Cell:
-    return _format_share(run.cost.goodput for run in variant.runs)
-
-
-def _format_loss(variant: Variant) -> Cell:
-    losses = [run.loss for run in variant.runs if run.loss is not None]
-    return Cell(format_fixed(sum(losses) / len(losses))) if losses else Cell()
 
 
 def _format_reached(variant: Variant) -> Cell:
@@ -232,25 +210,24 @@ def _compute_median(values: Iterable[float | None]) -> float | None:
 _COLUMNS: tuple[tuple[str, str, str, int, Callable[[Variant], Cell]], ...] = (
     ("answer", "", "result of the comparison with the baseline", 0, format_answer),
     ("validation", "nats", "final validation loss in nats per token; 95% interval", 0, _format_validation),
-    ("tokens", "seen", "tokens that finished runs saw, where variants differ", 0, _format_tokens),
+    ("tokens", "seen", "tokens that finished runs saw, where variants differ", 0,
+     lambda v: Cell(" ".join(f"{count:,}" for count in rank.list_token_counts([v])))),
     ("runs", "", "number of runs, and the state of unfinished ones", 3, _format_runs),
     ("speed", "of baseline", "tokens/s per device as a multiple of the baseline's; 95% interval", 0, _format_ratio),
-    ("tokens/s", "per device", "at the median step", 1, _format_speed),
+    ("tokens/s", "per device", "at the median step", 1, lambda v: Cell(_format_estimate(v.speed, format_rounded).main)),
     ("step time", "ms", "median over steps (p10-p90), without the warm-up of each attempt", 2, _format_step),
-    ("memory", "GiB", "peak memory of rank 0 over all runs", 1, _format_memory),
+    ("memory", "GiB", "peak memory of rank 0 over all runs", 1, lambda v: _show(find_peak_memory(v), _format_gib)),
     ("MFU", "(causal)", "model FLOPs utilization with full attention, and with causal attention", 6, _format_mfu),
-    (
-        "bits",
-        "per byte",
-        "final validation loss in bits per byte of text; 95% interval",
-        5,
-        lambda variant: _format_estimate(variant.bits),
-    ),
+    ("bits", "per byte", "final validation loss in bits per byte of text; 95% interval", 5,
+     lambda v: _format_estimate(v.bits)),
     ("reached", "target", "runs that reached the target loss; median tokens to reach it", 4, _format_reached),
-    ("device-hours", "per run", "devices times hours of all attempts, mean over runs", 8, _format_hours),
-    ("goodput", "", "share of the attempts' time spent in steps that count", 7, _format_goodput),
-    ("loss", "training", "mean over the last steps and the runs, in nats per token", 9, _format_loss),
-)
+    ("device-hours", "per run", "devices times hours of all attempts, mean over runs", 8,
+     lambda v: _show(_average(run.cost.device_hours for run in v.runs) or None, format_rounded)),
+    ("goodput", "", "share of the attempts' time spent in steps that count", 7,
+     lambda v: _show_share(run.cost.goodput for run in v.runs)),
+    ("loss", "training", "mean over the last steps and the runs, in nats per token", 9,
+     lambda v: _show(_average(run.loss for run in v.runs))),
+)  # fmt: skip
 """Name, unit, meaning, weight, and what makes the cell of a variant."""
 
 
@@ -341,12 +318,7 @@ def _show_median(
     read: Callable[[RunResult, RunPrediction], float | None], show: Callable[[float], str] = _format_ms
 ) -> Callable[[PredictedRuns], Cell]:
     """Return a cell for the median of a measured value over the runs."""
-
-    def format_cell(runs: PredictedRuns) -> Cell:
-        middle = _compute_median(read(*run) for run in runs)
-        return Cell() if middle is None else Cell(show(middle))
-
-    return format_cell
+    return lambda runs: _show(_compute_median(read(*run) for run in runs), show)
 
 
 def _show_error(pair_values: PairValues, name: str) -> Callable[[PredictedRuns], Cell]:
@@ -366,12 +338,7 @@ def _show_error(pair_values: PairValues, name: str) -> Callable[[PredictedRuns],
 
 def _show_group(name: str) -> Callable[[PredictedRuns], Cell]:
     """Return a cell for the predicted time of a group of causes; empty where it has none."""
-
-    def format_cell(runs: PredictedRuns) -> Cell:
-        seconds = sum_groups(runs[-1][1].step_parts)[name]
-        return Cell(_format_ms(seconds)) if seconds else Cell()
-
-    return format_cell
+    return lambda runs: _show(sum_groups(runs[-1][1].step_parts)[name] or None, _format_ms)
 
 
 _ERROR = "predicted over measured, minus 1; outside: of the interval"

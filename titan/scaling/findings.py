@@ -1,4 +1,7 @@
-"""What a table of runs shows, as plain data: every figure of `titan.law`, for JSON, CSV and `titan.api`."""
+"""What a table of runs shows, as plain data: every figure of `titan.law`, for its text, JSON, CSV and `titan.api`.
+
+JSON has the fields that `repr` shows.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-import numpy as np
-
 from titan.console.notebook import format_fields
-from titan.scaling.fit import LEVEL, Law, QuantileInterval, SharingTest, summarise
-from titan.scaling.ladders import ComputeFactor, LadderStudy
-from titan.scaling.law import BEND, DATA, SHARED, SIZE
-from titan.scaling.speedup import Speedup, find_nearest
-from titan.scaling.study import Floor, Optimum, Study
+from titan.scaling.fit import LEVEL, Fit, QuantileInterval, SharingTest
+from titan.scaling.law import Numbers
+from titan.scaling.speedup import RungSpeedup, Speedup
 from titan.scaling.table import Table
+
+NOTHING = 0.02
+"""Share of the least loss below which E is as good as 0."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,19 @@ class NoiseFindings:
 
 
 @dataclass(frozen=True)
-class FloorFindings:
-    """The floor E.
+class Floor:
+    """The floor E of a law.
 
     Attributes:
         plain: the plain law's.
-        low: lower end of its interval.
-        high: upper end; None where no E below the lowest loss is too high.
+        low: where the profile of the wide law crosses the limit below the best E, or the replicates' lower quantile
+            where that is lower; 0 where none does.
+        high: the same above; None where no E below the lowest loss is too high.
         is_determined: whether the interval excludes 0 and has an upper end.
         least_loss: of a rung.
+        grid: values of E; [values].
+        rise: least cost of the wide law at each, minus the lowest, in mean squares of residuals; [values].
+        limit: rise at the ends of the profile's interval.
     """
 
     plain: float
@@ -92,6 +98,14 @@ class FloorFindings:
     high: float | None
     is_determined: bool
     least_loss: float
+    grid: Numbers = field(repr=False)
+    rise: Numbers = field(repr=False)
+    limit: float = field(repr=False)
+
+    @property
+    def reaches_zero(self) -> bool:
+        """Return whether the interval has 0, or an E that is no part of a loss."""
+        return self.low <= NOTHING * self.least_loss
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ class LawOfVariants:
 
     variants: tuple[str, ...]
     form: str
-    floor: FloorFindings
+    floor: Floor
     size_exponent: ParameterFindings
     data_exponent: ParameterFindings | None
     terms: Mapping[str, TermFindings]
@@ -139,6 +153,45 @@ class SpeedupFindings:
 
 
 @dataclass(frozen=True)
+class Optimum:
+    """The size and length with the least loss for a compute; None where rungs do not determine them."""
+
+    compute: float
+    n: QuantileInterval | None
+    d: QuantileInterval | None
+
+
+@dataclass(frozen=True)
+class ComputeFactor:
+    """By what factor of compute the second ladder is ahead at a loss.
+
+    Attributes:
+        loss: where they are compared.
+        factor: at the best floor: the first ladder's compute divided by the second's.
+        low: of the factor's interval.
+        high: of the factor's interval.
+        floor: the best one.
+        floors: the least and the largest that the losses allow.
+        determined: whether these are close together, and neither is the end of what was tried.
+    """
+
+    loss: float
+    factor: float
+    low: float
+    high: float
+    floor: float
+    floors: tuple[float, float]
+    determined: bool
+
+    def describe(self) -> str:
+        """Return the factor as a range where the floor is not determined, else the number with its interval."""
+        floors = f"{self.floors[0]:.2f} to {self.floors[1]:.2f}"
+        if not self.determined:
+            return f"factor {self.low:.2g} to {self.high:.2g}, floor not determined ({floors})"
+        return f"factor {self.factor:.3g} [{self.low:.3g}, {self.high:.3g}], floor {self.floor:.2f} ({floors})"
+
+
+@dataclass(frozen=True)
 class CorpusFindings:
     """What the runs of one corpus show.
 
@@ -154,7 +207,11 @@ class CorpusFindings:
         speedups: by variant.
         optima: the size and length with the least loss of a compute (6 N D FLOPs), by variant.
         left_out: variants and runs, with the reason.
-        factors: how far each variant is ahead of the baseline in FLOPs, where variants are compared by compute.
+        factors: how far each variant is ahead of the baseline in FLOPs, where variants are compared by compute: at the
+            lowest loss that both reach, and at the lowest of all their losses.
+        table: the runs that were fitted, or are compared by compute.
+        fit: the laws as fitted; None where there are none.
+        rung_speedups: the speed-up of each variant as measured at each rung that the baseline has too.
     """
 
     corpus: str
@@ -168,7 +225,15 @@ class CorpusFindings:
     speedups: Mapping[str, SpeedupFindings]
     optima: Mapping[str, Optimum]
     left_out: tuple[str, ...]
-    factors: Mapping[str, tuple[ComputeFactor, ...]] = field(default_factory=dict)
+    factors: Mapping[str, tuple[ComputeFactor, ...]]
+    table: Table = field(repr=False)
+    fit: Fit | None = field(default=None, repr=False)
+    rung_speedups: Mapping[str, Sequence[RungSpeedup]] = field(default_factory=dict, repr=False)
+
+    @property
+    def predictions(self) -> list[RungFindings]:
+        """Return the rungs that were not fitted."""
+        return [rung for rung in self.rungs if not rung.is_fitted]
 
 
 @dataclass(frozen=True)
@@ -201,86 +266,3 @@ class LawFindings:
     def _repr_html_(self) -> str:
         """Return the text for notebooks, escaped."""
         return f"<pre>{escape(self.text)}</pre>"
-
-
-def collect_findings(table: Table, studies: Sequence[Study | LadderStudy], text: str = "") -> LawFindings:
-    """Return the findings of all runs; there is a study for each corpus."""
-    corpora = (_collect_ladders(s) if isinstance(s, LadderStudy) else _collect_corpus(s) for s in studies)
-    return LawFindings(tuple(corpora), table.counted, table.notes, text=text)
-
-
-def _collect_corpus(study: Study) -> CorpusFindings:
-    fit, place = study.fit, study.place
-    return CorpusFindings(
-        corpus=study.corpus,
-        runs=len(fit.table),
-        not_fitted=len(study.held),
-        baseline=fit.variants[0],
-        shares_law=len(study.floors) == 1,
-        sharing=fit.sharing,
-        laws=tuple(_collect_law(fit.laws[names[0]], floor) for names, floor in study.floors.items()),
-        rungs=tuple(_collect_rungs(study)),
-        speedups={name: SpeedupFindings(place.n, place.d, speedup) for name, speedup in study.speedups.items()},
-        optima=study.optima,
-        left_out=fit.left_out,
-    )
-
-
-def _collect_ladders(study: LadderStudy) -> CorpusFindings:
-    rungs = (RungFindings(name, n, d, count, loss, True, None) for name, n, d, loss, count in study.table.list_rungs())
-    return CorpusFindings(
-        corpus=study.corpus, runs=len(study.table), not_fitted=0, baseline=study.baseline, shares_law=False,
-        sharing=None, laws=(), rungs=tuple(rungs), speedups={}, optima={}, left_out=study.left_out,
-        factors=study.factors,
-    )  # fmt: skip
-
-
-def _collect_law(law: Law, floor: Floor) -> LawOfVariants:
-    is_line, cells, variants = law.points.is_line, law.cells, len(law.variants)
-    center, a, b = law.points.center, law.plain[SHARED:], law.plain[SHARED + variants :]
-    log_a, log_b = a + law.plain[SIZE] * center[0], b + law.plain[DATA] * center[1]
-    size, data = (ParameterFindings(float(law.plain[k]), summarise(law.replicates[:, k])) for k in (SIZE, DATA))
-    bend = np.exp(np.quantile(law.replicates[:, BEND], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    return LawOfVariants(
-        variants=law.variants,
-        form="L = E + A N^-a" if is_line else "L = E + A N^-a + B D^-b",
-        floor=FloorFindings(floor.value, floor.low, floor.high, floor.is_determined, floor.least_loss),
-        size_exponent=size,
-        data_exponent=None if is_line else data,
-        terms={
-            name: TermFindings(float(np.exp(log_a[k])), None if is_line else float(np.exp(log_b[k])))
-            for k, name in enumerate(law.variants)
-        },
-        noise=NoiseFindings(float(np.median(law.draws.noise)), cells.seed_sd, cells.seed_freedom, law.cell_sd),
-        bend=None if is_line else QuantileInterval(float(np.exp(law.wide[BEND])), float(bend[0]), float(bend[1])),
-        unusual=tuple((float(n), float(d), name, residual) for n, d, name, residual in law.find_suspects()),
-    )
-
-
-def _collect_rungs(study: Study) -> list[RungFindings]:
-    """Return rungs that were fitted, then what is predicted, with the speed-ups measured at each."""
-    fit = study.fit
-    measured = {(found.variant, found.n, found.d): found for rungs in study.rung_speedups.values() for found in rungs}
-    places = {
-        (n, d) for table in (fit.table, study.held) for name, n, d in table.group_rungs() if name == fit.variants[0]
-    }
-
-    def find_speedup(name: str, n: float, d: float) -> tuple[Speedup | None, int]:
-        found = measured.get((name, *(find_nearest((n, d), places) or (n, d))))
-        return (None, 0) if found is None else (found.speedup, found.pairs)
-
-    rungs = []
-    for name, n, d, loss, count in fit.table.list_rungs():
-        speedup, pairs = find_speedup(name, n, d)
-        plain = fit.laws[name].compute_plain(n, d, name)
-        rungs.append(RungFindings(name, n, d, count, loss, True, plain, speedup=speedup, pairs=pairs))
-    held = study.held.group_rungs()
-    for p in study.predictions:
-        runs = len(held.get((p.variant, p.n, p.d), ()))
-        found = find_speedup(p.variant, p.n, p.d) if runs else (None, 0)
-        rungs.append(
-            RungFindings(
-                p.variant, p.n, p.d, runs, p.observed, False, p.plain, p.loss, p.is_inside, p.is_beyond, *found
-            )
-        )
-    return rungs
