@@ -199,7 +199,6 @@ class Audit:
             auditor=self._find_rank(-shifts[0]),
             second=first,
             again=again,
-            third_rank=self._find_rank(-shifts[1]) if third is not None else None,
             third=third,
         )
         judgement = judge(self.world.all_gather_object(witness))
@@ -248,8 +247,7 @@ class Witness:
         auditor: the rank that computed it a second time.
         second: by the auditor.
         again: by the auditor, once more.
-        third_rank: the rank that computed it a third time; None without one.
-        third: by that rank.
+        third: by a third rank; None without one.
     """
 
     name: RankName
@@ -258,7 +256,6 @@ class Witness:
     auditor: int
     second: Computation
     again: Computation
-    third_rank: int | None = None
     third: Computation | None = None
 
 

@@ -59,9 +59,8 @@ class LayerMetrics:
         for stage in self.train_step.stages:
             data.reshard_parameters(stage)
         table[LOGIT] = -math.inf
-        for name, totals in observer.forward.items():
-            table[ACTIVATION, self.layers.index(name)] = totals.squares
-            table[ELEMENTS, self.layers.index(name)] = totals.count
+        for (_, name), totals in observer.totals.items():
+            table[[ACTIVATION, ELEMENTS], self.layers.index(name)] = totals[[0, 3]]
         for name, logit in observer.logits.items():
             table[LOGIT, self.layers.index(name)] = logit
         self._table = table

@@ -103,8 +103,8 @@ def _needs_spread(native: ReplayPair, answers: Answers) -> bool:
     """Whether only precision is left to explain a difference."""
     if answers.findings or not answers.comparable:
         return False
-    figures = [(float(native.a.record[key]), float(native.b.record[key])) for key in ("loss", "grad_norm")]
-    return any(x != y for x, y in figures) or any(d.relative for d in native.compare_activations())
+    figures = [native.read_figures(key) for key in ("loss", "grad_norm")]
+    return any(x != y for x, y in figures) or any(d.relative for d in native.activations)
 
 
 def run_passes(plan: ReplayPlan, settings: Settings, exact: bool, pin: str | None = None) -> None:

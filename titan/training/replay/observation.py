@@ -270,7 +270,7 @@ def merge_ranks(
     return ReplayedStep(
         record=parts[0].record,
         statistics={key: Statistics.from_totals(rank_totals) for key, rank_totals in totals.items()},
-        samples={key: _join_samples(part.samples[key] for part in parts if key in part.samples) for key in order},
+        samples={key: join_samples(part.samples[key] for part in parts if key in part.samples) for key in order},
         tokens=tuple(_build_token(loss, mix, first) for loss in losses[:tokens]) if mix is not None else (),
         notes=parts[0].notes,
         tensors=_join_tensors(parts),
@@ -301,7 +301,7 @@ def sort_keys(keys: Iterable[Key], rank_keys: Sequence[Sequence[Key]]) -> list[K
     return [*sorted(by_pass["forward"], key=build_sort_key), *sorted(by_pass["backward"], key=build_sort_key)[::-1]]
 
 
-def _join_samples(parts: Iterable[Samples]) -> Samples:
+def join_samples(parts: Iterable[Samples]) -> Samples:
     """Return the samples of all ranks by token; of ranks that have the same token those of the first."""
     rank_samples = list(parts)
     if not rank_samples:
@@ -315,7 +315,7 @@ def _join_samples(parts: Iterable[Samples]) -> Samples:
 def join_routes(parts: Sequence[RankReplay]) -> dict[str, Samples]:
     """Return the experts of all ranks' tokens, by router; tokens are sorted."""
     routers = dict.fromkeys(name for part in parts for name in part.routes)
-    return {name: _join_samples(part.routes[name] for part in parts if name in part.routes) for name in routers}
+    return {name: join_samples(part.routes[name] for part in parts if name in part.routes) for name in routers}
 
 
 def _join_tensors(parts: Sequence[RankReplay]) -> dict[Key, tuple[Replica, ...]]:
