@@ -108,7 +108,7 @@ def _save_certificate(content: dict[str, Any], key: str) -> Path:
     return saved
 
 
-def _run_checks(shrunk: Shrunk, folder: Path) -> tuple[list[Check], tuple[str, ...]]:
+def _run_checks(shrunk: Shrunk, folder: Path) -> tuple[list[Check], list[str]]:
     """Return the checks of a shrunk run, and what may be ties between experts."""
     import torch
 
@@ -118,9 +118,9 @@ def _run_checks(shrunk: Shrunk, folder: Path) -> tuple[list[Check], tuple[str, .
     if shrunk.run.compile.scope != "off":
         import torch._inductor.compile_fx  # so that ranks need not import it, each for itself
     show: Callable[[str], object] = lambda text: print(f"  {text}", file=sys.stderr)  # noqa: E731
-    proof = prove(shrunk.run, folder / "proof", _run_ranks, show)
+    checks, ties = prove(shrunk.run, folder / "proof", _run_ranks, show)
     show(f"collectives: traced, of {shrunk.target.layout}")
-    return [*proof.checks, check_collectives(shrunk)], proof.ties
+    return [*checks, check_collectives(shrunk)], ties
 
 
 def _run_ranks(job: ProofJob) -> None:

@@ -24,9 +24,13 @@ from tests.support.layout_faults import FAULTS, LAYOUTS, MODELS, LayoutFault
 from tests.support.ranks import RankFailedError, run_ranks
 from tests.support.runs import TINY
 from titan.cluster.rank_info import RankInfo
+from titan.dataset import corpora
+from titan.run import identity
+from titan.run.attempts import Attempt
+from titan.run.lineage import prepare_data
 from titan.training.replay.compare import compare_plans
 from titan.training.replay.questions import Answers
-from titan.training.replay.request import ExactType, ReplayEndedError, ReplayJob, ReplayPlan, Settings, plan_first_step
+from titan.training.replay.request import ExactType, ReplayEndedError, ReplayJob, ReplayPlan, Settings
 
 STEP = 3
 """The step that is compared: it begins with moments that are not zero."""
@@ -73,9 +77,11 @@ class Bench:
 
     def plan(self, name: str, overrides: Sequence[str]) -> ReplayPlan:
         """Plan the step of a composition in a folder of that name."""
-        return plan_first_step(
-            compose_test_run([*TINY, *BASE, *overrides, f"hydra.run.dir={self.folder / name}"]), start_ranks
-        )
+        run = compose_test_run([*TINY, *BASE, *overrides, f"hydra.run.dir={self.folder / name}"])
+        data = prepare_data(run)
+        science = identity.collect_science(run, corpora.compute_data_digest(data.mix), None)
+        ids = identity.compute_ids(run, science)
+        return ReplayPlan(run, Attempt(1, "replay", ids, data.folders, None, 0, 0, "start"), data.mix, start_ranks)
 
     def find_reference(self, overrides: Sequence[str]) -> ReplayPlan:
         """Return the plan on one device, which is run once."""

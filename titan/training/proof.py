@@ -92,16 +92,10 @@ class Trained:
         return merge_ranks(self.ranks, field)[0]
 
 
-@dataclass(frozen=True)
-class Proof:
-    """The checks of the last seed, and what failed with earlier ones where another choice of experts may explain it."""
+def prove(run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], object]) -> tuple[list[Check], list[str]]:
+    """Return the checks of a shrunk run, of the last seed, and what failed with earlier ones.
 
-    checks: list[Check]
-    ties: tuple[str, ...]
-
-
-def prove(run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], object]) -> Proof:
-    """Return the checks of a shrunk run.
+    Those are tried again where another choice of experts may explain a failure.
 
     Raises:
         RunError: when a rank fails.
@@ -114,7 +108,7 @@ def prove(run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], obj
         if not has_experts or not failed or not all(check.may_be_tie for check in failed):
             break
         ties.append(f"seed {seed}: {failed[0].name}: {failed[0].where}, {failed[0].worst:.1e}")
-    return Proof(checks, tuple(ties))
+    return checks, ties
 
 
 class _Prover:

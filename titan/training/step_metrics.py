@@ -113,22 +113,31 @@ class StepTimer:
 
 
 @dataclass(frozen=True)
-class InFlightStep:
-    """A step that was started, while its metrics are copied to the host.
+class StartedStep:
+    """A step that was started.
 
     Attributes:
         step: its number; 1 is the first.
         batch: what this rank read.
         lr: the learning rate.
         local_loss: this rank's summed loss, on the device.
-        metrics: the summed vector and the gradient norm behind it, on the host once the timer has waited.
-        timer: times the step.
     """
 
     step: int
     batch: Batch
     lr: float
     local_loss: Tensor
+
+
+@dataclass(frozen=True)
+class InFlightStep(StartedStep):
+    """A step while its metrics are copied to the host.
+
+    Attributes:
+        metrics: the summed vector and the gradient norm behind it, on the host once the timer has waited.
+        timer: times the step.
+    """
+
     metrics: Tensor
     timer: StepTimer
 
@@ -143,14 +152,10 @@ class InFlightStep:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepResult(StartedStep):
     """What all ranks have measured in a step that the device has finished.
 
     Attributes:
-        step: its number; 1 is the first.
-        batch: what this rank read.
-        lr: the learning rate.
-        local_loss: this rank's summed loss, on the device.
         metrics: the summed vector, without slots of ranks and counts of experts.
         rank_slots: see `titan.training.rank_times`.
         expert_counts: see `titan.training.expert_load`.
@@ -159,10 +164,6 @@ class StepResult:
         seconds: how long it took.
     """
 
-    step: int
-    batch: Batch
-    lr: float
-    local_loss: Tensor
     metrics: list[float]
     rank_slots: NDArray[np.float64]
     expert_counts: list[float]

@@ -1,7 +1,7 @@
 """Run one step of two compositions, and ask why they differ. Free of torch.
 
-For other commands: `compare_plans` takes two `ReplayPlan`s (of runs by `titan.training.replay.request.plan_replay`, of
-compositions that have not run by `plan_first_step`), each with what starts its ranks, and returns the findings.
+For other commands: `compare_plans` takes two `ReplayPlan`s (of runs by `titan.training.replay.request.plan_replay`),
+each with what starts its ranks, and returns the findings.
 """
 
 from __future__ import annotations

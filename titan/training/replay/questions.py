@@ -30,8 +30,6 @@ from titan.numerics.differences import (
 )
 from titan.training.replay.observation import ReplayedStep
 
-LAYOUT, PRECISION = "layout or model", "precision"
-"""What a finding is a fault of."""
 RATE = "rate"
 """The kind of a finding that two learning rates are not the same: a setting, and no fault."""
 NAMED = 6
@@ -317,7 +315,7 @@ def _judge_precision(native: ReplayPair, exact: ReplayPair, spread: Spread | Non
     sentence = f"{differ}; {spread.describe(native.a.record, native.b.record)}"
     if excess is None or native.is_mixed:
         size = "no more than random rounding" if excess is None else f"{excess[1]:.1f} times the spread"
-        return [], f"{sentence}: {size}, so it is {PRECISION}"
+        return [], f"{sentence}: {size}, so it is precision"
     difference, ratio = excess
     text = (
         f"in {native.name} the {describe_key(difference.key)} differs by {difference.relative:.1e}, {ratio:.1f} times "

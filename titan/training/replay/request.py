@@ -16,15 +16,12 @@ from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, folder_o
 from titan.config.arguments import operand
 from titan.config.settings import format_value, setting
 from titan.console.numbers import format_plural
-from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.evaluation.schema import Evaluation
 from titan.numerics.differences import FP32_BOUND
-from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.command_line import quote_value
-from titan.run.lineage import count_rows_read, find_parent
 from titan.run.model_limits import require_tokens
 from titan.run.run import Run
 from titan.training import recompose
@@ -193,39 +190,19 @@ def plan_replay(
     command, notes = recompose.build_command(document, overrides, EXCLUDED_OVERRIDES)
     run = recompose.disable_outputs(compose(overrides, command), Evaluation(every=0, tokens=0), scratch)
     require_tokens(run.model, "titan.replay")
-    folders = corpora.prepare_corpora(run.dataset)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    lineage_parent = find_parent(replace(run, directory=name), [], mix, has_checkpoint=False)
-    science = identity.collect_science(run, corpora.compute_data_digest(mix), lineage_parent.id)
-    recompose.check_science(name, document, science, overrides)
+    mix, attempt, parent = recompose.open_run_again(name, document, run, overrides)
     checkpoint: tuple[str, Manifest] | None
     if settings.begin is not None:
         checkpoint = _read_begin(settings.begin, settings.step)
     elif settings.start == 0 or (settings.start is None and settings.step == 1):
-        initial = lineage_parent.checkpoint
+        initial = parent.checkpoint
         checkpoint = None if initial is None else (initial.path, initial.manifest)
     else:
         checkpoints = recompose.list_checkpoints(name, document, str(documents[0]["run_id"]))
         checkpoint = _select_checkpoint(name, settings, checkpoints)
-    path, manifest = checkpoint or (None, None)
-    step, rows = (manifest.step, count_rows_read(run, mix, manifest)) if manifest else (0, 0)
-    weights = None if path else lineage_parent.weights
-    ids = identity.compute_ids(run, science)
-    attempt = Attempt(1, "replay", ids, folders, path, step, rows, "resume", lineage_parent.id, weights)
+    if checkpoint is not None:
+        attempt = recompose.begin_at(attempt, run, mix, *checkpoint)
     return ReplayPlan(run, attempt, mix, start, recorded, tuple(notes))
-
-
-def plan_first_step(run: Run, start: StartRanks) -> ReplayPlan:
-    """Return the replay of the first step of a composition that has not run, in the run's directory.
-
-    Raises:
-        ConfigError: when its data can't be prepared.
-    """
-    folders = corpora.prepare_corpora(run.dataset)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    science = identity.collect_science(run, corpora.compute_data_digest(mix), None)
-    attempt = Attempt(1, "replay", identity.compute_ids(run, science), folders, None, 0, 0, "start")
-    return ReplayPlan(run, attempt, mix, start)
 
 
 def align_start(plan: ReplayPlan, first: ReplayPlan, step: int) -> ReplayPlan:

@@ -44,7 +44,7 @@ class StageRegions(ModuleHooks):
             if parts and stage.model.head is not None:
                 self.add_before(index, stage.model.head, partial(self._enter_forward, number, AFTER))
             self.add_before(index, stage, partial(self._enter_forward, number, BEFORE))
-            self.add_after(index, stage, partial(self._watch_output, number, AFTER))
+            self.add_after(index, stage, partial(self._leave_stage, number))
 
     def _enter_forward(self, stage: int, block: int, call: StageCall, *_: Any) -> None:
         self.listener.region = Region("F", stage, call.microbatch, block)
@@ -54,8 +54,12 @@ class StageRegions(ModuleHooks):
         self._watch_gradient(args[0], Region("B", stage, call.microbatch, BEFORE))
 
     def _watch_output(self, stage: int, block: int, call: StageCall, _: Any, __: Any, out: Tensor) -> None:
-        if block != AFTER or out.dim() < 2:
-            self._watch_gradient(out, Region("B", stage, call.microbatch, block))
+        self._watch_gradient(out, Region("B", stage, call.microbatch, block))
+
+    def _leave_stage(self, stage: int, call: StageCall, _: Any, __: Any, out: Tensor) -> None:
+        call.args, call.kwargs = (), {}  # or a trace would have them in memory until the next micro-batch
+        if out.dim() < 2:
+            self._watch_gradient(out, Region("B", stage, call.microbatch, AFTER))
 
     def _watch_gradient(self, tensor: Tensor, region: Region) -> None:
         """Enter a region of the backward pass when a tensor's gradient is there."""
