@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -71,6 +71,23 @@ class StageRegions(ModuleHooks):
             tensor.register_hook(enter_backward)  # type: ignore[no-untyped-call]
 
 
+Patch = tuple[Any, str, Callable[..., Any]]
+"""An object, the name of one of its functions, and what is called in its place, with the function and its arguments."""
+
+
+@contextmanager
+def change_functions(patches: Iterable[Patch]) -> Iterator[None]:
+    """Call something else in place of functions while the block runs."""
+
+    def wrap_function(original: Any, change: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: change(original, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for owner, name, change in patches:
+            stack.enter_context(mock.patch.object(owner, name, wrap_function(getattr(owner, name), change)))
+        yield
+
+
 @contextmanager
 def follow_regions(listener: RegionListener, stages: dict[int, ModelStage], split_backward: bool) -> Iterator[None]:
     """Set the region while a step runs.
@@ -80,35 +97,31 @@ def follow_regions(listener: RegionListener, stages: dict[int, ModelStage], spli
         split_backward: whether the schedule separates backward for inputs and for weights.
     """
 
-    def wrap_action(kind: Callable[[dict[str, Any]], str], function: Any) -> Any:
-        def run_action(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            listener.region = Region(kind(kwargs), stage.stage_index, chunk, NONE)
-            try:
-                return function(stage, chunk, *args, **kwargs)
-            finally:
-                listener.region = OUTSIDE
+    def run_action(
+        kind: Callable[[dict[str, Any]], str], original: Any, stage: Any, chunk: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        listener.region = Region(kind(kwargs), stage.stage_index, chunk, NONE)
+        try:
+            return original(stage, chunk, *args, **kwargs)
+        finally:
+            listener.region = OUTSIDE
 
-        return run_action
+    def leave_regions_after(original: Any, *args: Any, **kwargs: Any) -> Any:  # gradients of all blocks are summed then
+        result = original(*args, **kwargs)
+        listener.region = OUTSIDE
+        return result
 
     kinds: dict[str, Callable[[dict[str, Any]], str]] = {
         "forward_one_chunk": lambda arguments: "F",
         "backward_one_chunk": lambda arguments: "B" if arguments.get("full_backward", True) else "I",
         "backward_weight_one_chunk": lambda arguments: "W",
     }
-    run_backward, recomputation_hook = GradAccumulation.backward, _build_recomputation_hook(listener)
-
-    def leave_regions_after(*args: Any, **kwargs: Any) -> Any:  # gradients of all blocks are summed then
-        result = run_backward(*args, **kwargs)
-        listener.region = OUTSIDE
-        return result
-
+    patches: list[Patch] = [(runtime._Stage, name, partial(run_action, kind)) for name, kind in kinds.items()]
+    patches += [(GradAccumulation, "backward", leave_regions_after)]
     with ExitStack() as stack:
         stack.enter_context(StageRegions(listener, stages, split_backward))
-        stack.enter_context(mock.patch.object(GradAccumulation, "backward", leave_regions_after))
-        stack.enter_context(mock.patch.object(checkpoint, "_recomputation_hook", recomputation_hook))
-        for name, kind in kinds.items():
-            original = getattr(runtime._Stage, name)
-            stack.enter_context(mock.patch.object(runtime._Stage, name, wrap_action(kind, original)))
+        stack.enter_context(mock.patch.object(checkpoint, "_recomputation_hook", _build_recomputation_hook(listener)))
+        stack.enter_context(change_functions(patches))
         yield
 
 
