@@ -149,8 +149,8 @@ class NonFiniteOrigin:
     detail: str
     microbatch: int
     stage: int
-    order: int
-    rows: tuple[int, ...]
+    order: int = 0
+    rows: tuple[int, ...] = ()
     operation: str | None = None
     rank: int = 0
 
@@ -187,53 +187,47 @@ class NonFiniteTracer(ModuleHooks):
                     self.add_after(index, module, partial(self._check_output, name), first=True)
 
     def _check_inputs(self, name: str, call: StageCall, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        parent, inputs = _find_parent(name), list(args)
+        parent, inputs, before = _find_parent(name), list(args), f"before {_shorten_name(name)}"
         if name == "head" and len(args) > 1 and args[1] is not None:
             self.bad_tokens = [~torch.isfinite(compute_token_losses(module, args[0].detach(), args[1]))]
         for index, x in enumerate(args):
             if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
-                self._note_value("forward", call.stage, call.microbatch, parent, f"before {_shorten_name(name)}", x)
-                inputs[index] = self._watch_gradient(call, name, "", x)
+                self._note_value(self._locate("forward", call, parent, before), x)
+                inputs[index] = self._watch_gradient(self._locate("backward", call, name), x)
         return tuple(inputs)
 
     def _check_output(
         self, name: str, call: StageCall, module: nn.Module, args: tuple[Any, ...], out: Tensor
     ) -> Tensor:
         rows = self.bad_tokens[0] if name == "head" and out.dim() < 2 and self.bad_tokens else None
-        self._note_value("forward", call.stage, call.microbatch, name, "", out, rows)
-        return self._watch_gradient(call, _find_parent(name), f"after {_shorten_name(name)}", out)
+        self._note_value(self._locate("forward", call, name), out, rows)
+        after = f"after {_shorten_name(name)}"
+        return self._watch_gradient(self._locate("backward", call, _find_parent(name), after), out)
 
-    def _watch_gradient(self, call: StageCall, module: str, detail: str, x: Tensor) -> Tensor:
+    def _locate(self, direction: Direction, call: StageCall, module: str, detail: str = "") -> NonFiniteOrigin:
+        """Return the origin that a value of a call would be."""
+        return NonFiniteOrigin(direction, module, detail, call.microbatch, self.stage_numbers[call.stage])
+
+    def _watch_gradient(self, origin: NonFiniteOrigin, x: Tensor) -> Tensor:
         """Return the same tensor, whose gradient from this use alone is noted."""
         if not x.requires_grad:
             return x
         view = x.view_as(x)
         hook: Any = view.register_hook
-        hook(partial(self._note_value, "backward", call.stage, call.microbatch, module, detail))
+        hook(partial(self._note_value, origin))
         return view
 
     @torch.no_grad()
-    def _note_value(
-        self,
-        direction: Direction,
-        stage: int,
-        microbatch: int,
-        module: str,
-        detail: str,
-        x: Tensor,
-        is_bad: Tensor | None = None,
-    ) -> None:
+    def _note_value(self, origin: NonFiniteOrigin, x: Tensor, is_bad: Tensor | None = None) -> None:
         """Note a value that is the first of its pass that is not finite."""
-        key = (direction, stage, microbatch)
+        key = (origin.direction, origin.stage, origin.microbatch)
         order = self.value_counts[key] = self.value_counts.get(key, -1) + 1
         operation = self.op_mode.take_first()
         if key in self.origins_by_pass or torch.isfinite(x).all().item():
             return
         is_bad = ~torch.isfinite(x.detach()) if is_bad is None else is_bad
         rows = tuple(is_bad.flatten(1).any(1).nonzero().flatten().tolist()) if is_bad.dim() > 1 else ()
-        self.origins_by_pass[key] = NonFiniteOrigin(
-            direction, module, detail, microbatch, self.stage_numbers[stage], order, rows, operation
-        )
+        self.origins_by_pass[key] = replace(origin, order=order, rows=rows, operation=operation)
 
 
 def _find_parent(name: str) -> str:

@@ -33,35 +33,24 @@ RANK_SLOTS = HASH + HASH_PIECES
 
 
 def pack_metrics(
-    loss: Tensor,
-    batch: Batch,
-    *,
-    squares: Tensor | None = None,
-    stop: bool,
-    requeue: bool,
-    save: bool,
-    profile: bool = False,
-    end: bool = False,
-    slots: NDArray[np.float64] | None = None,
+    loss: Tensor, batch: Batch, squares: Tensor, requests: Sequence[bool], slots: NDArray[np.float64]
 ) -> Tensor:
     """Return this rank's part of a step's vector, float64 [RANK_SLOTS + len(slots) + terms] on the device of `loss`.
 
     Args:
         loss: this rank's summed loss; with loss terms a vector, whose other elements are the last of the result.
-        squares: this rank's part of the sum of the gradients' squares, a float64 scalar; None: zero.
-        requeue: whether it asked to be started again after that.
-        profile: whether the user asked it for a profile.
+        squares: this rank's part of the sum of the gradients' squares, a float64 scalar.
+        requests: to stop, to be started again after that, to save, to profile, and (a hook's) to end the run.
         slots: what `titan.training.rank_times` adds.
     """
-    requests = [float(stop or batch.void), float(requeue), float(save), float(profile), float(end)]
-    counts = [float(batch.void), float(batch.valid), float(batch.pairs)]
-    pieces = [float(batch.hash >> (PIECE_BITS * i) & (2**PIECE_BITS - 1)) for i in range(HASH_PIECES)]
-    rank_values = np.array([*requests, *counts, *pieces])
-    host = torch.from_numpy(rank_values if slots is None else np.concatenate([rank_values, slots]))
+    counts = [batch.void, batch.valid, batch.pairs]
+    pieces = [batch.hash >> (PIECE_BITS * i) & (2**PIECE_BITS - 1) for i in range(HASH_PIECES)]
+    rank_values = np.array([requests[0] or batch.void, *requests[1:], *counts, *pieces], dtype=np.float64)
+    host = torch.from_numpy(np.concatenate([rank_values, slots]))
     if loss.device.type == "cuda":
         host = host.pin_memory()
     losses = loss.double().flatten()
-    first = torch.stack([losses[0], torch.zeros_like(losses[0]) if squares is None else squares])
+    first = torch.stack([losses[0], squares])
     return torch.cat([first, host.to(loss.device, non_blocking=True), losses[1:]])
 
 
