@@ -107,20 +107,15 @@ class BadSteps:
             train_step.backward(rows, 1 / run.training.count_step_tokens(result.step))
         gradients = _list_not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
         train_step.optimizer.zero_grad(set_to_none=True)
-        numbers, origins = self._number_rows(result.step), []
+        training, shard, origins = run.training, train_step.world.data_shard, list[NonFiniteOrigin]()
+        rank_rows = shard.slice_rows(training.find_phase(result.step).rows)
+        indices = np.arange(rank_rows.start, rank_rows.stop) + training.count_rows_before(result.step)
+        numbers = self.mix.compute_row_numbers(indices).tolist()
         for origin in tracer.origins_by_pass.values():  # with the rows' numbers in the data; padding has none
             first_row = origin.microbatch * rows.tokens.shape[1]
             in_data = tuple(numbers[row] for row in (first_row + r for r in origin.rows) if row < len(numbers))
             origins.append(replace(origin, rank=train_step.world.rank_info.rank, rows=in_data))
         return train_step.world.all_gather_object(RankFindings(tuple(origins), weights, gradients))
-
-    def _number_rows(self, step: int) -> list[int]:
-        """Return the numbers in the data of this rank's rows of a step."""
-        training = self.run.training
-        rank_rows = self.train_step.world.data_shard.slice_rows(training.find_phase(step).rows)
-        indices = np.arange(rank_rows.start, rank_rows.stop) + training.count_rows_before(step)
-        numbers: list[int] = self.mix.compute_row_numbers(indices).tolist()
-        return numbers
 
 
 Direction = Literal["forward", "backward"]
@@ -311,7 +306,9 @@ class NonFiniteOpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(getattr(func, "_opname", None) or func.__name__)
-        skips_check = self._first is not None or not _completes_result(func, name)
+        # the result of a collective may not be complete yet
+        is_complete = "c10d" not in str(getattr(func, "namespace", "")) and not name.startswith(UNWRITTEN)
+        skips_check = self._first is not None or not is_complete
         inputs = [] if skips_check else list(_iterate_tensors((args, kwargs)))
         inputs_finite = name.endswith("_") and all(map(_is_finite, inputs))  # asked before it changes one of them
         out = func(*args, **(kwargs or {}))
@@ -322,11 +319,6 @@ class NonFiniteOpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self._first = name
         return out
-
-
-def _completes_result(func: Any, name: str) -> bool:
-    """Whether the result is complete when an operation returns; that of a collective may not be."""
-    return "c10d" not in str(getattr(func, "namespace", "")) and not name.startswith(UNWRITTEN)
 
 
 def _iterate_tensors(values: Any) -> Iterator[Tensor]:

@@ -57,8 +57,22 @@ class Evaluator:
         self.run, self.train_step, self.world = run, train_step, train_step.world
         text_tokenizer = _load_tokenizer(tokenizer, run, mix)
         self.sets = build_eval_sets(run, self.world, mix, show, stopped)
-        self.files = build_file_sets(run, self.world, text_tokenizer)
-        self.tasks = _build_tasks(run, text_tokenizer)
+        self.files: dict[str, EvalSet] = {}
+        self.tasks: dict[str, tuple[Sequence[TaskItem], Sequence[Request]]] = {}
+        if text_tokenizer is not None:
+            self._read_files(text_tokenizer)
+
+    def _read_files(self, tokenizer: Tokenizer) -> None:
+        """Read the sets of `evaluation.sets`, and the items of each task with a request for each choice."""
+        run, seq_len = self.run, self.run.training.seq_len
+        for name, validation_set in (run.evaluation.sets or {}).items():
+            split = read_validation_set(validation_set, tokenizer, f"evaluation.sets.{name}")
+            fields = read_first_rows(split, seq_len, split.count_rows(seq_len), run.dataset.mask_documents, masked=True)
+            self.files[name] = _build_eval_set(run, self.world, fields, tokenizer.count_token_bytes())
+        for name, task in (run.evaluation.tasks or {}).items():
+            prefix = f"evaluation.tasks.{name}"
+            items = task.build(prefix)
+            self.tasks[name] = items, build_requests(items, tokenizer, seq_len, bos=task.bos, prefix=prefix)
 
     def __bool__(self) -> bool:
         """Whether there is anything to measure."""
@@ -182,18 +196,6 @@ def _load_tokenizer(name: str | None, run: Run, mix: RowMixture) -> Tokenizer | 
     return load_tokenizer(corpus.tokenizer_path)
 
 
-def _build_tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, tuple[Sequence[TaskItem], Sequence[Request]]]:
-    """Return the items of each task, and what is asked of the model for them: one request for each choice."""
-    tasks: dict[str, tuple[Sequence[TaskItem], Sequence[Request]]] = {}
-    if tokenizer is None:
-        return tasks
-    for name, task in (run.evaluation.tasks or {}).items():
-        prefix = f"evaluation.tasks.{name}"
-        items = task.build(prefix)
-        tasks[name] = items, build_requests(items, tokenizer, run.training.seq_len, bos=task.bos, prefix=prefix)
-    return tasks
-
-
 _POLL_SECONDS = 0.5
 _POLLS_PER_MESSAGE = 40
 
@@ -241,23 +243,6 @@ def build_eval_sets(
             show(f"{source.name}: no validation loss: {share} of its documents are none; give more, or 0.")
     if run.evaluation.tokens and not count:
         show(f"evaluation.tokens={run.evaluation.tokens}: no validation loss: it is less than training.seq_len.")
-    return sets
-
-
-def build_file_sets(run: Run, world: RunContext, tokenizer: Tokenizer | None) -> dict[str, EvalSet]:
-    """Return the sets of `evaluation.sets` by their names.
-
-    Raises:
-        ConfigError: when a file can't be read.
-    """
-    sets: dict[str, EvalSet] = {}
-    if tokenizer is None:
-        return sets
-    for name, validation_set in (run.evaluation.sets or {}).items():
-        split = read_validation_set(validation_set, tokenizer, f"evaluation.sets.{name}")
-        seq_len = run.training.seq_len
-        fields = read_first_rows(split, seq_len, split.count_rows(seq_len), run.dataset.mask_documents, masked=True)
-        sets[name] = _build_eval_set(run, world, fields, tokenizer.count_token_bytes())
     return sets
 
 

@@ -68,7 +68,9 @@ def compare_plans(a: ReplayPlan, b: ReplayPlan, settings: Settings, *, shares_st
     if exact:
         passes = [EXACT if _needs_exact(plan, settings.exact) else NATIVE for plan in (a, b)]
         decider = ReplayPair(_read(a, passes[0], settings), _read(b, passes[1], settings), settings.exact)
-    same_code, bound = shares_start and _is_same(a, b), settings.tolerance
+    runs = [replace(plan.run, directory="", overrides=(), choices={}, hydra={}, options=()) for plan in (a, b)]
+    same_code = shares_start and runs[0] == runs[1] and not (a.is_foreign or b.is_foreign)
+    bound = settings.tolerance
     answers = questions.ask_questions(native, decider, same_code=same_code, bound=bound)
     if exact and settings.repeats > 1 and _needs_spread(native, answers):
         begun = align_start(a, a, settings.step)
@@ -91,12 +93,6 @@ def _compare_operations(plans: tuple[ReplayPlan, ReplayPlan], settings: Settings
         plan.run_ranks(ReplayJob(((OPERATIONS, run),), plan.attempt, settings.step, operations=module))
     a, b = (_read(plan, OPERATIONS, settings).operations for plan in plans)
     return tuple(compare_operations(module, a, b, settings.tolerance))
-
-
-def _is_same(a: ReplayPlan, b: ReplayPlan) -> bool:
-    """Whether two plans are the same computation in the same order."""
-    runs = [replace(plan.run, directory="", overrides=(), choices={}, hydra={}, options=()) for plan in (a, b)]
-    return runs[0] == runs[1] and not (a.is_foreign or b.is_foreign)
 
 
 def _needs_spread(native: ReplayPair, answers: Answers) -> bool:
