@@ -337,7 +337,8 @@ class _Recorder(StepWatch):
         if len(self.tensors) < 2 * steps:
             raise RunError(f"the optimizer updated the weights in {len(self.tensors) // 2} of {steps} steps.")
         recorded = self.tensors | {"end": _gather(train_state_dict(self.train_step))}
-        recorded |= {EXPERTS: self.routes.list_experts(), ROUTING: self.routes.count_choices()}
+        choices = {name: torch.tensor(counts) for name, counts in self.routes.choices.items()}
+        recorded |= {EXPERTS: self.routes.list_experts(), ROUTING: choices}
         torch.save(recorded, self.job.get_file(rank))
 
 
