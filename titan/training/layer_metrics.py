@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan.debug.module_hooks import force_eager
+from titan.numerics.differences import get_layer_name
 from titan.parallelism import data
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.norms import count_replicas, local_tensor, sum_row_squares
@@ -121,12 +122,6 @@ def _compute_metrics(column: list[float]) -> dict[str, float]:
     if column[LOGIT] > -math.inf:
         metrics["layer_attention_logit"] = column[LOGIT]
     return metrics
-
-
-def get_layer_name(name: str) -> str:
-    """Return the layer of a parameter or module: layers.3 for layers.3.attention.wq.weight."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
 def list_layers(train_step: TrainStep) -> tuple[str, ...]:

@@ -91,13 +91,10 @@ class StepTimer:
         """Mark the step's end, in the order of the device's work."""
         self.end = record_moment(self.on_gpu)
 
-    def wait(self) -> None:
-        """Wait until the device has reached the step's end."""
+    def wait(self) -> float:
+        """Wait until the device has reached the step's end, and return how long the step took."""
         if self.on_gpu:
             self.end.synchronize()
-
-    def compute_seconds(self) -> float:
-        """Return how long the step took; call it after `wait`."""
         return compute_seconds(self.start, self.end)
 
 
@@ -132,12 +129,12 @@ class InFlightStep(StartedStep):
 
     def read(self, num_slots: int, num_counts: int) -> StepResult:
         """Wait for the device, and return what all ranks have measured."""
-        self.timer.wait()
+        seconds = self.timer.wait()
         values: NDArray[np.float64] = self.metrics.numpy()
         metrics, slots, counts = split_metrics(values[:-1], num_slots, num_counts)
         loss = metrics[LOSS] / max(1, metrics[VALID])
-        norm, seconds = float(values[-1]), self.timer.compute_seconds()
-        return StepResult(self.step, self.batch, self.lr, self.local_loss, metrics, slots, counts, loss, norm, seconds)
+        read = metrics, slots, counts, loss, float(values[-1]), seconds
+        return StepResult(self.step, self.batch, self.lr, self.local_loss, *read)
 
 
 @dataclass(frozen=True)

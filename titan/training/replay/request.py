@@ -259,30 +259,20 @@ def find_changes(name: str, other: str) -> list[str]:
         [o for o in d.get("overrides") or () if not o.lstrip("+").startswith(EXCLUDED_OVERRIDES)]
         for d in (document, other_document)
     )
-    other_keys = {_parse_key(o) for o in other_overrides}
-    keys = dict.fromkeys(key for key in map(_parse_key, overrides) if key not in other_keys)
-    changes = [o for o in other_overrides if o not in overrides]
-    return [*_list_values(list(keys), document, other_document), *changes]
+    other_keys = set(map(_parse_key, other_overrides))
+    keys = [key for key in dict.fromkeys(map(_parse_key, overrides)) if key not in other_keys]
+    choices, changes = other_document.get("choices") or {}, [o for o in other_overrides if o not in overrides]
+    chosen = [f"{key}={choices[key]}" for key in keys if key in choices]
+    for key in (key for key in keys if key not in choices):  # where the values differ
+        value = _find_value(other_document["config"], key)
+        if value not in (MISSING, _find_value(document["config"], key)):
+            chosen.append(f"{key}={quote_value(value) if isinstance(value, str) else format_value(value)}")
+    return [*chosen, *changes]
 
 
 def _parse_key(override: str) -> str:
     """Return the group or the setting that an override names."""
     return override.partition("=")[0].lstrip("+")
-
-
-def _list_values(keys: Sequence[str], document: Mapping[str, Any], other_document: Mapping[str, Any]) -> list[str]:
-    """Return the overrides that give settings the other run's choices and values, where these differ.
-
-    Args:
-        keys: of overrides that only the first run has.
-    """
-    choices = other_document.get("choices") or {}
-    chosen = [f"{key}={choices[key]}" for key in keys if key in choices]
-    values = {key: _find_value(other_document["config"], key) for key in keys if key not in choices}
-    differing = [key for key, v in values.items() if v not in (MISSING, _find_value(document["config"], key))]
-    return chosen + [
-        f"{key}={quote_value(v) if isinstance(v := values[key], str) else format_value(v)}" for key in differing
-    ]
 
 
 def _find_value(config: Mapping[str, Any], key: str) -> Any:
