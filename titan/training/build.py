@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -33,7 +32,7 @@ from titan.parallelism.strategy import is_in_group
 from titan.parallelism.units import list_units, list_units_inside_blocks
 from titan.precision import low_precision
 from titan.precision.low_precision import set_compute_dtype
-from titan.precision.schema import Precision, Selection
+from titan.precision.schema import Precision
 from titan.run.run import Run
 from titan.training.expert_load import build_expert_load
 from titan.training.train_step import GradAccumulation, MicrobatchRunner, ModelStage, StageWithLosses, TrainStep
@@ -59,7 +58,7 @@ def build_train_step(
         notes.append(line)
         log(line)
 
-    stages, choices = _build_stages(run, world, add_note), _decide(run, world)
+    stages, choices = _build_stages(run, world, add_note), _Choices(run, world)
     model = next(iter(stages.values())).model  # what the blocks return is the same on all stages
     initializers = [stage.model.initial() for stage in stages.values()]
     groups = {name: strategy.build(world) for name, strategy in _collect_groups(run).items()}
@@ -102,7 +101,6 @@ def build_train_step(
     )
 
 
-@dataclass(frozen=True)
 class _Choices:
     """What several techniques need to know of a run on this rank, decided once.
 
@@ -118,31 +116,18 @@ class _Choices:
         kernel: the attention kernel that torch chooses, as in `training.attention`.
     """
 
-    fsdp: Any
-    reshard: bool | int
-    prefetch: int
-    accumulates_whole: bool
-    row_multiple: int
-    eight_bit: Selection
-    gathered: tuple[str, ...]
-    regather: bool
-    kernel: str
-
-
-def _decide(run: Run, world: World) -> _Choices:
-    parallelism, precision, layout = run.parallelism, run.precision, run.layout
-    gathered = precision.select_gathered(run.model.linear_layers(), run.weight_sharding)
-    return _Choices(
-        fsdp=None if layout.only_replicated else world.get_mesh("replicate", "shard"),
-        reshard=parallelism.resolve_reshard(layout),
-        prefetch=parallelism.resolve_prefetch(layout),
-        accumulates_whole=parallelism.accumulates_whole(layout),
-        row_multiple=parallelism.compute_row_multiple(layout),
-        eight_bit=precision.select_layers(run.model.matmuls(), layout.tensor),
-        gathered=tuple(name for name in gathered if not is_in_group(name, parallelism.groups or {})),
-        regather=regathers_input(run, layout),
-        kernel=_choose_attention_kernel(run, world),
-    )
+    def __init__(self, run: Run, world: World) -> None:
+        parallelism, precision, layout = run.parallelism, run.precision, run.layout
+        gathered = precision.select_gathered(run.model.linear_layers(), run.weight_sharding)
+        self.fsdp: Any = None if layout.only_replicated else world.get_mesh("replicate", "shard")
+        self.reshard = parallelism.resolve_reshard(layout)
+        self.prefetch = parallelism.resolve_prefetch(layout)
+        self.accumulates_whole = parallelism.accumulates_whole(layout)
+        self.row_multiple = parallelism.compute_row_multiple(layout)
+        self.eight_bit = precision.select_layers(run.model.matmuls(), layout.tensor)
+        self.gathered = tuple(name for name in gathered if not is_in_group(name, parallelism.groups or {}))
+        self.regather = regathers_input(run, layout)
+        self.kernel = _choose_attention_kernel(run, world)
 
 
 def _collect_groups(run: Run) -> dict[str, Strategy]:
