@@ -37,6 +37,7 @@ from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.norms import local_tensor
 from titan.parallelism.replicas import RankName, ReplicaDifference, get_rank_name
 from titan.run.run import Run
+from titan.training.observe import iterate_hidden_modules
 from titan.training.train_step import TrainStep
 
 OUTPUT = "the loss"
@@ -51,7 +52,8 @@ class OutputPrints(ModuleHooks):
         self.microbatch = microbatch
         self.prints: dict[str, Tensor] = {}
         self.sizes: dict[str, Tensor] = {}
-        for name, module in list_observed(stage):
+        hidden = [(name, module) for name, module in iterate_hidden_modules(stage) if name.count(".") < 2]
+        for name, module in [*hidden, (OUTPUT, stage)]:  # the embedding, the blocks, the final norm, and the loss
             self.add_after(0, module, partial(self._record, name))
 
     def read(self) -> Computation:
@@ -70,15 +72,6 @@ class OutputPrints(ModuleHooks):
             self.prints[name] = fingerprint(value)
             norm = torch.linalg.vector_norm(value, dtype=torch.float32)  # without a copy in that type
             self.sizes[name] = norm.double() / math.sqrt(max(1, value.numel()))
-
-
-def list_observed(stage: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose results are compared: embedding, blocks, final norm, and the stage, whose is the loss."""
-    model = stage.model
-    yield "tok_embeddings", model.tok_embeddings
-    yield from ((f"layers.{number}", block) for number, block in model.layers.items())
-    yield "norm", model.norm
-    yield OUTPUT, stage
 
 
 class Audit:
