@@ -33,32 +33,28 @@ from titan.training.step_metrics import StepResult
 from titan.training.train_step import TrainStep
 
 
+@dataclass(eq=False)
 class BadSteps:
-    """Examines steps for values that are not finite; all ranks call it together.
+    """Examines steps for values that are not finite, and repeats them; all ranks call it together.
 
     Attributes:
+        allow_task: lets the ranks wait longer for each other, as a repeated step needs.
         latest: whether the latest step was bad, bool [] on the device. The weights wait then until the host has found
             the cause.
         count: how many steps in a row were bad, of those whose metrics were read.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        train_step: TrainStep,
-        mix: RowMixture,
-        allow_task: Callable[[], None],
-        to_device: Callable[[Batch], Microbatches],
-        warn: Callable[[str], None],
-    ) -> None:
-        """Take what repeats a step.
+    run: Run
+    train_step: TrainStep
+    mix: RowMixture
+    allow_task: Callable[[], None]
+    to_device: Callable[[Batch], Microbatches]
+    warn: Callable[[str], None]
+    count: int = 0
 
-        Args:
-            allow_task: lets the ranks wait longer for each other, as a repeated step needs.
-        """
-        self.run, self.train_step, self.mix, self.allow_task = run, train_step, mix, allow_task
-        self.to_device, self.warn = to_device, warn
-        self.latest, self.count = torch.zeros((), dtype=torch.bool, device=train_step.device), 0
+    def __post_init__(self) -> None:
+        """Begin without a bad step."""
+        self.latest = torch.zeros((), dtype=torch.bool, device=self.train_step.device)
 
     def examine(self, result: StepResult) -> tuple[str, str] | None:
         """Return the symptom and the cause of a bad step; None for a finite step.

@@ -98,23 +98,19 @@ class StageWithLosses(ModelStage):
         return join_with_gradient(self.model.head(hidden, targets).reshape(-1), block_sums, weighted_terms)
 
 
+@dataclass(eq=False)
 class GradAccumulation:
-    """Runs one stage on one micro-batch after another; gradients are complete after the last."""
+    """Runs one stage on one micro-batch after another; gradients are complete after the last.
 
-    def __init__(
-        self,
-        stage: nn.Module,
-        wrapped: nn.Module,
-        unsharded_gradients: bool = False,
-        advance: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Take the stage.
+    Attributes:
+        wrapped: the stage, in DDP where it has replicas.
+        unsharded_gradients: whether FSDP accumulates unsharded gradients.
+    """
 
-        Args:
-            wrapped: the stage, in DDP where it has replicas.
-            unsharded_gradients: whether FSDP accumulates unsharded gradients.
-        """
-        self.stage, self.wrapped, self.unsharded_gradients, self.advance = stage, wrapped, unsharded_gradients, advance
+    stage: nn.Module
+    wrapped: nn.Module
+    unsharded_gradients: bool = False
+    advance: Callable[[], None] = lambda: None
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """Run forward and backward, and return this rank's summed loss.
