@@ -37,11 +37,9 @@ from titan.training.train_step import TrainStep
 class BadSteps:
     """Examines steps for values that are not finite, and repeats them; all ranks call it together.
 
-    Attributes:
-        allow_task: lets the ranks wait longer for each other, as a repeated step needs.
-        latest: whether the latest step was bad, bool [] on the device. The weights wait then until the host has found
-            the cause.
-        count: how many steps in a row were bad, of those whose metrics were read.
+    `allow_task` lets the ranks wait longer for each other, as a repeated step needs. `count` is how many steps in a row
+    were bad, of those whose metrics were read. `latest`: whether the latest step was bad, bool [] on the device; the
+    weights wait then until the host has found the cause.
     """
 
     run: Run

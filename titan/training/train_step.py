@@ -102,9 +102,7 @@ class StageWithLosses(ModelStage):
 class GradAccumulation:
     """Runs one stage on one micro-batch after another; gradients are complete after the last.
 
-    Attributes:
-        wrapped: the stage, in DDP where it has replicas.
-        unsharded_gradients: whether FSDP accumulates unsharded gradients.
+    `wrapped` is the stage, in DDP where it has replicas; `unsharded_gradients`: FSDP accumulates whole ones.
     """
 
     stage: nn.Module
