@@ -60,7 +60,8 @@ class LayerMetrics:
             data.reshard_parameters(stage)
         table[LOGIT] = -math.inf
         for (_, name), totals in observer.totals.items():
-            table[[ACTIVATION, ELEMENTS], self.layers.index(name)] = totals[[0, 3]]
+            index = self.layers.index(name)
+            table[ACTIVATION, index], table[ELEMENTS, index] = totals[0], totals[3]
         for name, logit in observer.logits.items():
             table[LOGIT, self.layers.index(name)] = logit
         self._table = table
