@@ -14,7 +14,7 @@ from titan.console import output
 from titan.errors import ReasonReceiver, ignore_reason
 from titan.files.output_files import check_output_file, write_output_file
 from titan.run import evaluated
-from titan.training.evaluation.request import EvaluationJob, Settings, describe_job, plan_evaluation, read_result
+from titan.training.evaluation.request import Settings, describe_job, plan_evaluation, read_result
 from titan.weights.origin import check_source
 
 COMMAND = Command(
@@ -44,15 +44,16 @@ def run_evaluation(command_line: CommandLine[Settings], report: ReasonReceiver =
     check_source(settings.source)
     file = None if settings.to is None else check_output_file(settings.to, (".json",))
     from launchers.command import compose_single
-    from launchers.supervisor import make_scratch_folder
+    from launchers.supervisor import make_scratch_folder, run_job
     from titan.weights.formats import find_damage, open_weights  # only now: errors need not wait for torch
 
     with make_scratch_folder() as folder:
         job = plan_evaluation(
             settings, command_line.overrides, folder, compose_single, partial(open_weights, verify=True), find_damage
         )
-        code = _run_job(job, report)
-        if code:
+        source = "the weights" if job.attempt.checkpoint is None else f"the checkpoint of step {job.attempt.step}"
+        print(f"titan: {source}, {job.run.layout}", file=sys.stderr)
+        if code := run_job(job, job.run.layout.devices, Path(job.run.directory), report=report):
             return code
         figures = read_result(job)
     _print_table(figures)
@@ -62,15 +63,6 @@ def run_evaluation(command_line: CommandLine[Settings], report: ReasonReceiver =
             file, {"from": settings.source, **describe_job(job), evaluated.KEY: digests, "results": figures}
         )
     return 0
-
-
-def _run_job(job: EvaluationJob, report: ReasonReceiver) -> int:
-    """Run the ranks, and return their exit code."""
-    from launchers.supervisor import run_job
-
-    source = "the weights" if job.attempt.checkpoint is None else f"the checkpoint of step {job.attempt.step}"
-    print(f"titan: {source}, {job.run.layout}", file=sys.stderr)
-    return run_job(job, job.run.layout.devices, Path(job.run.directory), report=report)
 
 
 def _print_table(figures: Mapping[str, Mapping[str, float]]) -> None:

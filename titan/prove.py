@@ -108,26 +108,19 @@ def _save_certificate(content: dict[str, Any], key: str) -> Path:
     return saved
 
 
-def _run_checks(shrunk: Shrunk, folder: Path) -> tuple[list[Check], tuple[str, ...]]:
+def _run_checks(shrunk: Shrunk, folder: Path) -> tuple[list[Check], list[str]]:
     """Return the checks of a shrunk run, and what may be ties between experts."""
     import torch
 
-    from titan.training.proof import check_collectives, prove
+    from titan.training.proof import check_collectives, prove, work
 
     torch.set_num_threads(1)  # threads would not survive the fork of ranks
     if shrunk.run.compile.scope != "off":
         import torch._inductor.compile_fx  # so that ranks need not import it, each for itself
     show: Callable[[str], object] = lambda text: print(f"  {text}", file=sys.stderr)  # noqa: E731
-    proof = prove(shrunk.run, folder / "proof", _run_ranks, show)
+    checks, ties = prove(shrunk.run, folder / "proof", lambda job: fork(job, partial(work, job)), show)
     show(f"collectives: traced, of {shrunk.target.layout}")
-    return [*proof.checks, check_collectives(shrunk)], proof.ties
-
-
-def _run_ranks(job: ProofJob) -> None:
-    """Train a job on forked ranks; see `fork`."""
-    from titan.training.proof import work
-
-    fork(job, partial(work, job))
+    return [*checks, check_collectives(shrunk)], ties
 
 
 def fork(job: ProofJob, body: Callable[[RankInfo], int]) -> None:

@@ -323,14 +323,8 @@ def test_inductors_cache_tells_apart_whether_buffers_are_kept(inductor: None) ->
     assert max(compute_difference(found, wanted) for found in kept) <= EXACT
 
 
-CHOICES = [
-    pytest.param("off", Compile("off", "eager"), id="off"),
-    pytest.param("block", Compile("block", "eager"), id="block"),
-    pytest.param("model", Compile("model", "eager"), id="model"),
-]
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(("choice", "expected"), CHOICES)
-def test_choices(choice: str, expected: Compile, tmp_path: Path) -> None:
-    assert compose_tiny_run(tmp_path, f"compile={choice}", "compile.backend=eager").compile == expected
+@pytest.mark.parametrize("choice", ["off", "block", "model"])
+def test_choices(choice: Any, tmp_path: Path) -> None:
+    chosen = compose_tiny_run(tmp_path, f"compile={choice}", "compile.backend=eager").compile
+    assert chosen == Compile(choice, "eager")

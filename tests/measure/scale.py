@@ -320,9 +320,8 @@ def _measure_metrics(ranks: int, meter: CostMeter, rank: int) -> None:
     for step in range(2 * STEPS):
         with meter if step >= STEPS else CostMeter():
             times.latest = step, [1.0] * len(FIGURES)
-            vector = step_metrics.pack_metrics(
-                torch.zeros(()), batch, stop=False, requeue=False, save=False, slots=times.build_slots(step)
-            )
+            zero = torch.zeros(())
+            vector = step_metrics.pack_metrics(zero, batch, zero, (False,) * 5, times.build_slots(step))
             summed = vector.numpy()
         summed[step_metrics.RANK_SLOTS :] += other_ranks
         with meter if step >= STEPS else CostMeter():

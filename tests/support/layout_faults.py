@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -92,6 +93,18 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
     return lambda: patch.object(owner, name, make(getattr(owner, name)))
 
 
+def wrap(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
+    """A plant that calls `change` in place of a function, with the function and its arguments."""
+
+    def make(original: Any) -> Any:
+        def call_changed(*args: Any, **kwargs: Any) -> Any:
+            return change(original, *args, **kwargs)
+
+        return call_changed
+
+    return replace(owner, name, make)
+
+
 def join(*plants: Plant) -> Plant:
     """A plant of several replacements."""
 
@@ -105,100 +118,64 @@ def join(*plants: Plant) -> Plant:
     return plant_all
 
 
-def _replace_attention(make: Callable[[Any], Any]) -> Plant:
+def _wrap_attention(change: Callable[..., Any]) -> Plant:
     """Replace the attention's forward pass, on one device and under context parallelism."""
-    return join(replace(layers.CausalAttention, "forward", make), replace(context.ContextAttention, "forward", make))
+    return join(wrap(layers.CausalAttention, "forward", change), wrap(context.ContextAttention, "forward", change))
 
 
 # --- forward
 
 
-def _forget_embedding_mask(original: Any) -> Any:
-    def look_up_shard(tokens: Tensor, weight: Tensor, dtype: torch.dtype, rank: int) -> Tensor:
-        index = (tokens - rank * weight.shape[0]).clamp(0, weight.shape[0] - 1)
-        return layers.look_up(index, weight, dtype)
-
-    return look_up_shard
+def _forget_embedding_mask(_: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype, rank: int) -> Any:
+    index = (tokens - rank * weight.shape[0]).clamp(0, weight.shape[0] - 1)
+    return layers.look_up(index, weight, dtype)
 
 
-def _scale_attention(factor: float) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def attend(self: Any, q: Tensor, *args: Any) -> Tensor:
-            out: Tensor = original(self, q * factor, *args)
-            return out
-
-        return attend
-
-    return make
+def _scale_attention(original: Any, self: Any, q: Tensor, *args: Any) -> Any:
+    return original(self, q * 1.02, *args)
 
 
-def _mask_one_token(original: Any) -> Any:
-    def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        v = v.clone()
-        v[0, :, 0] = 0
-        out: Tensor = original(self, q, k, v, mask)
-        return out
-
-    return attend
+def _mask_one_token(original: Any, self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Any:
+    v = v.clone()
+    v[0, :, 0] = 0
+    return original(self, q, k, v, mask)
 
 
-def _use_local_positions(original: Any) -> Any:
-    def compute_rotation(self: Any, positions: Tensor) -> Any:
-        return original(self, torch.arange(positions.shape[-1]).expand_as(positions))
-
-    return compute_rotation
+def _use_local_positions(original: Any, self: Any, positions: Tensor) -> Any:
+    return original(self, torch.arange(positions.shape[-1]).expand_as(positions))
 
 
-def _roll_halves(original: Any) -> Any:
-    def complete(self: Any, gate: Tensor, up: Tensor) -> Tensor:
-        out: Tensor = original(self, gate, up.roll(1, -1))
-        return out
-
-    return complete
+def _roll_halves(original: Any, self: Any, gate: Tensor, up: Tensor) -> Any:
+    return original(self, gate, up.roll(1, -1))
 
 
-def _raise_norm_eps(original: Any) -> Any:
-    def init(self: Any, dim: int, eps: float) -> None:
-        original(self, dim, 2 * eps)
-
-    return init
+def _raise_norm_eps(original: Any, self: Any, dim: int, eps: float) -> None:
+    original(self, dim, 2 * eps)
 
 
-def _swap_layers(original: Any) -> Any:
-    def keep(self: Any, numbers: Any, first: bool, last: bool) -> None:
-        original(self, numbers, first, last)
-        names = list(self.layers)
-        if first:
-            self.layers = type(self.layers)({name: self.layers[name] for name in (names[1], names[0], *names[2:])})
-
-    return keep
+def _swap_layers(original: Any, self: Any, numbers: Any, first: bool, last: bool) -> None:
+    original(self, numbers, first, last)
+    names = list(self.layers)
+    if first:
+        self.layers = type(self.layers)({name: self.layers[name] for name in (names[1], names[0], *names[2:])})
 
 
-def _repeat_microbatch(original: Any) -> Any:
-    def select(self: Microbatches, i: int) -> Any:
-        return original(self, max(i - 1, 0))
-
-    return select
+def _repeat_microbatch(original: Any, self: Microbatches, i: int) -> Any:
+    return original(self, max(i - 1, 0))
 
 
-def _shift_rows(original: Any) -> Any:
-    def to_device(self: Any, batch: Any) -> Microbatches:
-        rows: Microbatches = original(self, batch)
-        shift = int(self.world.data_shard.rank == self.world.data_shard.ranks - 1)
-        return rows._replace(tokens=rows.tokens.roll(shift, 1))
-
-    return to_device
+def _shift_rows(original: Any, self: Any, batch: Any) -> Any:
+    rows: Microbatches = original(self, batch)
+    shift = int(self.world.data_shard.rank == self.world.data_shard.ranks - 1)
+    return rows._replace(tokens=rows.tokens.roll(shift, 1))
 
 
-def _mask_last_target(original: Any) -> Any:
-    def select(self: Microbatches, i: int) -> Any:
-        tokens, targets, *rest = original(self, i)
-        if targets is not None:
-            targets = targets.clone()
-            targets[:, -1] = layers.IGNORED
-        return (tokens, targets, *rest)
-
-    return select
+def _mask_last_target(original: Any, self: Microbatches, i: int) -> Any:
+    tokens, targets, *rest = original(self, i)
+    if targets is not None:
+        targets = targets.clone()
+        targets[:, -1] = layers.IGNORED
+    return (tokens, targets, *rest)
 
 
 def _reduce_in_bf16(passes: Any) -> Any:
@@ -209,86 +186,50 @@ def _reduce_in_bf16(passes: Any) -> Any:
     return passes | {"reduce_scatter": (reduce, whole), "all_gather": (whole, reduce)}
 
 
-def _use_stale_weight(layer: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def restore(run: Any, attempt: Any, step: Any, *rest: Any) -> None:
-            original(run, attempt, step, *rest)
-            if get_rank() == 1:
-                named = dict(step.named_parameters())
-                with torch.no_grad():
-                    norms.local_tensor(named[layer]).mul_(0.99)
-
-        return restore
-
-    return make
+def _use_stale_weight(layer: str, original: Any, run: Any, attempt: Any, step: Any, *rest: Any) -> None:
+    original(run, attempt, step, *rest)
+    if get_rank() == 1:
+        with torch.no_grad():
+            norms.local_tensor(dict(step.named_parameters())[layer]).mul_(0.99)
 
 
-def _lose_state(key: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def restore(run: Any, attempt: Any, step: Any, *rest: Any) -> None:
-            original(run, attempt, step, *rest)
-            for state in step.optimizer.state.values():
-                norms.local_tensor(state[key]).zero_()
-
-        return restore
-
-    return make
+def _lose_moments(original: Any, run: Any, attempt: Any, step: Any, *rest: Any) -> None:
+    original(run, attempt, step, *rest)
+    for state in step.optimizer.state.values():
+        norms.local_tensor(state["exp_avg_sq"]).zero_()
 
 
-def _saturate(original: Any) -> Any:
+def _saturate(original: Any, x: Tensor, weight: Tensor, **options: Any) -> Any:
     """8-bit matmuls whose scale is by half of the largest value."""
-
-    def multiply(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        half = x.detach().abs().max() / 2
-        out: Tensor = original(x.clamp(-half, half), weight, **options)
-        return out
-
-    return multiply
+    half = x.detach().abs().max() / 2
+    return original(x.clamp(-half, half), weight, **options)
 
 
-def _underflow(original: Any) -> Any:
+def _underflow(original: Any, x: Tensor, weight: Tensor, **options: Any) -> Any:
     """8-bit matmuls without a scale: small values are cast as they are."""
-
-    def multiply(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        out: Tensor = original((x / 64).to(torch.float8_e4m3fn).to(x.dtype) * 64, weight, **options)
-        return out
-
-    return multiply
+    return original((x / 64).to(torch.float8_e4m3fn).to(x.dtype) * 64, weight, **options)
 
 
 # --- experts
 
 
-def _swap_experts(original: Any) -> Any:
-    def choose(self: Any, scores: Tensor) -> Tensor:
-        chosen: Tensor = original(self, scores)
-        return torch.where(chosen == 3, 2, torch.where(chosen == 2, 3, chosen))
-
-    return choose
+def _swap_experts(original: Any, self: Any, scores: Tensor) -> Any:
+    chosen: Tensor = original(self, scores)
+    return torch.where(chosen == 3, 2, torch.where(chosen == 2, 3, chosen))
 
 
-def _scale_expert_output(original: Any) -> Any:
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = original(self, x, *args, **kwargs)
-        return out / 2
-
-    return forward
+def _scale_expert_output(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) / 2
 
 
-def _drop_route_norm(original: Any) -> Any:
-    def forward(self: Any, x: Tensor) -> Any:
-        route = original(self, x)
-        return route._replace(weights=route.scores.gather(-1, route.experts))
-
-    return forward
+def _drop_route_norm(original: Any, self: Any, x: Tensor) -> Any:
+    route = original(self, x)
+    return route._replace(weights=route.scores.gather(-1, route.experts))
 
 
-def _detach_route(original: Any) -> Any:
-    def forward(self: Any, x: Tensor) -> Any:
-        route = original(self, x)
-        return route._replace(weights=route.weights.detach())
-
-    return forward
+def _detach_route(original: Any, self: Any, x: Tensor) -> Any:
+    route = original(self, x)
+    return route._replace(weights=route.weights.detach())
 
 
 # --- backward and reductions
@@ -311,25 +252,14 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     return out
 
 
-def _recompute_with_another_input(original: Any) -> Any:
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.planted_calls = getattr(self, "planted_calls", 0) + int(torch.is_grad_enabled())
-        return original(
-            self, x * 1.01 if self.planted_calls % 2 == 0 and torch.is_grad_enabled() else x, *args, **kwargs
-        )
-
-    return forward
+def _recompute_with_another_input(original: Any, self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    self.planted_calls = getattr(self, "planted_calls", 0) + int(torch.is_grad_enabled())
+    is_changed = self.planted_calls % 2 == 0 and torch.is_grad_enabled()
+    return original(self, x * 1.01 if is_changed else x, *args, **kwargs)
 
 
-def _scale_backward(factor: float) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def backward(self: Any, rows: Microbatches, scale: float) -> Tensor:
-            out: Tensor = original(self, rows, scale * factor)
-            return out
-
-        return backward
-
-    return make
+def _halve_backward(original: Any, self: Any, rows: Microbatches, scale: float) -> Any:
+    return original(self, rows, scale / 2)
 
 
 def _mean_over_ranks(original: Any) -> Any:
@@ -356,23 +286,14 @@ def _reduce_nothing(original: Any) -> Any:
     return hook
 
 
-def _sum_selected(keep: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def sum_shared(modules: Any, *args: Any) -> None:
-            original([m for m in modules if keep(m)], *args)
-
-        return sum_shared
-
-    return make
+def _sum_all_but(kind: type, original: Any, modules: Any, *args: Any) -> None:
+    original([module for module in modules if not isinstance(module, kind)], *args)
 
 
-def _sum_twice(original: Any) -> Any:
-    def sum_shared(modules: Any, *args: Any) -> None:
-        modules = list(modules)
-        original(modules, *args)
-        original(modules, *args)
-
-    return sum_shared
+def _sum_twice(original: Any, modules: Any, *args: Any) -> None:
+    modules = list(modules)
+    original(modules, *args)
+    original(modules, *args)
 
 
 def _keep_own_chunk(passes: Any) -> Any:
@@ -383,19 +304,12 @@ def _forget_all_reduce(passes: Any) -> Any:
     return passes | {"copy": (passes["copy"][0], lambda grad, dim, group: grad)}
 
 
-def _scale_keys_gradient(original: Any) -> Any:
-    def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        out: Tensor = original(self, q, scale_gradient(k, 0.5), v, mask)
-        return out
-
-    return attend
+def _scale_keys_gradient(original: Any, self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Any:
+    return original(self, q, scale_gradient(k, 0.5), v, mask)
 
 
-def _skip_last_sync(original: Any) -> Any:
-    def defer(module: Any, is_last: bool, accumulates_whole: bool) -> Any:
-        return original(module, False, accumulates_whole)
-
-    return defer
+def _skip_last_sync(original: Any, module: Any, is_last: bool, accumulates_whole: bool) -> Any:
+    return original(module, False, accumulates_whole)
 
 
 class _WithoutAllReduce:
@@ -414,55 +328,35 @@ class _WithoutAllReduce:
 # --- the update
 
 
-def _clip_on_first_rank(original: Any) -> Any:
-    return lambda *args: original(*args) if get_rank() == 0 else None
+def _clip_on_first_rank(original: Any, *args: Any) -> None:
+    if get_rank() == 0:
+        original(*args)
 
 
-def _skip_parameter(name: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def update(self: Any, skipped: Tensor) -> None:
-            named = dict(self.train_step.named_parameters())
-            kept = norms.local_tensor(named[name].detach()).clone()
-            original(self, skipped)
-            if get_rank() in (1,) or not dist.is_initialized():
-                with torch.no_grad():
-                    norms.local_tensor(named[name].detach()).copy_(kept)
-
-        return update
-
-    return make
+def _skip_parameter(name: str, original: Any, self: Any, skipped: Tensor) -> None:
+    weight = norms.local_tensor(dict(self.train_step.named_parameters())[name].detach())
+    kept = weight.clone()
+    original(self, skipped)
+    if get_rank() == 1 or not dist.is_initialized():
+        with torch.no_grad():
+            weight.copy_(kept)
 
 
-def _update_nothing(original: Any) -> Any:
-    return lambda self, skipped: self.train_step.optimizer.zero_grad(set_to_none=True)
+def _update_nothing(original: Any, self: Any, skipped: Tensor) -> None:
+    self.train_step.optimizer.zero_grad(set_to_none=True)
 
 
-def _change_group(key: str, value: Any, of_norms: bool) -> Callable[[Any], Any]:
+def _change_group(key: str, value: Any, of_norms: bool, original: Any, *args: Any) -> Any:
     """Change a setting of the group with the norms, or of the others, in the optimizer."""
-
-    def make(original: Any) -> Any:
-        def build_optimizer(settings: Any, model: Any, parameters: Any) -> Any:
-            optimizer = original(settings, model, parameters)
-            for group in optimizer.param_groups:
-                if any(p.dim() == 1 for p in group["params"]) == of_norms:
-                    group[key] = value
-            return optimizer
-
-        return build_optimizer
-
-    return make
+    optimizer = original(*args)
+    for group in optimizer.param_groups:
+        if any(p.dim() == 1 for p in group["params"]) == of_norms:
+            group[key] = value
+    return optimizer
 
 
-def _count_one_replica(original: Any) -> Any:
-    return lambda tensor, world: 1.0
-
-
-def _slow_rate(original: Any) -> Any:
-    def set_rates(self: Any, step: int) -> float:
-        rate: float = original(self, step - 1)
-        return rate
-
-    return set_rates
+def _slow_rate(original: Any, self: Any, step: int) -> Any:
+    return original(self, step - 1)
 
 
 # --- the list
@@ -472,35 +366,36 @@ MEGATRON, ISSUE = "Megatron-LM issues", "titan's tracker"
 TP, SP = ("tp2", "tp2-whole"), ("tp2", "fsdp2-tp2")
 ANY = ("fsdp2", "tp2", "pp2")
 NORMS, HEAD = ("*norm.weight", "norm.weight"), ("head", "head.weight")
-SHARED, EXPERT = "sum_shared_gradients", "layers.2.feed_forward.experts.w2.weight"
+SHARED = "sum_shared_gradients"
+EXPERT, GATE = "layers.2.feed_forward.experts.w2.weight", "layers.1.feed_forward.w1.weight"
 
 FAULTS: tuple[LayoutFault, ...] = (
     # TTrace
-    LayoutFault("embedding mask", TTRACE, TP, replace(tensor, "_look_up_shard", _forget_embedding_mask),
+    LayoutFault("embedding mask", TTRACE, TP, wrap(tensor, "_look_up_shard", _forget_embedding_mask),
                 ("tok_embeddings",)),
     LayoutFault("recomputation of another input", TTRACE, ("recompute", "fsdp2-recompute"),
-                replace(layers.Block, "forward", _recompute_with_another_input), ("layers.3*",)),
+                wrap(layers.Block, "forward", _recompute_with_another_input), ("layers.3*",)),
     LayoutFault("loss scaled by the context degree", TTRACE, ("cp2", "cp2-ring", "cp2-tp2"),
-                replace(train_step.TrainStep, "backward", _scale_backward(0.5)), HEAD),
+                wrap(train_step.TrainStep, "backward", _halve_backward), HEAD),
     LayoutFault("loss scaled by the data degree", TTRACE, ("ddp2", "fsdp2", "hsdp4"),
-                replace(train_step.TrainStep, "backward", _scale_backward(0.5)), HEAD),
+                wrap(train_step.TrainStep, "backward", _halve_backward), HEAD),
     LayoutFault("tied weights are not summed", TTRACE, ("pp2", "fsdp2-pp2"),
-                replace(runtime.TiedWeights, "sum_gradients", lambda original: lambda self: None),
+                wrap(runtime.TiedWeights, "sum_gradients", lambda original, self: None),
                 ("tok_embeddings.weight",), "tied"),
     LayoutFault("router's gradient is not summed", TTRACE, ("tp2",),
-                replace(train_step.tensor, SHARED, _sum_selected(lambda m: not isinstance(m, experts.Router))),
+                wrap(train_step.tensor, SHARED, partial(_sum_all_but, experts.Router)),
                 ("layers.*.router.weight",), "moe"),
     LayoutFault("layers of a stage in another order", TTRACE, ("pp2", "fsdp2-pp2"),
-                replace(DecoderModel, "keep", _swap_layers), ("layers.0*", "layers.1*")),
+                wrap(DecoderModel, "keep", _swap_layers), ("layers.0*", "layers.1*")),
     LayoutFault("a rank's parameter is not updated", TTRACE, ("fsdp2", "ddp2", "hsdp4"),
-                replace(trainer.Trainer, "_update", _skip_parameter("layers.2.attention.wo.weight")),
+                wrap(trainer.Trainer, "_update", partial(_skip_parameter, "layers.2.attention.wo.weight")),
                 ("layers.2.attention.wo.weight",)),
     LayoutFault("norms' gradients are not summed", TTRACE, SP,
-                replace(train_step.tensor, SHARED, _sum_selected(lambda m: not isinstance(m, layers.RMSNorm))), NORMS),
+                wrap(train_step.tensor, SHARED, partial(_sum_all_but, layers.RMSNorm)), NORMS),
     LayoutFault("norms' gradients are not summed, context", TTRACE, ("cp2-tp2",),
-                replace(train_step.tensor, SHARED, _sum_selected(lambda m: not isinstance(m, layers.RMSNorm))), NORMS),
+                wrap(train_step.tensor, SHARED, partial(_sum_all_but, layers.RMSNorm)), NORMS),
     LayoutFault("gradient of attention's keys", TTRACE, ("cp2", "cp2-ulysses"),
-                _replace_attention(_scale_keys_gradient), ("layers.3.attention*",)),
+                _wrap_attention(_scale_keys_gradient), ("layers.3.attention*",)),
     LayoutFault("keys' gradient is not exchanged", TTRACE, ("cp2",),
                 replace(collectives, "_PASSES", _keep_own_chunk), ("layers.3.attention*",)),
     LayoutFault("gradient of an overlapped gather", TTRACE, ("tp2",),
@@ -508,34 +403,33 @@ FAULTS: tuple[LayoutFault, ...] = (
     LayoutFault("gradient of a region is not reduced", TTRACE, ("tp2-whole",),
                 replace(collectives, "_PASSES", _forget_all_reduce), HEAD),
     LayoutFault("scale of 8-bit matmuls of another group", TTRACE, ("tp2", "fsdp2"),
-                replace(low_precision, "_multiply_float8", _saturate), ("layers.*",), "float8"),
+                wrap(low_precision, "_multiply_float8", _saturate), ("layers.*",), "float8"),
     LayoutFault("cast to 8 bits without scale", TTRACE, ("tp2", "fsdp2"),
-                replace(low_precision, "_multiply_float8", _underflow), ("layers.*",), "float8"),
+                wrap(low_precision, "_multiply_float8", _underflow), ("layers.*",), "float8"),
     # TrainCheck
     LayoutFault("gradients clipped on one rank only", TRAINCHECK, ("tp2", "fsdp2-tp2"),
-                replace(norms, "clip_gradients", _clip_on_first_rank), ("*.weight",)),
+                wrap(norms, "clip_gradients", _clip_on_first_rank), ("*.weight",)),
     LayoutFault("optimizer of other parameters", TRAINCHECK, ("ddp2", "fsdp2", "pp2"),
-                replace(trainer.Trainer, "_update", _update_nothing), ("*.weight",)),
+                wrap(trainer.Trainer, "_update", _update_nothing), ("*.weight",)),
     LayoutFault("a parameter is frozen", TRAINCHECK, ("single", "tp2"),
-                replace(trainer.Trainer, "_update", _skip_parameter("layers.1.ffn_norm.weight")),
+                wrap(trainer.Trainer, "_update", partial(_skip_parameter, "layers.1.ffn_norm.weight")),
                 ("layers.1.ffn_norm.weight",)),
     LayoutFault("all ranks read the same rows", TRAINCHECK, ("ddp2", "fsdp2"),
-                replace(trainer.Trainer, "to_device", _shift_rows), ("tok_embeddings",)),
+                wrap(trainer.Trainer, "to_device", _shift_rows), ("tok_embeddings",)),
     LayoutFault("micro-batch off by one", TRAINCHECK, ("accumulate", "fsdp2-accumulate"),
-                replace(Microbatches, "select_microbatch", _repeat_microbatch), ("tok_embeddings",)),
+                wrap(Microbatches, "select_microbatch", _repeat_microbatch), ("tok_embeddings",)),
     LayoutFault("loss divided by micro-batches twice", TRAINCHECK, ("accumulate", "fsdp2-accumulate"),
-                replace(train_step.GradAccumulation, "backward", _scale_backward(0.5)), HEAD),
+                wrap(train_step.GradAccumulation, "backward", _halve_backward), HEAD),
     LayoutFault("loss mask", TRAINCHECK, ("fsdp2", "tp2", "cp2"),
-                replace(Microbatches, "select_microbatch", _mask_last_target), HEAD),
+                wrap(Microbatches, "select_microbatch", _mask_last_target), HEAD),
     LayoutFault("moments are not restored", TRAINCHECK, ("single", "fsdp2", "tp2"),
-                replace(trainer.checkpointing, "restore_state", _lose_state("exp_avg_sq")), ("*exp_avg_sq",)),
+                wrap(trainer.checkpointing, "restore_state", _lose_moments), ("*exp_avg_sq",)),
     LayoutFault("a rank's weights are stale", TRAINCHECK, ("ddp2", "fsdp2", "tp2"),
-                replace(trainer.checkpointing, "restore_state", _use_stale_weight("layers.1.feed_forward.w1.weight")),
-                ("layers.1.feed_forward.w1.weight",)),
+                wrap(trainer.checkpointing, "restore_state", partial(_use_stale_weight, GATE)), (GATE,)),
     LayoutFault("dtype of a reduction of gradients", TRAINCHECK, ("ddp2",),
                 replace(data, "_all_reduce_hook", _reduce_bucket_in_bf16), HEAD),
     LayoutFault("experts drift apart between ranks", TRAINCHECK, ("ep2",),
-                replace(trainer.checkpointing, "restore_state", _use_stale_weight(EXPERT)), (EXPERT,), "moe"),
+                wrap(trainer.checkpointing, "restore_state", partial(_use_stale_weight, EXPERT)), (EXPERT,), "moe"),
     # issues of Megatron-LM and DeepSpeed
     LayoutFault("gradients are averaged", MEGATRON, ("ddp2",), replace(data, "_all_reduce_hook", _mean_over_ranks),
                 HEAD),
@@ -544,41 +438,41 @@ FAULTS: tuple[LayoutFault, ...] = (
     LayoutFault("replicas' gradients are not reduced", MEGATRON, ("hsdp4",),
                 replace(_fsdp_collectives, "dist", _WithoutAllReduce), HEAD),
     LayoutFault("the last micro-batch does not reduce", MEGATRON, ("ddp2",),
-                replace(train_step.data, "defer_gradient_sync", _skip_last_sync), HEAD),
+                wrap(train_step.data, "defer_gradient_sync", _skip_last_sync), HEAD),
     LayoutFault("shared gradients are summed twice", MEGATRON, SP,
-                replace(train_step.tensor, SHARED, _sum_twice), NORMS),
+                wrap(train_step.tensor, SHARED, _sum_twice), NORMS),
     LayoutFault("the pipeline scales the loss", MEGATRON, ("pp2", "fsdp2-pp2"),
-                replace(runtime.Pipeline, "backward", _scale_backward(0.5)), HEAD),
+                wrap(runtime.Pipeline, "backward", _halve_backward), HEAD),
     LayoutFault("dtype of a region's sum", MEGATRON, ("tp2",),
                 replace(collectives, "_PASSES", _reduce_in_bf16), ("tok_embeddings",)),
     LayoutFault("gradient norm counts replicas", MEGATRON, ("tp2-whole", "cp2-tp2"),
-                replace(train_step, "count_replicas", _count_one_replica), ("grad_norm",)),
+                wrap(train_step, "count_replicas", lambda original, tensor, world: 1.0), ("grad_norm",)),
     LayoutFault("positions of a rank begin at zero", MEGATRON, ("cp2", "cp2-ring", "cp2-ulysses"),
-                replace(DecoderModel, "compute_rotation", _use_local_positions), ("layers.0.attention",)),
+                wrap(DecoderModel, "compute_rotation", _use_local_positions), ("layers.0.attention",)),
     LayoutFault("split of the gated product", MEGATRON, ANY,
-                replace(layers.FeedForward, "complete", _roll_halves), ("layers.0.feed_forward",)),
+                wrap(layers.FeedForward, "complete", _roll_halves), ("layers.0.feed_forward",)),
     LayoutFault("experts in another order", MEGATRON, ("ep2", "fsdp2"),
-                replace(experts.Router, "choose_experts", _swap_experts), ("layers.0.feed_forward",), "moe"),
+                wrap(experts.Router, "choose_experts", _swap_experts), ("layers.0.feed_forward",), "moe"),
     LayoutFault("experts' outputs divided by ranks", MEGATRON, ("ep2",),
-                replace(experts.Experts, "forward", _scale_expert_output), ("layers.0.feed_forward",), "moe"),
+                wrap(experts.Experts, "forward", _scale_expert_output), ("layers.0.feed_forward",), "moe"),
     LayoutFault("experts' weights are not normalised", MEGATRON, ("ep2", "tp2"),
-                replace(experts.Router, "forward", _drop_route_norm), ("layers.0.feed_forward",), "moe"),
+                wrap(experts.Router, "forward", _drop_route_norm), ("layers.0.feed_forward",), "moe"),
     LayoutFault("router without gradient", MEGATRON, ("ep2", "fsdp2"),
-                replace(experts.Router, "forward", _detach_route),
+                wrap(experts.Router, "forward", _detach_route),
                 ("layers.3.feed_forward.router.weight", "layers.3.feed_forward"), "moe"),
     LayoutFault("weight decay of norms", MEGATRON, ("single", "fsdp2"),
-                replace(build, "build_optimizer", _change_group("weight_decay", 0.5, of_norms=True)),
+                wrap(build, "build_optimizer", partial(_change_group, "weight_decay", 0.5, True)),
                 (*NORMS, "tok_embeddings.weight")),
     LayoutFault("learning rate of the step before", MEGATRON, ("fsdp2", "tp2"),
-                replace(OptimizerSchedule, "set_rates", _slow_rate), ("lr",)),
+                wrap(OptimizerSchedule, "set_rates", _slow_rate), ("lr",)),
     LayoutFault("eps of the optimizer", MEGATRON, ("fsdp2", "tp2"),
-                replace(build, "build_optimizer", _change_group("eps", 1e-3, of_norms=False)), ("*.weight",)),
+                wrap(build, "build_optimizer", partial(_change_group, "eps", 1e-3, False)), ("*.weight",)),
     # of titan's own tracker
-    LayoutFault("attention scale", ISSUE, (*ANY, "cp2"), _replace_attention(_scale_attention(1.02)),
+    LayoutFault("attention scale", ISSUE, (*ANY, "cp2"), _wrap_attention(_scale_attention),
                 ("layers.0.attention",)),
-    LayoutFault("one masked token", ISSUE, (*ANY, "cp2-ulysses"), _replace_attention(_mask_one_token),
+    LayoutFault("one masked token", ISSUE, (*ANY, "cp2-ulysses"), _wrap_attention(_mask_one_token),
                 ("layers.0.attention",)),
-    LayoutFault("epsilon of norms", ISSUE, ANY, replace(layers.RMSNorm, "__init__", _raise_norm_eps),
+    LayoutFault("epsilon of norms", ISSUE, ANY, wrap(layers.RMSNorm, "__init__", _raise_norm_eps),
                 ("layers.0.attention_norm",)),
 )  # fmt: skip
 """The faults; each has a name of its kind, and `expected` is what the comparison must name."""

@@ -13,7 +13,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -24,9 +24,13 @@ from tests.support.layout_faults import FAULTS, LAYOUTS, MODELS, LayoutFault
 from tests.support.ranks import RankFailedError, run_ranks
 from tests.support.runs import TINY
 from titan.cluster.rank_info import RankInfo
+from titan.dataset import corpora
+from titan.run import identity
+from titan.run.attempts import Attempt
+from titan.run.lineage import prepare_data
 from titan.training.replay.compare import compare_plans
 from titan.training.replay.questions import Answers
-from titan.training.replay.request import ExactType, ReplayEndedError, ReplayJob, ReplayPlan, Settings, plan_first_step
+from titan.training.replay.request import ExactType, ReplayEndedError, ReplayJob, ReplayPlan, Settings
 
 STEP = 3
 """The step that is compared: it begins with moments that are not zero."""
@@ -73,9 +77,11 @@ class Bench:
 
     def plan(self, name: str, overrides: Sequence[str]) -> ReplayPlan:
         """Plan the step of a composition in a folder of that name."""
-        return plan_first_step(
-            compose_test_run([*TINY, *BASE, *overrides, f"hydra.run.dir={self.folder / name}"]), start_ranks
-        )
+        run = compose_test_run([*TINY, *BASE, *overrides, f"hydra.run.dir={self.folder / name}"])
+        data = prepare_data(run)
+        science = identity.collect_science(run, corpora.compute_data_digest(data.mix), None)
+        ids = identity.compute_ids(run, science)
+        return ReplayPlan(run, Attempt(1, "replay", ids, data.folders, None, 0, 0, "start"), data.mix, start_ranks)
 
     def find_reference(self, overrides: Sequence[str]) -> ReplayPlan:
         """Return the plan on one device, which is run once."""
@@ -91,12 +97,11 @@ class Bench:
         name: str,
         fault: LayoutFault | None = None,
         pin: bool = False,
-        repeats: int = 2,
         exact: ExactType = "fp32",
     ) -> Answers:
         """Compare a layout, with or without a fault, with one device."""
         first, second = self.find_reference(overrides), self.plan(name, (*overrides, *layout))
-        settings = Settings(run="", step=STEP, pin="routing" if pin else None, repeats=repeats, exact=exact)
+        settings = Settings(run="", step=STEP, pin="routing" if pin else None, exact=exact)
 
         def start(plan: ReplayPlan, job: ReplayJob) -> int:
             is_done = not job.repeats and any(Path(plan.run.directory).glob(f"replayed-{job.passes[-1][0]}-*"))
@@ -123,30 +128,47 @@ def _work_rank(rank: int, size: int, job: ReplayJob, index: int | None, meeting:
         return work(job, RankInfo(rank, size, rank, meeting if size > 1 else ""))
 
 
-def judge_fault(bench: Bench, fault: LayoutFault, layout: str) -> LayoutFaultOutcome:
-    """Compare a fault over a layout with one device, and judge what is named."""
-    start, expected = time.monotonic(), ", ".join(fault.expected)
+def judge(
+    bench: Bench,
+    folder: str,
+    name: str,
+    layout: str,
+    settings: tuple[Sequence[str], Sequence[str]],
+    fault: LayoutFault | None = None,
+    pin: bool = False,
+) -> LayoutFaultOutcome:
+    """Compare a layout with one device, and judge what is named: the fault, or without one nothing.
+
+    Args:
+        settings: of both, and of the layout.
+    """
+    start, is_right = time.monotonic(), False
     try:
-        name = f"{FAULTS.index(fault)}-{layout}"
-        answers = bench.compare(MODELS[fault.model], LAYOUTS[layout], name, fault)
+        findings = bench.compare(*settings, folder, fault, pin).findings
     except (RankFailedError, ReplayEndedError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        return LayoutFaultOutcome(
-            fault.name, layout, expected, f"failed: {reason[:80]}", False, time.monotonic() - start
-        )
-    found = answers.findings[0] if answers.findings else None
-    is_right = found is not None and any(fnmatch(found.name, pattern) for pattern in fault.expected)
-    named = "" if found is None else f"{found.kind}: {found.name} ({found.relative:.0e})"
-    return LayoutFaultOutcome(fault.name, layout, expected, named, is_right, time.monotonic() - start)
+        named = f"failed: {str(error).strip().splitlines()[-1][:80]}"
+    else:
+        patterns = () if fault is None else fault.expected
+        is_right = not findings if fault is None else any(fnmatch(f.name, p) for f in findings[:1] for p in patterns)
+        named = "; ".join(f"{f.kind}: {f.name} ({f.relative:.0e})" for f in findings[: 1 if fault else None])
+    expected = "nothing" if fault is None else ", ".join(fault.expected)
+    return LayoutFaultOutcome(name, layout, expected, named, is_right, time.monotonic() - start)
 
 
-def judge_faults(faults: Sequence[LayoutFault]) -> Iterator[LayoutFaultOutcome]:
-    """Judge faults over all of their layouts."""
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
-        for fault in faults:
-            for layout in fault.layouts:
-                yield judge_fault(bench, fault, layout)
+def judge_fault(bench: Bench, fault: LayoutFault, layout: str) -> LayoutFaultOutcome:
+    """Judge a fault over a layout."""
+    settings = MODELS[fault.model], LAYOUTS[layout]
+    return judge(bench, f"{FAULTS.index(fault)}-{layout}", fault.name, layout, settings, fault)
+
+
+def judge_clean_pair(
+    bench: Bench, number: int, model: str, layout: str, precision: str, compiled: bool, pin: bool
+) -> LayoutFaultOutcome:
+    """Judge a pair without a fault, in which nothing may be named."""
+    name = _name_pair((model, layout, precision, compiled, pin))
+    other = (*LAYOUTS[layout], "compile=block" if compiled else "compile=off")
+    settings = (*MODELS[model], *PRECISIONS[precision]), other
+    return judge(bench, f"clean-{number}", name, layout, settings, pin=pin)
 
 
 def list_clean_pairs() -> list[tuple[str, str, str, bool, bool]]:
@@ -174,31 +196,6 @@ PRECISIONS = {
 }
 
 
-def judge_clean(pairs: Sequence[tuple[str, str, str, bool, bool]]) -> Iterator[LayoutFaultOutcome]:
-    """Compare pairs without a fault, of which none may be named."""
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
-        for number, (model, layout, precision, compiled, pin) in enumerate(pairs):
-            yield judge_clean_pair(bench, number, model, layout, precision, compiled, pin)
-
-
-def judge_clean_pair(
-    bench: Bench, number: int, model: str, layout: str, precision: str, compiled: bool, pin: bool
-) -> LayoutFaultOutcome:
-    """Compare one pair without a fault."""
-    start = time.monotonic()
-    name = _name_pair((model, layout, precision, compiled, pin))
-    common = (*MODELS[model], *PRECISIONS[precision])
-    other = (*LAYOUTS[layout], "compile=block" if compiled else "compile=off")
-    try:
-        answers = bench.compare(common, other, f"clean-{number}", pin=pin)
-    except (RankFailedError, ReplayEndedError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        return LayoutFaultOutcome(name, layout, "nothing", f"failed: {reason[:80]}", False, time.monotonic() - start)
-    named = "; ".join(f"{f.kind}: {f.name} ({f.relative:.0e})" for f in answers.findings)
-    return LayoutFaultOutcome(name, layout, "nothing", named, not answers.findings, time.monotonic() - start)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; the exit code is 1 where too little is right."""
     parser = argparse.ArgumentParser(description="published faults, planted")
@@ -210,9 +207,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     pairs = [p for p in list_clean_pairs() if not args.texts or any(text in _name_pair(p) for text in args.texts)]
     outcomes = []
     print("| fault | layout | expected | named | right | s |\n| --- | --- | --- | --- | --- | --- |", flush=True)
-    for outcome in judge_clean(pairs[args.first :]) if args.clean else judge_faults(faults[args.first :]):
-        print(outcome.format_row(), flush=True)
-        outcomes.append(outcome)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        clean = (judge_clean_pair(bench, number, *pair) for number, pair in enumerate(pairs[args.first :]))
+        planted = (judge_fault(bench, fault, layout) for fault in faults[args.first :] for layout in fault.layouts)
+        for outcome in clean if args.clean else planted:
+            print(outcome.format_row(), flush=True)
+            outcomes.append(outcome)
     right = sum(outcome.is_right for outcome in outcomes)
     print(f"\n{right} of {len(outcomes)} right")
     return int(right < (len(outcomes) if args.clean else NEEDED * len(outcomes)))

@@ -37,10 +37,12 @@ def find_failure(fault: LayoutFault, layout: str) -> str:
         run = compose_test_run([*TINY, *BASE, *MODELS[fault.model], *LAYOUTS[layout], f"hydra.run.dir={folder}/target"])
         shrunk = shrink_run(run, detect_machine("cpu"), folder)
         try:
-            proof = prove_run(shrunk.run, Path(folder) / "proof", lambda job: run_ranks(job, fault), lambda text: None)
+            checks, _ = prove_run(
+                shrunk.run, Path(folder) / "proof", lambda job: run_ranks(job, fault), lambda text: None
+            )
         except (RunError, ConfigError) as error:
             return f"a rank failed: {str(error).strip().splitlines()[-1][:60]}"
-    failed = [check for check in proof.checks if not check.passed]
+    failed = [check for check in checks if not check.passed]
     return f"{failed[0].name}: {failed[0].where} ({failed[0].worst:.0e})" if failed else ""
 
 

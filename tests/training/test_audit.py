@@ -36,14 +36,13 @@ def witness(rank: int, **changes: Any) -> Witness:
             auditor=(rank + 1) % 4,
             second=RIGHT,
             again=RIGHT,
-            third_rank=(rank + 2) % 4,
             third=RIGHT,
         ),
         **changes,
     )
 
 
-TWO: dict[str, Any] = {"third": None, "third_rank": None}
+TWO: dict[str, Any] = {"third": None}
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ def test_the_sum_over_ranks_has_every_request_and_the_batch_hash() -> None:
     numbers = [2**64 - 1, 5, 2**63 + 12345]
     requests = [(True, False, False), (False, False, True), (True, True, False)]
     parts = [
-        pack_metrics(torch.tensor(0.5), batch(n), stop=stop, requeue=requeue, save=save)
-        for n, (stop, requeue, save) in zip(numbers, requests, strict=True)
+        pack_metrics(torch.tensor(0.5), batch(n), torch.zeros(()), (*asked, False, False), np.zeros(0))
+        for n, asked in zip(numbers, requests, strict=True)
     ]
     total = torch.stack(parts).sum(0).tolist()
     assert [total[i] for i in (LOSS, STOP, REQUEUE, SAVE, VOID, VALID, PAIRS)] == [1.5, 2, 1, 1, 0, 9, 48]
@@ -173,7 +173,8 @@ def test_the_sum_over_ranks_has_every_request_and_the_batch_hash() -> None:
 
 
 def test_a_void_batch_asks_to_stop() -> None:
-    values = pack_metrics(torch.tensor(0.0), batch(0, void=True), stop=False, requeue=False, save=False).tolist()
+    zero, void = torch.zeros(()), batch(0, void=True)
+    values = pack_metrics(zero, void, zero, (False,) * 5, np.zeros(0)).tolist()
     assert (values[STOP], values[VOID]) == (1, 1)
 
 

@@ -130,11 +130,12 @@ def test_bad_steps_in_a_row_end_the_run(layout: str, tmp_path: Path) -> None:
             assert part in one.failure
 
 
-def test_a_first_stop_ends_the_attempt_and_the_next_one_finishes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [2, full(5)], ids=["between", "in-the-last-step"])
+def test_a_first_stop_ends_the_attempt_and_the_next_one_finishes(stop: int, tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "training.steps=5", "evaluation.tokens=64")
-    assert train_run(run, stop_at(2))[0].code == 130
+    assert train_run(run, stop_at(stop))[0].code == 130
     result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["finished"], result["step"]) == (False, 3)
+    assert (result["finished"], result["step"]) == (False, min(stop + 1, 5))
     assert "validation_loss" not in result
     assert train_run(run)[0].code == 0
     result = json.loads((tmp_path / "result.json").read_text())
@@ -142,16 +143,6 @@ def test_a_first_stop_ends_the_attempt_and_the_next_one_finishes(tmp_path: Path)
     assert result["first_loss"] == read_step_records(run)[0]["loss"]
     assert result["last_loss"] == read_step_records(run)[-1]["loss"]
     assert result["validation_loss"] > 0
-
-
-@pytest.mark.full
-def test_a_stop_in_the_last_step_leaves_only_the_report_to_do(tmp_path: Path) -> None:
-    run = compose_tiny_run(tmp_path, "training.steps=3")
-    assert train_run(run, stop_at(3))[0].code == 130
-    assert train_run(run)[0].code == 0
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["finished"]
-    assert result["last_loss"] == read_step_records(run)[-1]["loss"]
 
 
 BLOCKED = ("tqdm", "wandb", "tensorboard", "tokenizers", "transformers", "datasets", "submitit")

@@ -5,7 +5,6 @@ Prompts are those of lm-evaluation-harness, so that results can be compared with
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import re
@@ -167,18 +166,3 @@ def read_texts(path: str, field: str, prefix: str) -> Iterator[str]:
                 f"{prefix}.field={field}: line {number} of {path} has no text of this name; it has {keys}."
             )
         yield text
-
-
-def compute_digest(path: str, field: str, tokens: int, prefix: str) -> str:
-    """Return 12 hex digits of a hash of a file's content and of how `read_validation_set` reads its first `tokens`.
-
-    Raises:
-        ConfigError: when the file can't be read.
-    """
-    key = field if Path(path).suffix == ".jsonl" else None
-    with (
-        name_unreadable(path, f"{prefix}.path", "a file of text"),
-        untrusted.open_regular_file(Path(path).expanduser()) as file,
-    ):
-        content = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-    return hashlib.sha256(f"{content} {key} {tokens}".encode()).hexdigest()[:12]

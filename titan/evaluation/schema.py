@@ -6,13 +6,15 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from titan.config.kinds import get_kind
 from titan.config.settings import MISSING, setting
 from titan.config.text_kinds import Input, Label
 from titan.errors import ConfigError
-from titan.evaluation.items import FORMATS, TaskItem, compute_digest, read_items, read_texts
+from titan.evaluation.items import FORMATS, TaskItem, name_unreadable, read_items, read_texts
+from titan.files import untrusted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,18 @@ class ValidationSet:
             raise ConfigError(f"{prefix}.path={self.path}: its first document is empty; give another file.")
 
     def compute_digest(self, prefix: str) -> str:
-        """Return 12 hex digits that tell its text apart from others: of the file's content, and how it is read."""
-        return compute_digest(self.path, self.field, self.tokens, prefix)
+        """Return 12 hex digits of a hash of the file's content and of how its first `tokens` are read.
+
+        Raises:
+            ConfigError: when the file can't be read.
+        """
+        key = self.field if Path(self.path).suffix == ".jsonl" else None
+        with (
+            name_unreadable(self.path, f"{prefix}.path", "a file of text"),
+            untrusted.open_regular_file(Path(self.path).expanduser()) as file,
+        ):
+            content = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        return hashlib.sha256(f"{content} {key} {self.tokens}".encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,27 +97,21 @@ def build_requests(
             contexts.append(item.context.rstrip())
             texts.append(item.context + item.delimiter + choice)
             numbers.append(number)
+    first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
+    requests = []
     encoded = zip(tokenizer.encode_batch(texts), tokenizer.encode_batch(contexts), numbers, strict=True)
-    return [
-        _build_request(full_ids, context_ids, tokenizer, window, bos, f"{prefix}: item {number}")
-        for full_ids, context_ids, number in encoded
-    ]
-
-
-def _build_request(
-    full_ids: list[int], context_ids: list[int], tokenizer: Tokenizer, window: int, bos: bool, location: str
-) -> Request:
-    scored = len(full_ids) - len(context_ids)
-    if not 0 < scored <= window:
-        problem = (
-            "adds no token to its context" if scored <= 0 else f"has {scored} tokens, and the model reads {window}"
-        )
-        raise ConfigError(f"{location}: a continuation {problem}; correct the item, or raise training.seq_len.")
-    prefix = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
-    if bos or not context_ids:
-        if prefix is None:
+    for ids, context_ids, number in encoded:
+        scored, location = len(ids) - len(context_ids), f"{prefix}: item {number}"
+        if not 0 < scored <= window:
+            problem = (
+                "adds no token to its context" if scored <= 0 else f"has {scored} tokens, and the model reads {window}"
+            )
+            raise ConfigError(f"{location}: a continuation {problem}; correct the item, or raise training.seq_len.")
+        needs_first = bos or not context_ids
+        if needs_first and first is None:
             raise ConfigError(
                 f"{location}: has no context, and no token of {tokenizer.name} begins a document; give one."
             )
-        full_ids = [prefix, *full_ids]
-    return Request(tuple(full_ids[-(window + 1) :]), scored)
+        full_ids = [first, *ids] if needs_first and first is not None else ids
+        requests.append(Request(tuple(full_ids[-(window + 1) :]), scored))
+    return requests

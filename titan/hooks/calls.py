@@ -56,7 +56,7 @@ class Hooks:
     def before_optimizer(self, step: int) -> None:
         """Call the hooks while the gradients are complete and not clipped; what they log waits for the step's end."""
         if self._calls["before_optimizer"]:
-            self._optimizer_logs[step] = self._call_methods("before_optimizer", step, {}, waits_for_device=False)
+            self._optimizer_logs[step] = self._call_methods("before_optimizer", step, {})
 
     def end_step(self, step: int, figures: Callable[[], Mapping[str, Any]]) -> dict[str, float]:
         """Call the hooks with a step's figures; return all that they log of this step."""
@@ -75,14 +75,12 @@ class Hooks:
         requests = ((name, context._stop_reason) for name, context in self._contexts.items())
         return next(((name, reason) for name, reason in requests if reason is not None), None)
 
-    def _call_methods(
-        self, moment: str, step: int, figures: Mapping[str, Any], waits_for_device: bool = True
-    ) -> Logged:
+    def _call_methods(self, moment: str, step: int, figures: Mapping[str, Any]) -> Logged:
         logged: Logged = {}
+        is_in_step = moment == "before_optimizer"  # whose time counts as the step's, and which may not wait for it
         for context, method in self._calls[moment]:
             context.step, context.figures = step, dict(figures)
-            context._waits_for_device, context._logged = waits_for_device, {}
-            is_in_step = moment == "before_optimizer"  # whose time counts as the step's
+            context._waits_for_device, context._logged = not is_in_step, {}
             with (
                 _name_errors(context._name, self._packages, moment, step),
                 nullcontext() if is_in_step else self._run_hook(),

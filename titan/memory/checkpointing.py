@@ -94,7 +94,7 @@ def checkpoint_blocks(
             _checkpoint_parts(block_parts)
         elif memory.checkpointing == "selective":
             contexts = _build_contexts(_count_matmuls(block.modules()))
-            block.forward = _with_recompute(block.forward, partial(_join_contexts, build_passes, contexts))
+            block.forward = _with_recompute(block.forward, partial(_join_contexts, contexts))
 
 
 def _checkpoint_gates(blocks: Sequence[nn.Module]) -> None:
@@ -172,9 +172,9 @@ def _build_contexts(matmuls: int, first: int = 0) -> Callable[[], Any]:
     return create_contexts
 
 
-def _join_contexts(*builders: Callable[[], Any]) -> Any:
-    """Return the contexts of each pass of several builders, as one each."""
-    return tuple(map(_Contexts, *(build() for build in builders)))
+def _join_contexts(contexts: Callable[[], Any]) -> Any:
+    """Return the contexts of each pass, which keep values too."""
+    return tuple(map(_Contexts, build_passes(), contexts()))
 
 
 class _Contexts:

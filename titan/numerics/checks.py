@@ -106,7 +106,7 @@ def check_choices(name: str, counts: Tensors) -> Check:
     """Return the largest share, over routers, of given experts that one device would not have chosen.
 
     Args:
-        counts: of each router, as of `RouteWatch.count_choices`.
+        counts: of each router, as of `RouteWatch.choices`.
     """
     shares = {router: float(other) / float(pinned) for router, (pinned, other) in counts.items()}
     worst = max(shares, key=lambda router: shares[router])

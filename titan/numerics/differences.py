@@ -269,6 +269,12 @@ def _differ(a: Operation, b: Operation, bound: float) -> bool:
     return False
 
 
+def get_layer_name(name: str) -> str:
+    """Return the layer of a parameter or module: layers.3 for layers.3.attention.wq.weight."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
 def sort_layers(names: Iterable[str]) -> list[str]:
     """Return names of modules by the numbers of their layers."""
     return sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")])

@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.norms import local_tensor
 from titan.parallelism.replicas import RankName, ReplicaDifference, get_rank_name
 from titan.run.run import Run
+from titan.training.observe import iterate_hidden_modules
 from titan.training.train_step import TrainStep
 
 OUTPUT = "the loss"
@@ -51,13 +52,18 @@ class OutputPrints(ModuleHooks):
         self.microbatch = microbatch
         self.prints: dict[str, Tensor] = {}
         self.sizes: dict[str, Tensor] = {}
-        for name, module in list_observed(stage):
+        hidden = [(name, module) for name, module in iterate_hidden_modules(stage) if name.count(".") < 2]
+        for name, module in [*hidden, (OUTPUT, stage)]:  # the embedding, the blocks, the final norm, and the loss
             self.add_after(0, module, partial(self._record, name))
 
     def read(self) -> Computation:
         """Return the fingerprints and the root mean squares, on the host."""
-        prints = torch.stack([*self.prints.values()]).tolist()
-        return Computation(tuple(self.prints), tuple(prints), tuple(torch.stack([*self.sizes.values()]).tolist()))
+        prints, sizes = (stacked.tolist() for stacked in self.stack())
+        return Computation(tuple(self.prints), tuple(prints), tuple(sizes))
+
+    def stack(self) -> tuple[Tensor, Tensor]:
+        """Return the fingerprints, int64 [modules], and the root mean squares, float64."""
+        return torch.stack([*self.prints.values()]), torch.stack([*self.sizes.values()])
 
     @torch.no_grad()
     def _record(self, name: str, call: StageCall, module: nn.Module, args: Any, out: Tensor) -> None:
@@ -66,15 +72,6 @@ class OutputPrints(ModuleHooks):
             self.prints[name] = fingerprint(value)
             norm = torch.linalg.vector_norm(value, dtype=torch.float32)  # without a copy in that type
             self.sizes[name] = norm.double() / math.sqrt(max(1, value.numel()))
-
-
-def list_observed(stage: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose results are compared: embedding, blocks, final norm, and the stage, whose is the loss."""
-    model = stage.model
-    yield "tok_embeddings", model.tok_embeddings
-    yield from ((f"layers.{number}", block) for number, block in model.layers.items())
-    yield "norm", model.norm
-    yield OUTPUT, stage
 
 
 class Audit:
@@ -124,8 +121,7 @@ class Audit:
         shifts = self._choose_shifts(step)
         peer_rows = self._exchange(own_rows, -shifts[0])
         peer = self._compute(peer_rows)
-        own_prints = torch.stack([*recorded.prints.values()])
-        answer = self._exchange(torch.stack([*peer.prints.values()]), shifts[0])
+        own_prints, answer = recorded.stack()[0], self._exchange(peer.stack()[0], shifts[0])
         differs = (own_prints != answer).any().long()
         dist.all_reduce(differs, dist.ReduceOp.MAX)
         warning = self._decide(step, recorded, own_rows, peer, peer_rows, shifts) if differs.item() else ""
@@ -187,21 +183,17 @@ class Audit:
         shifts: tuple[int, ...],
     ) -> str:
         """Compute own and received rows again, and let a third rank compute them where there is one; then judge."""
-        repeats = tuple(self._compute(own_rows).read() for _ in range(2))
-        first, again = self._send_back(peer, shifts[0]), self._send_back(self._compute(peer_rows), shifts[0])
-        third = None
-        if len(shifts) > 1:
-            third = self._send_back(self._compute(self._exchange(own_rows, -shifts[1])), shifts[1])
         witness = Witness(
             name=get_rank_name(self.world.rank_info.rank),
             trained=recorded.read(),
-            repeats=repeats,
+            repeats=tuple(self._compute(own_rows).read() for _ in range(2)),
             auditor=self._find_rank(-shifts[0]),
-            second=first,
-            again=again,
-            third_rank=self._find_rank(-shifts[1]) if third is not None else None,
-            third=third,
+            second=self._send_back(peer, shifts[0]),
+            again=self._send_back(self._compute(peer_rows), shifts[0]),
         )
+        for shift in shifts[1:]:
+            third = self._send_back(self._compute(self._exchange(own_rows, -shift)), shift)
+            witness = replace(witness, third=third)
         judgement = judge(self.world.all_gather_object(witness))
         if judgement.difference is None:
             return f"step {step}: {judgement.describe()}"
@@ -214,8 +206,7 @@ class Audit:
 
     def _send_back(self, prints: OutputPrints, shift: int) -> Computation:
         """Send what this rank computed to the rank whose rows they were; return what others computed of its rows."""
-        computed = torch.stack([*prints.prints.values()]), torch.stack([*prints.sizes.values()])
-        values, sizes = (self._exchange(part, shift).tolist() for part in computed)
+        values, sizes = (self._exchange(part, shift).tolist() for part in prints.stack())
         return Computation(tuple(prints.prints), tuple(values), tuple(sizes))
 
 
@@ -248,8 +239,7 @@ class Witness:
         auditor: the rank that computed it a second time.
         second: by the auditor.
         again: by the auditor, once more.
-        third_rank: the rank that computed it a third time; None without one.
-        third: by that rank.
+        third: by a third rank; None without one.
     """
 
     name: RankName
@@ -258,7 +248,6 @@ class Witness:
     auditor: int
     second: Computation
     again: Computation
-    third_rank: int | None = None
     third: Computation | None = None
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -32,32 +33,26 @@ from titan.training.step_metrics import StepResult
 from titan.training.train_step import TrainStep
 
 
+@dataclass(eq=False)
 class BadSteps:
-    """Examines steps for values that are not finite; all ranks call it together.
+    """Examines steps for values that are not finite, and repeats them; all ranks call it together.
 
-    Attributes:
-        latest: whether the latest step was bad, bool [] on the device. The weights wait then until the host has found
-            the cause.
-        count: how many steps in a row were bad, of those whose metrics were read.
+    `allow_task` lets the ranks wait longer for each other, as a repeated step needs. `count` is how many steps in a row
+    were bad, of those whose metrics were read. `latest`: whether the latest step was bad, bool [] on the device; the
+    weights wait then until the host has found the cause.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        train_step: TrainStep,
-        mix: RowMixture,
-        allow_task: Callable[[], None],
-        to_device: Callable[[Batch], Microbatches],
-        warn: Callable[[str], None],
-    ) -> None:
-        """Take what repeats a step.
+    run: Run
+    train_step: TrainStep
+    mix: RowMixture
+    allow_task: Callable[[], None]
+    to_device: Callable[[Batch], Microbatches]
+    warn: Callable[[str], None]
+    count: int = 0
 
-        Args:
-            allow_task: lets the ranks wait longer for each other, as a repeated step needs.
-        """
-        self.run, self.train_step, self.mix, self.allow_task = run, train_step, mix, allow_task
-        self.to_device, self.warn = to_device, warn
-        self.latest, self.count = torch.zeros((), dtype=torch.bool, device=train_step.device), 0
+    def __post_init__(self) -> None:
+        """Begin without a bad step."""
+        self.latest = torch.zeros((), dtype=torch.bool, device=self.train_step.device)
 
     def examine(self, result: StepResult) -> tuple[str, str] | None:
         """Return the symptom and the cause of a bad step; None for a finite step.
@@ -75,9 +70,8 @@ class BadSteps:
         origin = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradients (the loss is finite)"
         symptom = f"{origin}, rows {result.batch.first} to {result.batch.last}"
         self.allow_task()
-        rows, scale = self.to_device(result.batch), 1 / self.run.training.count_step_tokens(result.step)
-        row_number_of = self._build_row_numbering(result.step)
-        cause, findings = investigate_step(self.run, self.train_step, rows, scale, row_number_of)
+        findings = self._investigate(result)
+        cause = _describe_origin(findings, self.run.compile.scope != "off")
         if self.train_step.world.is_rank0:
             file = Path(self.run.directory) / "debug" / f"not-finite-step-{result.step}.json"
             file.parent.mkdir(exist_ok=True)
@@ -94,17 +88,31 @@ class BadSteps:
             f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step {saved_step}."
         )
 
-    def _build_row_numbering(self, step: int) -> Callable[[int], int | None]:
-        """Return the function that gives the number in the data of this rank's rows of a step, None for padding."""
-        training = self.run.training
-        rank_rows = self.train_step.world.data_shard.slice_rows(training.find_phase(step).rows)
-        indices = np.arange(rank_rows.start, rank_rows.stop) + training.count_rows_before(step)
+    def _investigate(self, result: StepResult) -> Sequence[RankFindings]:
+        """Repeat a step without an update; return what each rank found; all ranks call it together."""
+        run, train_step, rows = self.run, self.train_step, self.to_device(result.batch)
+        weights = _list_not_finite((name, p.detach()) for name, p in train_step.named_parameters())
+        tracer = NonFiniteTracer(train_step, run)
+        # torch compiles FlexAttention only where nothing else sees its operations
+        uses_flex = run.training.attention == "flex" or (run.dataset.mask_documents and run.machine.device == "cuda")
+        operations = nullcontext() if uses_flex else tracer.op_mode
+        with tracer, force_eager(run.compile.scope != "off"), operations, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the tracer's views, which nothing writes to
+            train_step.backward(rows, 1 / run.training.count_step_tokens(result.step))
+        gradients = _list_not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
+        train_step.optimizer.zero_grad(set_to_none=True)
+        training, shard, origins = run.training, train_step.world.data_shard, list[NonFiniteOrigin]()
+        rank_rows = shard.slice_rows(training.find_phase(result.step).rows)
+        indices = np.arange(rank_rows.start, rank_rows.stop) + training.count_rows_before(result.step)
         numbers = self.mix.compute_row_numbers(indices).tolist()
-        return lambda index: numbers[index] if index < len(numbers) else None
+        for origin in tracer.origins_by_pass.values():  # with the rows' numbers in the data; padding has none
+            first_row = origin.microbatch * rows.tokens.shape[1]
+            in_data = tuple(numbers[row] for row in (first_row + r for r in origin.rows) if row < len(numbers))
+            origins.append(replace(origin, rank=train_step.world.rank_info.rank, rows=in_data))
+        return train_step.world.all_gather_object(RankFindings(tuple(origins), weights, gradients))
 
 
 Direction = Literal["forward", "backward"]
-PASS_NAMES = {"forward": "forward pass", "backward": "backward pass"}
 MAX_NAMED = 4
 """Rows and tensors that a sentence names."""
 
@@ -130,8 +138,8 @@ class NonFiniteOrigin:
     detail: str
     microbatch: int
     stage: int
-    order: int
-    rows: tuple[int, ...]
+    order: int = 0
+    rows: tuple[int, ...] = ()
     operation: str | None = None
     rank: int = 0
 
@@ -147,36 +155,6 @@ class RankFindings:
     gradients: tuple[str, ...]
 
 
-def investigate_step(
-    run: Run, train_step: TrainStep, rows: Microbatches, scale: float, row_number_of: Callable[[int], int | None]
-) -> tuple[str, Sequence[RankFindings]]:
-    """Repeat a step without an update; return where its first non-finite value comes from, and what each rank found.
-
-    All ranks call it together, and get the same sentence.
-
-    Args:
-        scale: see `TrainStep.backward`.
-        row_number_of: the number in the data of a row of this rank, given by its place; None for padding.
-    """
-    weights = _list_not_finite((name, p.detach()) for name, p in train_step.named_parameters())
-    tracer, compiled = NonFiniteTracer(train_step, run), run.compile.scope != "off"
-    # torch compiles FlexAttention only where nothing else sees its operations
-    uses_flex = run.training.attention == "flex" or (run.dataset.mask_documents and run.machine.device == "cuda")
-    operations = nullcontext() if uses_flex else tracer.op_mode
-    with tracer, force_eager(compiled), operations, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the tracer's views, which nothing writes to
-        train_step.backward(rows, scale)
-    gradients = _list_not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
-    train_step.optimizer.zero_grad(set_to_none=True)
-    rank, rows_per_microbatch = train_step.world.rank_info.rank, rows.tokens.shape[1]
-    origins = []
-    for origin in tracer.origins_by_pass.values():  # with the rows' numbers in the data
-        numbers = [row_number_of(origin.microbatch * rows_per_microbatch + row) for row in origin.rows]
-        origins.append(replace(origin, rank=rank, rows=tuple(n for n in numbers if n is not None)))
-    findings = train_step.world.all_gather_object(RankFindings(tuple(origins), weights, gradients))
-    return _describe_origin(findings, compiled), findings
-
-
 def _list_not_finite(tensors: Any) -> tuple[str, ...]:
     return tuple(name for name, x in tensors if not torch.isfinite(local_tensor(x)).all().item())
 
@@ -186,8 +164,7 @@ class NonFiniteTracer(ModuleHooks):
 
     def __init__(self, train_step: TrainStep, run: Run) -> None:
         super().__init__(train_step.stages)
-        pipeline = train_step.world.get_coordinate("pipeline")
-        self.stage_numbers = list(run.staging.list_stages(pipeline))
+        self.stage_numbers = list(run.staging.list_stages(train_step.world.get_coordinate("pipeline")))
         self.origins_by_pass: dict[tuple[Direction, int, int], NonFiniteOrigin] = {}
         self.value_counts: dict[tuple[Direction, int, int], int] = {}
         self.bad_tokens: list[Tensor] = []
@@ -195,59 +172,51 @@ class NonFiniteTracer(ModuleHooks):
         for index, stage in enumerate(train_step.stages):
             for name, module in stage.model.named_modules():
                 if name and not isinstance(module, nn.ModuleDict | nn.ModuleList):
-                    self.add_before(index, module, self._build_pre_hook(name))
-                    self.add_after(index, module, self._build_post_hook(name), first=True)
+                    self.add_before(index, module, partial(self._check_inputs, name))
+                    self.add_after(index, module, partial(self._check_output, name), first=True)
 
-    def _build_pre_hook(self, name: str) -> Callable[..., Any]:
-        parent = _find_parent(name)
+    def _check_inputs(self, name: str, call: StageCall, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        parent, inputs, before = _find_parent(name), list(args), f"before {_shorten_name(name)}"
+        if name == "head" and len(args) > 1 and args[1] is not None:
+            self.bad_tokens = [~torch.isfinite(compute_token_losses(module, args[0].detach(), args[1]))]
+        for index, x in enumerate(args):
+            if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
+                self._note_value(self._locate("forward", call, parent, before), x)
+                inputs[index] = self._watch_gradient(self._locate("backward", call, name), x)
+        return tuple(inputs)
 
-        def check_inputs(call: StageCall, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            if name == "head" and len(args) > 1 and args[1] is not None:
-                self.bad_tokens = [~torch.isfinite(compute_token_losses(module, args[0].detach(), args[1]))]
-            out = list(args)
-            for index, x in enumerate(args):
-                if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
-                    self._note_value(call, "forward", parent, f"before {_shorten_name(name)}", x)
-                    out[index] = self._watch_gradient(x, call, name, "")
-            return tuple(out)
+    def _check_output(
+        self, name: str, call: StageCall, module: nn.Module, args: tuple[Any, ...], out: Tensor
+    ) -> Tensor:
+        rows = self.bad_tokens[0] if name == "head" and out.dim() < 2 and self.bad_tokens else None
+        self._note_value(self._locate("forward", call, name), out, rows)
+        after = f"after {_shorten_name(name)}"
+        return self._watch_gradient(self._locate("backward", call, _find_parent(name), after), out)
 
-        return check_inputs
+    def _locate(self, direction: Direction, call: StageCall, module: str, detail: str = "") -> NonFiniteOrigin:
+        """Return the origin that a value of a call would be."""
+        return NonFiniteOrigin(direction, module, detail, call.microbatch, self.stage_numbers[call.stage])
 
-    def _build_post_hook(self, name: str) -> Callable[..., Any]:
-        parent = _find_parent(name)
-
-        def check_output(call: StageCall, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-            rows = self.bad_tokens[0] if name == "head" and out.dim() < 2 and self.bad_tokens else None
-            self._note_value(call, "forward", name, "", out, rows)
-            return self._watch_gradient(out, call, parent, f"after {_shorten_name(name)}")
-
-        return check_output
-
-    def _watch_gradient(self, x: Tensor, call: StageCall, module: str, detail: str) -> Tensor:
+    def _watch_gradient(self, origin: NonFiniteOrigin, x: Tensor) -> Tensor:
         """Return the same tensor, whose gradient from this use alone is noted."""
         if not x.requires_grad:
             return x
-        view, microbatch = x.view_as(x), call.microbatch
-        gradient_call = StageCall(call.stage, microbatch)
+        view = x.view_as(x)
         hook: Any = view.register_hook
-        hook(lambda gradient: self._note_value(gradient_call, "backward", module, detail, gradient.detach()))
+        hook(partial(self._note_value, origin))
         return view
 
     @torch.no_grad()
-    def _note_value(
-        self, call: StageCall, direction: Direction, module: str, detail: str, x: Tensor, is_bad: Tensor | None = None
-    ) -> None:
+    def _note_value(self, origin: NonFiniteOrigin, x: Tensor, is_bad: Tensor | None = None) -> None:
         """Note a value that is the first of its pass that is not finite."""
-        key = (direction, call.stage, call.microbatch)
+        key = (origin.direction, origin.stage, origin.microbatch)
         order = self.value_counts[key] = self.value_counts.get(key, -1) + 1
         operation = self.op_mode.take_first()
         if key in self.origins_by_pass or torch.isfinite(x).all().item():
             return
         is_bad = ~torch.isfinite(x.detach()) if is_bad is None else is_bad
         rows = tuple(is_bad.flatten(1).any(1).nonzero().flatten().tolist()) if is_bad.dim() > 1 else ()
-        self.origins_by_pass[key] = NonFiniteOrigin(
-            direction, module, detail, call.microbatch, self.stage_numbers[call.stage], order, rows, operation
-        )
+        self.origins_by_pass[key] = replace(origin, order=order, rows=rows, operation=operation)
 
 
 def _find_parent(name: str) -> str:
@@ -269,16 +238,15 @@ def _describe_origin(rank_findings: Sequence[RankFindings], compiled: bool) -> s
         first = origins[0]
         same_origins = [o for o in origins if _build_sort_key(o)[:-1] == _build_sort_key(first)[:-1]]
         rows = sorted({row for o in same_origins if o.rank == first.rank for row in o.rows})
-        ranks = sorted({o.rank for o in same_origins})
-        in_rows = f", row{'s' if len(rows) > 1 else ''} {_format_list(rows)}" if rows else ""
-        text = (
-            f"the first non-finite value is in the {PASS_NAMES[first.direction]} of {first.module}"
-            f"{f' ({first.detail})' if first.detail else ''}"
-            f"{f', operation {first.operation}' if first.operation else ''}, "
-            f"micro-batch {first.microbatch}, "
-            f"rank{'s' if len(ranks) > 1 else ''} {_format_list(ranks)}{in_rows}"
-        )
-        return f"{text}; not finite before the step: {weights}" if weights else text
+        parts = [
+            f"the first non-finite value is in the {first.direction} pass of {first.module}"
+            f"{f' ({first.detail})' if first.detail else ''}",
+            *([f"operation {first.operation}"] if first.operation else []),
+            f"micro-batch {first.microbatch}",
+            _format_list("rank", sorted({o.rank for o in same_origins})),
+            *([_format_list("row", rows)] if rows else []),
+        ]
+        return ", ".join(parts) + (f"; not finite before the step: {weights}" if weights else "")
     if weights:
         return f"not finite before the step: {weights}"
     gradients = _format_names((name, rank) for rank, part in enumerate(rank_findings) for name in part.gradients)
@@ -295,9 +263,9 @@ def _build_sort_key(origin: NonFiniteOrigin) -> tuple[Any, ...]:
     return backward, origin.microbatch, stage, origin.order, origin.rank
 
 
-def _format_list(numbers: Sequence[int]) -> str:
+def _format_list(noun: str, numbers: Sequence[int]) -> str:
     remainder = f" and {len(numbers) - MAX_NAMED} more" if len(numbers) > MAX_NAMED else ""
-    return ", ".join(map(str, numbers[:MAX_NAMED])) + remainder
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:MAX_NAMED]))}{remainder}"
 
 
 def _format_names(names_and_ranks: Any) -> str:
@@ -306,10 +274,7 @@ def _format_names(names_and_ranks: Any) -> str:
     for name, rank in names_and_ranks:
         ranks.setdefault(name, []).append(rank)
     remainder = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
-    formatted = [
-        f"{name} (rank{'s' if len(r) > 1 else ''} {_format_list(r)})" for name, r in list(ranks.items())[:MAX_NAMED]
-    ]
-    return ", ".join(formatted) + remainder if ranks else ""
+    return ", ".join(f"{name} ({_format_list('rank', r)})" for name, r in list(ranks.items())[:MAX_NAMED]) + remainder
 
 
 UNWRITTEN = ("empty", "new_empty", "resize", "set_", "as_strided")
@@ -335,7 +300,9 @@ class NonFiniteOpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(getattr(func, "_opname", None) or func.__name__)
-        skips_check = self._first is not None or not _completes_result(func, name)
+        # the result of a collective may not be complete yet
+        is_complete = "c10d" not in str(getattr(func, "namespace", "")) and not name.startswith(UNWRITTEN)
+        skips_check = self._first is not None or not is_complete
         inputs = [] if skips_check else list(_iterate_tensors((args, kwargs)))
         inputs_finite = name.endswith("_") and all(map(_is_finite, inputs))  # asked before it changes one of them
         out = func(*args, **(kwargs or {}))
@@ -346,11 +313,6 @@ class NonFiniteOpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self._first = name
         return out
-
-
-def _completes_result(func: Any, name: str) -> bool:
-    """Whether the result is complete when an operation returns; that of a collective may not be."""
-    return "c10d" not in str(getattr(func, "namespace", "")) and not name.startswith(UNWRITTEN)
 
 
 def _iterate_tensors(values: Any) -> Iterator[Tensor]:

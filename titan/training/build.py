@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -21,14 +20,14 @@ from titan.estimate.regather import regathers_input
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, balance, init_weights, loss_terms
 from titan.model.core import KeyValueCore, RecurrentCore, find_cores, iterate_cores
-from titan.model.parts import Part, list_parts
+from titan.model.parts import list_parts
 from titan.model.schema import Decoder
 from titan.optimizer.update_factors import build_optimizer
 from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
 from titan.parallelism.context_chunks import RowParts
 from titan.parallelism.mesh import RunContext, World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, create_p2p_groups
-from titan.parallelism.schema import Parallelism, Sharding, Strategy
+from titan.parallelism.schema import Sharding, Strategy
 from titan.parallelism.strategy import is_in_group
 from titan.parallelism.units import list_units, list_units_inside_blocks
 from titan.precision import low_precision
@@ -59,15 +58,16 @@ def build_train_step(
         notes.append(line)
         log(line)
 
-    stages, choices = _build_stages(run, world, add_note), _decide(run, world)
+    stages, choices = _build_stages(run, world, add_note), _Choices(run, world)
     model = next(iter(stages.values())).model  # what the blocks return is the same on all stages
     initializers = [stage.model.initial() for stage in stages.values()]
     groups = {name: strategy.build(world) for name, strategy in _collect_groups(run).items()}
     row_exchange = _build_row_exchange(model, run, world)
-    labels: list[GraphLabel] = []
-    for stage in stages.values():
-        labels += _transform_stage(stage, run, world, choices, groups)
-        balance.set_row_exchange(stage.model, row_exchange)
+    labels = [
+        label
+        for stage in stages.values()
+        for label in _transform_stage(stage, run, world, choices, groups, row_exchange)
+    ]
     parallelism = run.parallelism
     data.configure_exchange(
         [*stages.values()], parallelism.reduce_buffers, parallelism.separate_reduce, parallelism.symmetric_memory
@@ -82,10 +82,11 @@ def build_train_step(
     if description := run.optimizer.describe():
         add_note(f"optimizer: {description}")
     add_note(f"initial weights from seed {run.training.seed} on {device}")
+    runner = _build_runner(stages, run, world, choices)
     parameters = (named for stage in stages.values() for named in stage.iterate_global_parameters())
     return TrainStep(
         stages=tuple(stages.values()),
-        runner=_build_runner(stages, run, world, choices),
+        runner=runner,
         optimizer=build_optimizer(run.optimizer, run.model, parameters),
         world=world,
         scales=_build_scales(stages, run, choices),
@@ -100,7 +101,6 @@ def build_train_step(
     )
 
 
-@dataclass(frozen=True)
 class _Choices:
     """What several techniques need to know of a run on this rank, decided once.
 
@@ -110,34 +110,24 @@ class _Choices:
         prefetch: see `Parallelism.resolve_prefetch`.
         accumulates_whole: see `Parallelism.accumulates_whole`.
         row_multiple: see `Parallelism.compute_row_multiple`.
+        eight_bit: the matmuls that are computed in eight bits, and why others are not.
         gathered: the matmuls whose weights are gathered in float8: their scales are those of one mesh.
         regather: whether regions gather their input again in backward.
         kernel: the attention kernel that torch chooses, as in `training.attention`.
     """
 
-    fsdp: Any
-    reshard: bool | int
-    prefetch: int
-    accumulates_whole: bool
-    row_multiple: int
-    gathered: tuple[str, ...]
-    regather: bool
-    kernel: str
-
-
-def _decide(run: Run, world: World) -> _Choices:
-    parallelism, layout = run.parallelism, run.layout
-    gathered = run.precision.select_gathered(run.model.linear_layers(), run.weight_sharding)
-    return _Choices(
-        fsdp=None if layout.only_replicated else world.get_mesh("replicate", "shard"),
-        reshard=parallelism.resolve_reshard(layout),
-        prefetch=parallelism.resolve_prefetch(layout),
-        accumulates_whole=parallelism.accumulates_whole(layout),
-        row_multiple=parallelism.compute_row_multiple(layout),
-        gathered=tuple(name for name in gathered if not is_in_group(name, parallelism.groups or {})),
-        regather=regathers_input(parallelism, run.memory, layout),
-        kernel=_choose_attention_kernel(run, world),
-    )
+    def __init__(self, run: Run, world: World) -> None:
+        parallelism, precision, layout = run.parallelism, run.precision, run.layout
+        gathered = precision.select_gathered(run.model.linear_layers(), run.weight_sharding)
+        self.fsdp: Any = None if layout.only_replicated else world.get_mesh("replicate", "shard")
+        self.reshard = parallelism.resolve_reshard(layout)
+        self.prefetch = parallelism.resolve_prefetch(layout)
+        self.accumulates_whole = parallelism.accumulates_whole(layout)
+        self.row_multiple = parallelism.compute_row_multiple(layout)
+        self.eight_bit = precision.select_layers(run.model.matmuls(), layout.tensor)
+        self.gathered = tuple(name for name in gathered if not is_in_group(name, parallelism.groups or {}))
+        self.regather = regathers_input(parallelism, run.memory, layout)
+        self.kernel = _choose_attention_kernel(run, world)
 
 
 def _collect_groups(run: Run) -> dict[str, Strategy]:
@@ -186,24 +176,27 @@ def _build_row_exchange(model: Any, run: Run, world: World) -> balance.RowExchan
 
 
 def _transform_stage(
-    stage: ModelStage, run: Run, world: World, choices: _Choices, groups: Mapping[str, Sharding]
+    stage: ModelStage,
+    run: Run,
+    world: World,
+    choices: _Choices,
+    groups: Mapping[str, Sharding],
+    row_exchange: balance.RowExchange,
 ) -> list[GraphLabel]:
     """Apply the techniques to one stage, in the one order that works; return what is compiled."""
-    model, parallelism = stage.model, run.parallelism
-    quantized = run.precision.select_layers(run.model.matmuls(), run.layout.tensor).quantized
-    mesh, chunk = choices.fsdp, run.training.loss_chunk
+    model, parallelism, mesh, chunk = stage.model, run.parallelism, choices.fsdp, run.training.loss_chunk
+    set_compute_dtype(model, run.precision, choices.eight_bit.quantized, mesh is not None)
     terms = tuple(loss_terms.Term(name, t.coefficient, t.build()) for name, t in run.training.terms.items())
-    _apply_precision_and_tensor(
-        model,
-        run.precision,
-        parallelism,
-        world,
-        quantized,
-        chunk=chunk,
-        sharded=mesh is not None,
-        terms=terms,
-        regather=choices.regather,
-    )
+    loss_terms.set_head_loss(model.head, terms, chunk, model.config.logit_cap)
+    if (expert_mesh := world.get_mesh("expert", experts=True)) is not None:
+        expert.shard_experts(model, expert_mesh, parallelism.exchange)
+    if (tensor_mesh := world.get_mesh("tensor")) is not None:
+        if parallelism.async_tensor:
+            tensor.enable_async_tensor(tensor_mesh)
+        sequence, loss_parallel = parallelism.sequence_parallel, parallelism.loss_parallel
+        options = {"sequence_parallel": sequence, "loss_parallel": loss_parallel, "regather": choices.regather}
+        tensor.apply_tensor_plan(model, tensor_mesh, chunk=chunk, **options)
+    balance.set_row_exchange(model, row_exchange)
     attention.set_kernels(model, run.training.attention, world.device, use_flex=run.training.attention == "flex")
     if (context_group := world.get_group("context")) is not None:
         method, kernel = parallelism.context_method, choices.kernel
@@ -211,10 +204,12 @@ def _transform_stage(
     hands_on = context_group is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
     if run.layout.expert > 1:
         parallelism.exchange.change_model(model)
-    parts = _list_block_parts(model, mesh, groups, choices.reshard)
-    first, is_compiled = int(next(iter(model.layers))), run.compile.scope != "off"
+    # parts that one graph can hold: without exchanges of tokens and hooks of FSDP inside
+    units = list_units_inside_blocks(list_units(model, mesh, groups, choices.reshard))
+    hooked = {id(model.get_submodule(name)) for name in units}
+    parts = [list_parts(block, expert.exchanges_tokens, lambda m: id(m) in hooked) for block in model.blocks()]
     own_sharding = parallelism.model_sharding
-    checkpoint_blocks(model.blocks(), run.memory, first, parts, is_compiled)
+    checkpoint_blocks(model.blocks(), run.memory, int(next(iter(model.layers))), parts, run.compile.scope != "off")
     labels = compile_stage(
         stage,
         run.compile,
@@ -241,50 +236,12 @@ def _transform_stage(
     return labels
 
 
-def _list_block_parts(model: Any, mesh: Any, groups: Mapping[str, Sharding], reshard: bool | int) -> list[list[Part]]:
-    """Return the parts of each block that one graph can hold: without exchanges of tokens and hooks of FSDP inside."""
-    units = list_units_inside_blocks(list_units(model, mesh, groups, reshard))
-    hooked = {id(model.get_submodule(name)) for name in units}
-    return [list_parts(block, expert.exchanges_tokens, lambda module: id(module) in hooked) for block in model.blocks()]
-
-
 def _build_scales(stages: dict[int, ModelStage], run: Run, choices: _Choices) -> low_precision.Float8Scales | None:
     """Return what updates the scales of weights that are gathered in float8; offloaded weights are scaled at use."""
     mesh = choices.fsdp
     if mesh is None or run.memory.offload or not choices.gathered:
         return None
     return low_precision.Float8Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
-
-
-def _apply_precision_and_tensor(
-    model: Any,
-    precision: Precision,
-    parallelism: Parallelism,
-    world: World,
-    quantized: tuple[str, ...] = (),
-    chunk: int | None = None,
-    sharded: bool = False,
-    terms: tuple[loss_terms.Term, ...] = (),
-    regather: bool = False,
-) -> None:
-    """Set a model's compute types and loss chunks, and split it over tensor ranks, for training and generation alike.
-
-    Args:
-        quantized: modules whose matmuls are computed in eight bits.
-        chunk: tokens whose logits exist at a time; None: all.
-        regather: whether regions gather their input again in backward.
-    """
-    set_compute_dtype(model, precision, quantized, sharded)
-    loss_terms.set_head_loss(model.head, terms, chunk, model.config.logit_cap)
-    if (expert_mesh := world.get_mesh("expert", experts=True)) is not None:
-        expert.shard_experts(model, expert_mesh, parallelism.exchange)
-    if (mesh := world.get_mesh("tensor")) is not None:
-        if parallelism.async_tensor:
-            tensor.enable_async_tensor(mesh)
-        sequence, loss_parallel = parallelism.sequence_parallel, parallelism.loss_parallel
-        tensor.apply_tensor_plan(
-            model, mesh, sequence_parallel=sequence, loss_parallel=loss_parallel, regather=regather, chunk=chunk
-        )
 
 
 def build_for_generation(schema: Decoder, precision: Precision, world: World) -> Any:
@@ -297,7 +254,9 @@ def build_for_generation(schema: Decoder, precision: Precision, world: World) ->
     """
     with torch.device("meta"):
         model = schema.build().to(precision.dtype)
-    _apply_precision_and_tensor(model, precision, Parallelism(sequence_parallel=False, loss_parallel=False), world)
+    set_compute_dtype(model, precision)
+    if (mesh := world.get_mesh("tensor")) is not None:
+        tensor.apply_tensor_plan(model, mesh, sequence_parallel=False, loss_parallel=False)
     init_weights.allocate_model(model, world.device)
     return model.requires_grad_(False)
 
@@ -308,13 +267,13 @@ def _choose_attention_kernel(run: Run, world: World) -> str:
     model, dtype, ranks, masked = run.model, run.precision.dtype, run.layout.tensor, _describe_masks(run)
     shape = (model.heads // ranks, model.kv_heads // ranks, model.head_size)
     masks_chunks = model.needs_mask(run.training.seq_len) and not _uses_ring_attention(run, world)
-    kernels = attention.choose_kernels(choice, device)
+    is_merged = choice == "flex" or _merges_blocks(run, world)
     try:
+        kernel = context_kernels.choose_kernel(choice, shape, dtype, device, documents) if is_merged else ""
+        kernels = attention.choose_kernels(choice, device)
         if choice != "flex" and masks_chunks:  # torch's kernels for both masks
             attention.query_selected_kernel(shape, dtype, device, kernels, has_mask=True)
-        if choice == "flex" or _merges_blocks(run, world):
-            return context_kernels.choose_kernel(choice, shape, dtype, device, documents)
-        return attention.query_selected_kernel(shape, dtype, device, kernels, documents)
+        return kernel or attention.query_selected_kernel(shape, dtype, device, kernels, documents)
     except attention.NoKernelError as error:
         with_mask = f", with a mask for {masked}" if masked else ""
         raise ConfigError(
@@ -399,8 +358,7 @@ def _format_ranks(count: int) -> str:
 
 def _describe_low_precision(run: Run, choices: _Choices) -> Iterator[str]:
     """Yield which matmuls are computed in eight bits, and which weights are gathered in them."""
-    precision, matmuls, gathered = run.precision, run.model.matmuls(), choices.gathered
-    choice = precision.select_layers(matmuls, run.layout.tensor)
+    precision, matmuls, gathered, choice = run.precision, run.model.matmuls(), choices.gathered, choices.eight_bit
     unquantized = f"; in {precision.compute}: {choice.describe_exclusions()}" if choice.exclusions else ""
     yield f"{len(choice.quantized)} of {len(matmuls)} matmuls in {precision.matmuls}{unquantized}"
     if choices.fsdp is not None:

@@ -213,7 +213,16 @@ class CheckpointPolicy:
             self.post_save_error = outcome.post_save_error
             if outcome.post_save_error:
                 self.warn(f"step {outcome.step}: the checkpoint is complete, but: {outcome.post_save_error}")
-            records += [_build_record(outcome)] if outcome.bytes else []
+            if outcome.bytes:  # the line of metrics.jsonl for a save
+                records.append(
+                    {
+                        "checkpoint_step": outcome.step,
+                        "checkpoint_seconds": outcome.seconds,
+                        "checkpoint_stall_seconds": outcome.stall,
+                        "checkpoint_compare_seconds": outcome.compare_seconds,
+                        "checkpoint_gib": outcome.bytes / 2**30,
+                    }
+                )
         return records
 
     def _retry_later(self, outcome: SaveOutcome) -> None:
@@ -270,17 +279,6 @@ def _build_export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: C
             coordinator.on_rank0(lambda: exported.finish(out))
 
     return export_checkpoint
-
-
-def _build_record(outcome: SaveOutcome) -> dict[str, Any]:
-    """Return the line of metrics.jsonl for a save."""
-    return {
-        "checkpoint_step": outcome.step,
-        "checkpoint_seconds": outcome.seconds,
-        "checkpoint_stall_seconds": outcome.stall,
-        "checkpoint_compare_seconds": outcome.compare_seconds,
-        "checkpoint_gib": outcome.bytes / 2**30,
-    }
 
 
 def restore_state(

@@ -7,15 +7,15 @@ with and without them, compiled or not. Gradients are those before clipping.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan.debug.module_hooks import force_eager
+from titan.numerics.differences import get_layer_name
 from titan.parallelism import data
-from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.norms import count_replicas, local_tensor, sum_row_squares
 from titan.run.run import Run
@@ -59,9 +59,9 @@ class LayerMetrics:
         for stage in self.train_step.stages:
             data.reshard_parameters(stage)
         table[LOGIT] = -math.inf
-        for name, totals in observer.forward.items():
-            table[ACTIVATION, self.layers.index(name)] = totals.squares
-            table[ELEMENTS, self.layers.index(name)] = totals.count
+        for (_, name), totals in observer.totals.items():
+            index = self.layers.index(name)
+            table[ACTIVATION, index], table[ELEMENTS, index] = totals[0], totals[3]
         for name, logit in observer.logits.items():
             table[LOGIT, self.layers.index(name)] = logit
         self._table = table
@@ -72,26 +72,33 @@ class LayerMetrics:
             return
         named_parameters = list(iterate_parameters(self.train_step))
         self._old_weights = [local_tensor(p.detach()).clone() for _, p in named_parameters]
-        gradients = [(name, p, local_tensor(p.grad)) for name, p in named_parameters if p.grad is not None]
-        weights = [(name, p, local_tensor(p.detach())) for name, p in named_parameters]
-        self._table[GRADIENT] = sum_squares(gradients, self.layers, self.train_step.world)
-        self._table[WEIGHT] = sum_squares(weights, self.layers, self.train_step.world)
+        gradients = ((name, p, local_tensor(p.grad)) for name, p in named_parameters if p.grad is not None)
+        self._add_squares(GRADIENT, gradients)
+        self._add_squares(WEIGHT, ((name, p, local_tensor(p.detach())) for name, p in named_parameters))
 
     @torch.no_grad()
     def measure_updates(self, step: int) -> None:
         """Measure how far the weights moved in a step that is due, and start to sum the table over the ranks."""
         if not self.is_due(step):
             return
-        updates = [
-            (name, p, old_weight.sub_(local_tensor(p)))
-            for (name, p), old_weight in zip(iterate_parameters(self.train_step), self._old_weights, strict=True)
-        ]
-        self._table[UPDATE] = sum_squares(updates, self.layers, self.train_step.world)
+        parameters = zip(iterate_parameters(self.train_step), self._old_weights, strict=True)
+        self._add_squares(UPDATE, ((name, p, weight.sub_(local_tensor(p))) for (name, p), weight in parameters))
         self._old_weights = []
         self.train_step.world.all_reduce(self._table[:LOGIT])
         if self.train_step.world.rank_info.world_size > 1:
             dist.all_reduce(self._table[LOGIT], dist.ReduceOp.MAX)
         self._tables = {last: table for last, table in self._tables.items() if last == step - 1} | {step: self._table}
+
+    def _add_squares(self, row: int, parts: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+        """Add this rank's part of the squares' sums to a row of the table.
+
+        Args:
+            parts: the name of each parameter, the parameter, and what this rank has of it or of its gradient.
+        """
+        world = self.train_step.world
+        for name, parameter, part in parts:
+            square = sum_row_squares(part).sum() / count_replicas(parameter, world)
+            self._table[row, self.layers.index(get_layer_name(name))] += square.to(world.device)
 
     def build_record(self, step: int) -> dict[str, float]:
         """Return the keys of a measured step for metrics.jsonl; none for other steps."""
@@ -118,12 +125,6 @@ def _compute_metrics(column: list[float]) -> dict[str, float]:
     return metrics
 
 
-def get_layer_name(name: str) -> str:
-    """Return the layer of a parameter or module: layers.3 for layers.3.attention.wq.weight."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
-
-
 def list_layers(train_step: TrainStep) -> tuple[str, ...]:
     """Return all layers of the model, in the order of the forward pass; all ranks call it together."""
     rank_layers = [
@@ -146,17 +147,3 @@ def iterate_parameters(train_step: TrainStep) -> Iterator[tuple[str, nn.Paramete
     tied = train_step.tied_weights
     replica = None if tied is None or tied.last is tied.first else tied.last
     return ((name, p) for name, p in train_step.named_parameters() if p is not replica)
-
-
-def sum_squares(parts: Iterable[tuple[str, Tensor, Tensor]], layers: Sequence[str], world: RunContext) -> Tensor:
-    """Return this rank's part of the squares' sum of each layer, float64 [layers] on its device.
-
-    Args:
-        parts: the name of each parameter, the parameter, and what this rank has of it or of its gradient.
-    """
-    sums = torch.zeros(len(layers), dtype=torch.float64, device=world.device)
-    layer_indices = {name: i for i, name in enumerate(layers)}
-    for name, parameter, part in parts:
-        square = sum_row_squares(part).sum() / count_replicas(parameter, world)
-        sums[layer_indices[get_layer_name(name)]] += square.to(world.device)
-    return sums

@@ -9,11 +9,11 @@ layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from titan.debug.module_hooks import ModuleHooks, StageCall, find_compiled_parts
 from titan.model.layers import IGNORED
 from titan.model.masks import chunk_ids
+from titan.numerics.differences import Key, Samples
 from titan.parallelism import collectives
 from titan.parallelism.norms import sum_row_squares
-from titan.training.replay.observation import TokenLoss
+from titan.training.replay.observation import ActivationTotals, TokenLoss
 from titan.training.train_step import TrainStep
 
 MAX_SAMPLED_TOKENS = 4096
@@ -73,40 +74,25 @@ class StepRows:
         return tokens < len(self._positions) or self.world.get_coordinate("tensor") == 0
 
 
-@dataclass
-class RunningTotals:
-    """Sums over a tensor's elements on this rank: of squares and of values, the largest absolute value, the number."""
-
-    squares: Tensor
-    values: Tensor
-    largest: Tensor
-    count: int = 0
-
-    @classmethod
-    def zero(cls, device: torch.device) -> RunningTotals:
-        """Return the totals of nothing."""
-        squares, values, largest = torch.zeros(3, dtype=torch.float64, device=device).unbind()
-        return cls(squares, values, largest)
-
-    def add_tensor(self, x: Tensor) -> None:
-        """Add a tensor."""
-        if x.numel():
-            self.squares += sum_row_squares(x).sum()
-            self.values += x.sum(dtype=torch.float32)
-            self.largest = torch.maximum(self.largest, x.abs().amax().double())
-            self.count += x.numel()
+def add_totals(totals: Tensor, x: Tensor) -> None:
+    """Add a tensor's elements to totals: float64 [4], the fields of `ActivationTotals`."""
+    if x.numel():
+        totals[0] += sum_row_squares(x).sum()
+        totals[1] += x.sum(dtype=torch.float32)
+        totals[2] = torch.maximum(totals[2], x.abs().amax().double())
+        totals[3] += x.numel()
 
 
-@dataclass
-class TokenSample:
-    """Projections of sampled tokens, float32 [tokens, WIDTH].
+SeenTokens = list[tuple[Tensor, Tensor, int]]
+"""Of some micro-batches: the tokens' indices in the step, int64 [tokens], what was seen of them [tokens, width], on the
+CPU, and the micro-batch's number on this rank."""
 
-    Of each also the index in the step, row * seq_len + position, and the micro-batch on this rank; int64.
-    """
 
-    tokens: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    microbatches: list[Tensor] = field(default_factory=list)
+def join_microbatches(seen: SeenTokens, rank: int) -> Samples:
+    """Return what a rank saw of the tokens of all its micro-batches."""
+    tokens, values = (torch.cat(parts).numpy() for parts in list(zip(*seen, strict=True))[:2])
+    microbatches = np.concatenate([np.full(len(part[0]), part[2], np.int64) for part in seen])
+    return Samples(tokens, values, microbatches, microbatches * 0 + rank)
 
 
 def iterate_hidden_modules(stage: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -125,9 +111,8 @@ class Observer(ModuleHooks):
     """Collects statistics of a step while its context is open.
 
     Attributes:
-        forward: of each module's output, by the module's name.
-        backward: of the loss's gradient with respect to it, by the module's name.
-        samples: by direction and module.
+        totals: by direction and module, of its output or of the loss's gradient with respect to it: see `add_totals`.
+        samples: likewise, projections of sampled tokens, float32 [tokens, PROJECTION_WIDTH].
         logits: the largest attention logit of each block, by its name; minus infinity where a rank has none.
         inside_compiled: names of those that can't be, because they are inside of code that runs compiled.
     """
@@ -136,9 +121,8 @@ class Observer(ModuleHooks):
         """Observe a train step; `around_compiled` as of `ModuleHooks`."""
         super().__init__(train_step.stages, around_compiled=around_compiled)
         self.train_step, self.rows, self.device = train_step, rows, train_step.device
-        self.forward: dict[str, RunningTotals] = {}
-        self.backward: dict[str, RunningTotals] = {}
-        self.samples: dict[tuple[str, str], TokenSample] = {}
+        self.totals: dict[Key, Tensor] = {}
+        self.samples: dict[Key, SeenTokens] = {}
         self.losses: list[TokenLoss] = []
         self.logits: dict[str, Tensor] = {}
         self.watched: list[str] = []
@@ -161,64 +145,67 @@ class Observer(ModuleHooks):
                     self.inside_compiled.append(name)
                     continue
                 self.watched.append(name)
-                self.add_after(index, module, self._build_collect_hook(name, sample))
+                self.add_after(index, module, partial(self._collect_output, name, sample))
 
     def watch_logits(self) -> None:
         """Collect the largest attention logits."""
         for index, stage in enumerate(self.train_step.stages):
             for number, block in stage.model.layers.items():
                 if core := getattr(getattr(block, "attention", None), "core", None):
-                    self.add_before(
-                        index, core, self._build_logit_hook(f"layers.{number}", getattr(block.attention, "chunk", None))
-                    )
+                    name, chunk = f"layers.{number}", getattr(block.attention, "chunk", None)
+                    self.logits[name] = torch.full((), -math.inf, dtype=torch.float64, device=self.device)
+                    self.add_before(index, core, partial(self._collect_logit, name, chunk))
 
     def watch_losses(self, largest: int) -> None:
         """Collect the `largest` losses of tokens."""
         for index, stage in enumerate(self.train_step.stages):
             if stage.model.head is not None:
-                self.add_before(
-                    index, stage.model.head, lambda call, head, args: self._add_losses(call, head, args, largest)
-                )
+                self.add_before(index, stage.model.head, partial(self._collect_losses, largest))
+
+    def read_totals(self) -> dict[Key, ActivationTotals]:
+        """Return the totals on the host."""
+        return {key: ActivationTotals(*totals.tolist()) for key, totals in self.totals.items()}
+
+    def read_samples(self) -> dict[Key, Samples]:
+        """Return the samples of all micro-batches."""
+        rank = self.train_step.world.rank_info.rank
+        return {key: join_microbatches(seen, rank) for key, seen in self.samples.items()}
 
     # --- hidden states
 
-    def _build_collect_hook(self, name: str, sample: bool) -> Callable[..., None]:
-        def collect_output(call: StageCall, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            self._collect_hidden("forward", name, call.microbatch, out, sample)
-            if sample and out.requires_grad:
-                watch: Any = out.register_hook
-                watch(partial(self._collect_hidden, "backward", name, call.microbatch, sample=sample))
-
-        return collect_output
+    def _collect_output(
+        self, name: str, sample: bool, call: StageCall, module: nn.Module, args: tuple[Any, ...], out: Tensor
+    ) -> None:
+        self._collect_hidden(("forward", name), call.microbatch, sample, out)
+        if sample and out.requires_grad:
+            watch: Any = out.register_hook
+            watch(partial(self._collect_hidden, ("backward", name), call.microbatch, sample))
 
     @torch.no_grad()
-    def _collect_hidden(self, direction: str, name: str, microbatch: int, x: Tensor, sample: bool) -> None:
-        totals: dict[str, RunningTotals] = getattr(self, direction)
-        if name not in totals:
-            totals[name] = RunningTotals.zero(self.device)
+    def _collect_hidden(self, key: Key, microbatch: int, sample: bool, x: Tensor) -> None:
+        if key not in self.totals:
+            self.totals[key] = torch.zeros(4, dtype=torch.float64, device=self.device)
         if not self.rows.is_counted(x.shape[1]):
             return
         real = x[: self.rows.count_rows(microbatch)]
         if self._with_totals:
-            totals[name].add_tensor(real)
+            add_totals(self.totals[key], real)
         if sample:
-            self._sample_tokens(self.samples.setdefault((direction, name), TokenSample()), microbatch, real)
+            self.samples.setdefault(key, []).append(self._sample_tokens(microbatch, real))
 
-    def _sample_tokens(self, sample: TokenSample, microbatch: int, real: Tensor) -> None:
+    def _sample_tokens(self, microbatch: int, real: Tensor) -> tuple[Tensor, Tensor, int]:
         rows, tokens = self.rows, self.rows.number_tokens(microbatch, real)
         stride = math.ceil(rows.total_rows * rows.seq_len / MAX_SAMPLED_TOKENS)
         sampled = (tokens % stride == 0).nonzero().flatten()
         values = real.flatten(0, 1)[sampled.to(real.device)].float()
-        sample.tokens.append(tokens[sampled])
-        sample.microbatches.append(torch.full_like(tokens[sampled], microbatch))
         generator = torch.Generator().manual_seed(0)  # so that the random projections are the same everywhere
         projections = torch.randn(values.shape[-1], PROJECTION_WIDTH, generator=generator)
-        sample.values.append((values @ projections.to(values.device)).cpu())
+        return tokens[sampled], (values @ projections.to(values.device)).cpu(), microbatch
 
     # --- losses
 
     @torch.no_grad()
-    def _add_losses(self, call: StageCall, head: Any, args: tuple[Any, ...], largest: int) -> None:
+    def _collect_losses(self, largest: int, call: StageCall, head: Any, args: tuple[Any, ...]) -> None:
         if len(args) < 2 or args[1] is None:
             return
         count, rows = self.rows.count_rows(call.microbatch), self.rows
@@ -237,14 +224,11 @@ class Observer(ModuleHooks):
 
     # --- attention logits
 
-    def _build_logit_hook(self, block: str, chunk: int | None) -> Callable[..., None]:
-        self.logits[block] = torch.full((), -math.inf, dtype=torch.float64, device=self.device)
-
-        def measure_logit(call: StageCall, core: nn.Module, args: tuple[Any, ...]) -> None:
-            call_largest = self._find_largest_logit(call, args[0].detach(), args[1].detach(), chunk)
-            self.logits[block] = torch.maximum(self.logits[block], call_largest)
-
-        return measure_logit
+    def _collect_logit(
+        self, block: str, chunk: int | None, call: StageCall, core: nn.Module, args: tuple[Any, ...]
+    ) -> None:
+        call_largest = self._find_largest_logit(call, args[0].detach(), args[1].detach(), chunk)
+        self.logits[block] = torch.maximum(self.logits[block], call_largest)
 
     @torch.no_grad()
     def _find_largest_logit(self, call: StageCall, q: Tensor, k: Tensor, chunk: int | None) -> Tensor:
@@ -278,10 +262,8 @@ def iterate_logit_chunks(head: Any, hidden: Tensor, targets: Tensor) -> Iterator
     weight = head.get_weight(head.weight, head.operand or hidden.dtype)
     size = max(1, LOGIT_CHUNK // len(hidden))
     for x, y in zip(torch.split(hidden, size, 1), torch.split(targets, size, 1), strict=True):
-        yield (
-            head.complete_logits(head.product(x.contiguous(), weight)).float(),
-            y,
-        )  # a strided bf16 product is slow on CPUs
+        logits = head.complete_logits(head.product(x.contiguous(), weight))  # a strided bf16 product is slow on CPUs
+        yield logits.float(), y
 
 
 def compute_largest_logit(q: Tensor, k: Tensor, query_ids: Tensor, key_ids: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from titan.parallelism.mesh import RunContext
 from titan.profile import summary, trace
 from titan.profile.breakdown import DATA_RANGE, compute_breakdowns
 from titan.run.run import Run
-from titan.training.trace.regions import follow_regions
+from titan.training.trace.regions import Patch, change_functions, follow_regions
 from titan.training.train_step import TrainStep
 
 log = logging.getLogger("titan")
@@ -84,12 +84,9 @@ def _build_path(region: Region, stages: int) -> list[str]:
     return path if region.block == NONE else [*path, blocks.get(region.block, f"layer {region.block}")]
 
 
-def _wrap_in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run_in_range(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.profiler.record_function(name):
-            return function(*args, **kwargs)
-
-    return run_in_range
+def _run_in_range(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.profiler.record_function(name):
+        return function(*args, **kwargs)
 
 
 class RunProfiler:
@@ -206,8 +203,8 @@ class RunProfiler:
         if self.settings.memory:
             hook = self.train_step.optimizer.register_step_pre_hook(self._note_owners)
             self.hooks.callback(hook.remove)
-        for name, (owner, method) in tasks.items():
-            self.hooks.enter_context(mock.patch.object(owner, method, _wrap_in_range(name, getattr(owner, method))))
+        patches: list[Patch] = [(*method, partial(_run_in_range, name)) for name, method in tasks.items()]
+        self.hooks.enter_context(change_functions(patches))
 
     def _note_owners(self, *_: Any) -> None:
         """Keep where tensors lie when the optimizer begins in the first recorded step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,16 +91,10 @@ class Trained:
         return merge_ranks(self.ranks, field)[0]
 
 
-@dataclass(frozen=True)
-class Proof:
-    """The checks of the last seed, and what failed with earlier ones where another choice of experts may explain it."""
+def prove(run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], object]) -> tuple[list[Check], list[str]]:
+    """Return the checks of a shrunk run, of the last seed, and what failed with earlier ones.
 
-    checks: list[Check]
-    ties: tuple[str, ...]
-
-
-def prove(run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], object]) -> Proof:
-    """Return the checks of a shrunk run.
+    Those are tried again where another choice of experts may explain a failure.
 
     Raises:
         RunError: when a rank fails.
@@ -115,7 +108,7 @@ def prove(run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], obj
         if not has_experts or not failed or not all(check.may_be_tie for check in failed):
             break
         ties.append(f"seed {seed}: {failed[0].name}: {failed[0].where}, {failed[0].worst:.1e}")
-    return Proof(checks, tuple(ties))
+    return checks, ties
 
 
 class _Prover:
@@ -224,22 +217,10 @@ TRACE_SECONDS = 600.0
 """How long tracing may take."""
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A collective of a step, without its size: what the step does (as of `Region`), the pipeline stage and
-    micro-batch, the part (the block's index among those of the rank, 'embedding', 'head', or ''), its kind, and where
-    it runs.
-    """
-
-    action: str
-    stage: int
-    microbatch: int
-    part: str
-    name: str
-    stream: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.stream}) of {self.action}{self.microbatch} {self.part}".strip()
+Collective = tuple[int, str]
+"""A collective of a step, without its size: the pipeline stage, and in words its kind, where it runs, what the step
+does (as of `Region`), the micro-batch, and the part: the block's index in the model, embedding, head, or nothing.
+"""
 
 
 def check_collectives(shrunk: Shrunk) -> Check:
@@ -259,24 +240,24 @@ def check_collectives(shrunk: Shrunk) -> Check:
 
 def list_collectives(run: Run, rank: int) -> list[Collective]:
     """Return the collectives of a traced step of one rank, in the order in which the host issues them."""
-    found = []
+    found: list[Collective] = []
     for event in trace_rank(make_eager(run), rank, "cpu").events:
         if event.kind == "collective":
             region = event.region
             block = region.block if region.block != NONE else event.owner
             part = {BEFORE: "embedding", AFTER: "head", NONE: ""}.get(block, f"block {block}")
-            found.append(Collective(region.action, region.stage, region.microbatch, part, event.name, event.stream))
-    if not run.layout.only_replicated:
-        return found
-    # how many buckets DDP fills, and when, depends on sizes
-    return list(dict.fromkeys(dataclasses.replace(collective, microbatch=-1, part="") for collective in found))
+            place = f"{region.action}{region.microbatch} {part}"
+            if run.layout.only_replicated:  # how many buckets DDP fills, and when, depends on sizes
+                place = f"{region.action}-1"
+            found.append((region.stage, f"{event.name} ({event.stream}) of {place}".strip()))
+    return list(dict.fromkeys(found)) if run.layout.only_replicated else found
 
 
 def describe_difference(a: Sequence[Collective], b: Sequence[Collective]) -> str:
     """Return the first position at which two sequences differ, in words; empty where they are the same."""
     for index, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
-            return f"number {index + 1}: {one}, and {other} in the target"
+            return f"number {index + 1}: {one[1]}, and {other[1]} in the target"
     return "" if len(a) == len(b) else f"{len(a)} collectives, and {len(b)} in the target"
 
 
@@ -344,7 +325,8 @@ class _Recorder(StepWatch):
         if len(self.tensors) < 2 * steps:
             raise RunError(f"the optimizer updated the weights in {len(self.tensors) // 2} of {steps} steps.")
         recorded = self.tensors | {"end": _gather(train_state_dict(self.train_step))}
-        recorded |= {EXPERTS: self.routes.list_experts(), ROUTING: self.routes.count_choices()}
+        choices = {name: torch.tensor(counts) for name, counts in self.routes.choices.items()}
+        recorded |= {EXPERTS: self.routes.list_experts(), ROUTING: choices}
         torch.save(recorded, self.job.get_file(rank))
 
 

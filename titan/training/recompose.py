@@ -18,12 +18,16 @@ from titan.checkpoint.manifest import Manifest
 from titan.cluster import devices
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
+from titan.dataset import corpora
+from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.evaluation.schema import Evaluation
 from titan.files.run_directory import check_run_directory
 from titan.metrics.schema import Metrics
-from titan.run import trust
+from titan.run import identity, trust
+from titan.run.attempts import Attempt
 from titan.run.directory import read_attempts
+from titan.run.lineage import Parent, count_rows_read, find_parent
 from titan.run.run import Run
 
 CPU_RANKS = 16
@@ -99,6 +103,33 @@ def disable_outputs(run: Run, evaluation: Evaluation, scratch: Path) -> Run:
     checkpoint = replace(run.checkpoint, mode="sync", every=0, minutes=0, path=None, export=None)
     metrics = Metrics(sample_tokens=0, plot=False, spike_window=0)
     return replace(run, directory=str(scratch), checkpoint=checkpoint, metrics=metrics, evaluation=evaluation)
+
+
+def open_run_again(
+    name: str, document: Mapping[str, Any], run: Run, overrides: Sequence[str]
+) -> tuple[RowMixture, Attempt, Parent]:
+    """Return the rows of a recorded run, an attempt that begins where its first one did, and what it began from.
+
+    Args:
+        run: composed again.
+        overrides: the user's that may differ from the run's.
+
+    Raises:
+        ConfigError: when data or settings are not the run's.
+    """
+    folders = corpora.prepare_corpora(run.dataset)
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
+    parent = find_parent(replace(run, directory=name), [], mix, has_checkpoint=False)
+    science = identity.collect_science(run, corpora.compute_data_digest(mix), parent.id)
+    check_science(name, document, science, overrides)
+    ids = identity.compute_ids(run, science)
+    return mix, Attempt(1, "again", ids, folders, None, 0, 0, "resume", parent.id, parent.weights), parent
+
+
+def begin_at(attempt: Attempt, run: Run, mix: RowMixture, path: str, saved: Manifest) -> Attempt:
+    """Return an attempt that begins at a checkpoint."""
+    rows = count_rows_read(run, mix, saved)
+    return replace(attempt, checkpoint=path, step=saved.step, rows=rows, weights=None)
 
 
 def check_science(name: str, document: Mapping[str, Any], science: Mapping[str, Any], overrides: Sequence[str]) -> None:

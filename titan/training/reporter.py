@@ -174,7 +174,9 @@ class RunReporter:
         self.report_moment("on_run_end", end.step, figures)
         if self.recorder:
             latest_metrics = {**self.evaluation, **self.hooks.latest_metrics}
-            speed = {**self._compute_median_speed(end.step), "data_wait": self.step_times.compute_data_wait()}
+            speed: dict[str, float | None] = {"data_wait": self.step_times.compute_data_wait()}
+            if median := self.step_times.find_median():  # whose batch is taken to be the last step's
+                speed = self.speed.compute(median[0], self.run.training.count_step_tokens(end.step), median[1]) | speed
             result = build_result(self.run, self.attempt, self.world, end, latest_metrics, speed)
             write_atomic(Path(self.run.directory) / "result.json", json.dumps(result, indent=1))
             summary.show_result(self.run, result)
@@ -236,14 +238,6 @@ class RunReporter:
             return {}
         self.warn(spike.format_message(result.step, result.loss, result.batch.first, result.batch.last))
         return spike.build_record()
-
-    def _compute_median_speed(self, step: int) -> dict[str, float | None]:
-        """Return the speed of the step whose time is the median; its batch is taken to be that of the last `step`."""
-        median = self.step_times.find_median()
-        if median is None:
-            return {}
-        seconds, pairs = median
-        return self.speed.compute(seconds, self.run.training.count_step_tokens(step), pairs)
 
 
 def build_recorder(run: Run, attempt: Attempt, warn: Callable[[str], None], mix: RowMixture | None = None) -> Recorder:

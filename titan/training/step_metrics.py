@@ -33,35 +33,24 @@ RANK_SLOTS = HASH + HASH_PIECES
 
 
 def pack_metrics(
-    loss: Tensor,
-    batch: Batch,
-    *,
-    squares: Tensor | None = None,
-    stop: bool,
-    requeue: bool,
-    save: bool,
-    profile: bool = False,
-    end: bool = False,
-    slots: NDArray[np.float64] | None = None,
+    loss: Tensor, batch: Batch, squares: Tensor, requests: Sequence[bool], slots: NDArray[np.float64]
 ) -> Tensor:
     """Return this rank's part of a step's vector, float64 [RANK_SLOTS + len(slots) + terms] on the device of `loss`.
 
     Args:
         loss: this rank's summed loss; with loss terms a vector, whose other elements are the last of the result.
-        squares: this rank's part of the sum of the gradients' squares, a float64 scalar; None: zero.
-        requeue: whether it asked to be started again after that.
-        profile: whether the user asked it for a profile.
+        squares: this rank's part of the sum of the gradients' squares, a float64 scalar.
+        requests: to stop, to be started again after that, to save, to profile, and (a hook's) to end the run.
         slots: what `titan.training.rank_times` adds.
     """
-    requests = [float(stop or batch.void), float(requeue), float(save), float(profile), float(end)]
-    counts = [float(batch.void), float(batch.valid), float(batch.pairs)]
-    pieces = [float(batch.hash >> (PIECE_BITS * i) & (2**PIECE_BITS - 1)) for i in range(HASH_PIECES)]
-    rank_values = np.array([*requests, *counts, *pieces])
-    host = torch.from_numpy(rank_values if slots is None else np.concatenate([rank_values, slots]))
+    counts = [batch.void, batch.valid, batch.pairs]
+    pieces = [batch.hash >> (PIECE_BITS * i) & (2**PIECE_BITS - 1) for i in range(HASH_PIECES)]
+    rank_values = np.array([requests[0] or batch.void, *requests[1:], *counts, *pieces], dtype=np.float64)
+    host = torch.from_numpy(np.concatenate([rank_values, slots]))
     if loss.device.type == "cuda":
         host = host.pin_memory()
     losses = loss.double().flatten()
-    first = torch.stack([losses[0], torch.zeros_like(losses[0]) if squares is None else squares])
+    first = torch.stack([losses[0], squares])
     return torch.cat([first, host.to(loss.device, non_blocking=True), losses[1:]])
 
 
@@ -102,55 +91,57 @@ class StepTimer:
         """Mark the step's end, in the order of the device's work."""
         self.end = record_moment(self.on_gpu)
 
-    def wait(self) -> None:
-        """Wait until the device has reached the step's end."""
+    def wait(self) -> float:
+        """Wait until the device has reached the step's end, and return how long the step took."""
         if self.on_gpu:
             self.end.synchronize()
-
-    def compute_seconds(self) -> float:
-        """Return how long the step took; call it after `wait`."""
         return compute_seconds(self.start, self.end)
 
 
 @dataclass(frozen=True)
-class InFlightStep:
-    """A step that was started, while its metrics are copied to the host.
+class StartedStep:
+    """A step that was started.
 
     Attributes:
         step: its number; 1 is the first.
         batch: what this rank read.
         lr: the learning rate.
         local_loss: this rank's summed loss, on the device.
-        metrics: the summed vector and the gradient norm behind it, on the host once the timer has waited.
-        timer: times the step.
     """
 
     step: int
     batch: Batch
     lr: float
     local_loss: Tensor
+
+
+@dataclass(frozen=True)
+class InFlightStep(StartedStep):
+    """A step while its metrics are copied to the host.
+
+    Attributes:
+        metrics: the summed vector and the gradient norm behind it, on the host once the timer has waited.
+        timer: times the step.
+    """
+
     metrics: Tensor
     timer: StepTimer
 
     def read(self, num_slots: int, num_counts: int) -> StepResult:
         """Wait for the device, and return what all ranks have measured."""
-        self.timer.wait()
+        seconds = self.timer.wait()
         values: NDArray[np.float64] = self.metrics.numpy()
         metrics, slots, counts = split_metrics(values[:-1], num_slots, num_counts)
         loss = metrics[LOSS] / max(1, metrics[VALID])
-        norm, seconds = float(values[-1]), self.timer.compute_seconds()
-        return StepResult(self.step, self.batch, self.lr, self.local_loss, metrics, slots, counts, loss, norm, seconds)
+        read = metrics, slots, counts, loss, float(values[-1]), seconds
+        return StepResult(self.step, self.batch, self.lr, self.local_loss, *read)
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepResult(StartedStep):
     """What all ranks have measured in a step that the device has finished.
 
     Attributes:
-        step: its number; 1 is the first.
-        batch: what this rank read.
-        lr: the learning rate.
-        local_loss: this rank's summed loss, on the device.
         metrics: the summed vector, without slots of ranks and counts of experts.
         rank_slots: see `titan.training.rank_times`.
         expert_counts: see `titan.training.expert_load`.
@@ -159,10 +150,6 @@ class StepResult:
         seconds: how long it took.
     """
 
-    step: int
-    batch: Batch
-    lr: float
-    local_loss: Tensor
     metrics: list[float]
     rank_slots: NDArray[np.float64]
     expert_counts: list[float]

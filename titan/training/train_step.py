@@ -37,7 +37,7 @@ class ModelStage(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         keys: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Any:
         """Compute this part of the model.
 
         Args:
@@ -49,8 +49,10 @@ class ModelStage(nn.Module):
         Returns:
             Hidden states; from the last stage the summed loss (an fp32 scalar), or without targets the logits.
         """
-        inputs = (x, positions, document_ids)
-        hidden: Tensor = self.model(*inputs) if keys is None else self.model(*inputs, keys=keys)
+        return self._compute((x, positions, document_ids), {} if keys is None else {"keys": keys}, targets)
+
+    def _compute(self, inputs: tuple[Tensor | None, ...], drawn: dict[str, Tensor], targets: Tensor | None) -> Any:
+        hidden = self.model(*inputs, **drawn)
         return hidden if self.model.head is None else self.model.head(hidden, targets)
 
     def iterate_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -71,14 +73,7 @@ class StageWithLosses(ModelStage):
         """Return the number of figures of a model's blocks: their loss terms and what they count."""
         return len(model.losses) + int(model.config.layers * model.counted)
 
-    def forward(
-        self,
-        x: Tensor,
-        targets: Tensor | None = None,
-        positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        keys: Tensor | None = None,
-    ) -> Any:
+    def _compute(self, inputs: tuple[Tensor | None, ...], drawn: dict[str, Tensor], targets: Tensor | None) -> Any:
         """Compute this part of the model; see `ModelStage.forward`.
 
         Returns:
@@ -87,10 +82,9 @@ class StageWithLosses(ModelStage):
             terms' sum times their coefficients, and the same sums and counts.
         """
         if targets is None or not torch.is_grad_enabled():
-            return super().forward(x, targets, positions, document_ids, keys)
+            return super()._compute(inputs, drawn, targets)
         valid = targets.chunk(self.sequence_parallel_size, 1)[self.tensor_rank % self.sequence_parallel_size] != IGNORED
-        drawn = {} if keys is None else {"keys": keys}
-        hidden, term_values, counts = self.model(x, positions, document_ids, valid, **drawn)
+        hidden, term_values, counts = self.model(*inputs, valid, **drawn)
         block_sums = torch.cat([term_values.where(valid, 0).sum((1, 2)), counts.flatten()])
         weighted_terms = weigh_figures(block_sums, list(self.model.losses.values()))
         if self.model.head is None:
@@ -98,23 +92,17 @@ class StageWithLosses(ModelStage):
         return join_with_gradient(self.model.head(hidden, targets).reshape(-1), block_sums, weighted_terms)
 
 
+@dataclass(eq=False)
 class GradAccumulation:
-    """Runs one stage on one micro-batch after another; gradients are complete after the last."""
+    """Runs one stage on one micro-batch after another; gradients are complete after the last.
 
-    def __init__(
-        self,
-        stage: nn.Module,
-        wrapped: nn.Module,
-        unsharded_gradients: bool = False,
-        advance: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Take the stage.
+    `wrapped` is the stage, in DDP where it has replicas; `unsharded_gradients`: FSDP accumulates whole ones.
+    """
 
-        Args:
-            wrapped: the stage, in DDP where it has replicas.
-            unsharded_gradients: whether FSDP accumulates unsharded gradients.
-        """
-        self.stage, self.wrapped, self.unsharded_gradients, self.advance = stage, wrapped, unsharded_gradients, advance
+    stage: nn.Module
+    wrapped: nn.Module
+    unsharded_gradients: bool = False
+    advance: Callable[[], None] = lambda: None
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """Run forward and backward, and return this rank's summed loss.

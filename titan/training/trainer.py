@@ -231,17 +231,10 @@ class Trainer:
 
     def _pack_metrics(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return this rank's part of the step's vector."""
-        return step_metrics.pack_metrics(
-            loss,
-            batch,
-            squares=self.train_step.sum_gradient_squares(),
-            stop=self.stop.requested,
-            requeue=self.stop.requeue,
-            save=self.saving.should_save(),
-            profile=self.profiler.take_request(),
-            end=self.hooks.stop_request is not None,
-            slots=self.rank_times.build_slots(self.step),
-        )
+        stop, squares = self.stop, self.train_step.sum_gradient_squares()
+        ends = self.hooks.stop_request is not None
+        requests = stop.requested, stop.requeue, self.saving.should_save(), self.profiler.take_request(), ends
+        return step_metrics.pack_metrics(loss, batch, squares, requests, self.rank_times.build_slots(self.step))
 
     def _update(self, skipped: Tensor) -> None:
         """Update the weights, unless the step is `skipped`.

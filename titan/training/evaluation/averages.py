@@ -43,11 +43,9 @@ class MovingAverage:
                 share = ((~bad).float() * (1 - self.decay)).to(average.device)
             average.lerp_(weight.float(), share)
 
-    @contextmanager
-    def swap_in(self) -> Iterator[None]:
-        """Replace the weights by their average while the block runs; all ranks call it together."""
-        with replace_weights(self.train_step, [average for average, _ in self._iterate_pairs()]):
-            yield
+    def swap_in(self) -> AbstractContextManager[None]:
+        """Replace the weights by their average while a block runs; all ranks call it together."""
+        return replace_weights(self.train_step, [average for average, _ in self._iterate_pairs()])
 
     def _iterate_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return this rank's shards of the average and of the weights that are evaluated."""

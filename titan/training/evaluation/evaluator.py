@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -22,7 +22,7 @@ from titan.debug.module_hooks import ModuleHooks, StageCall, force_eager
 from titan.errors import ConfigError, RunError
 from titan.evaluation.items import TaskItem, read_texts
 from titan.evaluation.schema import ValidationSet
-from titan.evaluation.scores import Request, TaskScore, build_requests, compute_scores
+from titan.evaluation.scores import Request, build_requests, compute_scores
 from titan.model.layers import IGNORED
 from titan.parallelism.mesh import RunContext
 from titan.parallelism.microbatches import Microbatches
@@ -57,8 +57,22 @@ class Evaluator:
         self.run, self.train_step, self.world = run, train_step, train_step.world
         text_tokenizer = _load_tokenizer(tokenizer, run, mix)
         self.sets = build_eval_sets(run, self.world, mix, show, stopped)
-        self.files = build_file_sets(run, self.world, text_tokenizer)
-        self.tasks = _build_tasks(run, text_tokenizer)
+        self.files: dict[str, EvalSet] = {}
+        self.tasks: dict[str, tuple[Sequence[TaskItem], Sequence[Request]]] = {}
+        if text_tokenizer is not None:
+            self._read_files(text_tokenizer)
+
+    def _read_files(self, tokenizer: Tokenizer) -> None:
+        """Read the sets of `evaluation.sets`, and the items of each task with a request for each choice."""
+        run, seq_len = self.run, self.run.training.seq_len
+        for name, validation_set in (run.evaluation.sets or {}).items():
+            split = read_validation_set(validation_set, tokenizer, f"evaluation.sets.{name}")
+            fields = read_first_rows(split, seq_len, split.count_rows(seq_len), run.dataset.mask_documents, masked=True)
+            self.files[name] = _build_eval_set(run, self.world, fields, tokenizer.count_token_bytes())
+        for name, task in (run.evaluation.tasks or {}).items():
+            prefix = f"evaluation.tasks.{name}"
+            items = task.build(prefix)
+            self.tasks[name] = items, build_requests(items, tokenizer, seq_len, bos=task.bos, prefix=prefix)
 
     def __bool__(self) -> bool:
         """Whether there is anything to measure."""
@@ -75,24 +89,90 @@ class Evaluator:
 
     def measure_parameters(self) -> dict[str, float]:
         """Return all figures of the parameters as they are."""
-        metrics = evaluate_sets(self.train_step, self.world, self.sets) if self.sets else {}
-        metrics |= evaluate_files(self.train_step, self.world, self.files)
-        for task, task_figures in self.measure_tasks().items():
-            for name, figure in task_figures.items():
+        metrics = self._measure_sources() if self.sets else {}
+        for name, eval_set in self.files.items():
+            (loss,) = self._sum_losses(eval_set)
+            mean, key = loss / eval_set.count, f"evaluation/{name}"
+            metrics |= {f"{key}/loss": mean, f"{key}/perplexity": math.exp(min(mean, 700))}
+            if eval_set.bytes:
+                metrics[f"{key}/bits_per_byte"] = loss / math.log(2) / eval_set.bytes
+        for task, (items, requests) in self.tasks.items():
+            for name, figure in compute_scores(items, self._compute_loglikelihoods(requests)).items():
                 key = f"evaluation/{task}/{name}"
                 metrics |= {key: figure.value, f"{key}_low": figure.low, f"{key}_high": figure.high}
         return metrics
 
-    def measure_tasks(self) -> dict[str, dict[str, TaskScore]]:
-        """Return the figures of each task."""
-        run, window = self.run, self.run.training.seq_len
-        tokens, compiled = run.microbatch_rows * window, run.compile.scope != "off"
-        return {
-            name: compute_scores(
-                items, compute_loglikelihoods(self.train_step, requests, window, tokens, compiled=compiled)
-            )
-            for name, (items, requests) in self.tasks.items()
+    def _sum_losses(self, eval_set: EvalSet) -> list[float]:
+        """Return the summed loss of a set over all ranks, and the sums of the model's `evaluation_figures`."""
+        sums: list[float] = self.world.all_reduce(self.train_step.evaluate(eval_set.rows).double()).reshape(-1).tolist()
+        return sums
+
+    def _measure_sources(self) -> dict[str, float]:
+        """Return the mean loss per token and bits per byte, over all sources and, where there are several, of each.
+
+        The model's `evaluation_figures` are of all sources.
+        """
+        names, sets = self.train_step.stages[0].model.config.evaluation_figures, self.sets
+        sums = {name: self._sum_losses(eval_set) for name, eval_set in sets.items()}
+        totals = [sum(values) for values in zip(*sums.values(), strict=True)]
+        parts = {"": (totals[0], list(sets.values()))}
+        if len(sets) > 1:
+            parts |= {f"/{name}": (sums[name][0], [eval_set]) for name, eval_set in sets.items()}
+        metrics: dict[str, float] = {}
+        for suffix, (loss, members) in parts.items():
+            metrics[f"validation_loss{suffix}"] = loss / sum(eval_set.count for eval_set in members)
+            if text_bytes := sum(eval_set.bytes for eval_set in members):
+                metrics[f"bits_per_byte{suffix}"] = loss / math.log(2) / text_bytes
+        count = sum(eval_set.count for eval_set in sets.values())
+        return metrics | {
+            f"evaluation/{name}/loss": total / count for name, total in zip(names, totals[1:], strict=True)
         }
+
+    @torch.no_grad()
+    def _compute_loglikelihoods(self, requests: Sequence[Request]) -> NDArray[np.float64]:
+        """Return the log-likelihood of each continuation in nats, and 1 where greedy decoding gives it; [requests, 2].
+
+        All ranks call it together, and all get the same. The model runs as it is written, not compiled.
+        """
+        sums = torch.zeros(len(requests), 2, dtype=torch.float64, device=self.train_step.device)
+        window, multiple = self.run.training.seq_len, self.train_step.seq_len_multiple
+        with force_eager(self.run.compile.scope != "off"):
+            for length, numbers in _group_by_length(requests, multiple, window).items():
+                self._score_requests([requests[n] for n in numbers], numbers, length, sums)
+        losses, mismatches = self.world.all_reduce(sums).cpu().numpy().T
+        return np.stack([-losses, mismatches == 0], axis=1).astype(np.float64)
+
+    def _score_requests(self, requests: Sequence[Request], numbers: Sequence[int], length: int, sums: Tensor) -> None:
+        """Add the losses and the number of tokens that are not greedy of some requests to their lines of `sums`.
+
+        Args:
+            numbers: their lines.
+            length: tokens of a row.
+            sums: [all requests, 2].
+        """
+        shard, rows = self.world.data_shard, max(1, self.run.microbatch_rows * self.run.training.seq_len // length)
+        rank_requests, count = shard.slice_rows(len(requests)), -(-shard.count_slots(len(requests)) // rows)
+        tokens = torch.zeros(count * rows, length, dtype=torch.int64)
+        targets = torch.full_like(tokens, IGNORED)
+        for row, number in enumerate(rank_requests):
+            ids, size = torch.tensor(requests[number].tokens), len(requests[number].tokens) - 1
+            tokens[row, :size] = ids[:-1]
+            targets[row, size - requests[number].scored : size] = ids[-requests[number].scored :]
+        rank_lines = torch.tensor([numbers[i] for i in rank_requests], dtype=torch.int64, device=sums.device)
+        lines = torch.split(rank_lines, rows)
+
+        def add_scores(call: StageCall, head: nn.Module, args: tuple[Tensor, ...]) -> None:
+            row_sums = _compute_row_sums(head, *args)
+            if self.world.counts_loss and call.microbatch < len(lines):
+                line = lines[call.microbatch]
+                sums[line] += row_sums[: len(line)]
+
+        with ModuleHooks(self.train_step.stages) as hooks:
+            for index, stage in enumerate(self.train_step.stages):
+                if stage.model.head is not None:
+                    hooks.add_before(index, stage.model.head, add_scores)
+            parts = (part.view(count, rows, length).to(sums.device) for part in (tokens, targets))
+            self.train_step.evaluate(Microbatches(*parts))
 
 
 def _load_tokenizer(name: str | None, run: Run, mix: RowMixture) -> Tokenizer | None:
@@ -114,18 +194,6 @@ def _load_tokenizer(name: str | None, run: Run, mix: RowMixture) -> Tokenizer | 
             "text with; leave it out, or choose a dataset of text."
         )
     return load_tokenizer(corpus.tokenizer_path)
-
-
-def _build_tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, tuple[Sequence[TaskItem], Sequence[Request]]]:
-    """Return the items of each task, and what is asked of the model for them: one request for each choice."""
-    tasks: dict[str, tuple[Sequence[TaskItem], Sequence[Request]]] = {}
-    if tokenizer is None:
-        return tasks
-    for name, task in (run.evaluation.tasks or {}).items():
-        prefix = f"evaluation.tasks.{name}"
-        items = task.build(prefix)
-        tasks[name] = items, build_requests(items, tokenizer, run.training.seq_len, bos=task.bos, prefix=prefix)
-    return tasks
 
 
 _POLL_SECONDS = 0.5
@@ -178,23 +246,6 @@ def build_eval_sets(
     return sets
 
 
-def build_file_sets(run: Run, world: RunContext, tokenizer: Tokenizer | None) -> dict[str, EvalSet]:
-    """Return the sets of `evaluation.sets` by their names.
-
-    Raises:
-        ConfigError: when a file can't be read.
-    """
-    sets: dict[str, EvalSet] = {}
-    if tokenizer is None:
-        return sets
-    for name, validation_set in (run.evaluation.sets or {}).items():
-        split = read_validation_set(validation_set, tokenizer, f"evaluation.sets.{name}")
-        seq_len = run.training.seq_len
-        fields = read_first_rows(split, seq_len, split.count_rows(seq_len), run.dataset.mask_documents, masked=True)
-        sets[name] = _build_eval_set(run, world, fields, tokenizer.count_token_bytes())
-    return sets
-
-
 def _build_eval_set(run: Run, world: RunContext, fields: NDArray[np.int32], token_bytes: NDArray[np.uint16]) -> EvalSet:
     """Return the set of whole rows, which all ranks have read; of these the rank keeps its own, in micro-batches."""
     targets = fields[TARGETS][fields[TARGETS] != IGNORED]
@@ -207,41 +258,6 @@ def _build_eval_set(run: Run, world: RunContext, fields: NDArray[np.int32], toke
     rows = Microbatches.from_fields(torch.from_numpy(local).to(world.device).long())
     text_bytes = int(token_bytes[targets].sum()) if run.model.predicts_tokens else 0
     return EvalSet(rows, targets.size, text_bytes)
-
-
-def evaluate_sets(train_step: TrainStep, world: RunContext, sets: Mapping[str, EvalSet]) -> dict[str, float]:
-    """Return the mean loss per token and bits per byte, over all sources and, where there are several, of each.
-
-    With the model's `evaluation_figures`, over all sources. All ranks call it together.
-    """
-    names = train_step.stages[0].model.config.evaluation_figures
-    sums = {
-        name: world.all_reduce(train_step.evaluate(eval_set.rows).double()).reshape(-1).tolist()
-        for name, eval_set in sets.items()
-    }
-    totals = [sum(values) for values in zip(*sums.values(), strict=True)]
-    parts = {"": (totals[0], list(sets.values()))}
-    if len(sets) > 1:
-        parts |= {f"/{name}": (sums[name][0], [eval_set]) for name, eval_set in sets.items()}
-    metrics: dict[str, float] = {}
-    for suffix, (loss, members) in parts.items():
-        metrics[f"validation_loss{suffix}"] = loss / sum(eval_set.count for eval_set in members)
-        if text_bytes := sum(eval_set.bytes for eval_set in members):
-            metrics[f"bits_per_byte{suffix}"] = loss / math.log(2) / text_bytes
-    count = sum(eval_set.count for eval_set in sets.values())
-    return metrics | {f"evaluation/{name}/loss": total / count for name, total in zip(names, totals[1:], strict=True)}
-
-
-def evaluate_files(train_step: TrainStep, world: RunContext, sets: Mapping[str, EvalSet]) -> dict[str, float]:
-    """Return loss, perplexity and bits per byte of each set of a file; all ranks call it together."""
-    metrics: dict[str, float] = {}
-    for name, eval_set in sets.items():
-        loss = world.all_reduce(train_step.evaluate(eval_set.rows).double()).item()
-        mean = loss / eval_set.count
-        metrics |= {f"evaluation/{name}/loss": mean, f"evaluation/{name}/perplexity": math.exp(min(mean, 700))}
-        if eval_set.bytes:
-            metrics[f"evaluation/{name}/bits_per_byte"] = loss / math.log(2) / eval_set.bytes
-    return metrics
 
 
 class StopRequestedError(Exception):
@@ -276,29 +292,6 @@ MIN_ROW_TOKENS = 32
 """Tokens of the shortest rows."""
 
 
-@torch.no_grad()
-def compute_loglikelihoods(
-    train_step: TrainStep, requests: Sequence[Request], window: int, tokens: int, *, compiled: bool = False
-) -> NDArray[np.float64]:
-    """Return the log-likelihood of each continuation in nats, and 1 where greedy decoding gives it; [requests, 2].
-
-    All ranks call it together, and all get the same.
-
-    Args:
-        window: tokens of the longest rows.
-        tokens: of a micro-batch.
-        compiled: whether the model is compiled; scoring runs it as it is written.
-    """
-    sums = torch.zeros(len(requests), 2, dtype=torch.float64, device=train_step.device)
-    with force_eager(compiled):
-        for length, numbers in _group_by_length(requests, train_step.seq_len_multiple, window).items():
-            _score_requests(
-                train_step, [requests[n] for n in numbers], numbers, (max(1, tokens // length), length), sums
-            )
-    losses, mismatches = train_step.world.all_reduce(sums).cpu().numpy().T
-    return np.stack([-losses, mismatches == 0], axis=1).astype(np.float64)
-
-
 def _group_by_length(requests: Sequence[Request], multiple: int, window: int) -> dict[int, list[int]]:
     """Return the numbers of the requests by the length of their rows: powers of two, or multiples of `multiple`."""
     numbers_by_length: dict[int, list[int]] = {}
@@ -306,41 +299,6 @@ def _group_by_length(requests: Sequence[Request], multiple: int, window: int) ->
         power = 1 << max(MIN_ROW_TOKENS - 1, len(request.tokens) - 2).bit_length()
         numbers_by_length.setdefault(min(window, -(-power // multiple) * multiple), []).append(number)
     return numbers_by_length
-
-
-def _score_requests(
-    train_step: TrainStep, requests: Sequence[Request], numbers: Sequence[int], shape: tuple[int, int], sums: Tensor
-) -> None:
-    """Add the losses and the number of tokens that are not greedy of some requests to their lines of `sums`.
-
-    Args:
-        numbers: their lines.
-        shape: rows of a micro-batch, and tokens of a row.
-        sums: [all requests, 2].
-    """
-    shard, (rows, length) = train_step.world.data_shard, shape
-    rank_requests, slots = shard.slice_rows(len(requests)), shard.count_slots(len(requests))
-    count = -(-slots // rows)
-    tokens = torch.zeros(count * rows, length, dtype=torch.int64)
-    targets = torch.full_like(tokens, IGNORED)
-    for row, number in enumerate(rank_requests):
-        ids, size = torch.tensor(requests[number].tokens), len(requests[number].tokens) - 1
-        tokens[row, :size] = ids[:-1]
-        targets[row, size - requests[number].scored : size] = ids[-requests[number].scored :]
-    lines = torch.split(torch.tensor([numbers[i] for i in rank_requests], dtype=torch.int64, device=sums.device), rows)
-
-    def add_scores(call: StageCall, head: nn.Module, args: tuple[Tensor, ...]) -> None:
-        row_sums = _compute_row_sums(head, *args)
-        if train_step.world.counts_loss and call.microbatch < len(lines):
-            line = lines[call.microbatch]
-            sums[line] += row_sums[: len(line)]
-
-    with ModuleHooks(train_step.stages) as hooks:
-        for index, stage in enumerate(train_step.stages):
-            if stage.model.head is not None:
-                hooks.add_before(index, stage.model.head, add_scores)
-        device, batch_shape = train_step.device, (count, rows, length)
-        train_step.evaluate(Microbatches(tokens.view(batch_shape).to(device), targets.view(batch_shape).to(device)))
 
 
 def _compute_row_sums(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:

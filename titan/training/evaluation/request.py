@@ -26,7 +26,6 @@ from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
 from titan.run import identity
 from titan.run.attempts import Attempt
-from titan.run.lineage import count_rows_read, find_parent
 from titan.run.run import Run
 from titan.training import recompose
 from titan.training.recompose import Compose
@@ -88,18 +87,12 @@ def plan_evaluation(
     command, _ = recompose.build_command(document, overrides, EXCLUDED_OVERRIDES)
     run = compose(overrides, command)
     run = recompose.disable_outputs(run, _choose_evaluation(settings, run.evaluation), scratch)
-    folders = corpora.prepare_corpora(run.dataset)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    lineage_parent = find_parent(replace(run, directory=name), [], mix, has_checkpoint=False)
-    science = identity.collect_science(run, corpora.compute_data_digest(mix), lineage_parent.id)
     user_overrides = [override for override in overrides if not override.lstrip("+").startswith("model")]
-    recompose.check_science(name, document, science, user_overrides)
+    mix, attempt, _ = recompose.open_run_again(name, document, run, user_overrides)
     check = None if settings.step else lambda folder: find_damage(folder, run.checkpoint.verify)
     checkpoints = recompose.list_checkpoints(name, document, str(documents[0]["run_id"]), check)
     selected = _select_checkpoints(settings, checkpoints)
-    step, (path, manifest) = selected[-1]
-    ids, rows = identity.compute_ids(run, science), count_rows_read(run, mix, manifest)
-    attempt = Attempt(1, "evaluate", ids, folders, path, step, rows, "resume", lineage_parent.id, None)
+    attempt = recompose.begin_at(attempt, run, mix, *selected[-1][1])
     return EvaluationJob(run, attempt, tuple((step, path) for step, (path, _) in selected) if len(selected) > 1 else ())
 
 

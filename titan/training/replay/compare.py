@@ -1,7 +1,7 @@
 """Run one step of two compositions, and ask why they differ. Free of torch.
 
-For other commands: `compare_plans` takes two `ReplayPlan`s (of runs by `titan.training.replay.request.plan_replay`, of
-compositions that have not run by `plan_first_step`), each with what starts its ranks, and returns the findings.
+For other commands: `compare_plans` takes two `ReplayPlan`s (of runs by `titan.training.replay.request.plan_replay`),
+each with what starts its ranks, and returns the findings.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def compare_plans(a: ReplayPlan, b: ReplayPlan, settings: Settings, *, shares_st
     if exact:
         passes = [EXACT if _needs_exact(plan, settings.exact) else NATIVE for plan in (a, b)]
         decider = ReplayPair(_read(a, passes[0], settings), _read(b, passes[1], settings), settings.exact)
-    same_code, bound = shares_start and _is_same(a, b), settings.tolerance
+    runs = [replace(plan.run, directory="", overrides=(), choices={}, hydra={}, options=()) for plan in (a, b)]
+    same_code = shares_start and runs[0] == runs[1] and not (a.is_foreign or b.is_foreign)
+    bound = settings.tolerance
     answers = questions.ask_questions(native, decider, same_code=same_code, bound=bound)
     if exact and settings.repeats > 1 and _needs_spread(native, answers):
         begun = align_start(a, a, settings.step)
@@ -93,18 +95,12 @@ def _compare_operations(plans: tuple[ReplayPlan, ReplayPlan], settings: Settings
     return tuple(compare_operations(module, a, b, settings.tolerance))
 
 
-def _is_same(a: ReplayPlan, b: ReplayPlan) -> bool:
-    """Whether two plans are the same computation in the same order."""
-    runs = [replace(plan.run, directory="", overrides=(), choices={}, hydra={}, options=()) for plan in (a, b)]
-    return runs[0] == runs[1] and not (a.is_foreign or b.is_foreign)
-
-
 def _needs_spread(native: ReplayPair, answers: Answers) -> bool:
     """Whether only precision is left to explain a difference."""
     if answers.findings or not answers.comparable:
         return False
-    figures = [(float(native.a.record[key]), float(native.b.record[key])) for key in ("loss", "grad_norm")]
-    return any(x != y for x, y in figures) or any(d.relative for d in native.compare_activations())
+    figures = [native.read_figures(key) for key in ("loss", "grad_norm")]
+    return any(x != y for x, y in figures) or any(d.relative for d in native.activations)
 
 
 def run_passes(plan: ReplayPlan, settings: Settings, exact: bool, pin: str | None = None) -> None:

@@ -47,34 +47,43 @@ class ActivationTotals:
 
 
 @dataclass(frozen=True)
-class RankReplay:
-    """What one rank saw of the step.
+class Seen:
+    """What one rank, or all of them, saw of a step.
 
     Attributes:
-        record: the step's line of metrics.jsonl.
-        totals: of hidden states and of their gradients, in the order of the forward pass.
-        samples: likewise.
-        losses: the largest ones.
+        record: the step's line of metrics.jsonl, with metrics of the layers.
         notes: what was applied to the model.
-        fingerprints: of its tensors, by kind and name.
         groups: the parameter group of each parameter.
         routes: the experts of each token, by the router's name.
         unobserved: modules whose outputs could not be seen, and why.
-        figures: further numbers, such as seconds.
-        operations: of the module that was asked for, in its first micro-batch.
+        figures: further numbers, such as seconds; of all ranks their sums.
+        operations: of the module that was asked for, in its first micro-batch, on the first rank that has it.
     """
 
     record: Mapping[str, Any]
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    groups: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    routes: Mapping[str, Samples] = field(default_factory=dict, kw_only=True)
+    unobserved: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    figures: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    operations: tuple[Operation, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True)
+class RankReplay(Seen):
+    """What one rank saw of the step.
+
+    Attributes:
+        totals: of hidden states and of their gradients, in the order of the forward pass.
+        samples: likewise.
+        losses: the largest ones.
+        fingerprints: of its tensors, by kind and name.
+    """
+
     totals: Mapping[Key, ActivationTotals]
     samples: Mapping[Key, Samples]
     losses: tuple[TokenLoss, ...] = ()
-    notes: tuple[str, ...] = ()
     fingerprints: Mapping[Key, Fingerprint] = field(default_factory=dict)
-    groups: Mapping[str, str] = field(default_factory=dict)
-    routes: Mapping[str, Samples] = field(default_factory=dict)
-    unobserved: Mapping[str, str] = field(default_factory=dict)
-    figures: Mapping[str, float] = field(default_factory=dict)
-    operations: tuple[Operation, ...] = ()
 
     def write(self, directory: Path, name: str, rank: int) -> None:
         """Write it into the replay's directory, as what a pass saw."""
@@ -221,36 +230,22 @@ class Token:
 
 
 @dataclass(frozen=True)
-class ReplayedStep:
+class ReplayedStep(Seen):
     """What a replay saw of a step, over all ranks.
 
     Attributes:
-        record: the step's line, with metrics of the layers.
         statistics: in the order of the forward pass, then of the backward pass.
         samples: likewise.
         tokens: the largest losses.
-        notes: what was applied to the model.
         tensors: by kind and name, one replica for each value that ranks have.
-        groups: the parameter group of each parameter.
-        routes: the experts of each token, by router.
-        unobserved: modules whose outputs could not be seen, and why.
-        figures: further numbers, summed over the ranks.
         seq_len: tokens of a row.
-        operations: of the module that was asked for, on the first rank that has it.
     """
 
-    record: Mapping[str, Any]
     statistics: Mapping[Key, Statistics]
     samples: Mapping[Key, Samples]
     tokens: tuple[Token, ...] = ()
-    notes: tuple[str, ...] = ()
     tensors: Mapping[Key, tuple[Replica, ...]] = field(default_factory=dict)
-    groups: Mapping[str, str] = field(default_factory=dict)
-    routes: Mapping[str, Samples] = field(default_factory=dict)
-    unobserved: Mapping[str, str] = field(default_factory=dict)
-    figures: Mapping[str, float] = field(default_factory=dict)
     seq_len: int = 1
-    operations: tuple[Operation, ...] = ()
 
 
 def merge_ranks(
@@ -270,7 +265,7 @@ def merge_ranks(
     return ReplayedStep(
         record=parts[0].record,
         statistics={key: Statistics.from_totals(rank_totals) for key, rank_totals in totals.items()},
-        samples={key: _join_samples(part.samples[key] for part in parts if key in part.samples) for key in order},
+        samples={key: join_samples(part.samples[key] for part in parts if key in part.samples) for key in order},
         tokens=tuple(_build_token(loss, mix, first) for loss in losses[:tokens]) if mix is not None else (),
         notes=parts[0].notes,
         tensors=_join_tensors(parts),
@@ -301,7 +296,7 @@ def sort_keys(keys: Iterable[Key], rank_keys: Sequence[Sequence[Key]]) -> list[K
     return [*sorted(by_pass["forward"], key=build_sort_key), *sorted(by_pass["backward"], key=build_sort_key)[::-1]]
 
 
-def _join_samples(parts: Iterable[Samples]) -> Samples:
+def join_samples(parts: Iterable[Samples]) -> Samples:
     """Return the samples of all ranks by token; of ranks that have the same token those of the first."""
     rank_samples = list(parts)
     if not rank_samples:
@@ -315,7 +310,7 @@ def _join_samples(parts: Iterable[Samples]) -> Samples:
 def join_routes(parts: Sequence[RankReplay]) -> dict[str, Samples]:
     """Return the experts of all ranks' tokens, by router; tokens are sorted."""
     routers = dict.fromkeys(name for part in parts for name in part.routes)
-    return {name: _join_samples(part.routes[name] for part in parts if name in part.routes) for name in routers}
+    return {name: join_samples(part.routes[name] for part in parts if name in part.routes) for name in routers}
 
 
 def _join_tensors(parts: Sequence[RankReplay]) -> dict[Key, tuple[Replica, ...]]:

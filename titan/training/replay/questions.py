@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
@@ -29,8 +30,6 @@ from titan.numerics.differences import (
 )
 from titan.training.replay.observation import ReplayedStep
 
-LAYOUT, PRECISION = "layout or model", "precision"
-"""What a finding is a fault of."""
 RATE = "rate"
 """The kind of a finding that two learning rates are not the same: a setting, and no fault."""
 NAMED = 6
@@ -69,13 +68,28 @@ class ReplayPair:
     name: str
     is_mixed: bool = False
 
-    def compare_activations(self) -> list[Difference]:
-        """Return how far outputs and gradients of modules are apart."""
+    @cached_property
+    def activations(self) -> list[Difference]:
+        """How far outputs and gradients of modules are apart."""
         return diff.compare_activations(self.a.samples, self.b.samples, self.a.seq_len)
 
-    def compare_tensors(self, kind: str) -> list[Difference]:
-        """Return how far tensors of a kind are apart."""
-        return diff.compare_tensors(self.a.tensors, self.b.tensors, kind)
+    def compare_tensors(self, *kinds: str) -> list[Difference]:
+        """Return how far tensors of some kinds are apart."""
+        return [d for kind in kinds for d in diff.compare_tensors(self.a.tensors, self.b.tensors, kind)]
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[Difference, ...]]:
+        """How far gradients and updates are apart."""
+        return {kind: tuple(self.compare_tensors(kind)) for kind in (GRADIENT, UPDATE)}
+
+    @property
+    def all(self) -> list[Difference]:
+        """How far all that the step computes is apart."""
+        return [*self.activations, *self.tensors[GRADIENT], *self.tensors[UPDATE]]
+
+    def read_figures(self, key: str) -> tuple[float, float]:
+        """Return a figure of both steps' lines."""
+        return float(self.a.record[key]), float(self.b.record[key])
 
 
 @dataclass(frozen=True)
@@ -120,22 +134,19 @@ def ask_questions(
     starts, start_sentence, comparable = _compare_starts(native, exact, bound)
     if not comparable:
         return Answers(tuple(starts), (start_sentence,), comparable=False, bound=bound)
-    activations = exact.compare_activations()
-    tensors = {kind: exact.compare_tensors(kind) for kind in (GRADIENT, UPDATE)}
     findings = [*starts]
     if same_code and not starts:
         findings += _find_bitwise(native)
-    faults = list(_find_faults(exact, activations, tensors, bound))
+    faults = list(_find_faults(exact, bound))
     findings += faults[:1]
-    sentences = [start_sentence, _describe_faults(exact, faults, activations, tensors, bound)]
+    sentences = [start_sentence, _describe_faults(exact, faults, bound)]
     if exact is not native and not faults:
         found, sentence = _judge_precision(native, exact, spread)
         findings += found
         sentences.append(sentence)
     sentences += _describe_missing(native)
-    summary = "" if findings else _summarize(native, activations, tensors, exact, bound)
-    kinds = {kind: tuple(values) for kind, values in tensors.items()}
-    return Answers(tuple(findings), tuple(sentences), tuple(activations), kinds, summary, bound=bound)
+    summary = "" if findings else _summarize(native, exact, bound)
+    return Answers(tuple(findings), tuple(sentences), tuple(exact.activations), exact.tensors, summary, bound=bound)
 
 
 # --- 1. the start
@@ -157,28 +168,21 @@ def _compare_starts(native: ReplayPair, decider: ReplayPair, bound: float) -> tu
         _make_finding("replicas", d, f"{side}'s ranks have different values of {_name(d)} before {step}: {_measure(d)}")
         for side, d in unequal[:1]
     ]
-    findings += _find_unequal_starts(native, decider, step, bound)
-    drifted = [f for f in findings if f.kind == START]
-    return findings, _describe_starts(native, step, findings), not drifted
-
-
-def _find_unequal_starts(native: ReplayPair, decider: ReplayPair, step: str, bound: float) -> Iterator[Finding]:
-    """Yield the tensor whose value before the step differs most: of the weights, else of the optimizer's state."""
-    weights = find_largest(decider.compare_tensors(START))
-    if weights is not None and weights.relative > bound:
+    weights, state = find_largest(decider.compare_tensors(START)), find_largest(native.compare_tensors(STATE))
+    has_drifted = weights is not None and weights.relative > bound
+    if weights is not None and has_drifted:
         text = f"weights have drifted before {step}: {_name(weights)} differs by {_measure(weights)}"
-        yield _make_finding(START, weights, f"{text}, so activations are not compared")
-        return
-    state = find_largest(native.compare_tensors(STATE))
-    if state is not None and state.relative > bound:
+        findings.append(_make_finding(START, weights, f"{text}, so activations are not compared"))
+    elif state is not None and state.relative > bound:
         text = f"the optimizer's state differs before {step}: {_name(state)} by {_measure(state)}"
-        yield _make_finding(STATE, state, text)
+        findings.append(_make_finding(STATE, state, text))
+    return findings, _describe_starts(native, step, findings), not has_drifted
 
 
 def _describe_starts(native: ReplayPair, step: str, findings: Sequence[Finding]) -> str:
     if findings:
         return f"1. what {step} begins with differs: {findings[0].name}"
-    differences = [d for kind in (START, STATE) for d in native.compare_tensors(kind)]
+    differences = native.compare_tensors(START, STATE)
     count, largest = format_plural(len(differences), "tensor"), find_largest(differences)
     if largest is None:
         return f"1. rows, weights and optimizer state before {step} are equal, bitwise ({count})"
@@ -190,53 +194,44 @@ def _describe_starts(native: ReplayPair, step: str, findings: Sequence[Finding])
 
 def _find_bitwise(native: ReplayPair) -> Iterator[Finding]:
     """Yield the first result that is not bitwise equal, though all that went in is."""
-    if any(d.relative for kind in (START, STATE) for d in native.compare_tensors(kind)):
+    if any(d.relative for d in native.compare_tensors(START, STATE)):
         return
-    for difference in [d for d in (*native.compare_activations(), *native.compare_tensors(GRADIENT)) if d.relative][:1]:
-        words = describe_key(difference.key)
-        yield _make_finding(
-            "bitwise",
-            difference,
-            f"rows, weights and code are the same, and yet the {words} is not bitwise equal: {_measure(difference)}",
-        )
+    for difference in [d for d in (*native.activations, *native.tensors[GRADIENT]) if d.relative][:1]:
+        words = f"the {describe_key(difference.key)} is not bitwise equal: {_measure(difference)}"
+        yield _make_finding("bitwise", difference, f"rows, weights and code are the same, and yet {words}")
 
 
 # --- 2. layout and model
 
 
-def _find_faults(
-    pair: ReplayPair, activations: Sequence[Difference], tensors: Mapping[str, Sequence[Difference]], bound: float
-) -> Iterator[Finding]:
+def _find_faults(pair: ReplayPair, bound: float) -> Iterator[Finding]:
     """Yield what differs by more than rounding, in the order of the step."""
-    beyond = [d for d in activations if d.relative > bound]
+    beyond = [d for d in pair.activations if d.relative > bound]
     forward = [d for d in beyond if d.key[0] == "forward"]
     for difference in forward[:1]:
-        text = _describe_first(pair, f"forward pass of {_name(difference)}", difference)
-        yield _make_finding("forward", difference, text)
+        yield _name_first(pair, "forward", difference, f"forward pass of {_name(difference)}")
     if not forward:
         yield from _compare_figure(pair, "loss", bound)
-    yield from _find_gradients(pair, activations, tensors[GRADIENT], bound)
+    yield from _find_gradients(pair, bound)
     yield from _compare_figure(pair, "grad_norm", bound)
-    yield from _find_updates(pair, tensors[UPDATE], bound)
+    yield from _find_updates(pair, bound)
 
 
-def _find_gradients(
-    pair: ReplayPair, activations: Sequence[Difference], gradients: Sequence[Difference], bound: float
-) -> Iterator[Finding]:
+def _find_gradients(pair: ReplayPair, bound: float) -> Iterator[Finding]:
     """Yield the first gradient that differs in the backward pass: of a module's output, or of a parameter."""
     modules = [name for direction, name in pair.a.samples if direction == "forward"]
-    outputs = [d for d in activations if d.key[0] == "backward" and d.relative > bound]
-    parameters = [d for d in gradients if d.relative > bound]
+    outputs = [d for d in pair.activations if d.key[0] == "backward" and d.relative > bound]
+    parameters = [d for d in pair.tensors[GRADIENT] if d.relative > bound]
     events = [(2 * _find_position(d.name, modules), d) for d in outputs]
     events += [(2 * _find_position(d.name, modules) - 1, d) for d in parameters]
     for _, difference in sorted(events, key=lambda event: -event[0])[:1]:
         if difference.key[0] == "backward":
             consumer = find_consumer(difference.name, modules)
             subject = f"backward pass of {consumer}, the gradient of {_name(difference)}'s output"
-            yield _make_finding("backward", difference, _describe_first(pair, subject, difference), consumer)
+            yield _name_first(pair, "backward", difference, subject, consumer)
         else:
             subject = f"reduced gradient of {_name(difference)}{_count_more(parameters)}"
-            yield _make_finding(GRADIENT, difference, _describe_first(pair, subject, difference))
+            yield _name_first(pair, GRADIENT, difference, subject)
 
 
 def _find_position(name: str, modules: Sequence[str]) -> int:
@@ -253,7 +248,7 @@ def find_consumer(name: str, modules: Sequence[str]) -> str:
 
 def _compare_figure(pair: ReplayPair, key: str, bound: float) -> Iterator[Finding]:
     """Yield a finding where a figure of the step's line differs by more than rounding."""
-    x, y = float(pair.a.record[key]), float(pair.b.record[key])
+    x, y = pair.read_figures(key)
     relative = compare_figures(x, y)
     if relative > bound:
         name, subject = ("head", "the loss of the head") if key == "loss" else (key, "the norm of the gradients")
@@ -261,17 +256,17 @@ def _compare_figure(pair: ReplayPair, key: str, bound: float) -> Iterator[Findin
         yield Finding(key, name, relative, "", text)
 
 
-def _find_updates(pair: ReplayPair, updates: Sequence[Difference], bound: float) -> Iterator[Finding]:
-    x, y = float(pair.a.record["lr"]), float(pair.b.record["lr"])
+def _find_updates(pair: ReplayPair, bound: float) -> Iterator[Finding]:
+    x, y = pair.read_figures("lr")
     if compare_figures(x, y) > bound:
         text = f"the learning rates of the step differ: {x:.6g} and {y:.6g}"
         yield Finding(RATE, "lr", compare_figures(x, y), "", text)
-    beyond = [d for d in updates if d.relative > bound]
+    beyond = [d for d in pair.tensors[UPDATE] if d.relative > bound]
     for difference in beyond[:1]:
         groups = [step.groups.get(difference.name, "no parameter group") for step in (pair.a, pair.b)]
         group = groups[0] if groups[0] == groups[1] else f"{groups[0]}; in B {groups[1]}"
         subject = f"update of {_name(difference)}{_count_more(beyond)} from the same gradients, in {group}"
-        yield _make_finding(UPDATE, difference, _describe_first(pair, subject, difference))
+        yield _name_first(pair, UPDATE, difference, subject)
 
 
 def _count_more(differences: Sequence[Difference]) -> str:
@@ -282,25 +277,19 @@ def _make_finding(kind: str, difference: Difference, text: str, name: str | None
     return Finding(kind, name or difference.name, difference.relative, difference.where, text)
 
 
-def _describe_first(pair: ReplayPair, subject: str, difference: Difference) -> str:
-    return f"in {pair.name} the first difference is in the {subject}: {_measure(difference)}"
+def _name_first(pair: ReplayPair, kind: str, first: Difference, subject: str, name: str | None = None) -> Finding:
+    text = f"in {pair.name} the first difference is in the {subject}: {_measure(first)}"
+    return _make_finding(kind, first, text, name)
 
 
-def _describe_faults(
-    decider: ReplayPair,
-    faults: Sequence[Finding],
-    activations: Sequence[Difference],
-    tensors: Mapping[str, Sequence[Difference]],
-    bound: float,
-) -> str:
+def _describe_faults(decider: ReplayPair, faults: Sequence[Finding], bound: float) -> str:
     if faults:
         is_setting = faults[0].kind == RATE
         owner = "but only in the update, whose settings differ" if is_setting else "a fault of layout or model"
         return f"2. in {decider.name} both differ by more than {bound:g}, {owner}"
-    largest = find_largest((*activations, *(d for kind in tensors.values() for d in kind)))
+    largest = find_largest(decider.all)
     size = f"the largest difference is {largest.relative:.1e}, {describe_key(largest.key)}" if largest else "bitwise"
-    what = "outputs, gradients and updates"
-    return f"2. in {decider.name} {what} agree within {bound:g}: {size}"
+    return f"2. in {decider.name} outputs, gradients and updates agree within {bound:g}: {size}"
 
 
 def find_largest(differences: Sequence[Difference]) -> Difference | None:
@@ -314,8 +303,7 @@ def find_largest(differences: Sequence[Difference]) -> Difference | None:
 
 def _judge_precision(native: ReplayPair, exact: ReplayPair, spread: Spread | None) -> tuple[list[Finding], str]:
     """Return what is larger than random rounding explains, and a sentence."""
-    activations = native.compare_activations()
-    largest = find_largest(activations)
+    largest = find_largest(native.activations)
     figures = _format_figures(native)
     if largest is None and not figures:
         return [], f"3. in {native.name} all that was compared is equal, bitwise"
@@ -323,11 +311,11 @@ def _judge_precision(native: ReplayPair, exact: ReplayPair, spread: Spread | Non
     differ = f"3. only in {native.name} they differ: {size}{figures}"
     if spread is None:
         return [], f"{differ}; no repetitions were computed"
-    excess = spread.find_excess(activations)
+    excess = spread.find_excess(native.activations)
     sentence = f"{differ}; {spread.describe(native.a.record, native.b.record)}"
     if excess is None or native.is_mixed:
         size = "no more than random rounding" if excess is None else f"{excess[1]:.1f} times the spread"
-        return [], f"{sentence}: {size}, so it is {PRECISION}"
+        return [], f"{sentence}: {size}, so it is precision"
     difference, ratio = excess
     text = (
         f"in {native.name} the {describe_key(difference.key)} differs by {difference.relative:.1e}, {ratio:.1f} times "
@@ -338,7 +326,7 @@ def _judge_precision(native: ReplayPair, exact: ReplayPair, spread: Spread | Non
 
 def _format_figures(native: ReplayPair) -> str:
     """Return loss and gradient norm where they are not equal."""
-    pairs = {key: (float(native.a.record[key]), float(native.b.record[key])) for key in ("loss", "grad_norm")}
+    pairs = {key: native.read_figures(key) for key in ("loss", "grad_norm")}
     return "".join(f"; {key} {x:.6g} and {y:.6g}" for key, (x, y) in pairs.items() if x != y)
 
 
@@ -361,17 +349,9 @@ def _describe_missing(native: ReplayPair) -> list[str]:
     return [f"4. outputs that were not compared: {'; '.join(parts)}"] if parts else []
 
 
-def _summarize(
-    native: ReplayPair,
-    activations: Sequence[Difference],
-    tensors: Mapping[str, Sequence[Difference]],
-    exact: ReplayPair,
-    bound: float,
-) -> str:
+def _summarize(native: ReplayPair, exact: ReplayPair, bound: float) -> str:
     """Return the last line where nothing was found."""
-    everything = [*activations, *(d for kind in tensors.values() for d in kind)]
-    everything += native.compare_activations()
-    is_equal = not any(d.relative for d in everything) and not _format_figures(native)
+    is_equal = not any(d.relative for d in (*exact.all, *native.activations)) and not _format_figures(native)
     missing = native.a.unobserved or native.b.unobserved
     scope = "all that was compared" if missing else "all activations, gradients and updates"
     if is_equal:

@@ -16,15 +16,12 @@ from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, folder_o
 from titan.config.arguments import operand
 from titan.config.settings import format_value, setting
 from titan.console.numbers import format_plural
-from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.evaluation.schema import Evaluation
 from titan.numerics.differences import FP32_BOUND
-from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.command_line import quote_value
-from titan.run.lineage import count_rows_read, find_parent
 from titan.run.model_limits import require_tokens
 from titan.run.run import Run
 from titan.training import recompose
@@ -193,39 +190,19 @@ def plan_replay(
     command, notes = recompose.build_command(document, overrides, EXCLUDED_OVERRIDES)
     run = recompose.disable_outputs(compose(overrides, command), Evaluation(every=0, tokens=0), scratch)
     require_tokens(run.model, "titan.replay")
-    folders = corpora.prepare_corpora(run.dataset)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    lineage_parent = find_parent(replace(run, directory=name), [], mix, has_checkpoint=False)
-    science = identity.collect_science(run, corpora.compute_data_digest(mix), lineage_parent.id)
-    recompose.check_science(name, document, science, overrides)
+    mix, attempt, parent = recompose.open_run_again(name, document, run, overrides)
     checkpoint: tuple[str, Manifest] | None
     if settings.begin is not None:
         checkpoint = _read_begin(settings.begin, settings.step)
     elif settings.start == 0 or (settings.start is None and settings.step == 1):
-        initial = lineage_parent.checkpoint
+        initial = parent.checkpoint
         checkpoint = None if initial is None else (initial.path, initial.manifest)
     else:
         checkpoints = recompose.list_checkpoints(name, document, str(documents[0]["run_id"]))
         checkpoint = _select_checkpoint(name, settings, checkpoints)
-    path, manifest = checkpoint or (None, None)
-    step, rows = (manifest.step, count_rows_read(run, mix, manifest)) if manifest else (0, 0)
-    weights = None if path else lineage_parent.weights
-    ids = identity.compute_ids(run, science)
-    attempt = Attempt(1, "replay", ids, folders, path, step, rows, "resume", lineage_parent.id, weights)
+    if checkpoint is not None:
+        attempt = recompose.begin_at(attempt, run, mix, *checkpoint)
     return ReplayPlan(run, attempt, mix, start, recorded, tuple(notes))
-
-
-def plan_first_step(run: Run, start: StartRanks) -> ReplayPlan:
-    """Return the replay of the first step of a composition that has not run, in the run's directory.
-
-    Raises:
-        ConfigError: when its data can't be prepared.
-    """
-    folders = corpora.prepare_corpora(run.dataset)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    science = identity.collect_science(run, corpora.compute_data_digest(mix), None)
-    attempt = Attempt(1, "replay", identity.compute_ids(run, science), folders, None, 0, 0, "start")
-    return ReplayPlan(run, attempt, mix, start)
 
 
 def align_start(plan: ReplayPlan, first: ReplayPlan, step: int) -> ReplayPlan:
@@ -282,30 +259,20 @@ def find_changes(name: str, other: str) -> list[str]:
         [o for o in d.get("overrides") or () if not o.lstrip("+").startswith(EXCLUDED_OVERRIDES)]
         for d in (document, other_document)
     )
-    other_keys = {_parse_key(o) for o in other_overrides}
-    keys = dict.fromkeys(key for key in map(_parse_key, overrides) if key not in other_keys)
-    changes = [o for o in other_overrides if o not in overrides]
-    return [*_list_values(list(keys), document, other_document), *changes]
+    other_keys = set(map(_parse_key, other_overrides))
+    keys = [key for key in dict.fromkeys(map(_parse_key, overrides)) if key not in other_keys]
+    choices, changes = other_document.get("choices") or {}, [o for o in other_overrides if o not in overrides]
+    chosen = [f"{key}={choices[key]}" for key in keys if key in choices]
+    for key in (key for key in keys if key not in choices):  # where the values differ
+        value = _find_value(other_document["config"], key)
+        if value not in (MISSING, _find_value(document["config"], key)):
+            chosen.append(f"{key}={quote_value(value) if isinstance(value, str) else format_value(value)}")
+    return [*chosen, *changes]
 
 
 def _parse_key(override: str) -> str:
     """Return the group or the setting that an override names."""
     return override.partition("=")[0].lstrip("+")
-
-
-def _list_values(keys: Sequence[str], document: Mapping[str, Any], other_document: Mapping[str, Any]) -> list[str]:
-    """Return the overrides that give settings the other run's choices and values, where these differ.
-
-    Args:
-        keys: of overrides that only the first run has.
-    """
-    choices = other_document.get("choices") or {}
-    chosen = [f"{key}={choices[key]}" for key in keys if key in choices]
-    values = {key: _find_value(other_document["config"], key) for key in keys if key not in choices}
-    differing = [key for key, v in values.items() if v not in (MISSING, _find_value(document["config"], key))]
-    return chosen + [
-        f"{key}={quote_value(v) if isinstance(v := values[key], str) else format_value(v)}" for key in differing
-    ]
 
 
 def _find_value(config: Mapping[str, Any], key: str) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from titan.debug.module_hooks import ModuleHooks, StageCall, find_compiled_parts
 from titan.errors import RunError
 from titan.numerics.differences import Operation, Samples
-from titan.training.observe import StepRows
+from titan.training.observe import SeenTokens, StepRows, join_microbatches
+from titan.training.replay.observation import join_samples
 from titan.training.train_step import TrainStep
 
 
@@ -29,7 +31,7 @@ class RouteWatch(ModuleHooks):
     def __init__(self, train_step: TrainStep, rows: StepRows) -> None:
         super().__init__(train_step.stages, around_compiled=True)
         self.train_step, self.rows = train_step, rows
-        self.seen: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
+        self.seen: dict[str, SeenTokens] = {}
         self.choices: dict[str, tuple[int, int]] = {}
         self._pinned: list[nn.Module] = []
 
@@ -40,18 +42,15 @@ class RouteWatch(ModuleHooks):
             for name, router in stage.model.routers().items():
                 if router in inside:
                     continue
-                self.add_after(index, router, self._build_hook(name))
+                self.add_after(index, router, partial(self._record, name))
                 if name in pinned:
                     self._pin(index, name, router, pinned[name])
 
-    def _build_hook(self, name: str) -> Callable[..., None]:
-        def record(call: StageCall, router: nn.Module, args: tuple[Any, ...], experts: Tensor) -> None:
-            if self.rows.is_counted(experts.shape[1]):
-                real = experts[: self.rows.count_rows(call.microbatch)]
-                tokens = self.rows.number_tokens(call.microbatch, real)
-                self.seen.setdefault(name, []).append((tokens, real.flatten(0, 1).cpu(), call.microbatch))
-
-        return record
+    def _record(self, name: str, call: StageCall, router: nn.Module, args: tuple[Any, ...], experts: Tensor) -> None:
+        if self.rows.is_counted(experts.shape[1]):
+            real = experts[: self.rows.count_rows(call.microbatch)]
+            tokens = self.rows.number_tokens(call.microbatch, real)
+            self.seen.setdefault(name, []).append((tokens, real.flatten(0, 1).cpu(), call.microbatch))
 
     def _pin(self, stage: int, name: str, router: Any, pinned: Samples) -> None:
         """Have a router choose given experts, and count how many of its own choices would have been others."""
@@ -82,12 +81,7 @@ class RouteWatch(ModuleHooks):
 
     def collect(self, rank: int) -> dict[str, Samples]:
         """Return the experts of this rank's tokens, by router."""
-        samples = {}
-        for name, parts in self.seen.items():
-            tokens, experts = (torch.cat([part[i] for part in parts]).numpy() for i in (0, 1))  # type: ignore[misc]
-            microbatches = np.concatenate([np.full(len(part[0]), part[2], np.int64) for part in parts])
-            samples[name] = Samples(tokens, experts, microbatches, microbatches * 0 + rank)
-        return samples
+        return {name: join_microbatches(seen, rank) for name, seen in self.seen.items()}
 
     def list_experts(self) -> dict[str, Tensor]:
         """Return the experts of this rank's tokens, by router, int64 [tokens, 1 + K]: behind the token's number.
@@ -98,10 +92,6 @@ class RouteWatch(ModuleHooks):
         none = torch.zeros(0, 1, dtype=torch.int64)
         return {name: seen.get(name, none) for stage in self.train_step.stages for name in stage.model.routers()}
 
-    def count_choices(self) -> dict[str, Tensor]:
-        """Return the choices as tensors [2]."""
-        return {name: torch.tensor(counts) for name, counts in self.choices.items()}
-
 
 def join_experts(ranks: Sequence[Mapping[str, Tensor]], tokens: int) -> dict[str, Samples]:
     """Return the experts of all ranks' tokens, by router; of no router where one's were not all seen.
@@ -110,14 +100,11 @@ def join_experts(ranks: Sequence[Mapping[str, Tensor]], tokens: int) -> dict[str
         ranks: as of `RouteWatch.list_experts`.
         tokens: of the step.
     """
-    names = dict.fromkeys(name for rank in ranks for name in rank)
     joined: dict[str, Samples] = {}
-    for name in names:
-        if seen := [rank[name] for rank in ranks if name in rank and len(rank[name])]:
-            stacked = torch.cat(seen).numpy()
-            numbers, order = np.unique(stacked[:, 0], return_index=True)
-            joined[name] = Samples(numbers, stacked[order, 1:], numbers * 0, numbers * 0)
-    return joined if all(name in joined and len(joined[name].tokens) == tokens for name in names) else {}
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        seen = [rank[name] for rank in ranks if len(rank.get(name, ()))]
+        joined[name] = join_samples(join_microbatches([(part[:, 0], part[:, 1:], 0)], 0) for part in seen)
+    return joined if all(len(samples.tokens) == tokens for samples in joined.values()) else {}
 
 
 def _find_tokens(pinned: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -139,46 +126,34 @@ class OperationWatch(ModuleHooks):
 
     def __init__(self, train_step: TrainStep, name: str) -> None:
         super().__init__(train_step.stages)
-        self.operations: list[Operation] = []
-        self._stack: ExitStack | None = None
-        self._paths: list[str] = []
+        self.name, self.operations = name, list[Operation]()
+        self._recording, self._paths = ExitStack(), list[str]()
         for index, stage in enumerate(train_step.stages):
-            for path, module in _iterate_inside(stage.model, name):
-                self._watch(index, path, module, is_root=path == name)
+            for path, module in stage.model.named_modules():  # and those in it that compute something
+                if f"{path}.".startswith(f"{name}.") and type(module).forward is not nn.Module.forward:
+                    self.add_before(index, module, partial(self._enter, path))
+                    self.add_after(index, module, partial(self._leave, path))
 
-    def _watch(self, stage: int, path: str, module: nn.Module, is_root: bool) -> None:
-        def enter(call: StageCall, module: nn.Module, args: tuple[Any, ...]) -> None:
-            if call.microbatch == 0:
-                self._paths.append(path)
-                if is_root:
-                    self._begin()
+    def _enter(self, path: str, call: StageCall, *_: Any) -> None:
+        if call.microbatch == 0:
+            self._paths.append(path)
+            if path == self.name:
+                from torch.utils._debug_mode import DebugMode  # only here: it imports much
 
-        def leave(call: StageCall, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            if call.microbatch == 0:
-                if is_root:
-                    self._end()
-                self._paths.pop()
+                self._recording.enter_context(DebugMode())
+                self._recording.enter_context(DebugMode.dispatch_hooks(record_hook=self._record_operation))
 
-        self.add_before(stage, module, enter)
-        self.add_after(stage, module, leave)
-
-    def _begin(self) -> None:
-        from torch.utils._debug_mode import DebugMode  # only here: it imports much
-
-        self._stack = ExitStack()
-        self._stack.enter_context(DebugMode())
-        self._stack.enter_context(DebugMode.dispatch_hooks(record_hook=self._record))
-
-    def _end(self) -> None:
-        if self._stack is not None:
-            self._stack.close()
-            self._stack = None
+    def _leave(self, path: str, call: StageCall, *_: Any) -> None:
+        if call.microbatch == 0:
+            if path == self.name:
+                self._recording.close()
+            self._paths.pop()
 
     def __exit__(self, *error: Any) -> None:
-        self._end()
+        self._recording.close()
         super().__exit__(*error)
 
-    def _record(self, func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> dict[str, Any]:
+    def _record_operation(self, func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> dict[str, Any]:
         """Record what an operation returns; DebugMode calls it."""
         tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if tensors and len(self.operations) < LARGEST_COUNT:
@@ -187,13 +162,6 @@ class OperationWatch(ModuleHooks):
             shapes = tuple(tuple(x.shape) for x in tensors)
             self.operations.append(Operation(path, str(func), shapes, tuple(sums)))
         return {}
-
-
-def _iterate_inside(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and those in it that compute something, with their names in the model."""
-    for path, module in model.named_modules():
-        if (path == name or path.startswith(f"{name}.")) and type(module).forward is not nn.Module.forward:
-            yield path, module
 
 
 @torch.no_grad()

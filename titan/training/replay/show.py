@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from titan.console.text import sanitize_line
-from titan.numerics.differences import GRADIENT, compare_figures, sort_layers
+from titan.numerics.differences import GRADIENT, compare_figures, get_layer_name, sort_layers
 from titan.training.replay.observation import ReplayedStep, Statistics
 from titan.training.replay.questions import Answers, find_largest
 
@@ -107,8 +107,7 @@ def compute_layer_norms(replay: ReplayedStep) -> dict[str, float]:
     squares: dict[str, float] = {}
     for (kind, name), replicas in replay.tensors.items():
         if kind == GRADIENT:
-            parts = name.split(".")
-            layer = ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+            layer = get_layer_name(name)
             squares[layer] = squares.get(layer, 0.0) + replicas[0].fingerprint.squares
     order = sort_layers(name for name in squares if name.startswith("layers."))
     ends = [[n for n in squares if ("emb" in n) == first and n not in order] for first in (True, False)]

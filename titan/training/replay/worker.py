@@ -12,8 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.observe import Observer, StepRows
-from titan.training.replay.observation import ActivationTotals, RankReplay, TokenLoss, join_routes, read_rank_replays
+from titan.training.replay.observation import RankReplay, TokenLoss, join_routes, read_rank_replays
 from titan.training.replay.request import OPERATIONS, ROUNDED, ReplayJob
 from titan.training.replay.routing import OperationWatch, RouteWatch
 from titan.training.signals import StopSignals, choose_stop_exit_code
@@ -105,8 +104,9 @@ class Replayer(StepWatch):
     ) -> None:
         """Build the run's train step and trainer."""
         self.run, self.world, self.train_step = run, world, build_train_step(run, world, log.info)
+        self.compiled = run.compile.scope != "off"
         self.trainer = Trainer(run, attempt, world, self.train_step, stop, reader, watch=self)
-        self._passes: AbstractContextManager[object] | None = None
+        self._watches: Callable[[StepRows], tuple[Observer, RouteWatch]] | None = None
         self._made_loss: Tensor | None = None
         self._gradients: dict[Key, Fingerprint] | None = None
 
@@ -129,7 +129,7 @@ class Replayer(StepWatch):
                 self._write(OPERATIONS, self._record_operations(batch, job.operations))
             elif job.repeats:
                 for number in range(job.repeats):
-                    self._write(f"{ROUNDED}{number}", self._repeat_rounded(job, batch, number))
+                    self._write(f"{ROUNDED}{number}", self._repeat_rounded(batch, number))
             else:
                 self._write(name, self._replay_step(job, name, batch))
         trainer.reporter.progress = None
@@ -149,7 +149,10 @@ class Replayer(StepWatch):
                         p.grad = torch.empty_like(p)
                         init_parameter(p.grad, f"{GRADIENT} of {name}", Normal(MADE_STD), 0)
             return self._made_loss
-        with self._passes or nullcontext():
+        if self._watches is None:
+            return super().compute_gradients(train_step, rows, scale)
+        self.observer, self.routes = self._watches(self._count_rows(rows))
+        with self.observer, self.routes:
             return super().compute_gradients(train_step, rows, scale)
 
     def see_gradients(self) -> None:
@@ -158,38 +161,50 @@ class Replayer(StepWatch):
             named = self.train_step.named_parameters()
             self._gradients = self._fingerprint(GRADIENT, ((n, p.grad) for n, p in named if p.grad is not None))
 
-    def _take_step(self, batch: Batch, passes: AbstractContextManager[object]) -> StepResult:
-        """Take the step as the trainer does; `passes` is open while its forward and backward passes run."""
-        self._passes = passes
-        try:
-            return self.trainer.take_step(batch)
-        finally:
-            self._passes = None
+    def _take_step(self, batch: Batch, tokens: int, pinned: Mapping[str, Samples], *, totals: bool) -> StepResult:
+        """Take the step as the trainer does, and watch hidden states and routers, with hooks that exist only then.
+
+        Args:
+            tokens: how many with the largest losses to watch for.
+            pinned: see `RouteWatch.watch`.
+            totals: see `Observer.watch_hidden`.
+        """
+
+        def watch_passes(rows: StepRows) -> tuple[Observer, RouteWatch]:
+            observer = Observer(self.train_step, rows, around_compiled=self.compiled)
+            observer.watch_hidden(sample=True, totals=totals)
+            routes = RouteWatch(self.train_step, rows)
+            if tokens:
+                observer.watch_losses(tokens)
+            routes.watch(pinned)
+            return observer, routes
+
+        self._watches = watch_passes
+        result = self.trainer.take_step(batch)
+        self._watches = None
+        return result
 
     # --- the step
 
     def _replay_step(self, job: ReplayJob, name: str, batch: Batch) -> RankReplay:
         """Take the step while it is watched, then compare the optimizer by made gradients."""
-        rows = self.trainer.to_device(batch)
         pinned = join_routes(read_rank_replays(Path(job.pin), name)) if job.pin else {}
         is_first, is_last = (name == job.passes[i][0] for i in (0, -1))
-        losses = self._find_losses(rows, job) if job.tokens and is_first and self.run.compile.scope != "off" else None
+        tokens = job.tokens if is_first else 0
+        losses = self._find_losses(batch, tokens) if tokens and self.compiled else None
         fingerprints, kept = self._fingerprint_start(is_first), self._copy_state() if is_last else []
-        watch = _PassesWatch(self.train_step, self._build_rows(rows, job), self.run.compile.scope != "off")
         self.trainer.layer_metrics.set_interval(int(job.layers and is_first))
         self._gradients, start = {}, time.perf_counter()
-        result = self._take_step(
-            batch, watch.open(job.tokens if is_first and losses is None else 0, pinned, totals=is_first)
-        )
+        result = self._take_step(batch, tokens if losses is None else 0, pinned, totals=is_first)
         seconds = time.perf_counter() - start
-        record, observer, routes = self.trainer.reporter.build_record(result), watch.observer, watch.routes
-        missing = [name for name in observer.watched if name not in observer.forward]
+        record, observer, routes = self.trainer.reporter.build_record(result), self.observer, self.routes
+        missing = [name for name in observer.watched if ("forward", name) not in observer.totals]
         self._restore(kept)
         updates = self._fingerprint_update(batch, result.local_loss) if is_last else {}
         return RankReplay(
             record=record,
-            totals=_convert_totals(observer),
-            samples=self._convert_samples(observer),
+            totals=observer.read_totals(),
+            samples=observer.read_samples(),
             losses=tuple(observer.losses if losses is None else losses),
             notes=self.trainer.notes,
             fingerprints=fingerprints | self._gradients | updates,
@@ -200,17 +215,19 @@ class Replayer(StepWatch):
             figures={"step": seconds} | routes.sum_choices(),
         )
 
-    def _build_rows(self, rows: Microbatches, job: ReplayJob) -> StepRows:
-        return StepRows(self.train_step, self.run.training.find_phase(job.step).rows, *rows.tokens.shape[1:])
+    def _count_rows(self, rows: Microbatches) -> StepRows:
+        step_rows = self.run.training.find_phase(self.trainer.step).rows
+        return StepRows(self.train_step, step_rows, *rows.tokens.shape[1:])
 
-    def _find_losses(self, rows: Microbatches, job: ReplayJob) -> list[TokenLoss]:
+    def _find_losses(self, batch: Batch, count: int) -> list[TokenLoss]:
         """Return the largest losses of tokens from a forward pass that is not compiled.
 
         Before a compiled head is called, FSDP has not gathered its weight.
         """
-        observer = Observer(self.train_step, self._build_rows(rows, job))
+        rows = self.trainer.to_device(batch)
+        observer = Observer(self.train_step, self._count_rows(rows))
         with observer, force_eager(True):
-            observer.watch_losses(job.tokens)
+            observer.watch_losses(count)
             self.train_step.evaluate(rows)
         for stage in self.train_step.stages:
             data.reshard_parameters(stage)
@@ -280,55 +297,18 @@ class Replayer(StepWatch):
     def _record_operations(self, batch: Batch, module: str) -> RankReplay:
         """Take the step, and record the operations in a module."""
         watch = OperationWatch(self.train_step, module)
-        with force_eager(self.run.compile.scope != "off"), watch:
+        with force_eager(self.compiled), watch:
             result = self.trainer.take_step(batch)
         return RankReplay(self.trainer.reporter.build_record(result), {}, {}, operations=tuple(watch.operations))
 
-    def _repeat_rounded(self, job: ReplayJob, batch: Batch, number: int) -> RankReplay:
+    def _repeat_rounded(self, batch: Batch, number: int) -> RankReplay:
         """Take the step with randomly rounded weights, and put the state back."""
-        kept, rows = self._copy_state(), self._build_rows(self.trainer.to_device(batch), job)
+        kept = self._copy_state()
         perturb_weights(self._list_parameters(), self.run.precision, number)
-        watch = _PassesWatch(self.train_step, rows, self.run.compile.scope != "off")
-        result = self._take_step(batch, watch.open(0, {}, totals=False))
+        result = self._take_step(batch, 0, {}, totals=False)
         self._restore(kept)
-        record, observer = self.trainer.reporter.build_record(result), watch.observer
-        return RankReplay(record, _convert_totals(observer), self._convert_samples(observer))
-
-    def _convert_samples(self, observer: Observer) -> dict[Key, Samples]:
-        samples = {}
-        for key, sample in observer.samples.items():
-            tokens, values, numbers = (
-                torch.cat(x).numpy() for x in (sample.tokens, sample.values, sample.microbatches)
-            )
-            samples[key] = Samples(tokens, values, numbers, numbers * 0 + self.world.rank_info.rank)
-        return samples
-
-
-class _PassesWatch:
-    """Watches hidden states, losses and routers in the passes of a step, with hooks that exist only then."""
-
-    def __init__(self, train_step: TrainStep, rows: StepRows, compiled: bool) -> None:
-        self.train_step, self.rows, self.compiled = train_step, rows, compiled
-
-    @contextmanager
-    def open(self, tokens: int, pinned: Mapping[str, Samples], *, totals: bool) -> Iterator[None]:
-        """Watch while the block runs: `tokens` with the largest losses, sums where `totals`; see `RouteWatch.watch`."""
-        self.observer = Observer(self.train_step, self.rows, around_compiled=self.compiled)
-        self.observer.watch_hidden(sample=True, totals=totals)
-        self.routes = RouteWatch(self.train_step, self.rows)
-        if tokens:
-            self.observer.watch_losses(tokens)
-        self.routes.watch(pinned)
-        with self.observer, self.routes:
-            yield
-
-
-def _convert_totals(observer: Observer) -> dict[Key, ActivationTotals]:
-    return {
-        (direction, name): ActivationTotals(float(t.squares), float(t.values), float(t.largest), t.count)
-        for direction, totals in (("forward", observer.forward), ("backward", observer.backward))
-        for name, t in totals.items()
-    }
+        record, observer = self.trainer.reporter.build_record(result), self.observer
+        return RankReplay(record, observer.read_totals(), observer.read_samples())
 
 
 @torch.no_grad()

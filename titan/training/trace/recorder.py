@@ -5,10 +5,9 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from itertools import chain
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan.estimate.traced.events import AFTER, BEFORE, COMPUTE, NONE, OUTSIDE, Event, Kind
 from titan.parallelism.norms import local_tensor
+from titan.training.trace.regions import Patch, change_functions
 
 _resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 
@@ -49,8 +49,6 @@ GROUP_METHODS = {
 }  # fmt: skip
 """The kinds of collectives, by the names of a process group's methods in any release of torch since 2.11."""
 _BATCH_P2P = torch_schedules._batch_p2p
-Patch = tuple[Any, str, Any]
-"""An object, the name of one of its attributes, and what replaces it while a step is recorded."""
 FSDP_STREAMS = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")
 """The streams that FSDP creates, in this order."""
 
@@ -340,59 +338,13 @@ class RecordedDevice:
             self.recorder.stream = previous
 
 
-@contextmanager
-def record_streams(recorder: EventRecorder, block_of: Mapping[int, int]) -> Iterator[None]:
+def record_streams(recorder: EventRecorder, block_of: Mapping[int, int]) -> AbstractContextManager[None]:
     """Record FSDP's streams, its exchanges by block, the storages that it resizes, and collectives.
 
     Args:
         block_of: the block of each module, by its id.
     """
-    patches = (
-        _patch_devices(recorder), _patch_exchanges(recorder, block_of), _patch_groups(recorder, block_of),
-        _patch_storages(recorder), _patch_shapes(), _patch_collectives(recorder),
-    )  # fmt: skip
-    with ExitStack() as stack:
-        for patch in chain.from_iterable(patches):
-            stack.enter_context(mock.patch.object(*patch))
-        yield
-
-
-def _patch_devices(recorder: EventRecorder) -> Iterator[Patch]:
-    """Yield recorded streams and events in place of a device's."""
-    device = RecordedDevice(recorder)
-    for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
-        yield module, "_get_device_handle", lambda kind: device
-
-
-def _patch_exchanges(recorder: EventRecorder, block_of: Mapping[int, int]) -> Iterator[Patch]:
-    """Yield all-gathers of weights and reductions of gradients whose tensors are labelled."""
-    gather, reduce = _fsdp_collectives.foreach_all_gather, _fsdp_collectives.foreach_reduce
-    copy_out = _fsdp_collectives.foreach_all_gather_copy_out
-
-    def find_block(params: Any) -> int:
-        return block_of.get(id(params[0]._module_info.module), NONE)
-
-    def gather_labelled(params: Any, *args: Any, **kwargs: Any) -> Any:
-        with _label_allocations(recorder, "gathered", find_block(params)):
-            return gather(params, *args, **kwargs)
-
-    def copy_labelled(result: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        with _label_allocations(recorder, "gathered", find_block(params)):  # created here in the first step
-            return copy_out(result, params, *args, **kwargs)
-
-    def reduce_labelled(params: Any, grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        for grad in grads:
-            recorder.label_tensor(grad, "gradients")
-        with _label_allocations(recorder, "communication", find_block(params)):
-            result = reduce(params, grads, *args, **kwargs)
-        for param in params:
-            if param.sharded_param.grad is not None:
-                recorder.label_tensor(param.sharded_param.grad, "gradients")
-        return result
-
-    yield _fsdp_param_group, "foreach_all_gather", gather_labelled
-    yield _fsdp_param_group, "foreach_all_gather_copy_out", copy_labelled
-    yield _fsdp_param_group, "foreach_reduce", reduce_labelled
+    return change_functions([*_list_fsdp_patches(recorder, block_of), *_list_torch_patches(recorder)])
 
 
 @contextmanager
@@ -405,24 +357,75 @@ def _label_allocations(recorder: EventRecorder, category: str, block: int) -> It
         recorder.category, recorder.owner = previous
 
 
-def _patch_groups(recorder: EventRecorder, block_of: Mapping[int, int]) -> Iterator[Patch]:
-    """Yield methods of FSDP's groups that set the block where a pipeline calls them outside of its actions."""
+def _list_fsdp_patches(recorder: EventRecorder, block_of: Mapping[int, int]) -> Iterator[Patch]:
+    """Yield recorded streams in place of a device's, and exchanges whose tensors are labelled with their blocks."""
+    device = RecordedDevice(recorder)
 
-    def set_block(method: Any) -> Any:
-        def call_method(group: Any, *args: Any, **kwargs: Any) -> Any:
-            region = recorder.region
-            if region.block == NONE:
-                recorder.region = region._replace(block=block_of.get(id(group.modules[0]), NONE))
-            try:
-                return method(group, *args, **kwargs)
-            finally:
-                recorder.region = region
+    def find_block(params: Any) -> int:
+        return block_of.get(id(params[0]._module_info.module), NONE)
 
-        return call_method
+    def gather(original: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        with _label_allocations(recorder, "gathered", find_block(params)):
+            return original(params, *args, **kwargs)
 
-    group = _fsdp_param_group.FSDPParamGroup
+    def copy_out(original: Any, result: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        with _label_allocations(recorder, "gathered", find_block(params)):  # created here in the first step
+            return original(result, params, *args, **kwargs)
+
+    def reduce(original: Any, params: Any, grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        for grad in grads:
+            recorder.label_tensor(grad, "gradients")
+        with _label_allocations(recorder, "communication", find_block(params)):
+            result = original(params, grads, *args, **kwargs)
+        for param in params:
+            if param.sharded_param.grad is not None:
+                recorder.label_tensor(param.sharded_param.grad, "gradients")
+        return result
+
+    def set_block(original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        region = recorder.region
+        if region.block == NONE:  # a pipeline calls it outside of its actions
+            recorder.region = region._replace(block=block_of.get(id(group.modules[0]), NONE))
+        try:
+            return original(group, *args, **kwargs)
+        finally:
+            recorder.region = region
+
+    for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
+        yield module, "_get_device_handle", lambda original, kind: device
+    yield _fsdp_param_group, "foreach_all_gather", gather
+    yield _fsdp_param_group, "foreach_all_gather_copy_out", copy_out
+    yield _fsdp_param_group, "foreach_reduce", reduce
     for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
-        yield group, name, set_block(getattr(group, name))
+        yield _fsdp_param_group.FSDPParamGroup, name, set_block
+
+
+def _list_torch_patches(recorder: EventRecorder) -> Iterator[Patch]:
+    """Yield functions that resize storages, which no operation does, that derive shapes, and collectives."""
+
+    def resize(original: Any, tensor: Tensor) -> None:
+        with _label_allocations(recorder, "gathered", recorder.owner):
+            original(tensor)
+            recorder.record_allocation(tensor)
+
+    def propagate_unrecorded(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():  # DTensor derives shapes from whole-sized tensors
+            return original(*args, **kwargs)
+
+    def communicate(kind: str, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.active:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            end_key = recorder.record_collective(kind, group, tensors)
+            if kind != "send" and end_key >= 0:
+                recorder.add_event("wait", key=end_key)
+        return original(group, *args, **kwargs)
+
+    for name in ("alloc_storage", "free_storage"):
+        yield _fsdp_param, name, resize
+    yield ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unrecorded
+    for name, kind in GROUP_METHODS.items():
+        if hasattr(dist.ProcessGroup, name):
+            yield dist.ProcessGroup, name, partial(communicate, kind)
 
 
 class _HeldMessage:
@@ -447,47 +450,3 @@ def hold_messages(ops: Any, *arguments: Any, **options: Any) -> list[Any]:
     if len(works) != len(ops):  # a group that batches messages has one work for all
         return works
     return [_HeldMessage(work, op.tensor) for work, op in zip(works, ops, strict=True)]
-
-
-def _patch_storages(recorder: EventRecorder) -> Iterator[Patch]:
-    """Yield functions that resize the storages of gathered weights, which no operation does."""
-
-    def wrap_resize(function: Any) -> Any:
-        def resize_storage(tensor: Tensor) -> None:
-            with _label_allocations(recorder, "gathered", recorder.owner):
-                function(tensor)
-                recorder.record_allocation(tensor)
-
-        return resize_storage
-
-    for name in ("alloc_storage", "free_storage"):
-        yield _fsdp_param, name, wrap_resize(getattr(_fsdp_param, name))
-
-
-def _patch_shapes() -> Iterator[Patch]:
-    """Yield the function with which DTensor derives shapes from whole-sized tensors, which is not recorded."""
-    name = "_propagate_tensor_meta_non_cached"
-    propagate = getattr(ShardingPropagator, name)
-
-    def propagate_unrecorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return propagate(self, *args, **kwargs)
-
-    yield ShardingPropagator, name, propagate_unrecorded
-
-
-def _patch_collectives(recorder: EventRecorder) -> Iterator[Patch]:
-    def wrap_collective(method: Any, kind: str) -> Any:
-        def call_recorded(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder.active:
-                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-                end_key = recorder.record_collective(kind, group, tensors)
-                if kind != "send" and end_key >= 0:
-                    recorder.add_event("wait", key=end_key)
-            return method(group, *args, **kwargs)
-
-        return call_recorded
-
-    for name, kind in GROUP_METHODS.items():
-        if hasattr(dist.ProcessGroup, name):
-            yield dist.ProcessGroup, name, wrap_collective(getattr(dist.ProcessGroup, name), kind)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 from unittest import mock
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from titan.debug.module_hooks import CompiledHook
+from titan.debug.module_hooks import ModuleHooks, StageCall
 from titan.estimate.traced.events import AFTER, BEFORE, NONE, OUTSIDE, Region
 from titan.parallelism.pipeline import runtime
 from titan.training.train_step import GradAccumulation, ModelStage
@@ -23,79 +24,68 @@ class RegionListener(Protocol):
     recomputing: bool
 
 
-class StageRegions:
-    """Follows one stage through its micro-batches."""
+class StageRegions(ModuleHooks):
+    """Follows stages through their micro-batches; see `follow_regions`."""
 
-    def __init__(self, listener: RegionListener, stage: ModelStage, number: int, split_backward: bool) -> None:
-        """Set hooks on a stage.
+    stays_in_modes = True
 
-        Args:
-            split_backward: whether the schedule separates backward for inputs and for weights.
-        """
-        self.listener, self.number, self.split_backward = listener, number, split_backward
-        self.microbatch = -1
-        self.exit_stack = ExitStack()
-        self._wrap_module(stage, self._begin_stage, self._end_stage)
-        if stage._compiled_call_impl is None:  # else what is inside is compiled with it, hooks too
-            first = int(next(iter(stage.model.layers)))
-            for index, block in enumerate(stage.model.blocks(), first):
-                self._wrap_module(block, self._build_enter_hook(index, first), self._build_leave_hook(index))
-            if stage.model.head is not None:
-                self._wrap_module(stage.model.head, lambda *_: self._set_region("F", self.microbatch, AFTER))
+    def __init__(self, listener: RegionListener, stages: dict[int, ModelStage], split_backward: bool) -> None:
+        """Set hooks on the stages; where a whole one is compiled, its blocks' would be compiled with it."""
+        super().__init__([*stages.values()], around_compiled=True)
+        self.listener, self.split_backward = listener, split_backward
+        for index, (number, stage) in enumerate(stages.items()):
+            parts: list[tuple[int, nn.Module]] = []
+            if stage._compiled_call_impl is None:
+                parts += enumerate(stage.model.blocks(), int(next(iter(stage.model.layers))))
+            for block, module in parts:
+                enter = self._enter_first_block if block == parts[0][0] else self._enter_forward
+                self.add_before(index, module, partial(enter, number, block))
+                self.add_after(index, module, partial(self._watch_output, number, block))
+            if parts and stage.model.head is not None:
+                self.add_before(index, stage.model.head, partial(self._enter_forward, number, AFTER))
+            self.add_before(index, stage, partial(self._enter_forward, number, BEFORE))
+            self.add_after(index, stage, partial(self._leave_stage, number))
 
-    def _wrap_module(
-        self, module: Any, pre_hook: Callable[..., None], post_hook: Callable[..., None] | None = None
-    ) -> None:
-        """Call functions before and after a module; of a compiled one outside of its compiled code."""
-        if module._compiled_call_impl is not None:
-            hook = CompiledHook(module, lambda module, args, kwargs: pre_hook(module, args), post_hook)
-            self.exit_stack.callback(hook.remove)
-            return
-        self.exit_stack.callback(module.register_forward_pre_hook(pre_hook).remove)
-        if post_hook is not None:
-            self.exit_stack.callback(module.register_forward_hook(post_hook).remove)
+    def _enter_forward(self, stage: int, block: int, call: StageCall, *_: Any) -> None:
+        self.listener.region = Region("F", stage, call.microbatch, block)
 
-    def remove(self) -> None:
-        """Remove the hooks."""
-        self.exit_stack.close()
+    def _enter_first_block(self, stage: int, block: int, call: StageCall, _: Any, args: tuple[Any, ...]) -> None:
+        self._enter_forward(stage, block, call)
+        self._watch_gradient(args[0], Region("B", stage, call.microbatch, BEFORE))
 
-    def _set_region(self, action: str, microbatch: int, block: int) -> None:
-        self.listener.region = Region(action, self.number, microbatch, block)
+    def _watch_output(self, stage: int, block: int, call: StageCall, _: Any, __: Any, out: Tensor) -> None:
+        self._watch_gradient(out, Region("B", stage, call.microbatch, block))
 
-    def _build_gradient_hook(self, microbatch: int, block: int) -> Callable[[Tensor], None]:
-        def enter_backward(grad: Tensor) -> None:
-            if not self.split_backward:
-                self._set_region("B", microbatch, block)
+    def _leave_stage(self, stage: int, call: StageCall, _: Any, __: Any, out: Tensor) -> None:
+        call.args, call.kwargs = (), {}  # or a trace would have them in memory until the next micro-batch
+        if out.dim() < 2:
+            self._watch_gradient(out, Region("B", stage, call.microbatch, AFTER))
 
-        return enter_backward
+    def _watch_gradient(self, tensor: Tensor, region: Region) -> None:
+        """Enter a region of the backward pass when a tensor's gradient is there."""
 
-    def _begin_stage(self, *_: Any) -> None:
-        self.microbatch += 1
-        self._set_region("F", self.microbatch, BEFORE)
+        def enter_backward(gradient: Tensor) -> None:
+            self.listener.region = region
 
-    def _build_enter_hook(self, index: int, first: int) -> Callable[..., None]:
-        def enter_block(_: Any, args: Any) -> None:
-            self._set_region("F", self.microbatch, index)
-            if index == first and args[0].requires_grad:
-                _on_gradient(args[0], self._build_gradient_hook(self.microbatch, BEFORE))
-
-        return enter_block
-
-    def _build_leave_hook(self, index: int) -> Callable[..., None]:
-        def leave_block(_: Any, __: Any, out: Any) -> None:
-            hidden: Tensor = out[0] if isinstance(out, tuple) else out  # without loss terms
-            if hidden.requires_grad:
-                _on_gradient(hidden, self._build_gradient_hook(self.microbatch, index))
-
-        return leave_block
-
-    def _end_stage(self, _: Any, __: Any, out: Any) -> None:
-        if isinstance(out, Tensor) and out.requires_grad and out.dim() < 2:
-            _on_gradient(out, self._build_gradient_hook(self.microbatch, AFTER))
+        if tensor.requires_grad and not self.split_backward:
+            tensor.register_hook(enter_backward)  # type: ignore[no-untyped-call]
 
 
-def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+Patch = tuple[Any, str, Callable[..., Any]]
+"""An object, the name of one of its functions, and what is called in its place, with the function and its arguments."""
+
+
+@contextmanager
+def change_functions(patches: Iterable[Patch]) -> Iterator[None]:
+    """Call something else in place of functions while the block runs."""
+
+    def wrap_function(original: Any, change: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: change(original, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for owner, name, change in patches:
+            stack.enter_context(mock.patch.object(owner, name, wrap_function(getattr(owner, name), change)))
+        yield
 
 
 @contextmanager
@@ -104,45 +94,35 @@ def follow_regions(listener: RegionListener, stages: dict[int, ModelStage], spli
 
     Args:
         stages: of this rank, by their number.
-        split_backward: see `StageRegions`.
+        split_backward: whether the schedule separates backward for inputs and for weights.
     """
 
-    def wrap_action(kind: Callable[[dict[str, Any]], str], function: Any) -> Any:
-        def run_action(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            listener.region = Region(kind(kwargs), stage.stage_index, chunk, NONE)
-            try:
-                return function(stage, chunk, *args, **kwargs)
-            finally:
-                listener.region = OUTSIDE
+    def run_action(
+        kind: Callable[[dict[str, Any]], str], original: Any, stage: Any, chunk: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        listener.region = Region(kind(kwargs), stage.stage_index, chunk, NONE)
+        try:
+            return original(stage, chunk, *args, **kwargs)
+        finally:
+            listener.region = OUTSIDE
 
-        return run_action
+    def leave_regions_after(original: Any, *args: Any, **kwargs: Any) -> Any:  # gradients of all blocks are summed then
+        result = original(*args, **kwargs)
+        listener.region = OUTSIDE
+        return result
 
     kinds: dict[str, Callable[[dict[str, Any]], str]] = {
         "forward_one_chunk": lambda arguments: "F",
         "backward_one_chunk": lambda arguments: "B" if arguments.get("full_backward", True) else "I",
         "backward_weight_one_chunk": lambda arguments: "W",
     }
+    patches: list[Patch] = [(runtime._Stage, name, partial(run_action, kind)) for name, kind in kinds.items()]
+    patches += [(GradAccumulation, "backward", leave_regions_after)]
     with ExitStack() as stack:
-        for number, stage in stages.items():
-            stack.callback(StageRegions(listener, stage, number, split_backward).remove)
-        runner = GradAccumulation.backward
-        stack.enter_context(mock.patch.object(GradAccumulation, "backward", _leave_region_after(listener, runner)))
+        stack.enter_context(StageRegions(listener, stages, split_backward))
         stack.enter_context(mock.patch.object(checkpoint, "_recomputation_hook", _build_recomputation_hook(listener)))
-        for name, kind in kinds.items():
-            original = getattr(runtime._Stage, name)
-            stack.enter_context(mock.patch.object(runtime._Stage, name, wrap_action(kind, original)))
+        stack.enter_context(change_functions(patches))
         yield
-
-
-def _leave_region_after(listener: RegionListener, function: Any) -> Any:
-    """Return a function after which the region is that of no block: gradients of all blocks are summed then."""
-
-    def run_function(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        listener.region = OUTSIDE
-        return result
-
-    return run_function
 
 
 def _build_recomputation_hook(listener: RegionListener) -> type:
