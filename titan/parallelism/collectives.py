@@ -127,17 +127,13 @@ class _FinishExchange(torch.autograd.Function):
 
 
 def start_exchange(x: Tensor, exchange: PendingExchange) -> PendingExchange:
-    """As `exchange_rows`, but what is computed before `PendingExchange.finish` runs beside the exchange.
+    """Start to send rows to the group's ranks in order; `PendingExchange.finish` returns those that came from them.
 
-    In the backward pass the exchange of the gradient runs beside the gradients of the same operations.
+    What is computed before that runs beside the exchange. In the backward pass the exchange of the gradient runs beside
+    the gradients of the same operations.
     """
     exchange.marker = _StartExchange.apply(x, exchange)  # type: ignore[no-untyped-call]
     return exchange
-
-
-def exchange_rows(x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows [sum(sending), D] to the group's ranks in order, and return those that came from them, in order."""
-    return start_exchange(x, PendingExchange(send_counts, receive_counts, group)).finish()
 
 
 class _Collective(torch.autograd.Function):

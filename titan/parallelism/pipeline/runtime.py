@@ -487,11 +487,11 @@ class TiedWeights:
 
     def sum_gradients(self) -> None:
         """Replace both replicas' gradients by their sum; both ranks call it together."""
-        if self.first is not None and self.last is not None:
-            first, last = _require_gradient(self.first), _require_gradient(self.last)
-            last.copy_(first.add_(last))
-        elif self.first is not None or self.last is not None:
-            local_gradient = _require_gradient(self.first if self.first is not None else self.last)
+        ends: Any = (self.first, self.last)
+        gradients = [local_tensor(parameter.grad) for parameter in ends if parameter is not None]
+        if len(gradients) == 2:
+            gradients[1].copy_(gradients[0].add_(gradients[1]))
+        for local_gradient in gradients if len(gradients) == 1 else ():
             received = self._exchange_tensor(local_gradient.to(self.device))
             local_gradient.add_(received.to(local_gradient.device))  # offloaded gradients are on the host
 
@@ -530,12 +530,6 @@ def _set_static_shapes(stages: Sequence[Any], has_backward: bool, p2p_done: bool
 
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
-
-
-def _require_gradient(parameter: nn.Parameter | None) -> Tensor:
-    if parameter is None or parameter.grad is None:
-        raise RuntimeError("a tied weight has no gradient")
-    return local_tensor(parameter.grad)
 
 
 def list_torch_actions(shape: PipelineShape, stages_per_rank: int, microbatches: int) -> dict[int, list[Any]]:

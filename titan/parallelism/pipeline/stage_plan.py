@@ -112,9 +112,8 @@ def _split_layers(starts: tuple[int, ...], split: str, model: Decoder, seq_len: 
 
 
 def _count_stages(parallelism: Parallelism, layout: Layout) -> int:
-    if parallelism.stages != "auto":
-        return int(parallelism.stages)
-    return layout.pipeline * find_default_stages(parallelism)
+    stages = parallelism.stages
+    return layout.pipeline * find_default_stages(parallelism) if stages == "auto" else int(stages)
 
 
 def count_stages_per_rank(parallelism: Parallelism, ranks: int) -> int:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 
 from titan.parallelism.pipeline.schedules import Action, Cell, find_schedule, list_actions, order_actions
 
@@ -108,17 +108,12 @@ def _count_gathers(stages: Sequence[int]) -> Counter[int]:
     """
     if len(set(stages)) <= MOST_GATHERED:
         return Counter(set(stages))
-    gathers: Counter[int] = Counter()
-    gathered: set[int] = set()
-    for i in range(len(stages)):
-        following: set[int] = set()
-        for j in range(i, len(stages)):
-            following.add(stages[j])
-            if len(following) == MOST_GATHERED:
-                break
-        gathers.update(following - gathered)
-        gathered = following
-    return gathers
+    following, windows = list[int](), list[set[int]]()
+    for stage in reversed(stages):  # the next stages from each action on
+        following = [stage, *(other for other in following if other != stage)][:MOST_GATHERED]
+        windows.append(set(following))
+    windows.reverse()
+    return Counter(chain(windows[0], *(after - before for before, after in pairwise(windows))))
 
 
 def link_order(rows: Sequence[Sequence[Cell]]) -> LinkedOrder:
