@@ -466,7 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _kill_silently(name: str, kills: int, dice: random.Random, folder: Path) -> list[ChaosReport]:
-    from tests.support.checkpoint_layouts import silence_output
+    from tests.measure.checkpoint_layouts import silence_output
 
     with silence_output():
         return kill_repeatedly(name, kills, dice, folder)

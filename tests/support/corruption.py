@@ -1,4 +1,4 @@
-"""Ways to damage what a run saved, and what comes of each: `python -m tests.support.corruption [TEXT]`.
+"""Ways to damage what a run saved, and what comes of each.
 
 A run of six steps was stopped after its fourth, with checkpoints of steps 2 and 4. Then something is damaged, and the
 same command is given again: what does the user read, from which step does it go on, and has any code run that a file
@@ -13,8 +13,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -115,14 +113,6 @@ class Damage:
         """A name without blanks."""
         return re.sub("[^a-z0-9]+", "-", self.name.lower())
 
-    @property
-    def lost(self) -> str:
-        """For the table: what is done again."""
-        if self.used is None:
-            return "it does not go on" + (" by itself" if self.code == 2 else "")
-        lost = {4: "nothing", 2: "two steps, done again", 0: "all steps, done again"}[self.used]
-        return lost if self.code == 0 else f"{lost}; exit code {self.code}"
-
 
 @dataclass(frozen=True)
 class DamageResult:
@@ -133,11 +123,6 @@ class DamageResult:
     start_step: int | None
     same: bool
     ran_code: bool
-
-    def find_sentence(self, pattern: str) -> str:
-        """What of it the pattern means: its whole line."""
-        match = re.search(f"[^\n]*({pattern})[^\n]*", self.output) if pattern else None
-        return re.sub(r"^(note|\d+) +", "", match[0].strip()) if match else ""
 
 
 @dataclass
@@ -203,10 +188,10 @@ def _read_start_step(scene: DamageScene) -> int | None:
         return None
 
 
-def flip_bit(file: Path) -> None:
-    """Change one bit in the middle of a file."""
+def flip_bit(file: Path, at: int | None = None) -> None:
+    """Change one bit of a file, by default in its middle."""
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if at is None else at] ^= 1
     file.write_bytes(bytes(content))
 
 
@@ -579,29 +564,3 @@ def list_damages() -> list[Damage]:
     lists = (_list_file_damages, _list_manifest_damages, _list_folder_damages, _list_trap_damages,
              _list_remote_damages, _list_other_damages)  # fmt: skip
     return [damage for list_some in lists for damage in list_some()]
-
-
-def main(text: str = "") -> int:
-    """Try each whose name holds a text and print what came of it; 1 where that is not what it should be."""
-    failed = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        origin = make_original_run(folder)
-        print("| damage | what the user reads | lost | code run |\n| --- | --- | --- | --- |")
-        for damage in (d for d in list_damages() if text in d.name):
-            result = apply_damage(damage, origin)
-            words = (
-                result.find_sentence(damage.message_pattern).replace(f"{folder}/{damage.id}/", "")
-                or result.output[-200:]
-            )
-            good = result.code == damage.code and (damage.used is None or result.start_step == damage.used)
-            good = good and result.same == (damage.code == 0)
-            read = bool(re.search(damage.message_pattern, result.output))
-            failed += [] if good and read and not result.ran_code else [damage.name]
-            print(f"| {damage.name} | {words} | {damage.lost} | {'YES' if result.ran_code else 'no'} |", flush=True)
-    print(f"{len(failed)} not as they should be{': ' if failed else ''}{', '.join(failed)}", file=sys.stderr)
-    return len(failed) > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))

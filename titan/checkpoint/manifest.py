@@ -99,16 +99,13 @@ def write(folder: Path, manifest: Manifest, name: str = NAME) -> None:
     write_atomic(folder / name, json.dumps(asdict(manifest), indent=1), sync=True)
 
 
-def inspect(folder: Path, name: str = NAME) -> Manifest | None:
+def inspect(folder: Path) -> Manifest | None:
     """Return a checkpoint's manifest after checking the sizes of its files; None for an interrupted save.
-
-    Args:
-        name: the manifest's file name.
 
     Raises:
         CorruptCheckpointError: when the manifest or a file's size is wrong.
     """
-    manifest = load(folder, name)
+    manifest = load(folder)
     if manifest is not None:
         check_sizes(folder, manifest.files)
     return manifest
@@ -120,10 +117,8 @@ def load(folder: Path, name: str = NAME) -> Manifest | None:
         text = untrusted.read_regular_file(folder / name)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise CorruptCheckpointError(f"{NAME} can't be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{NAME} can't be read ({error})") from error
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpointError(f"{NAME} can't be read ({getattr(error, 'strerror', error)})") from error
     manifest = parse(text)
     if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
         raise CorruptCheckpointError(f"{NAME} is of step {manifest.step}")
@@ -202,10 +197,10 @@ def is_tokenizer(name: str, files: Container[str]) -> bool:
         return False
 
 
-def check_resumable(manifest: Manifest, path: str, setting: str = "checkpoint.resume") -> None:
+def check_resumable(manifest: Manifest, path: str) -> None:
     """Raise ConfigError when a checkpoint is converted weights, without an optimizer and a data position."""
     if not manifest.data:
-        raise ConfigError(f"{setting}={path}: has weights only; initialise a run from it: checkpoint.weights={path}.")
+        raise ConfigError(f"checkpoint.resume={path}: has weights only; initialise a run from it: checkpoint.weights={path}.")
 
 
 def read(folder: Path) -> Manifest | None:
@@ -376,10 +371,7 @@ def is_linked(folder: Path) -> bool:
 
 def _is_foreign(folder: Path, run_id: str | None) -> bool:
     """Return whether a checkpoint's folder is behind a symbolic link, and not known to be of the run."""
-    if not is_linked(folder):
-        return False
-    content = _load_manifest(folder)
-    return content is None or content.run_id != run_id
+    return is_linked(folder) and ((content := _load_manifest(folder)) is None or content.run_id != run_id)
 
 
 def _load_manifest(folder: Path) -> Manifest | None:

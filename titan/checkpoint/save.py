@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
 import zlib
@@ -99,11 +98,15 @@ class ChecksumFileSystem(FileSystem):
             self.files[Path(new_path).name] = self.files.pop(Path(path).name)
 
 
-class ChecksumStream(io.IOBase):
+class ChecksumStream:
     """A file opened for sequential writing, with its size and checksum."""
 
     def __init__(self, raw: Any, advance: Callable[[], None] = lambda: None) -> None:
         self.raw, self.advance, self.size, self.crc = raw, advance, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the file has."""
+        return getattr(self.raw, name)
 
     def write(self, data: Any) -> int:
         """Write bytes."""
@@ -118,20 +121,6 @@ class ChecksumStream(io.IOBase):
     def tell(self) -> int:
         """Return the size so far."""
         return self.size
-
-    def fileno(self) -> int:
-        """Return the number of the file."""
-        return int(self.raw.fileno())
-
-    def flush(self) -> None:
-        """Flush the file unless it is closed."""
-        if not self.raw.closed:
-            self.raw.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self.raw.close()
-        super().close()
 
 
 TokenizerFiles = tuple[dict[str, ManifestFile], str | None]

@@ -16,7 +16,6 @@ from titan.parallelism.pipeline.schedules import (
     Action,
     Cell,
     count_rounds,
-    list_actions,
     order_actions,
 )
 from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
@@ -85,7 +84,8 @@ def list_action_states(
     Without a pipeline these are the first two micro-batches; later ones repeat the second.
     """
     if ranks == 1:
-        cells: list[Cell] = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
+        microbatches = min(2, microbatches)
+        cells: list[Cell] = [(Action(0, kind, microbatch),) for microbatch in range(microbatches) for kind in "FB"]
     else:
         stages = count_stages_per_rank(parallelism, ranks)
         cells = order_actions(parallelism.schedule, ranks, stages, microbatches)[rank]
@@ -95,7 +95,7 @@ def list_action_states(
 
 
 def _list_actions(cells: list[Cell]) -> list[Action]:
-    return [action for cell in cells for action in list_actions(cell)]
+    return [action for cell in cells for action in cell]
 
 
 def _list_stages(cells: list[Cell]) -> list[int]:

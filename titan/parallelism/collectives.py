@@ -61,14 +61,13 @@ def start_reduce_scatter(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return pending
 
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
-    """Return the sum (or "max") over ranks, in a new tensor. No gradient."""
-    return all_reduce_by_name(x, group.group_name, op)
+def all_reduce(x: Tensor, group: dist.ProcessGroup | str, op: str = "sum") -> Tensor:
+    """Return the sum (or "max") over ranks, in a new tensor. No gradient.
 
-
-def all_reduce_by_name(x: Tensor, group: str, op: str = "sum") -> Tensor:
-    """Do as `all_reduce`, for a group given by its name: for custom operations, which take no process groups."""
-    return wait(_OPS.all_reduce(x.contiguous(), op, group))
+    Args:
+        group: the ranks, or the name of their group: for custom operations, which take no process groups.
+    """
+    return wait(_OPS.all_reduce(x.contiguous(), op, group if isinstance(group, str) else group.group_name))
 
 
 class PendingExchange:

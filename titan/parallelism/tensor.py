@@ -234,7 +234,7 @@ def _compute_split_chunks(
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do as `compute_loss_in_chunks`, where the weight is the `rank`-th shard of the vocabulary; all have one size."""
-    largest, total = (partial(collectives.all_reduce_by_name, group=group, op=op) for op in ("max", "sum"))
+    largest, total = (partial(collectives.all_reduce, group=group, op=op) for op in ("max", "sum"))
     measure = partial(measure_logits, first=rank * len(weight), largest=largest, total=total)
     return compute_loss_in_chunks(hidden, weight, targets, chunk, (wants_hidden, wants_weight), measure)
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from titan.model.loss_terms import attach_loss
 from titan.parallelism import data, mesh
 from titan.parallelism.norms import local_tensor
-from titan.parallelism.pipeline.schedules import find_schedule, order_actions
+from titan.parallelism.pipeline.schedules import find_schedule, format_cell, order_actions
 
 if TYPE_CHECKING:
     from titan.parallelism.microbatches import Microbatches
@@ -538,7 +538,7 @@ def list_torch_actions(shape: PipelineShape, stages_per_rank: int, microbatches:
 
     ranks = len(shape.owners) // stages_per_rank
     rows = order_actions(shape.schedule, ranks, stages_per_rank, microbatches)
-    return {rank: [_Action.from_str(str(cell)) for cell in row] for rank, row in enumerate(rows)}
+    return {rank: [_Action.from_str(format_cell(cell)) for cell in row] for rank, row in enumerate(rows)}
 
 
 def _expand_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
