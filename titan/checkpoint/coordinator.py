@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -54,16 +54,8 @@ def prefix_errors(prefix: str) -> Iterator[None]:
         raise CoordinationError(f"{prefix}: {error}", error.is_corrupt, error.is_config_error) from error
 
 
-class _ErrorMessage(NamedTuple):
-    """An error as it is sent to other ranks: its message, and the attributes of CoordinationError."""
-
-    message: str
-    is_corrupt: bool = False
-    is_config_error: bool = False
-
-
-_Outcome = tuple[Any, _ErrorMessage | None]
-"""What a rank sends: a result, or an error."""
+_Outcome = tuple[Any, tuple[str, bool, bool] | None]
+"""What a rank sends: a result, or an error, as the arguments of CoordinationError."""
 
 
 class Coordinator:
@@ -147,27 +139,27 @@ class Coordinator:
         if self.exchange is not None:
             self.exchange.abort()
 
-    def _call(self, work: Callable[[], T]) -> tuple[T | None, _ErrorMessage | None]:
+    def _call(self, work: Callable[[], Any]) -> _Outcome:
         """Return the result, or the error, which names this rank where it is not the only one."""
         try:
             return work(), None
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             is_corrupt = isinstance(error, CorruptCheckpointError) or getattr(error, "is_corrupt", False)
             place = f"rank {self.rank}: " if self.world_size > 1 else ""
-            return None, _ErrorMessage(place + find_reason(error), is_corrupt, isinstance(error, ConfigError))
+            return None, (place + find_reason(error), is_corrupt, isinstance(error, ConfigError))
 
     def _collect_results(
         self, outcome: _Outcome, combine: Callable[[list[Any]], Any], is_scattered: bool = False
     ) -> Any:
         """Call `combine` on rank 0 with all ranks' results; return its result, or raise the first error, on all."""
-        combined = None
+        combined: _Outcome | None = None
         try:
             outcomes = self._gather_outcomes(outcome)
             error = next((error for _, error in outcomes if error), None)
             if self.rank == 0:
                 combined = (None, error) if error else self._call(lambda: combine([result for result, _ in outcomes]))
         except (ConnectionError, CoordinationError) as lost:  # rank 0 must send it to the others
-            combined = None, _ErrorMessage(str(lost))
+            combined = None, (str(lost), False, False)
         return self._send_outcome(combined, is_scattered)
 
     def _gather_outcomes(self, outcome: _Outcome) -> list[_Outcome]:
@@ -200,7 +192,7 @@ class Coordinator:
 def _check_outcome(outcome: Any) -> _Outcome:
     """Return what a rank sent as its result and its error, if it is that."""
     match outcome:
-        case (result, None | _ErrorMessage() as error):
+        case (result, None | (str(), bool(), bool()) as error):
             return result, error
     raise CoordinationError(f"{_UNREADABLE}: it is no result of a rank")
 

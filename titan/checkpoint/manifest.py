@@ -200,7 +200,9 @@ def is_tokenizer(name: str, files: Container[str]) -> bool:
 def check_resumable(manifest: Manifest, path: str) -> None:
     """Raise ConfigError when a checkpoint is converted weights, without an optimizer and a data position."""
     if not manifest.data:
-        raise ConfigError(f"checkpoint.resume={path}: has weights only; initialise a run from it: checkpoint.weights={path}.")
+        raise ConfigError(
+            f"checkpoint.resume={path}: has weights only; initialise a run from it: checkpoint.weights={path}."
+        )
 
 
 def read(folder: Path) -> Manifest | None:

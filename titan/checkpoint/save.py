@@ -32,8 +32,6 @@ from titan.checkpoint.metadata_file import encode_metadata
 from titan.checkpoint.save_planner import Assignment, CachingSavePlanner, ItemMask, LocalPlan, Positions, WriteSummary
 from titan.files.platform import sync_file
 
-Name = str | os.PathLike[str]
-
 
 class CheckpointWriter(FileSystemWriter):
     """Writes this rank's files into a folder; `files` has their sizes and checksums."""
@@ -42,10 +40,6 @@ class CheckpointWriter(FileSystemWriter):
         """Take the folder, which is created if it is missing."""
         super().__init__(folder)
         self.fs: Any = ChecksumFileSystem()
-
-    def storage_meta(self) -> StorageMeta:
-        """Return the save's id only: a path in `.metadata` would have another class in other Python versions."""
-        return StorageMeta(save_id=self.save_id)
 
     def write_metadata(self, assignment: Assignment, positions: Positions) -> None:
         """Write the metadata of the whole checkpoint.
@@ -58,12 +52,14 @@ class CheckpointWriter(FileSystemWriter):
         """
         path = Path(self._get_metadata_path())
         temporary = path.with_name(f"{path.name}.tmp")
+        meta = StorageMeta(save_id=self.save_id)  # a path in it would have another class in other Python versions
         with self.fs.create_stream(temporary, "wb") as stream:
-            for piece in encode_metadata(assignment, positions, self.storage_meta()):
+            for piece in encode_metadata(assignment, positions, meta):
                 stream.write(piece)
             stream.flush()
             sync_file(stream.fileno())
-        self.fs.rename(temporary, path)
+        temporary.rename(path)
+        self.fs.files[path.name] = self.fs.files.pop(temporary.name)
 
     @property
     def files(self) -> dict[str, ManifestFile]:
@@ -84,18 +80,12 @@ class ChecksumFileSystem(FileSystem):
         self.advance: Callable[[], None] = lambda: None
 
     @contextmanager
-    def create_stream(self, path: Name, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Open a file; see torch's `FileSystemBase`."""
         with super().create_stream(path, mode) as raw:
             stream = ChecksumStream(raw, self.advance)
             yield stream
         self.files[Path(path).name] = ManifestFile(stream.size, f"{stream.crc:08x}")
-
-    def rename(self, path: Name, new_path: Name) -> None:
-        """Rename a file."""
-        super().rename(path, new_path)
-        if Path(path).name in self.files:
-            self.files[Path(new_path).name] = self.files.pop(Path(path).name)
 
 
 class ChecksumStream:

@@ -22,6 +22,7 @@ class PipelineSchedule:
 
     Attributes:
         name: the argument of torch.distributed.pipelining.schedules.get_schedule_class, where torch has the schedule.
+        order: returns a rank's order, from rank, ranks, stages per rank and micro-batches.
         stages: default number of stages per rank.
         fixed: whether this is the only possible number; else any number from 1.
         placement: stage s is on rank s modulo ranks (loop), or every other lap runs backwards (v).
@@ -35,6 +36,7 @@ class PipelineSchedule:
     """
 
     name: str
+    order: Callable[[int, int, int, int], Sequence[Cell]]
     stages: int
     fixed: bool
     placement: Literal["loop", "v"]
@@ -59,22 +61,6 @@ class PipelineSchedule:
     def fills(self, ranks: int, microbatches: int) -> bool:
         """Whether so many micro-batches fill the pipeline."""
         return microbatches >= (2 * ranks - 1 if self.placement == "v" else ranks)
-
-
-SCHEDULES = {
-    schedule.name: schedule
-    for schedule in (
-        PipelineSchedule("GPipe", 1, True, "loop", False, "free", 3),
-        PipelineSchedule("1F1B", 1, True, "loop", False, "stages", 3),
-        PipelineSchedule("Interleaved1F1B", 2, False, "loop", False, "rounds", 3),
-        PipelineSchedule("ShallowInterleaved1F1B", 2, False, "loop", False, "rounds", 3, in_torch=False),
-        PipelineSchedule("LoopedBFS", 2, False, "loop", False, "free", 3),
-        PipelineSchedule("InterleavedZeroBubble", 2, False, "loop", True, "rounds", 1),
-        PipelineSchedule("ZBVZeroBubble", 2, True, "v", True, "free", 1),
-        PipelineSchedule("DualPipeV", 2, True, "v", True, "stages", 2),
-    )
-}
-"""torch's schedules, as of torch 2.13, and one more, by their name."""
 
 
 class Action(NamedTuple):
@@ -128,9 +114,10 @@ def order_actions(schedule: str, ranks: int, stages_per_rank: int, microbatches:
         ConfigError: when there is no such schedule.
         ValueError: on numbers that the schedule does not allow.
     """
-    if not find_schedule(schedule).allows(ranks, stages_per_rank, microbatches):
+    kind = find_schedule(schedule)
+    if not kind.allows(ranks, stages_per_rank, microbatches):
         raise ValueError(f"{schedule} on {ranks} ranks of {stages_per_rank} stages: not {microbatches} micro-batches")
-    return [list(ORDER_FUNCTIONS[schedule](rank, ranks, stages_per_rank, microbatches)) for rank in range(ranks)]
+    return [list(kind.order(rank, ranks, stages_per_rank, microbatches)) for rank in range(ranks)]
 
 
 def count_rounds(ranks: int, microbatches: int) -> int:
@@ -245,14 +232,23 @@ def _number_actions(tokens: Iterable[Token]) -> Iterator[Action]:
         counts.update((part, stage) for part in ("IW" if kind == "B" else kind))
 
 
-ORDER_FUNCTIONS: dict[str, Callable[[int, int, int, int], Sequence[Cell]]] = {
-    "GPipe": _order_gpipe,
-    "1F1B": _order_1f1b,
-    "Interleaved1F1B": partial(_order_interleaved, ahead=2),
-    "ShallowInterleaved1F1B": partial(_order_interleaved, ahead=1),
-    "LoopedBFS": _order_looped_bfs,
-    "InterleavedZeroBubble": partial(_order_interleaved, ahead=1, splits_backward=True),
-    "ZBVZeroBubble": _order_zbv,
-    "DualPipeV": _order_dual_pipe_v,
-}
-"""The function that returns each schedule's order, from rank, ranks, stages per rank and micro-batches."""
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        PipelineSchedule("GPipe", _order_gpipe, 1, True, "loop", False, "free", 3),
+        PipelineSchedule("1F1B", _order_1f1b, 1, True, "loop", False, "stages", 3),
+        PipelineSchedule("Interleaved1F1B", partial(_order_interleaved, ahead=2), 2, False, "loop", False, "rounds", 3),
+        PipelineSchedule(
+            "ShallowInterleaved1F1B", partial(_order_interleaved, ahead=1),
+            2, False, "loop", False, "rounds", 3, in_torch=False,
+        ),
+        PipelineSchedule("LoopedBFS", _order_looped_bfs, 2, False, "loop", False, "free", 3),
+        PipelineSchedule(
+            "InterleavedZeroBubble", partial(_order_interleaved, ahead=1, splits_backward=True),
+            2, False, "loop", True, "rounds", 1,
+        ),
+        PipelineSchedule("ZBVZeroBubble", _order_zbv, 2, True, "v", True, "free", 1),
+        PipelineSchedule("DualPipeV", _order_dual_pipe_v, 2, True, "v", True, "stages", 2),
+    )
+}  # fmt: skip
+"""torch's schedules, as of torch 2.13, and one more, by their name."""

@@ -56,9 +56,8 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
             f"parallelism.pipeline={ranks}: {schedule} needs {count} stages, and the model has {model.layers} "
             f"layer{'s' if model.layers > 1 else ''}; give a smaller parallelism.pipeline."
         )
-    parts = _split_layers(parallelism.starts, parallelism.split, model, seq_len, count)
+    owners, parts = zip(*assign_layers(parallelism, layout, model, seq_len), strict=True)
     layers = tuple((part.start, part.stop) for part in parts)
-    owners = tuple(arithmetic.place_stages(schedule, ranks, count))
     idle = timing.compute_idle_share(schedule, ranks, count // ranks, microbatches)
     return StagePlan(schedule, layers, owners, schedules.find_schedule(schedule).splits_backward, idle)
 
