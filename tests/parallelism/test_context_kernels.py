@@ -178,18 +178,8 @@ def stand_ins() -> SimpleNamespace:
         out, lse = cpu(q, k, v, *rest, scale=scale)
         return out.contiguous(), lse.contiguous()[..., None], None
 
-    def cudnn_back(
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        seed: Tensor,
-        offset: Tensor,
-        *rest: Any,
-        scale: float,
-    ) -> Any:
+    def cudnn_back(*arguments: Any, scale: float) -> Any:
+        grad, q, k, v, out, lse, seed, offset, *rest = arguments
         assert all(x.is_contiguous() for x in (grad, q, k, v, out, lse))
         assert (seed.shape, offset.shape, lse.shape) == ((), (), (*q.shape[:3], 1))
         bias, cum_q, cum_k, longest_q, longest_k, dropout, causal = rest
@@ -202,9 +192,8 @@ def stand_ins() -> SimpleNamespace:
         out, lse = cpu(q, k, v, *rest, scale=scale)
         return out, F.pad(lse, (0, -q.shape[2] % LSE_MULTIPLE), value=torch.inf), None, None
 
-    def efficient_back(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, lse: Tensor, *rest: Any, scale: float
-    ) -> Any:
+    def efficient_back(*arguments: Any, scale: float) -> Any:
+        grad, q, k, v, _, out, lse, *rest = arguments
         assert q.shape[1] == k.shape[1] == v.shape[1]
         assert lse.shape[2] == q.shape[2] + -q.shape[2] % LSE_MULTIPLE
         assert (lse[:, :, q.shape[2] :] == torch.inf).all()

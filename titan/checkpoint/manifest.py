@@ -281,9 +281,6 @@ def select_kept(
 
     Args:
         checkpoints: (step, tokens read) of each complete checkpoint, by step.
-        keep: at least 1.
-        keep_tokens: 0: none.
-        at: see `titan.checkpoint.schema.Checkpoint`.
     """
     kept_steps = {step for step, _ in checkpoints[-keep:]} | {step for step, _ in checkpoints if step in at}
     last = 0
@@ -299,14 +296,8 @@ def prune(
 ) -> None:
     """Retire and delete checkpoints that are not kept; call it when a new checkpoint is complete.
 
-    Damaged ones are deleted if they are older than all kept ones.
-
-    Args:
-        keep: see `titan.checkpoint.schema.Checkpoint`.
-        keep_tokens: see `Checkpoint`.
-        grace: see `Checkpoint`.
-        run_id: of the run; None: behind a symbolic link nothing is deleted.
-        at: see `Checkpoint`.
+    Damaged ones are deleted if they are older than all kept ones. Without the run's id nothing behind a symbolic link
+    is deleted; the other arguments are settings of `titan.checkpoint.schema.Checkpoint`.
     """
     own_folders = [f for f in list_folders(directory) if not _is_foreign(f, run_id)]
     manifests = {int(f.name[5:]): read(f) for f in own_folders}

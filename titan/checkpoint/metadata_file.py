@@ -41,13 +41,7 @@ _MARK = 0x5A5A5A00
 
 
 def encode_metadata(assignment: Assignment, positions: Positions, storage_meta: StorageMeta) -> Iterator[bytes]:
-    """Yield the metadata of a checkpoint, piece by piece.
-
-    Args:
-        assignment: what all ranks wrote.
-        positions: where they wrote it.
-        storage_meta: the save's id.
-    """
+    """Yield the metadata of a checkpoint, piece by piece."""
     infos, order = assignment.tensors, assignment.order
     tensor, boxes, written_rows = assignment.tensor[order], assignment.boxes[order], positions.rows[order]
     ends = np.flatnonzero(np.diff(tensor, append=-1)) + 1

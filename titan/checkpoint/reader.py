@@ -64,11 +64,8 @@ class PickledObject:
 def parse_pickle(content: bytes, allowed: Container[Name]) -> Any:
     """Parse a pickle.
 
-    Args:
-        allowed: the allowed names.
-
     Raises:
-        ValueError: when it has another name, or is not in the form that `pickle.dump` writes.
+        ValueError: when it has another name than the allowed ones, or is not in the form that `pickle.dump` writes.
     """
     machine = _Machine(content, allowed)
     try:

@@ -45,10 +45,6 @@ class CheckpointWriter(FileSystemWriter):
         """Write the metadata of the whole checkpoint.
 
         The temporary file is not `titan.files.atomic`'s, because its content has to be counted as well.
-
-        Args:
-            assignment: what all ranks wrote.
-            positions: where they wrote it.
         """
         path = Path(self._get_metadata_path())
         temporary = path.with_name(f"{path.name}.tmp")

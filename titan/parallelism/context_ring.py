@@ -35,15 +35,7 @@ _ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single
 
 
 def attend_ring(core: Any, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, ...] | None) -> Tensor:
-    """Return the attention of this rank's queries to the keys of all ranks: [B, H, t, d].
-
-    Args:
-        core: a `titan.parallelism.context.ContextAttention`.
-        q: [B, H, t, d].
-        k: [B, K, t, d], of the same tokens.
-        v: [B, K, t, d], of the same tokens.
-        mask: what `make_ring_mask` returns.
-    """
+    """Return the attention of this rank's queries to the keys of all ranks; see `ContextAttention.forward`."""
     ring = core.group.group_name, core.balance, core.kernel, core.scale
     out: Tensor = torch.ops.titan.ring_attention(q, torch.stack((k, v)), list(mask or ()), *ring)[0]
     return out
@@ -53,7 +45,7 @@ def make_ring_mask(core: Any, ids: Tensor | None, positions: Tensor, dtype: torc
     """Return the mask of a round, as tensors that a custom operation can take; None where nothing but causality masks.
 
     Args:
-        core: as of `attend_ring`.
+        core: a `titan.parallelism.context.ContextAttention`.
         ids: document ids of this rank's tokens, int64 [B, t]; None: one document per row.
         positions: [1 or B, t], for the number of this rank's tokens.
         dtype: of the queries, for other methods.

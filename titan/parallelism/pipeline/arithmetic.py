@@ -204,12 +204,7 @@ def link_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches:
 
 
 def check_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
-    """Check stages and micro-batches against a schedule.
-
-    Args:
-        schedule: its name.
-        ranks: along the pipeline.
-        stages: in all.
+    """Check the pipeline's stages in all, and micro-batches, against a schedule.
 
     Raises:
         ConfigError: naming `parallelism.schedule`, `stages`, `pipeline` or `microbatches`.

@@ -95,10 +95,7 @@ def create_p2p_groups(shape: PipelineShape, group: dist.ProcessGroup, timeout: f
     Without eager initialisation torch creates a communicator for each pair. 1F1B is the exception: it sends and
     receives in one batch, which is one operation only on a single group, and such batches cannot block each other.
 
-    Args:
-        shape: the pipeline.
-        group: the ranks along it; all of them call this together.
-        timeout: see `titan.parallelism.mesh.split_group`.
+    All ranks of `group`, those along the pipeline, call it together.
 
     Returns:
         This rank's groups; none for 1F1B.
