@@ -115,7 +115,7 @@ class Coordinator:
         """
         result, error = self._call(work)
         self._collect_results((None, error), lambda results: None)
-        return result  # type: ignore[return-value]
+        return result  # type: ignore[no-any-return]
 
     def gather(self, work: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
         """Run `work` on every rank, then `combine` on rank 0 with all results by rank; return its result on all ranks.

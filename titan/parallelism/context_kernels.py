@@ -171,6 +171,7 @@ def _differentiate_kernel(
     """
     differentiate = partial(getattr(_ATEN, f"{OPERATIONS[kernel]}_backward"), scale=scale)
     grad, q, out, lse = queries
+    state: tuple[Any, ...]
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     lengths = q.shape[2], k.shape[2]
     if kernel == "efficient":

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn.attention.flex_attention import BlockMask
 
 from titan.model.attention import BLOCK, find_visible_blocks, make_mask_mod
@@ -31,6 +31,7 @@ BLOCK_LISTS = tuple(
 )
 """The tensors of a block mask, in the order of `BlockMask`'s arguments."""
 
+_resolve_process_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 _ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single
 
 
@@ -80,7 +81,7 @@ class _Ring(NamedTuple):
 
 def _find_ring(name: str, balance: bool, kernel: str, scale: float | None) -> _Ring:
     """Return the ring of a process group's name: custom operations take no process groups."""
-    group = dist.distributed_c10d._resolve_process_group(name)
+    group = _resolve_process_group(name)
     return _Ring(name, group.rank(), group.size(), balance, kernel, scale)
 
 

@@ -161,7 +161,7 @@ def _build_rank_choice(unit: Unit) -> Callable[[Sharding, Shard], Any]:
             return placement
         if key not in infos:  # FSDP's description of a mesh of one dimension, or of two, replicate and shard
             mesh: Any = sharding.mesh
-            hybrid = {"shard_mesh_dim": 1, "replicate_mesh_dim": 0}
+            hybrid: Any = {"shard_mesh_dim": 1, "replicate_mesh_dim": 0}
             infos[key] = FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, **hybrid)
         return ShardPlacementResult(placement, infos[key])
 

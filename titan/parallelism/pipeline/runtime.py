@@ -304,7 +304,7 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         """Have the stage's loss terms differentiated."""
-        return self.pipeline.attach_losses(super().forward_maybe_with_nosync(*args, **kwargs))
+        return self.pipeline.attach_losses(super().forward_maybe_with_nosync(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """Record progress.
