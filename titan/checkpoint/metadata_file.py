@@ -105,7 +105,7 @@ class _WordPickler:
 
 def _encode_rows(encode: Callable[..., bytes], columns: Integers) -> bytes:
     """Return what `encode` gives for the integers of each row [rows, n], from one row with marks in their place."""
-    is_wide = (columns >= 2**31).any(0).tolist()
+    is_wide = (column.max() >= 2**31 for column in columns.T)
     marks = [(_MARK << 32 if wide else _MARK) + number for number, wide in enumerate(is_wide)]
     template = encode(*marks)
     rows = np.empty((len(columns), len(template)), np.uint8)

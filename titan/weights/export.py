@@ -316,7 +316,7 @@ def save_weights(
                 value = cast_tensor(weights.read(name), choose_dtype(weights, name, dtype), name)
                 index, start = MetadataIndex(MODEL + name, [0] * value.dim()), out.size
                 owns_storage = value.untyped_storage().nbytes() == value.nbytes  # else torch.save would write all of it
-                torch.save(value if owns_storage else value.clone(), out)  # type: ignore[arg-type]
+                torch.save(value if owns_storage else value.clone(), out)
                 storage_data[index] = _StorageInfo(file.name, start, out.size - start)
                 if progress is not None:
                     progress(value.nbytes)
