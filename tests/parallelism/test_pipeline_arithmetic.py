@@ -18,10 +18,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from titan.errors import ConfigError
-from titan.parallelism.pipeline import arithmetic
+from titan.parallelism.pipeline import stage_plan
 from titan.parallelism.pipeline.runtime import PipelineShape, list_torch_actions
 from titan.parallelism.pipeline.schedules import SCHEDULES, Action, Cell, format_cell, order_actions
-from titan.parallelism.pipeline.timing import compute_idle_share, compute_order_idle, link_order
+from titan.parallelism.pipeline.timing import compute_idle_share, compute_order_idle, link_order, link_schedule
 
 NAMES = list(SCHEDULES)
 TORCH_NAMES = [name for name, kind in SCHEDULES.items() if kind.in_torch]
@@ -115,7 +115,7 @@ def test_orders_are_those_of_torch(name: str, ranks: int) -> None:
     ],
 )
 def test_stages_are_gathered_as_often_as_by_torch(name: str, ranks: int, laps: int, count: int) -> None:
-    gathers = arithmetic.link_schedule(name, ranks, laps, count).gathers
+    gathers = link_schedule(name, ranks, laps, count).gathers
     for rank, actions in torch_schedule(name, ranks, laps, count).pipeline_order_with_comms.items():
         assert gathers[rank] == Counter(a.stage_index for a in actions if a.computation_type == torch_schedules.UNSHARD)
 
@@ -131,7 +131,7 @@ def test_what_torch_refuses_is_refused(name: str, ranks: int) -> None:
             built = False
         assert SCHEDULES[name].allows(ranks, laps, count) is built, (laps, count)
         try:
-            arithmetic.check_schedule(name, ranks, ranks * laps, count)
+            stage_plan.check_schedule(name, ranks, ranks * laps, count)
         except ConfigError:
             assert not built, (laps, count)
         else:
@@ -147,9 +147,9 @@ def test_facts_are_those_of_torch(name: str) -> None:
     assert kind.splits_backward == ("I" in kinds)
     if not single:
         owners = torch_schedule(name, 4, kind.stages, 8).stage_index_to_group_rank
-        assert arithmetic.place_stages(name, 4, 4 * kind.stages) == [owners[stage] for stage in range(4 * kind.stages)]
+        assert stage_plan.place_stages(name, 4, 4 * kind.stages) == [owners[stage] for stage in range(4 * kind.stages)]
     laps = generate_stage_to_rank_mapping(3, 15, kind.placement)
-    assert arithmetic.place_stages(name, 3, 15) == [laps[stage] for stage in range(15)]
+    assert stage_plan.place_stages(name, 3, 15) == [laps[stage] for stage in range(15)]
 
 
 # ---- time ----
@@ -245,7 +245,7 @@ def test_times_account_for_all_actions(chosen: tuple[str, int, int, int], costs:
     rows = order_actions(*chosen)
     assert count_seconds(rows, costs) >= max(laps * count * sum(costs), ranks * laps * (costs[0] + costs[1]))
     actions = [(action.stage, action.kind) for row in rows for cell in row for action in cell]
-    assert arithmetic.link_schedule(*chosen).counts == Counter(actions)
+    assert link_schedule(*chosen).counts == Counter(actions)
 
 
 # ---- schedules that torch lacks ----
@@ -281,7 +281,7 @@ def test_a_shallower_warm_up_waits_longer() -> None:
 @given(numbers())
 def test_torchs_runtime_takes_every_order(chosen: tuple[str, int, int, int]) -> None:
     name, ranks, laps, count = chosen
-    owners = tuple(arithmetic.place_stages(name, ranks, ranks * laps))
+    owners = tuple(stage_plan.place_stages(name, ranks, ranks * laps))
     shape = PipelineShape(name, owners, 1, 1, 1, 1, torch.float32)
     mine = [FakeStage(lap * ranks, ranks, ranks * laps) for lap in range(laps)]
     runtime_class: Any = torch_schedules._PipelineScheduleRuntime
@@ -312,7 +312,7 @@ def test_torchs_runtime_takes_every_order(chosen: tuple[str, int, int, int]) -> 
     ],
 )
 def test_number_of_microbatches(name: str, ranks: int, laps: int, rows: int, idle: float, expected: int | None) -> None:
-    assert arithmetic.choose_microbatches(name, ranks, laps, rows, idle) == expected
+    assert stage_plan.choose_microbatches(name, ranks, laps, rows, idle) == expected
 
 
 @given(numbers(), st.integers(1, 24), st.sampled_from([0.05, 0.1, 0.25, 0.5]))
@@ -323,7 +323,7 @@ def test_number_of_microbatches_against_all(chosen: tuple[str, int, int, int], r
         if SCHEDULES[name].allows(ranks, laps, n):
             used = rows / (n * -(-rows // n)) * (1 - compute_idle_share(name, ranks, laps, n))
             lost[n] = round(1 - used, 12)
-    found = arithmetic.choose_microbatches(name, ranks, laps, rows, idle)
+    found = stage_plan.choose_microbatches(name, ranks, laps, rows, idle)
     enough = [n for n in lost if lost[n] <= idle]
     if found is None or enough:
         assert found == next(iter(enough), None) and bool(lost) == bool(enough)
@@ -354,7 +354,7 @@ def sizes(parts: list[range]) -> list[int]:
     ],
 )
 def test_split(costs: list[float], count: int, last: float, expected: list[int]) -> None:
-    assert sizes(arithmetic.split_layers(costs, count, last)) == expected
+    assert sizes(stage_plan.split_layers(costs, count, last)) == expected
 
 
 COST = st.one_of(st.integers(0, 6), st.sampled_from([0.25, 0.5, 1.75]))
@@ -371,7 +371,7 @@ def test_split_is_the_best_of_all(costs: list[float], count: int, last: float) -
         sums = [sum(whole[a:b]) for a, b in bounds]
         return max(sums), sum(x * x for x in sums), [b - a for a, b in bounds]
 
-    found = arithmetic.split_layers(costs, count, last)
+    found = stage_plan.split_layers(costs, count, last)
     best = min(map(merit, itertools.combinations(range(1, len(costs)), count - 1)))
     assert sizes(found) == best[2]
 
@@ -379,42 +379,42 @@ def test_split_is_the_best_of_all(costs: list[float], count: int, last: float) -
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_by_layers_is_even(layers: int, count: int) -> None:
     assume(count <= layers)
-    found = sizes(arithmetic.split_evenly(layers, count))
+    found = sizes(stage_plan.split_evenly(layers, count))
     assert sum(found) == layers and len(found) == count
     assert found == sorted(found) and found[-1] - found[0] <= 1
 
 
 def test_explicit() -> None:
-    assert arithmetic.split_at(12, 4, (4, 8, 11)) == [range(0, 4), range(4, 8), range(8, 11), range(11, 12)]
-    assert arithmetic.split_at(3, 1, ()) == [range(3)]
+    assert stage_plan.split_at(12, 4, (4, 8, 11)) == [range(0, 4), range(4, 8), range(8, 11), range(11, 12)]
+    assert stage_plan.split_at(3, 1, ()) == [range(3)]
 
 
 # ---- errors ----
 
 
 ERRORS: list[tuple[str, Callable[..., Any], tuple[Any, ...], list[str]]] = [
-    ("too-few-layers", arithmetic.split_layers, ([1] * 3, 4), ["4 stages", "3 layers", "parallelism.pipeline"]),
-    ("too-few-by-number", arithmetic.split_evenly, (3, 4), ["4 stages", "3 layers", "parallelism.pipeline"]),
-    ("starts", arithmetic.split_at, (12, 4, (4, 8)),
+    ("too-few-layers", stage_plan.split_layers, ([1] * 3, 4), ["4 stages", "3 layers", "parallelism.pipeline"]),
+    ("too-few-by-number", stage_plan.split_evenly, (3, 4), ["4 stages", "3 layers", "parallelism.pipeline"]),
+    ("starts", stage_plan.split_at, (12, 4, (4, 8)),
      ["parallelism.starts=[4,8]", "2 given", "stages need 3", "stages=3"]),
-    ("an-empty-stage", arithmetic.split_at, (12, 3, (4, 4)), ["starts=[4,4]", "ascend"]),
-    ("an-empty-first", arithmetic.split_at, (12, 3, (0, 4)), ["starts=[0,4]", "from 1 to 11"]),
-    ("an-empty-last", arithmetic.split_at, (12, 3, (4, 12)), ["starts=[4,12]", "from 1 to 11"]),
-    ("misspelt", arithmetic.check_schedule, ("1F1C", 4, 4, 8), ["schedule=1F1C", "did you mean '1F1B'?"]),
-    ("unknown", arithmetic.check_schedule, ("x", 4, 4, 8), ["schedule=x", "GPipe"]),
-    ("needs-two-stages-a-rank", arithmetic.check_schedule, ("ZBVZeroBubble", 4, 4, 8),
+    ("an-empty-stage", stage_plan.split_at, (12, 3, (4, 4)), ["starts=[4,4]", "ascend"]),
+    ("an-empty-first", stage_plan.split_at, (12, 3, (0, 4)), ["starts=[0,4]", "from 1 to 11"]),
+    ("an-empty-last", stage_plan.split_at, (12, 3, (4, 12)), ["starts=[4,12]", "from 1 to 11"]),
+    ("misspelt", stage_plan.check_schedule, ("1F1C", 4, 4, 8), ["schedule=1F1C", "did you mean '1F1B'?"]),
+    ("unknown", stage_plan.check_schedule, ("x", 4, 4, 8), ["schedule=x", "GPipe"]),
+    ("needs-two-stages-a-rank", stage_plan.check_schedule, ("ZBVZeroBubble", 4, 4, 8),
      ["parallelism.stages=4", "2 stages on each rank", "give 8", "parallelism.pipeline=4"]),
-    ("needs-one", arithmetic.check_schedule, ("1F1B", 4, 8, 8), ["stages=8", "one stage", "give 4"]),
-    ("not-a-multiple-of-the-ranks", arithmetic.check_schedule, ("LoopedBFS", 4, 6, 8),
+    ("needs-one", stage_plan.check_schedule, ("1F1B", 4, 8, 8), ["stages=8", "one stage", "give 4"]),
+    ("not-a-multiple-of-the-ranks", stage_plan.check_schedule, ("LoopedBFS", 4, 6, 8),
      ["stages=6", "multiple of parallelism.pipeline=4", "4, 8 or auto"]),
-    ("less-than-ranks", arithmetic.check_schedule, ("LoopedBFS", 4, 3, 8), ["stages=3", "4, 8"]),
-    ("too-few-micro-batches", arithmetic.check_schedule, ("1F1B", 4, 4, 3),
+    ("less-than-ranks", stage_plan.check_schedule, ("LoopedBFS", 4, 3, 8), ["stages=3", "4, 8"]),
+    ("too-few-micro-batches", stage_plan.check_schedule, ("1F1B", 4, 4, 3),
      ["parallelism.microbatches=3", "parallelism.pipeline=4", "give 4 or more"]),
-    ("DualPipeV", arithmetic.check_schedule, ("DualPipeV", 4, 8, 7), ["microbatches=7", "8 or more"]),
-    ("none", arithmetic.check_schedule, ("GPipe", 4, 4, 0), ["microbatches=0", "1 or more"]),
-    ("rounds", arithmetic.check_schedule, ("Interleaved1F1B", 4, 8, 13),
+    ("DualPipeV", stage_plan.check_schedule, ("DualPipeV", 4, 8, 7), ["microbatches=7", "8 or more"]),
+    ("none", stage_plan.check_schedule, ("GPipe", 4, 4, 0), ["microbatches=0", "1 or more"]),
+    ("rounds", stage_plan.check_schedule, ("Interleaved1F1B", 4, 8, 13),
      ["microbatches=13", "3 rounds", "give 12, 15 or auto"]),
-    ("rounds-of-others", arithmetic.check_schedule, ("InterleavedZeroBubble", 4, 8, 9), ["2 rounds", "give 8, 10"]),
+    ("rounds-of-others", stage_plan.check_schedule, ("InterleavedZeroBubble", 4, 8, 9), ["2 rounds", "give 8, 10"]),
 ]  # fmt: skip
 
 

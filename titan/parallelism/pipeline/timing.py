@@ -11,7 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
 from titan.parallelism.pipeline.schedules import Action, Cell, find_schedule, format_cell, order_actions
@@ -162,6 +162,12 @@ def link_order(rows: Sequence[Sequence[Cell]]) -> LinkedOrder:
     if waits:
         raise ValueError(f"the order deadlocks: {', '.join(waits)}")
     return LinkedOrder(tuple(numbers), ranks, kinds, microbatches, sources)
+
+
+@lru_cache(256)
+def link_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> LinkedOrder:
+    """Return the linked order of `order_actions`."""
+    return link_order(order_actions(schedule, ranks, stages_per_rank, microbatches))
 
 
 def _list_needs(action: Action, last_stage: int) -> list[Result]:
