@@ -36,8 +36,8 @@ _NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
 _BUILT = pickle.SETITEMS + pickle.BUILD
 _FILE = "the file of a row"
 """A mark for a file's name, in whose place the row refers to the name's position."""
-_MARK = 0x5A5A5A00
-"""The first of the integers that mark columns. Where one does not fit into 4 bytes, marks have 8."""
+_MARKS = {4: 0x5A5A5A00, 8: 0x6B6B6B6B6B6B6B00}
+"""The first of the integers that mark columns, by the bytes that the integers of a column need."""
 
 
 def encode_metadata(assignment: Assignment, positions: Positions, storage_meta: StorageMeta) -> Iterator[bytes]:
@@ -105,13 +105,12 @@ class _WordPickler:
 
 def _encode_rows(encode: Callable[..., bytes], columns: Integers) -> bytes:
     """Return what `encode` gives for the integers of each row [rows, n], from one row with marks in their place."""
-    is_wide = (column.max() >= 2**31 for column in columns.T)
-    marks = [(_MARK << 32 if wide else _MARK) + number for number, wide in enumerate(is_wide)]
+    sizes = [4 if column.max() < 2**31 else 8 for column in columns.T]
+    marks = [_MARKS[size] + number for number, size in enumerate(sizes)]
     template = encode(*marks)
     rows = np.empty((len(columns), len(template)), np.uint8)
     rows[:] = np.frombuffer(template, np.uint8)
-    for mark, column in zip(marks, columns.T, strict=True):
-        size = 4 if mark < 2**31 else 8
+    for mark, size, column in zip(marks, sizes, columns.T, strict=True):
         start = template.index(mark.to_bytes(size, "little"))
         rows[:, start : start + size] = column.astype(f"<i{size}").view(np.uint8).reshape(-1, size)
     return rows.tobytes()
