@@ -18,6 +18,7 @@ from tests.support.corruption import (
     OriginalRun,
     Trap,
     apply_damage,
+    flip_bit,
     make_load_trap,
     make_open_trap,
     make_original_run,
@@ -83,9 +84,7 @@ def test_commands_use_the_checkpoint_before_a_corrupt_one(tmp_path: Path, capsys
     run = compose_tiny_run(tmp_path, "checkpoint.every=1", "checkpoint.keep=9", "training.steps=3")
     train_run(run)
     file = manifest.folder_of(tmp_path, 3) / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(file)
     (manifest.folder_of(tmp_path, 2) / "__0_0.distcp").write_bytes(b"")
     before = manifest.folder_of(tmp_path, 1)
     assert open_weights(tmp_path, "", verify=True).path == str(before)

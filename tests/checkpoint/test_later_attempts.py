@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from launchers import start
 from tests.checkpoint.test_manager import stop_at
-from tests.checkpoint.test_saving import flip
+from tests.support.corruption import flip_bit
 from tests.support.ranks import RankFailedError
 from tests.support.runs import are_identical, begin_run, compose_tiny_run, read_checkpoint, read_step_records, train_run
 from tests.support.tiers import full
@@ -32,7 +31,7 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout:
     run = compose_tiny_run(tmp_path, "training.steps=6", layout=layout)
     train_run(run, stop_at(2))
     (folder,) = manifest.list_complete(tmp_path)
-    flip(folder / "__0_0.distcp")
+    flip_bit(folder / "__0_0.distcp")
     with pytest.raises(
         RankFailedError, match=r"ConfigError: hydra.run.dir=.*step-3 is damaged .*and there is no other"
     ):
@@ -81,7 +80,7 @@ class TestErrorsThatPass:
         run = compose_tiny_run(tmp_path, "training.steps=6")
         train_run(run, stop_at(2))
         (folder,) = manifest.list_complete(tmp_path)
-        flip(folder / "__0_0.distcp")
+        flip_bit(folder / "__0_0.distcp")
         monkeypatch.setattr(manifest, "mark_damaged", lambda folder: None)
         with pytest.raises(RankFailedError, match="and can't be set aside; remove it or move it away"):
             train_run(run)
@@ -167,16 +166,6 @@ class TestParentsThatGoOn:
         assert attempt.weights == str(tmp_path / "parent" / "checkpoints" / "step-3")
 
     @pytest.mark.full
-    def test_given_weights_that_are_damaged_are_refused(self, tmp_path: Path) -> None:
-        train_run(compose_tiny_run(tmp_path / "parent"))
-        (folder,) = manifest.list_complete(tmp_path / "parent")
-        flip(folder / "__0_0.distcp")
-        with pytest.raises(
-            RankFailedError, match=r"ConfigError: checkpoint.weights=.*: is corrupt: __0_0.distcp has the check"
-        ):
-            train_run(compose_tiny_run(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent", layout="fsdp2"))
-
-    @pytest.mark.full
     def test_another_parent_than_the_first_lifes_is_refused(self, tmp_path: Path) -> None:
         for name, seed in (("a", 0), ("b", 1)):
             train_run(compose_tiny_run(tmp_path / name, f"training.seed={seed}"))
@@ -210,26 +199,7 @@ def test_checkpoints_without_their_run_are_not_taken_up(tmp_path: Path) -> None:
         begin_run(compose_tiny_run(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
 
 
-@pytest.mark.full
-def test_run_yaml_has_a_document_a_life_whatever_happens(tmp_path: Path) -> None:
-    run = compose_tiny_run(tmp_path, "training.steps=6")
-    train_run(run, stop_at(2))
-    train_run(run)
-    documents = list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
-    assert [document["from_step"] for document in documents if document] == [0, 3]
-    assert not (tmp_path / ".run.yaml").exists()
-
-
 class TestWhatAUserDoes:
-    @pytest.mark.full
-    def test_a_finished_run_comes_back_from_its_copies_with_its_checkpoint(self, tmp_path: Path) -> None:
-        path = f"checkpoint.path={tmp_path}/copies"
-        run = compose_tiny_run(tmp_path / "runs" / "x", path)
-        train_run(run)
-        shutil.rmtree(tmp_path / "runs")
-        assert train_run(run)[0].code == 0
-        assert [f.name for f in manifest.list_complete(tmp_path / "runs" / "x")] == ["step-3"]
-
     @pytest.mark.full
     @pytest.mark.parametrize("setting", ["resume", full("weights")])
     def test_a_folder_of_copies_may_be_named(self, setting: str, tmp_path: Path) -> None:
@@ -261,7 +231,7 @@ class TestWhatAUserDoes:
     def test_a_life_that_is_refused_is_not_recorded(self, tmp_path: Path) -> None:
         train_run(compose_tiny_run(tmp_path))
         (folder,) = manifest.list_complete(tmp_path)
-        flip(folder / "__0_0.distcp")
+        flip_bit(folder / "__0_0.distcp")
         with pytest.raises(ConfigError, match="and there is no other"):
             start.run_local(compose_tiny_run(tmp_path, "training.steps=5"))
         assert [document["config"]["training"]["steps"] for document in read_attempts(tmp_path)] == [3]

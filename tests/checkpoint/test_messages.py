@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.measure import save_messages
 from tests.measure.in_memory import DictStore
-from tests.support import save_messages
 from tests.support.ranks import run_ranks
 from tests.support.runs import are_identical, compose_tiny_run, read_checkpoint, train_run
 from tests.support.tiers import full

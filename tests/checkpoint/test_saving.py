@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 import torch
 import yaml
 
+from tests.checkpoint.test_manager import stop_at
+from tests.support.corruption import flip_bit
 from tests.support.ranks import RankFailedError
 from tests.support.runs import (
     are_identical,
@@ -42,11 +45,19 @@ def records(run: Run, key: str) -> list[dict[str, Any]]:
     return [line for line in lines if key in line]
 
 
-def flip(file: Path, at: int | None = None) -> None:
-    """Change one bit of a file, by default in its middle."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2 if at is None else at] ^= 1
-    file.write_bytes(bytes(content))
+def before_update(act: Callable[[Trainer], object]) -> Callable[[Trainer], None]:
+    """For `train_run`: do something before each update of the weights."""
+
+    def change(trainer: Trainer) -> None:
+        update = trainer._update
+
+        def act_and_update(bad: torch.Tensor) -> None:
+            act(trainer)
+            update(bad)
+
+        trainer._update = act_and_update  # type: ignore[method-assign]
+
+    return change
 
 
 class TestAsync:
@@ -166,15 +177,12 @@ class TestFailedSaves:
         def full(trainer: Trainer) -> None:
             limited(30_000)
             trainer.saving.retry_delay = 0.0
-            update = trainer._update
+            before_update(free)(trainer)
 
-            def freed(bad: torch.Tensor) -> None:
-                if trainer.step == 4:
-                    trainer.saving.wait_for_saves()
-                    limited(resource.RLIM_INFINITY)
-                update(bad)
-
-            trainer._update = freed  # type: ignore[method-assign]
+        def free(trainer: Trainer) -> None:
+            if trainer.step == 4:
+                trainer.saving.wait_for_saves()
+                limited(resource.RLIM_INFINITY)
 
         run = compose_tiny_run(tmp_path, "training.steps=9", "checkpoint.every=3", f"checkpoint={mode}", layout=layout)
         last = train_run(run, full)[0].last
@@ -192,17 +200,7 @@ class TestFailedSaves:
         monkeypatch.setattr(checkpointing.time, "sleep", lambda seconds: None)
         run = compose_tiny_run(tmp_path, "training.steps=4", "checkpoint.every=2", layout="fsdp2")
 
-        def full(trainer: Trainer) -> None:
-            update = trainer._update
-
-            def limit(bad: torch.Tensor) -> None:
-                if trainer.step == 4:
-                    limited(30_000)
-                update(bad)
-
-            trainer._update = limit  # type: ignore[method-assign]
-
-        seen = train_run(run, full)
+        seen = train_run(run, before_update(lambda trainer: trainer.step == 4 and limited(30_000)))
         assert all("the last checkpoint, of step 4, could not be saved in 3 attempts" in str(r.failure) for r in seen)
         assert all("resumes from step 2" in str(r.failure) for r in seen)
         assert train_run(run)[0].code == 0
@@ -210,18 +208,8 @@ class TestFailedSaves:
 
     @pytest.mark.full
     def test_a_directory_that_vanishes_is_made_again(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        def gone(trainer: Trainer) -> None:
-            update = trainer._update
-
-            def remove(bad: torch.Tensor) -> None:
-                if trainer.step == 3:
-                    shutil.rmtree(tmp_path / "run")
-                update(bad)
-
-            trainer._update = remove  # type: ignore[method-assign]
-
         run = compose_tiny_run(tmp_path / "run", "training.steps=5", "checkpoint.every=2")
-        seen = train_run(run, gone)[0]
+        seen = train_run(run, before_update(lambda trainer: trainer.step == 3 and shutil.rmtree(tmp_path / "run")))[0]
         assert seen.code == 0
         assert are_identical(read_checkpoint(run, 5), seen.last)
         assert "metrics.jsonl" in capfd.readouterr().out
@@ -230,20 +218,14 @@ class TestFailedSaves:
     def test_metrics_that_can_not_be_written_are_written_later(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        def full(trainer: Trainer) -> None:
-            update = trainer._update
-
-            def limit(bad: torch.Tensor) -> None:
-                if trainer.step in (3, 6):
-                    with (Path(run.directory) / "metrics.jsonl").open("a") as lines:
-                        lines.write("-" * 5000 + "\n" if trainer.step == 3 else "")  # above what the console gets
-                    limited(5000 if trainer.step == 3 else resource.RLIM_INFINITY)
-                update(bad)
-
-            trainer._update = limit  # type: ignore[method-assign]
+        def limit(trainer: Trainer) -> None:
+            if trainer.step in (3, 6):
+                with (Path(run.directory) / "metrics.jsonl").open("a") as lines:
+                    lines.write("-" * 5000 + "\n" if trainer.step == 3 else "")  # above what the console gets
+                limited(5000 if trainer.step == 3 else resource.RLIM_INFINITY)
 
         run = compose_tiny_run(tmp_path, "training.steps=8", "checkpoint.every=0")
-        assert train_run(run, full)[0].code == 0
+        assert train_run(run, before_update(limit))[0].code == 0
         assert [line["step"] for line in read_step_records(run)] == list(range(1, 9))
         assert capfd.readouterr().out.count("metrics.jsonl can't be written (File too large)") == 1
 
@@ -256,17 +238,11 @@ class TestOnDemand:
         monkeypatch.setattr(checkpointing, "POLL_SECONDS", 0.0)
 
         def ask(trainer: Trainer) -> None:
-            update = trainer._update
-
-            def touch(bad: torch.Tensor) -> None:
-                if trainer.step == 3 and trainer.world.is_rank0:
-                    (tmp_path / checkpointing.SAVE_FILE).touch()
-                update(bad)
-
-            trainer._update = touch  # type: ignore[method-assign]
+            if trainer.step == 3 and trainer.world.is_rank0:
+                (tmp_path / checkpointing.SAVE_FILE).touch()
 
         run = compose_tiny_run(tmp_path, "training.steps=9", "checkpoint.every=0", layout="fsdp2")
-        train_run(run, ask)
+        train_run(run, before_update(ask))
         first, last = (int(f.name[5:]) for f in manifest.list_complete(tmp_path))
         assert 3 < first <= 5
         assert last == 9
@@ -277,60 +253,35 @@ class TestDamage:
     """What is only seen in the content of files, by the ranks."""
 
     @pytest.mark.full
-    @pytest.mark.parametrize(("file", "layout"), [full("__0_0.distcp", "fsdp2"), (".metadata", "single")])
-    def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_is_used(
-        self, file: str, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        settings = ["checkpoint.every=2", "training.steps=4"]
-        run = compose_tiny_run(tmp_path / "run", *settings, layout=layout)
-        whole = compose_tiny_run(tmp_path / "whole", "training.steps=6", layout=layout)
-        train_run(run)
-        flip(manifest.folder_of(tmp_path / "run", 4) / file)
-        capfd.readouterr()
-        more = compose_tiny_run(tmp_path / "run", "checkpoint.every=2", "training.steps=6", layout=layout)
-        last = train_run(more)[0].last
-        said = capfd.readouterr().out
-        assert f"note        checkpoint step-4 is damaged and not used: {file} has the checksum" in said
-        assert are_identical(last, train_run(whole)[0].last)
-        assert read_learned_values(more) == read_learned_values(whole)
+    def test_a_flipped_bit_costs_two_ranks_what_came_after_the_checkpoint_before(self, tmp_path: Path) -> None:
+        run = compose_tiny_run(tmp_path / "run", "checkpoint.every=2", "training.steps=6", layout="fsdp2")
+        whole = compose_tiny_run(tmp_path / "whole", "training.steps=6", layout="fsdp2")
+        train_run(run, stop_at(3))
+        flip_bit(manifest.folder_of(tmp_path / "run", 4) / "__0_0.distcp")
+        assert are_identical(train_run(run)[0].last, train_run(whole)[0].last)
         document = list(yaml.safe_load_all((tmp_path / "run" / "run.yaml").read_text()))[-1]
-        assert document["from_step"] == 2
-        assert "step-4 is damaged" in document["notes"][0]
-        assert [f.name for f in manifest.list_complete(tmp_path / "run")] == ["step-4", "step-6"], (
-            "step 4 was done again"
-        )
+        assert (document["from_step"], "step-4 is damaged" in document["notes"][0]) == (2, True)
+        assert [f.name for f in manifest.list_complete(tmp_path / "run")] == ["step-4", "step-6"]
 
     def test_ranks_share_the_files_that_they_verify(self, tmp_path: Path) -> None:
         train_run(compose_tiny_run(tmp_path, "training.steps=1"))
         (folder,) = manifest.list_complete(tmp_path)
         name = sorted(json.loads((folder / manifest.NAME).read_text())["files"])[1]
-        flip(folder / name)
+        flip_bit(folder / name)
         unused: Any = object()
         ranks = [Coordinator(rank, 2, unused) for rank in (0, 1)]
         first, second = (_check_rank_files(CheckpointReader(folder), rank, checksums=True) for rank in ranks)
         assert first is None and second is not None and f"{name} has the checksum" in second.message
 
     @pytest.mark.full
-    def test_when_none_is_left_the_user_decides(self, tmp_path: Path) -> None:
-        train_run(compose_tiny_run(tmp_path, "checkpoint.every=2", "training.steps=3"))
-        for folder in manifest.list_complete(tmp_path):
-            flip(folder / "__0_0.distcp")
-        with pytest.raises(
-            RankFailedError, match=r"step-3 is damaged .*step-2 is damaged .*and there is no other"
-        ) as failed:
-            train_run(compose_tiny_run(tmp_path, "training.steps=5", layout="fsdp2"))
-        assert "titan.errors.ConfigError: hydra.run.dir=" in str(failed.value)
-
-    @pytest.mark.full
-    def test_a_damaged_parent_of_a_fork_is_refused(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("setting", "said"), [("resume", "step-3 is damaged"), ("weights", "is corrupt")])
+    def test_a_damaged_parent_is_refused(self, setting: str, said: str, tmp_path: Path) -> None:
         train_run(compose_tiny_run(tmp_path / "parent"))
         (folder,) = manifest.list_complete(tmp_path / "parent")
-        flip(folder / "__0_0.distcp")
-        fork = compose_tiny_run(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
-        with pytest.raises(
-            RankFailedError, match=r"ConfigError: checkpoint.resume=.*step-3 is damaged: __0_0.distcp has"
-        ):
-            train_run(fork)
+        flip_bit(folder / "__0_0.distcp")
+        child = (f"checkpoint.{setting}={tmp_path}/parent", "training.steps=5")
+        with pytest.raises(RankFailedError, match=rf"ConfigError: checkpoint.{setting}=.*{said}: __0_0.distcp has"):
+            train_run(compose_tiny_run(tmp_path / "child", *child, layout="fsdp2"))
         assert manifest.list_complete(tmp_path / "parent") == [folder], "another's is left alone"
 
     @pytest.mark.full
@@ -338,7 +289,9 @@ class TestDamage:
         train_run(compose_tiny_run(tmp_path))
         (folder,) = manifest.list_complete(tmp_path)
         largest = max(CheckpointReader(folder).read_metadata().storage_data.values(), key=lambda info: info.length)
-        flip(folder / largest.relative_path, largest.offset + largest.length // 2)  # a value, and no part of a header
+        flip_bit(
+            folder / largest.relative_path, largest.offset + largest.length // 2
+        )  # a value, and no part of a header
         train_run(compose_tiny_run(tmp_path, "training.steps=4", "checkpoint.verify=false"))
         assert [line["step"] for line in read_step_records(compose_tiny_run(tmp_path))] == [1, 2, 3, 4]
 
@@ -360,26 +313,6 @@ class TestForkThatIsStopped:
 
 def _dies(trainer: Trainer) -> None:
     raise RuntimeError("killed")
-
-
-@pytest.mark.full
-def test_what_follows_a_save_may_fail_and_the_checkpoint_stays(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = compose_tiny_run(tmp_path, "checkpoint.every=2", "training.steps=3")
-
-    def broken(folder: Path, said: Manifest) -> None:
-        if said.step == 2:
-            raise OSError(28, "No space left on device")
-
-    def add(trainer: Trainer) -> None:
-        manager = trainer.saving.manager
-        assert manager is not None
-        manager.post_save_hooks = (broken,)
-
-    assert train_run(run, add)[0].code == 0
-    assert [f.name for f in manifest.list_complete(tmp_path)] == ["step-2", "step-3"]
-    assert "step 2: the checkpoint is complete, but: No space left on device" in capfd.readouterr().out
 
 
 @pytest.mark.full

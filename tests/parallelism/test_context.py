@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.model.test_attention import listed, visible
+from tests.support.process_groups import simulate_rank
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
 from titan.model import attention
@@ -580,9 +581,9 @@ def test_the_ring_is_a_proper_operation() -> None:
     q = torch.randn(2, 6, 4, 8, generator=generator).transpose(1, 2).requires_grad_()
     kv = torch.randn(2, 2, 2, 6, 8, generator=generator, requires_grad=True)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(
-        torch.ops.titan.ring_attention.default, (q, kv, [], "", 0, 1, False, "flash", None), test_utils=utils
-    )
+    with simulate_rank(0, 1):
+        ring = dist.group.WORLD.group_name, False, "flash", None  # type: ignore[union-attr]
+        torch.library.opcheck(torch.ops.titan.ring_attention.default, (q, kv, [], *ring), test_utils=utils)
 
 
 def rank_shapes(rank: int, world: int) -> list[str]:

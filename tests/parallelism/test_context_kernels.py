@@ -148,13 +148,13 @@ def inputs(queries: int, keys: int, make: Callable[..., Tensor] = torch.randn) -
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
 @pytest.mark.parametrize(("queries", "keys"), [(50, 50), (50, 96), (64, 32)])
 def test_arguments_and_shapes(kernel: str, queries: int, keys: int) -> None:
-    causal, (attend, gradients) = queries == keys, context_kernels.KERNELS[kernel]
+    causal = queries == keys
     with Calls() as calls:
         q, kv = inputs(queries, keys, partial(torch.empty, dtype=torch.bfloat16, device="meta"))
-        out, lse = attend(q, *kv, causal, None)
+        out, lse = context_kernels._run_kernel(kernel, q, *kv, causal, None)
         merged = torch.empty(ROWS, HEADS, queries + 3, device="meta")[:, :, 3:]
         grad = torch.empty(ROWS, queries, HEADS, WIDTH, dtype=q.dtype, device="meta").transpose(1, 2)
-        grads = gradients((grad, q, out, merged), *kv, causal, None)
+        grads = context_kernels._differentiate_kernel(kernel, (grad, q, out, merged), *kv, causal, None)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     assert [g.shape for g in grads] == [q.shape, kv[0].shape, kv[1].shape]
     (forward, _, _), (backward, given, _) = calls.seen
@@ -178,18 +178,8 @@ def stand_ins() -> SimpleNamespace:
         out, lse = cpu(q, k, v, *rest, scale=scale)
         return out.contiguous(), lse.contiguous()[..., None], None
 
-    def cudnn_back(
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        seed: Tensor,
-        offset: Tensor,
-        *rest: Any,
-        scale: float,
-    ) -> Any:
+    def cudnn_back(*arguments: Any, scale: float) -> Any:
+        grad, q, k, v, out, lse, seed, offset, *rest = arguments
         assert all(x.is_contiguous() for x in (grad, q, k, v, out, lse))
         assert (seed.shape, offset.shape, lse.shape) == ((), (), (*q.shape[:3], 1))
         bias, cum_q, cum_k, longest_q, longest_k, dropout, causal = rest
@@ -202,9 +192,8 @@ def stand_ins() -> SimpleNamespace:
         out, lse = cpu(q, k, v, *rest, scale=scale)
         return out, F.pad(lse, (0, -q.shape[2] % LSE_MULTIPLE), value=torch.inf), None, None
 
-    def efficient_back(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, lse: Tensor, *rest: Any, scale: float
-    ) -> Any:
+    def efficient_back(*arguments: Any, scale: float) -> Any:
+        grad, q, k, v, _, out, lse, *rest = arguments
         assert q.shape[1] == k.shape[1] == v.shape[1]
         assert lse.shape[2] == q.shape[2] + -q.shape[2] % LSE_MULTIPLE
         assert (lse[:, :, q.shape[2] :] == torch.inf).all()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroupGloo, distributed_c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.composing import compose_test_run
-from tests.support.process_groups import LAYOUTS, compute_store_traffic, count_splits
+from tests.support.process_groups import LAYOUTS, count_splits
 from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks
 from tests.support.runs import compose_tiny_run, train_run
@@ -123,12 +120,6 @@ def test_experts_are_divided_over_neighbours_within_a_replica_of_a_stage(
         )
 
 
-@pytest.mark.full
-def test_the_layouts_of_the_table_are_those_of_recipes() -> None:
-    for recipe, name in (("bench_405b_16384", "16,384"), ("bench_405b_16384_long", "16,384, long rows")):
-        assert compose_test_run([f"recipe={recipe}"], remote=True).layout == LAYOUTS[name]
-
-
 @pytest.mark.parametrize("name", select_cases(LAYOUTS, ("64", "1,024")))
 def test_what_making_them_takes_does_not_grow_with_their_number(name: str) -> None:
     """One split of all ranks for each kind of group, and four of a pipeline's for its messages."""
@@ -140,49 +131,6 @@ def test_what_making_them_takes_does_not_grow_with_their_number(name: str) -> No
         assert set(splits) <= {layout.devices, layout.pipeline}
         assert len(splits) <= kinds + 4
         assert sum(ranks - 1 for ranks in splits) < 6 * layout.devices, "messages of a rank"
-
-
-class Counting(dist.Store):
-    """A store that counts what goes to and from it; ranks here are threads."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner, self.messages, self.bytes = inner, 0, 0
-
-    def _note(self, messages: int, size: int) -> None:
-        self.messages, self.bytes = self.messages + messages, self.bytes + size
-
-    def set(self, key: str, value: Any) -> None:
-        self._note(1, len(key) + len(value))
-        self.inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        value: bytes = self.inner.get(key)
-        self._note(1, len(key) + len(value))
-        return value
-
-    def wait(self, keys: list[str], *timeout: Any) -> None:
-        self._note(1, 0)
-        self.inner.wait(keys, *timeout)
-
-
-@pytest.mark.parametrize("size", [2, 4, full(8)])
-def test_the_tables_store_traffic_is_gloos(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    inner = dist.HashStore()  # type: ignore[attr-defined]
-    stores, groups = [Counting(inner) for _ in range(size)], [None] * size
-
-    def join(rank: int) -> None:
-        groups[rank] = ProcessGroupGloo(dist.PrefixStore("g/", stores[rank]), rank, size, timedelta(seconds=TIMEOUT))
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    messages, expected = compute_store_traffic(size)
-    assert [store.messages for store in stores] == [messages] * size
-    assert sum(store.bytes for store in stores) / size == pytest.approx(expected, rel=0.1)
 
 
 # --- a pipeline's groups for messages
@@ -390,3 +338,43 @@ def test_what_takes_longer_than_a_step_may(tmp_path: Path) -> None:
     ranks = train_run(run, stalling(["step-2", *places], tmp_path / "seen"))
     assert [rank.code for rank in ranks] == [0, 0]
     assert ranks[1].extra == {"step-2": [STEP]} | {place: [TIMEOUT] for place in places}
+
+
+# --- how they meet
+
+
+def test_no_rank_goes_on_before_all_have_connected(tmp_path: Path) -> None:
+    """It could leave, and break connections that others still make."""
+    connected = tmp_path / "connected"
+
+    def joined(rank: int, size: int) -> bool:
+        build_world = mesh.build_world
+
+        def late(*arguments: Any) -> mesh.World:
+            world = build_world(*arguments)
+            if rank == 1:
+                time.sleep(0.5)  # long enough for rank 0 to go on
+                connected.touch()
+            return world
+
+        mesh.build_world = late
+        place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
+        world = mesh.connect_world(place, Layout(replicate=2), "cpu", 300)
+        before = connected.exists()
+        world.close()
+        return before
+
+    assert run_ranks(joined, 2, joined=False) == [True, True]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "exchange"), [("off", False), ("sync", True)])
+def test_a_run_asks_for_it_where_it_saves_or_loads(mode: str, exchange: bool, tmp_path: Path) -> None:
+    save, off = compose_tiny_run(tmp_path / "run", layout="ddp2"), [f"checkpoint={mode}", "training.steps=4"]
+    train_run(save)
+    fork = [f"checkpoint.resume={tmp_path}/run", *off]
+    for name, more, expected in (("new", off, exchange), ("fork", fork, True)):
+        seen = train_run(
+            compose_tiny_run(tmp_path / name, *more, layout="ddp2"), lambda trainer: trainer.world.exchange is not None
+        )
+        assert [rank.extra for rank in seen] == [expected] * 2

@@ -82,28 +82,19 @@ def meshes() -> Iterator[list[Any]]:
 
 
 FEED_FORWARD, PROJECTION = "layers.0.feed_forward", "layers.0.feed_forward.w1"
+OTHER_RANKS = (Strategy(match=(FEED_FORWARD,)), 1)
 CASES = [
-    pytest.param({"a": (Strategy(match=(FEED_FORWARD,)), 1)}, True, True, [FEED_FORWARD], id="other-ranks"),
+    pytest.param({"a": OTHER_RANKS}, True, True, [FEED_FORWARD], id="other-ranks"),
     pytest.param({"a": (Columns(match=(FEED_FORWARD,)), 0)}, 4, False, [FEED_FORWARD], id="other-dimension"),
     pytest.param({"a": (Strategy(match=(FEED_FORWARD,)), 0)}, True, True, [], id="nothing-else"),
     pytest.param({"a": (Kept(match=(FEED_FORWARD,)), 1)}, True, True, [], id="own-wrapper"),
-    pytest.param({"a": (Strategy(match=(FEED_FORWARD,)), 1)}, 4, True, [], id="resharded-over-a-number"),
-    pytest.param({"a": (Strategy(match=(FEED_FORWARD,)), 1)}, True, False, [], id="one-mesh-per-unit"),
-    pytest.param(
-        {"a": (Kept(match=("layers.0",)), 0), "b": (Strategy(match=(FEED_FORWARD,)), 1)},
-        True,
-        True,
-        [],
-        id="own-wrapper-of-the-block",
-    ),
-    pytest.param(
-        {"a": (Strategy(match=(FEED_FORWARD,)), 1), "b": (Columns(match=(PROJECTION,)), 0)},
-        True,
-        True,
-        [FEED_FORWARD, PROJECTION],
-        id="nested",
-    ),
-]
+    pytest.param({"a": OTHER_RANKS}, 4, True, [], id="resharded-over-a-number"),
+    pytest.param({"a": OTHER_RANKS}, True, False, [], id="one-mesh-per-unit"),
+    pytest.param({"a": (Kept(match=("layers.0",)), 0), "b": OTHER_RANKS}, True, True, [],
+                 id="own-wrapper-of-the-block"),
+    pytest.param({"a": OTHER_RANKS, "b": (Columns(match=(PROJECTION,)), 0)}, True, True, [FEED_FORWARD, PROJECTION],
+                 id="nested"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("groups", "reshard", "has_mesh_per_parameter", "inner"), CASES)

@@ -45,6 +45,15 @@ def list_new_races(issue: Callable[[], object]) -> list[str]:
     return list(cuda.state.device.report()[2][initial_count:])
 
 
+def run_beside(work: Callable[[], object]) -> Any:
+    """Let a further stream, which waits for the current one, do something, and return it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    return side
+
+
 def count_waits(issue: Callable[[], object]) -> int:
     """Return how often the host waits in something."""
     count = lambda: sum(cuda.state.device.report()[1].values())
@@ -173,13 +182,11 @@ def pinned_memory_that_changes_before_it_is_copied_is_reported() -> None:
 @check
 def streams_that_do_not_wait_are_reported() -> None:
     def use(wait: bool) -> None:
-        side, x = torch.cuda.Stream(), torch.ones(3, device="cuda")
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            y = x * 2
+        x = torch.ones(3, device="cuda")
+        side = run_beside(lambda: x.mul_(2))
         if wait:
             torch.cuda.current_stream().wait_stream(side)
-        y + 1
+        x + 1
 
     (race,) = set(list_new_races(lambda: use(False)))
     assert race.startswith("read after write: aten::add")
@@ -189,10 +196,8 @@ def streams_that_do_not_wait_are_reported() -> None:
 @check
 def an_event_on_the_wrong_stream_orders_nothing() -> None:
     def use(stream_of_event: str) -> None:
-        side, x = torch.cuda.Stream(), torch.ones(3, device="cuda")
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x.mul_(2)
+        x = torch.ones(3, device="cuda")
+        side = run_beside(lambda: x.mul_(2))
         event = (side if stream_of_event == "side" else torch.cuda.current_stream()).record_event()
         torch.cuda.current_stream().wait_event(event)
         x + 1
@@ -204,10 +209,8 @@ def an_event_on_the_wrong_stream_orders_nothing() -> None:
 @check
 def parts_of_a_tensor_are_followed_by_their_bytes() -> None:
     def use(part: slice) -> None:
-        side, x = torch.cuda.Stream(), torch.ones(8, device="cuda")
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x[4:].mul_(2)
+        x = torch.ones(8, device="cuda")
+        run_beside(lambda: x[4:].mul_(2))
         x[part].add_(1)
 
     assert list_new_races(lambda: use(slice(0, 4))) == []
@@ -217,10 +220,8 @@ def parts_of_a_tensor_are_followed_by_their_bytes() -> None:
 @check
 def memory_that_is_freed_while_another_stream_uses_it_is_reported() -> None:
     def use(record: bool) -> None:
-        side, x = torch.cuda.Stream(), torch.ones(1234, device="cuda")
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x * 2
+        x = torch.ones(1234, device="cuda")
+        side = run_beside(lambda x=x: x * 2)
         if record:
             x.record_stream(side)
         del x
@@ -230,18 +231,20 @@ def memory_that_is_freed_while_another_stream_uses_it_is_reported() -> None:
     assert list_new_races(lambda: use(True)) == []
 
 
+def run_in_thread(work: Callable[[], object]) -> None:
+    """Let another thread do something, and wait for it."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
 @check
 def a_wait_of_a_background_thread_does_not_order_the_training_threads_work() -> None:
     def use(background: bool) -> None:
-        side, x = torch.cuda.Stream(), torch.ones(3, device="cuda")
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x * 2
-        event = side.record_event()
+        x = torch.ones(3, device="cuda")
+        event = run_beside(lambda: x * 2).record_event()
         if background:
-            thread = threading.Thread(target=event.synchronize)
-            thread.start()
-            thread.join()
+            run_in_thread(event.synchronize)
         else:
             event.synchronize()
         x.mul_(2)
@@ -252,14 +255,9 @@ def a_wait_of_a_background_thread_does_not_order_the_training_threads_work() -> 
 @check
 def a_threads_event_orders_what_comes_after_it_is_seen() -> None:
     def use(look: bool) -> None:
-        side, x, finished = torch.cuda.Stream(), torch.ones(3, device="cuda"), threading.Event()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x * 2
-        event = side.record_event()
-        thread = threading.Thread(target=lambda: (event.synchronize(), finished.set()))
-        thread.start()
-        thread.join()
+        x, finished = torch.ones(3, device="cuda"), threading.Event()
+        event = run_beside(lambda: x * 2).record_event()
+        run_in_thread(lambda: (event.synchronize(), finished.set()))
         if look:
             assert finished.is_set()
         x.mul_(2)

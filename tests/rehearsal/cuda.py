@@ -136,21 +136,11 @@ def _build_device_names(torch: Any, device: Any) -> dict[str, Any]:
 
 def _make_properties() -> SimpleNamespace:
     return SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3",
-        major=CAPABILITY[0],
-        minor=CAPABILITY[1],
-        total_memory=read_total_memory(),
-        multi_processor_count=132,
-        warp_size=32,
-        max_threads_per_block=1024,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        L2_cache_size=50 * 2**20,
-        gcnArchName="",
-    )
+        name="NVIDIA H100 80GB HBM3", major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=read_total_memory(),
+        multi_processor_count=132, warp_size=32, max_threads_per_block=1024, max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536, shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472, L2_cache_size=50 * 2**20, gcnArchName="",
+    )  # fmt: skip
 
 
 def _read_free_memory(device: Any) -> tuple[int, int]:

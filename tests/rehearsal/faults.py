@@ -114,7 +114,7 @@ STREAMS = (
     ),
     _define_device_fault(
         "muon, async save", "had this memory before", "memory that is freed while another stream copies it",
-        STAGING, "(self._get_buffer(name, local), local) for", "(self._get_buffer(name, local), local.clone()) for",
+        STAGING, "local_tensor(tensor)) for name", "local_tensor(tensor).clone()) for name",
     ),
     _define_device_fault(
         "single", "pinned memory", "pinned memory that is written before the device has copied it",

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from tests.support.checkpoint_layouts import silence_output
+from tests.measure.checkpoint_layouts import silence_output
 from tests.support.processes import is_alive, kill_process, list_descendants, read_command, run_program, wait_until
 from tests.support.runs import (
     LAYOUTS,

@@ -1,4 +1,4 @@
-"""Ways to damage what a run saved, and what comes of each: `python -m tests.support.corruption [TEXT]`.
+"""Ways to damage what a run saved, and what comes of each.
 
 A run of six steps was stopped after its fourth, with checkpoints of steps 2 and 4. Then something is damaged, and the
 same command is given again: what does the user read, from which step does it go on, and has any code run that a file
@@ -13,8 +13,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -115,14 +113,6 @@ class Damage:
         """A name without blanks."""
         return re.sub("[^a-z0-9]+", "-", self.name.lower())
 
-    @property
-    def lost(self) -> str:
-        """For the table: what is done again."""
-        if self.used is None:
-            return "it does not go on" + (" by itself" if self.code == 2 else "")
-        lost = {4: "nothing", 2: "two steps, done again", 0: "all steps, done again"}[self.used]
-        return lost if self.code == 0 else f"{lost}; exit code {self.code}"
-
 
 @dataclass(frozen=True)
 class DamageResult:
@@ -133,11 +123,6 @@ class DamageResult:
     start_step: int | None
     same: bool
     ran_code: bool
-
-    def find_sentence(self, pattern: str) -> str:
-        """What of it the pattern means: its whole line."""
-        match = re.search(f"[^\n]*({pattern})[^\n]*", self.output) if pattern else None
-        return re.sub(r"^(note|\d+) +", "", match[0].strip()) if match else ""
 
 
 @dataclass
@@ -203,10 +188,10 @@ def _read_start_step(scene: DamageScene) -> int | None:
         return None
 
 
-def flip_bit(file: Path) -> None:
-    """Change one bit in the middle of a file."""
+def flip_bit(file: Path, at: int | None = None) -> None:
+    """Change one bit of a file, by default in its middle."""
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if at is None else at] ^= 1
     file.write_bytes(bytes(content))
 
 
@@ -421,157 +406,104 @@ def _match_damage(reason: str, step: int = 4) -> str:
     return f"checkpoint step-{step} is damaged and not used: {reason}"
 
 
+def _harm_last(name: str, harm: Callable[[Path], Any]) -> Callable[[DamageScene], Any]:
+    """Harm a file of the last checkpoint."""
+    return lambda scene: harm(scene.last / name)
+
+
+def _write(content: bytes) -> Callable[[Path], Any]:
+    return lambda file: file.write_bytes(content)
+
+
+def copy_previous(file: Path) -> None:
+    """Put the checkpoint before's file in a file's place."""
+    shutil.copy(file.parent.parent / "step-2" / file.name, file)
+
+
 def _list_file_damages() -> Iterator[Damage]:
     """What happens to single files."""
-    for name, title in ((DATA, "data"), (METADATA, "metadata")):
-        named = re.escape(name)
-        yield Damage(f"{title} cut in half", lambda s, n=name: cut_file(s.last / n), _match_damage(f"{named} {SIZE}"))
-        yield Damage(
-            f"{title} with one bit flipped",
-            lambda s, n=name: flip_bit(s.last / n),
-            _match_damage(f"{named} {CHECKSUM}"),
-        )
-        yield Damage(
-            f"{title} deleted",
-            lambda s, n=name: (s.last / n).unlink(),
-            _match_damage(f"{named} can't be read .No such"),
-        )
-        yield Damage(
-            f"{title} empty", lambda s, n=name: (s.last / n).write_bytes(b""), _match_damage(f"{named} has 0 bytes")
-        )
-        yield Damage(f"{title} longer", lambda s, n=name: append_bytes(s.last / n), _match_damage(f"{named} {SIZE}"))
-        yield Damage(
-            f"{title} a directory", lambda s, n=name: replace_by_directory(s.last / n), _match_damage(f"{named} {SIZE}")
-        )
-        yield Damage(
-            f"{title} of another checkpoint",
-            lambda s, n=name: (s.last / n).write_bytes((s.previous / n).read_bytes()),
-            _match_damage(f"{named} ({CHECKSUM}|{SIZE})"),
-        )
-    yield Damage(
-        "data that can not be opened",
-        lambda s: replace_by_loop(s.last / DATA),
-        _match_damage(f"{DATA} can't be read .Too many"),
-    )
-    yield Damage(
-        "data and metadata swapped",
-        lambda s: swap_files(s.last / DATA, s.last / METADATA),
-        _match_damage(rf"\S+ {SIZE}"),
-    )
-    yield Damage(
-        "tokenizer with one bit flipped", lambda s: flip_bit(find_tokenizer(s.last)), _match_damage(rf"\S+ {CHECKSUM}")
-    )
-    yield Damage(
-        "tokenizer deleted", lambda s: find_tokenizer(s.last).unlink(), _match_damage(".* can't be read .No such file")
-    )
+    harms: tuple[tuple[str, Callable[[Path], Any], str], ...] = (
+        ("cut in half", cut_file, SIZE), ("with one bit flipped", flip_bit, CHECKSUM),
+        ("deleted", Path.unlink, "can't be read .No such"), ("empty", _write(b""), "has 0 bytes"),
+        ("longer", append_bytes, SIZE), ("a directory", replace_by_directory, SIZE),
+        ("of another checkpoint", copy_previous, f"({CHECKSUM}|{SIZE})"),
+    )  # fmt: skip
+    for title, name in (("data", DATA), ("metadata", METADATA)):
+        for how, harm, reason in harms:
+            yield Damage(f"{title} {how}", _harm_last(name, harm), _match_damage(f"{re.escape(name)} {reason}"))
+    unopened = _match_damage(f"{DATA} can't be read .Too many")
+    yield Damage("data that can not be opened", _harm_last(DATA, replace_by_loop), unopened)
+    swap = lambda s: swap_files(s.last / DATA, s.last / METADATA)
+    yield Damage("data and metadata swapped", swap, _match_damage(rf"\S+ {SIZE}"))
+    flipped, deleted = _match_damage(rf"\S+ {CHECKSUM}"), _match_damage(".* can't be read .No such file")
+    yield Damage("tokenizer with one bit flipped", lambda s: flip_bit(find_tokenizer(s.last)), flipped)
+    yield Damage("tokenizer deleted", lambda s: find_tokenizer(s.last).unlink(), deleted)
 
 
 def _list_manifest_damages() -> Iterator[Damage]:
     """What happens to a manifest."""
-    none = _match_damage(f"{MANIFEST} is not a manifest")
-    yield Damage("manifest deleted", lambda s: (s.last / MANIFEST).unlink(), "attempt 2, resume from step 2")
-    yield Damage("manifest cut in half", lambda s: cut_file(s.last / MANIFEST), none)
-    yield Damage("manifest empty", lambda s: (s.last / MANIFEST).write_bytes(b""), none)
-    yield Damage("manifest not UTF-8", lambda s: (s.last / MANIFEST).write_bytes(b"\xff\xfe{}"), none)
-    yield Damage("manifest of other types", lambda s: edit_manifest(s.last, step="four", files=[]), none)
-    yield Damage(
-        "manifest a directory",
-        lambda s: replace_by_directory(s.last / MANIFEST),
-        _match_damage(f"{MANIFEST} can't be read .Is a"),
-    )
-    yield Damage(
-        "manifest on a failing disk",
-        lambda s: replace_by_unreadable(s.last / MANIFEST),
-        _match_damage(f"{MANIFEST} can't be read .Input"),
-    )
-    yield Damage(
-        "manifest of another checkpoint",
-        lambda s: shutil.copy(s.previous / MANIFEST, s.last / MANIFEST),
-        _match_damage(f"{MANIFEST} is of step 2"),
-    )
-    yield Damage(
-        "manifest of another format",
-        lambda s: edit_manifest(s.last, format=7),
-        _match_damage(f"{MANIFEST} has format 7, and this titan reads"),
-    )
-    yield Damage(
-        "manifest that names files outside",
-        lambda s: edit_manifest(s.last, files={"../step-2/manifest.json": {"bytes": 1, "crc32": "0" * 8}}),
-        _match_damage(
-            f"{MANIFEST} is not a manifest .it names '../step-2/manifest.json', which is not a file in its folder"
-        ),
-    )
-    yield Damage(
-        "manifest without data",
-        lambda s: edit_manifest(s.last, data=None),
-        _match_damage(".* .data is None, where a mapping"),
-    )
+    yield Damage("manifest deleted", _harm_last(MANIFEST, Path.unlink), "attempt 2, resume from step 2")
+    none = f"{MANIFEST} is not a manifest"
+    harms: tuple[tuple[str, Callable[[Path], Any], str], ...] = (
+        ("cut in half", cut_file, none), ("empty", _write(b""), none), ("not UTF-8", _write(b"\xff\xfe{}"), none),
+        ("a directory", replace_by_directory, f"{MANIFEST} can't be read .Is a"),
+        ("on a failing disk", replace_by_unreadable, f"{MANIFEST} can't be read .Input"),
+        ("of another checkpoint", copy_previous, f"{MANIFEST} is of step 2"),
+    )  # fmt: skip
+    for how, harm, reason in harms:
+        yield Damage(f"manifest {how}", _harm_last(MANIFEST, harm), _match_damage(reason))
+    outside = f"{none} .it names '../step-2/manifest.json', which is not a file in its folder"
+    edits: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("manifest of other types", {"step": "four", "files": []}, none),
+        ("manifest of another format", {"format": 7}, f"{MANIFEST} has format 7, and this titan reads"),
+        ("manifest that names files outside", {"files": {"../step-2/manifest.json": {"bytes": 1, "crc32": "0" * 8}}},
+         outside),
+        ("manifest without data", {"data": None}, ".* .data is None, where a mapping"),
+        ("checkpoint of another run", {"run_id": "other"}, ".* is of another run"),
+    )  # fmt: skip
+    for name, values, reason in edits:
+        yield Damage(name, lambda s, v=values: edit_manifest(s.last, **v), _match_damage(reason))
     list_metadata_only = lambda s: {METADATA: vars(manifest.checksum_file(s.last / METADATA))}
+    unlisted = _match_damage(".* does not list __0")
     yield Damage(
-        "manifest that lists no tensors",
-        lambda s: edit_manifest(s.last, files=list_metadata_only(s)),
-        _match_damage(".* does not list __0"),
-    )
-    yield Damage(
-        "checkpoint of another run",
-        lambda s: edit_manifest(s.last, run_id="other"),
-        _match_damage(".* is of another run"),
+        "manifest that lists no tensors", lambda s: edit_manifest(s.last, files=list_metadata_only(s)), unlisted
     )
 
 
 def _list_folder_damages() -> Iterator[Damage]:
     """What happens to folders."""
-    none = "there is no checkpoint any more of a run that had got to step 4"
-    yield Damage("checkpoint removed", lambda s: shutil.rmtree(s.last), "attempt 2, resume from step 2")
-    yield Damage("checkpoint a file", lambda s: replace_by_file(s.last), "attempt 2, resume from step 2")
-    yield Damage("all checkpoints removed", lambda s: shutil.rmtree(s.last.parent), none, 0)
-    yield Damage(
-        "all checkpoints a file",
-        lambda s: replace_by_file(s.last.parent),
-        "checkpoints in it is a file instead of the folder of checkpoints; ",
-        None,
-        code=2,
-    )
-    yield Damage(
-        "both checkpoints damaged",
-        damage_both(lambda folder: flip_bit(folder / DATA)),
-        "step-4 is damaged .*; checkpoint step-2 is damaged .*; and there is no other. Bring back a copy of one, or",
-        None,
-        code=2,
-    )
-    yield Damage(
-        "both manifests cut",
-        damage_both(lambda folder: cut_file(folder / MANIFEST)),
-        "and there is no other",
-        None,
-        code=2,
-    )
+    gone, previous = "there is no checkpoint any more of a run that had got to step 4", "attempt 2, resume from step 2"
+    is_file = "checkpoints in it is a file instead of the folder of checkpoints; "
+    both = "step-4 is damaged .*; checkpoint step-2 is damaged .*; and there is no other. Bring back a copy of one, or"
+    flip_both, cut_both = damage_both(lambda f: flip_bit(f / DATA)), damage_both(lambda f: cut_file(f / MANIFEST))
+    yield Damage("checkpoint removed", lambda s: shutil.rmtree(s.last), previous)
+    yield Damage("checkpoint a file", lambda s: replace_by_file(s.last), previous)
+    yield Damage("all checkpoints removed", remove_all, gone, 0)
+    yield Damage("all checkpoints a file", lambda s: replace_by_file(s.last.parent), is_file, None, code=2)
+    yield Damage("both checkpoints damaged", flip_both, both, None, code=2)
+    yield Damage("both manifests cut", cut_both, "and there is no other", None, code=2)
+
+
+def remove_all(scene: DamageScene) -> None:
+    """Remove all checkpoints of the run's directory."""
+    shutil.rmtree(scene.last.parent)
 
 
 def _list_trap_damages() -> Iterator[Damage]:
     """What somebody may put in a checkpoint who wants code to be run."""
-    names = "it names {}, which doesn't occur in checkpoints"
-    for overrides in ((), ("checkpoint.verify=false",)):
-        suffix = " unverified" if overrides else ""
+
+    def named(name: str) -> str:
+        return _match_damage(f"it names {name}, which doesn't occur in checkpoints")
+
+    shell, objects = named("posix.system"), named("torch.distributed.checkpoint.metadata.BytesStorageMetadata")
+    for suffix, overrides in (("", ()), (" unverified", ("checkpoint.verify=false",))):
+        yield Damage(f"metadata run a shell{suffix}", plant_trap(make_shell_trap), shell, overrides=overrides)
         yield Damage(
-            f"metadata run a shell{suffix}",
-            plant_trap(make_shell_trap),
-            _match_damage(names.format("posix.system")),
-            overrides=overrides,
+            f"metadata open a file{suffix}", plant_trap(make_open_trap), named(r"io.open"), overrides=overrides
         )
-        yield Damage(
-            f"metadata open a file{suffix}",
-            plant_trap(make_open_trap),
-            _match_damage(names.format(r"io.open")),
-            overrides=overrides,
-        )
-    yield Damage(
-        "metadata load another file",
-        plant_trap(make_load_trap),
-        _match_damage(names.format(r"(__main__|tests.support.corruption)._load")),
-    )
-    yield Damage("metadata hide a shell", change_metadata(hide_trap), _match_damage(names.format("posix.system")))
-    objects = _match_damage(names.format("torch.distributed.checkpoint.metadata.BytesStorageMetadata"))
+    loaded = named(r"(__main__|tests.support.corruption)._load")
+    yield Damage("metadata load another file", plant_trap(make_load_trap), loaded)
+    yield Damage("metadata hide a shell", change_metadata(hide_trap), shell)
     yield Damage("metadata of objects", change_metadata(describe_as_bytes), objects)
     yield Damage("metadata that lead outside", change_metadata(lead_outside), _match_damage("it leads to '../step-2/"))
     elsewhere = _match_damage(rf"{DATA} has no \S+ where {METADATA} says")
@@ -583,54 +515,29 @@ def _list_trap_damages() -> Iterator[Damage]:
 
 def _list_remote_damages() -> Iterator[Damage]:
     """What happens to the copies elsewhere."""
-    remove_all = lambda scene: shutil.rmtree(scene.last.parent)
-    yield Damage("here all removed, copies whole", remove_all, "attempt 2, resume from step 4", 4, remote=URL)
-    yield Damage(
-        "here the last damaged, copies whole",
-        lambda s: cut_file(s.last / DATA),
-        _match_damage(f"{DATA} {SIZE}"),
-        4,
-        remote=URL,
-    )
-    yield Damage(
-        "here the last flipped, copies whole",
-        lambda s: flip_bit(s.last / DATA),
-        _match_damage(f"{DATA} {CHECKSUM}"),
-        4,
-        remote=URL,
-    )
-    yield Damage(
-        "here all removed, copied data flipped",
-        lambda s: (remove_all(s), flip_bit(s.remote / "step-4" / DATA)),
-        _match_damage(f".*step-4/{DATA} has another checksum than when it was saved"),
-        remote=URL,
-    )
-    yield Damage(
-        "here all removed, data in a folder of copies flipped",
-        lambda s: (remove_all(s), flip_bit(s.remote / "step-4" / DATA)),
-        _match_damage(rf"\S*step-4/{DATA} has another checksum than when it was saved"),
-        remote=FOLDER,
-    )
-    yield Damage(
-        "here all removed, copied manifest deleted",
-        lambda s: (remove_all(s), (s.remote / "step-4" / MANIFEST).unlink()),
-        f"checkpoint step-4 elsewhere is damaged and not used: .*step-4/{MANIFEST} is missing",
-        remote=URL,
-    )
-    unread = "checkpoint.path=.* can't be read .*index.json is not an index"
-    for title, harm in (("empty", lambda f: f.write_bytes(b"")), ("garbage", lambda f: f.write_bytes(b"[\xff"))):
-        yield Damage(
-            f"copies' index {title}", lambda s, h=harm: h(s.remote / "index.json"), unread, 4, remote=URL, code=1
-        )
-    yield Damage("copies removed", lambda s: shutil.rmtree(s.remote), "attempt 2, resume from step 4", 4, remote=URL)
-    yield Damage(
-        "here all removed, copies' index garbage",
-        lambda s: (remove_all(s), (s.remote / "index.json").write_bytes(b"[]")),
-        "checkpoint.path=.*: can't be read .*, and there is no checkpoint in .*; make it readable",
-        None,
-        remote=URL,
-        code=2,
-    )
+
+    def harm_copy(name: str, harm: Callable[[Path], Any]) -> Callable[[DamageScene], Any]:
+        return lambda scene: (remove_all(scene), harm(scene.remote / name))
+
+    whole, unread = "attempt 2, resume from step 4", "checkpoint.path=.* can't be read .*index.json is not an index"
+    flipped = _match_damage(rf"\S*step-4/{DATA} has another checksum than when it was saved")
+    missing = f"checkpoint step-4 elsewhere is damaged and not used: .*step-4/{MANIFEST} is missing"
+    nothing = "checkpoint.path=.*: can't be read .*, and there is no checkpoint in .*; make it readable"
+    flip_copy = harm_copy(f"step-4/{DATA}", flip_bit)
+    delete_copy = harm_copy(f"step-4/{MANIFEST}", Path.unlink)
+    cut, flip = _match_damage(f"{DATA} {SIZE}"), _match_damage(f"{DATA} {CHECKSUM}")
+    yield Damage("here all removed, copies whole", remove_all, whole, 4, remote=URL)
+    yield Damage("here the last damaged, copies whole", _harm_last(DATA, cut_file), cut, 4, remote=URL)
+    yield Damage("here the last flipped, copies whole", _harm_last(DATA, flip_bit), flip, 4, remote=URL)
+    yield Damage("here all removed, copied data flipped", flip_copy, flipped, remote=URL)
+    yield Damage("here all removed, data in a folder of copies flipped", flip_copy, flipped, remote=FOLDER)
+    yield Damage("here all removed, copied manifest deleted", delete_copy, missing, remote=URL)
+    for title, content in (("empty", b""), ("garbage", b"[\xff")):
+        spoil = lambda s, c=content: (s.remote / "index.json").write_bytes(c)
+        yield Damage(f"copies' index {title}", spoil, unread, 4, remote=URL, code=1)
+    yield Damage("copies removed", lambda s: shutil.rmtree(s.remote), whole, 4, remote=URL)
+    spoil_index = harm_copy("index.json", _write(b"[]"))
+    yield Damage("here all removed, copies' index garbage", spoil_index, nothing, None, remote=URL, code=2)
 
 
 def _list_other_damages() -> Iterator[Damage]:
@@ -654,37 +561,6 @@ def _list_other_damages() -> Iterator[Damage]:
 
 def list_damages() -> list[Damage]:
     """All of them."""
-    return [
-        *_list_file_damages(),
-        *_list_manifest_damages(),
-        *_list_folder_damages(),
-        *_list_trap_damages(),
-        *_list_remote_damages(),
-        *_list_other_damages(),
-    ]
-
-
-def main(text: str = "") -> int:
-    """Try each whose name holds a text and print what came of it; 1 where that is not what it should be."""
-    failed = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        origin = make_original_run(folder)
-        print("| damage | what the user reads | lost | code run |\n| --- | --- | --- | --- |")
-        for damage in (d for d in list_damages() if text in d.name):
-            result = apply_damage(damage, origin)
-            words = (
-                result.find_sentence(damage.message_pattern).replace(f"{folder}/{damage.id}/", "")
-                or result.output[-200:]
-            )
-            good = result.code == damage.code and (damage.used is None or result.start_step == damage.used)
-            good = good and result.same == (damage.code == 0)
-            read = bool(re.search(damage.message_pattern, result.output))
-            failed += [] if good and read and not result.ran_code else [damage.name]
-            print(f"| {damage.name} | {words} | {damage.lost} | {'YES' if result.ran_code else 'no'} |", flush=True)
-    print(f"{len(failed)} not as they should be{': ' if failed else ''}{', '.join(failed)}", file=sys.stderr)
-    return len(failed) > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    lists = (_list_file_damages, _list_manifest_damages, _list_folder_damages, _list_trap_damages,
+             _list_remote_damages, _list_other_damages)  # fmt: skip
+    return [damage for list_some in lists for damage in list_some()]

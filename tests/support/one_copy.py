@@ -41,7 +41,10 @@ class OneCopyTransport:
     def send_again(self, x: Tensor, handle: Any) -> Tensor:
         """See `Transport.send_again`."""
         tokens, sent, received, _ = handle
-        return collectives.exchange_rows(x[tokens], sent, received, self.group)
+        return self.exchange(x[tokens], sent, received)
+
+    def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return collectives.start_exchange(x, collectives.PendingExchange(sent, received, self.group)).finish()
 
     def add(self, x: Tensor, weights: Tensor | None, handle: Any) -> tuple[Tensor, Tensor | None]:
         """See `Transport.add`."""
@@ -49,7 +52,7 @@ class OneCopyTransport:
 
     def _add(self, x: Tensor, handle: Any) -> Tensor:
         tokens, sent, received, count = handle
-        returned = collectives.exchange_rows(x, received, sent, self.group)
+        returned = self.exchange(x, received, sent)
         return torch.zeros(count, x.shape[1]).index_add_(0, tokens, returned.float()).to(x.dtype)
 
 

@@ -31,33 +31,11 @@ from titan.checkpoint import reader
 OUTSIDE = [("os", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("this", "s"), ("torch", "load")]
 """What no checkpoint names; `this` is a module that nothing has imported."""
 ATTRIBUTES = (
-    "name",
-    "__class__",
-    "__init__",
-    "__new__",
-    "__setstate__",
-    "__reduce__",
-    "__code__",
-    "__defaults__",
-    "cache",
-)
+    "name", "__class__", "__init__", "__new__", "__setstate__", "__reduce__", "__code__", "__defaults__", "cache",
+)  # fmt: skip
 WRONG: list[Any] = [
-    None,
-    True,
-    -1,
-    2**70,
-    1.5,
-    "",
-    "../../x",
-    "/etc/passwd",
-    b"x",
-    (),
-    [],
-    {},
-    ("x",),
-    {"name": "x"},
-    2**31,
-]
+    None, True, -1, 2**31, 2**70, 1.5, "", "../../x", "/etc/passwd", b"x", (), [], {}, ("x",), {"name": "x"},
+]  # fmt: skip
 LARGE = (2**16, 2**24, 2**31 - 1, 2**32 - 1)
 
 
@@ -198,16 +176,7 @@ def list_reachable() -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     pickle.dumps((make_metadata(), Path()))  # which leaves notes at classes that it has seen
     objects: list[Any] = [_resolve_name(name) for name in sorted(reader.ALLOWED_NAMES)]
-    objects += [
-        reader.PickledObject,
-        reader.Global,
-        reader._Machine,
-        reader,
-        reader,
-        pickle,
-        os,
-        io,
-    ]
+    objects += [reader.PickledObject, reader.Global, reader._Machine, reader, pickle, os, io]
     for number, of in enumerate(objects):
         identities = {name: id(value) for name, value in vars(of).items()} if hasattr(of, "__dict__") else {}
         identities |= {name: id(getattr(of, name)) for name in ("__code__", "__defaults__") if hasattr(of, name)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -54,12 +54,8 @@ def prefix_errors(prefix: str) -> Iterator[None]:
         raise CoordinationError(f"{prefix}: {error}", error.is_corrupt, error.is_config_error) from error
 
 
-class _ErrorMessage(NamedTuple):
-    """An error as it is sent to other ranks: its message, and the attributes of CoordinationError."""
-
-    message: str
-    is_corrupt: bool = False
-    is_config_error: bool = False
+_Outcome = tuple[Any, tuple[str, bool, bool] | None]
+"""What a rank sends: a result, or an error, as the arguments of CoordinationError."""
 
 
 class Coordinator:
@@ -99,7 +95,7 @@ class Coordinator:
         Raises:
             CoordinationError: on every rank, when it failed.
         """
-        return self._send_result(lambda: self._call(work))  # type: ignore[no-any-return]
+        return self._send_outcome(self._call(work) if self.rank == 0 else None)  # type: ignore[no-any-return]
 
     def only_on_rank0(self, work: Callable[[], object]) -> None:
         """Run `work` on rank 0, without communication.
@@ -118,8 +114,8 @@ class Coordinator:
             CoordinationError: on every rank, when it failed on any.
         """
         result, error = self._call(work)
-        self._collect_results(None, error, lambda results: None)
-        return result  # type: ignore[return-value]
+        self._collect_results((None, error), lambda results: None)
+        return result  # type: ignore[no-any-return]
 
     def gather(self, work: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
         """Run `work` on every rank, then `combine` on rank 0 with all results by rank; return its result on all ranks.
@@ -127,11 +123,11 @@ class Coordinator:
         Raises:
             CoordinationError: on every rank, when `work` failed on any, or `combine` did.
         """
-        return self._collect_results(*self._call(work), combine)  # type: ignore[no-any-return]
+        return self._collect_results(self._call(work), combine)  # type: ignore[no-any-return]
 
     def scatter(self, work: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
         """As `gather`, but `combine` returns one result per rank, and each rank gets its own."""
-        return self._collect_results(*self._call(work), combine, is_scattered=True)  # type: ignore[no-any-return]
+        return self._collect_results(self._call(work), combine, is_scattered=True)  # type: ignore[no-any-return]
 
     def drain(self) -> None:
         """Wait until all ranks have read rank 0's last message, before it may exit; all ranks call it together."""
@@ -143,67 +139,60 @@ class Coordinator:
         if self.exchange is not None:
             self.exchange.abort()
 
-    def _call(self, work: Callable[[], T]) -> tuple[T | None, _ErrorMessage | None]:
+    def _call(self, work: Callable[[], Any]) -> _Outcome:
         """Return the result, or the error, which names this rank where it is not the only one."""
         try:
             return work(), None
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             is_corrupt = isinstance(error, CorruptCheckpointError) or getattr(error, "is_corrupt", False)
             place = f"rank {self.rank}: " if self.world_size > 1 else ""
-            return None, _ErrorMessage(place + find_reason(error), is_corrupt, isinstance(error, ConfigError))
+            return None, (place + find_reason(error), is_corrupt, isinstance(error, ConfigError))
 
     def _collect_results(
-        self, result: Any, error: _ErrorMessage | None, combine: Callable[[list[Any]], Any], is_scattered: bool = False
+        self, outcome: _Outcome, combine: Callable[[list[Any]], Any], is_scattered: bool = False
     ) -> Any:
-        """Call `combine` on rank 0 with all ranks' results; return its result, or raise an error, on all of them."""
-        if self.exchange is None:
-            return self._send_result(
-                lambda: (None, error) if error else self._call(lambda: combine([result])), is_scattered
-            )
-        messages: list[bytes] | None = None
-        failure: _ErrorMessage | None = None
+        """Call `combine` on rank 0 with all ranks' results; return its result, or raise the first error, on all."""
+        combined: _Outcome | None = None
         try:
-            messages = self.exchange.gather(pack_message((result, error)))
-        except ConnectionError as lost:  # rank 0 must send it to the others
-            failure = _ErrorMessage(str(lost))
-        return self._send_result(
-            lambda: (None, failure) if failure else self._combine_messages(messages or [], combine), is_scattered
-        )
+            outcomes = self._gather_outcomes(outcome)
+            error = next((error for _, error in outcomes if error), None)
+            if self.rank == 0:
+                combined = (None, error) if error else self._call(lambda: combine([result for result, _ in outcomes]))
+        except (ConnectionError, CoordinationError) as lost:  # rank 0 must send it to the others
+            combined = None, (str(lost), False, False)
+        return self._send_outcome(combined, is_scattered)
 
-    def _combine_messages(
-        self, messages: list[bytes], combine: Callable[[list[Any]], R]
-    ) -> tuple[R | None, _ErrorMessage | None]:
-        """Call `combine` with all ranks' results, or return the first rank's error."""
-        try:  # replicas' equal messages are unpacked once
-            unpacked = {message: _check_outcome(unpack_message(message)) for message in messages}
-        except CoordinationError as unreadable:
-            return None, _ErrorMessage(str(unreadable))
-        outcomes = [unpacked[message] for message in messages]
-        error = next((error for _, error in outcomes if error), None)
-        return (None, error) if error else self._call(lambda: combine([result for result, _ in outcomes]))
+    def _gather_outcomes(self, outcome: _Outcome) -> list[_Outcome]:
+        """Return the outcomes of all ranks on rank 0; none on the others."""
+        if self.exchange is None:
+            return [outcome]
+        messages = self.exchange.gather(pack_message(outcome)) or []
+        # replicas' equal messages are unpacked once
+        unpacked = {message: _check_outcome(unpack_message(message)) for message in dict.fromkeys(messages)}
+        return [unpacked[message] for message in messages]
 
-    def _send_result(self, compute: Callable[[], tuple[Any, _ErrorMessage | None]], is_scattered: bool = False) -> Any:
-        """Call `compute` on rank 0 and send its result (`is_scattered`: one for each rank) or its error to all."""
-        result, error = compute() if self.rank == 0 else (None, None)
+    def _send_outcome(self, outcome: _Outcome | None, is_scattered: bool = False) -> Any:
+        """Send rank 0's result (`is_scattered`: one for each rank) or its error to all; return it, or raise it."""
         if is_scattered:
-            outcomes = [(result and result[rank], error) for rank in range(self.world_size if self.rank == 0 else 0)]
-            outcome = (
-                outcomes[0]
-                if self.exchange is None
-                else unpack_message(self.exchange.scatter([pack_message(each) for each in outcomes]))
-            )
+            results, error = outcome or (None, None)
+            ranks = range(self.world_size if self.rank == 0 else 0)
+            outcomes = [(results and results[rank], error) for rank in ranks]
+            if self.exchange is None:
+                outcome = outcomes[0]
+            else:
+                outcome = unpack_message(self.exchange.scatter([pack_message(each) for each in outcomes]))
         else:
-            outcome = self.broadcast((result, error))
+            outcome = self.broadcast(outcome)
         result, error = _check_outcome(outcome)
         if error:
             raise CoordinationError(*error)
         return result
 
 
-def _check_outcome(outcome: Any) -> tuple[Any, _ErrorMessage | None]:
+def _check_outcome(outcome: Any) -> _Outcome:
     """Return what a rank sent as its result and its error, if it is that."""
     match outcome:
-        case (result, None | _ErrorMessage() as error):
+        case (result, None | (str(), bool(), bool()) as error):
             return result, error
     raise CoordinationError(f"{_UNREADABLE}: it is no result of a rank")
 

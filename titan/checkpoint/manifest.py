@@ -99,16 +99,13 @@ def write(folder: Path, manifest: Manifest, name: str = NAME) -> None:
     write_atomic(folder / name, json.dumps(asdict(manifest), indent=1), sync=True)
 
 
-def inspect(folder: Path, name: str = NAME) -> Manifest | None:
+def inspect(folder: Path) -> Manifest | None:
     """Return a checkpoint's manifest after checking the sizes of its files; None for an interrupted save.
-
-    Args:
-        name: the manifest's file name.
 
     Raises:
         CorruptCheckpointError: when the manifest or a file's size is wrong.
     """
-    manifest = load(folder, name)
+    manifest = load(folder)
     if manifest is not None:
         check_sizes(folder, manifest.files)
     return manifest
@@ -120,10 +117,8 @@ def load(folder: Path, name: str = NAME) -> Manifest | None:
         text = untrusted.read_regular_file(folder / name)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise CorruptCheckpointError(f"{NAME} can't be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{NAME} can't be read ({error})") from error
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpointError(f"{NAME} can't be read ({getattr(error, 'strerror', error)})") from error
     manifest = parse(text)
     if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
         raise CorruptCheckpointError(f"{NAME} is of step {manifest.step}")
@@ -202,10 +197,12 @@ def is_tokenizer(name: str, files: Container[str]) -> bool:
         return False
 
 
-def check_resumable(manifest: Manifest, path: str, setting: str = "checkpoint.resume") -> None:
+def check_resumable(manifest: Manifest, path: str) -> None:
     """Raise ConfigError when a checkpoint is converted weights, without an optimizer and a data position."""
     if not manifest.data:
-        raise ConfigError(f"{setting}={path}: has weights only; initialise a run from it: checkpoint.weights={path}.")
+        raise ConfigError(
+            f"checkpoint.resume={path}: has weights only; initialise a run from it: checkpoint.weights={path}."
+        )
 
 
 def read(folder: Path) -> Manifest | None:
@@ -284,9 +281,6 @@ def select_kept(
 
     Args:
         checkpoints: (step, tokens read) of each complete checkpoint, by step.
-        keep: at least 1.
-        keep_tokens: 0: none.
-        at: see `titan.checkpoint.schema.Checkpoint`.
     """
     kept_steps = {step for step, _ in checkpoints[-keep:]} | {step for step, _ in checkpoints if step in at}
     last = 0
@@ -302,14 +296,8 @@ def prune(
 ) -> None:
     """Retire and delete checkpoints that are not kept; call it when a new checkpoint is complete.
 
-    Damaged ones are deleted if they are older than all kept ones.
-
-    Args:
-        keep: see `titan.checkpoint.schema.Checkpoint`.
-        keep_tokens: see `Checkpoint`.
-        grace: see `Checkpoint`.
-        run_id: of the run; None: behind a symbolic link nothing is deleted.
-        at: see `Checkpoint`.
+    Damaged ones are deleted if they are older than all kept ones. Without the run's id nothing behind a symbolic link
+    is deleted; the other arguments are settings of `titan.checkpoint.schema.Checkpoint`.
     """
     own_folders = [f for f in list_folders(directory) if not _is_foreign(f, run_id)]
     manifests = {int(f.name[5:]): read(f) for f in own_folders}
@@ -376,10 +364,7 @@ def is_linked(folder: Path) -> bool:
 
 def _is_foreign(folder: Path, run_id: str | None) -> bool:
     """Return whether a checkpoint's folder is behind a symbolic link, and not known to be of the run."""
-    if not is_linked(folder):
-        return False
-    content = _load_manifest(folder)
-    return content is None or content.run_id != run_id
+    return is_linked(folder) and ((content := _load_manifest(folder)) is None or content.run_id != run_id)
 
 
 def _load_manifest(folder: Path) -> Manifest | None:

@@ -64,11 +64,8 @@ class PickledObject:
 def parse_pickle(content: bytes, allowed: Container[Name]) -> Any:
     """Parse a pickle.
 
-    Args:
-        allowed: the allowed names.
-
     Raises:
-        ValueError: when it has another name, or is not in the form that `pickle.dump` writes.
+        ValueError: when it has another name than the allowed ones, or is not in the form that `pickle.dump` writes.
     """
     machine = _Machine(content, allowed)
     try:
@@ -374,15 +371,12 @@ def _build_tensor(value: Any, name: str) -> TensorStorageMetadata:
     if type(chunks) is not list:
         raise ValueError(f"{truncate_text(name)} has no parts")
     boxes = [_build_chunk(chunk) for chunk in chunks]
-    if any(_is_outside(chunk, size) for chunk in boxes):
-        raise ValueError(f"a part of {truncate_text(name)} is not in it")
+    for box in boxes:
+        if not len(box.offsets) == len(box.sizes) == len(size) or any(
+            offset + part > length for offset, part, length in zip(box.offsets, box.sizes, size, strict=True)
+        ):
+            raise ValueError(f"a part of {truncate_text(name)} is not in it")
     return TensorStorageMetadata(_build_properties(fields.get("properties")), size, boxes)
-
-
-def _is_outside(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
-    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-        return True
-    return any(offset + part > length for offset, part, length in zip(chunk.offsets, chunk.sizes, size, strict=True))
 
 
 def _build_chunk(value: Any) -> ChunkStorageMetadata:
@@ -432,12 +426,10 @@ def _read_fields(value: Any, name: str, message: str | None = None, module: str 
 
 
 def _build_size(value: Any) -> torch.Size:
-    if type(value) is not PickledObject or value.name != _SIZE or len(value.arguments) != 1:
+    arguments = value.arguments if type(value) is PickledObject and value.name == _SIZE else ()
+    if len(arguments) != 1 or type(arguments[0]) is not tuple:
         raise ValueError("there is no size where one should be")
-    (numbers,) = value.arguments
-    if type(numbers) is not tuple:
-        raise ValueError("there is no size where one should be")
-    return torch.Size([_check_count(number) for number in numbers])
+    return torch.Size([_check_count(number) for number in arguments[0]])
 
 
 def _check_mapping(value: Any, noun: str) -> dict[Any, Any]:

@@ -253,7 +253,7 @@ _INDEX_TYPES: dict[str, Any] = {
 }
 
 
-def open_remote(path: str, directory: str, setting: str = "checkpoint.path") -> Remote:
+def open_remote(path: str, directory: str) -> Remote:
     """Return the remote checkpoints of the run in `directory`: below `path` as the run is below the last folder `runs`.
 
     A run outside of such a folder has the name of its directory.
@@ -261,4 +261,4 @@ def open_remote(path: str, directory: str, setting: str = "checkpoint.path") -> 
     parts = Path(directory).parts
     last = len(parts) - 1 - parts[::-1].index("runs") if "runs" in parts[:-1] else len(parts) - 2
     base = path.rstrip("/") if is_url(path) else str(Path(path).expanduser().absolute())
-    return Remote("/".join((base, *parts[last + 1 :])), setting)
+    return Remote("/".join((base, *parts[last + 1 :])))

@@ -24,12 +24,8 @@ from titan.errors import ConfigError, RunError
 def find_corruption(reader: CheckpointReader, coordinator: Coordinator, checksums: bool) -> str | None:
     """Return what is wrong with a checkpoint; None if nothing is. All ranks call it together and get the same result.
 
-    A checkpoint that was retired after it was chosen is valid while its files exist.
-
-    Args:
-        reader: the checkpoint, the same on all ranks.
-        coordinator: the ranks, each of which reads a part of the files.
-        checksums: verify checksums, not only sizes.
+    A checkpoint that was retired after it was chosen is valid while its files exist. With `checksums` each rank reads a
+    part of the files, otherwise only sizes are verified.
 
     Raises:
         RunError: when a rank can't read it for a temporary reason, or doesn't see a file that rank 0 sees.

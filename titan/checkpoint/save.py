@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
 import zlib
@@ -33,8 +32,6 @@ from titan.checkpoint.metadata_file import encode_metadata
 from titan.checkpoint.save_planner import Assignment, CachingSavePlanner, ItemMask, LocalPlan, Positions, WriteSummary
 from titan.files.platform import sync_file
 
-Name = str | os.PathLike[str]
-
 
 class CheckpointWriter(FileSystemWriter):
     """Writes this rank's files into a folder; `files` has their sizes and checksums."""
@@ -44,27 +41,21 @@ class CheckpointWriter(FileSystemWriter):
         super().__init__(folder)
         self.fs: Any = ChecksumFileSystem()
 
-    def storage_meta(self) -> StorageMeta:
-        """Return the save's id only: a path in `.metadata` would have another class in other Python versions."""
-        return StorageMeta(save_id=self.save_id)
-
     def write_metadata(self, assignment: Assignment, positions: Positions) -> None:
         """Write the metadata of the whole checkpoint.
 
         The temporary file is not `titan.files.atomic`'s, because its content has to be counted as well.
-
-        Args:
-            assignment: what all ranks wrote.
-            positions: where they wrote it.
         """
         path = Path(self._get_metadata_path())
         temporary = path.with_name(f"{path.name}.tmp")
+        meta = StorageMeta(save_id=self.save_id)  # a path in it would have another class in other Python versions
         with self.fs.create_stream(temporary, "wb") as stream:
-            for piece in encode_metadata(assignment, positions, self.storage_meta()):
+            for piece in encode_metadata(assignment, positions, meta):
                 stream.write(piece)
             stream.flush()
             sync_file(stream.fileno())
-        self.fs.rename(temporary, path)
+        temporary.rename(path)
+        self.fs.files[path.name] = self.fs.files.pop(temporary.name)
 
     @property
     def files(self) -> dict[str, ManifestFile]:
@@ -85,25 +76,23 @@ class ChecksumFileSystem(FileSystem):
         self.advance: Callable[[], None] = lambda: None
 
     @contextmanager
-    def create_stream(self, path: Name, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Open a file; see torch's `FileSystemBase`."""
         with super().create_stream(path, mode) as raw:
             stream = ChecksumStream(raw, self.advance)
             yield stream
         self.files[Path(path).name] = ManifestFile(stream.size, f"{stream.crc:08x}")
 
-    def rename(self, path: Name, new_path: Name) -> None:
-        """Rename a file."""
-        super().rename(path, new_path)
-        if Path(path).name in self.files:
-            self.files[Path(new_path).name] = self.files.pop(Path(path).name)
 
-
-class ChecksumStream(io.IOBase):
+class ChecksumStream:
     """A file opened for sequential writing, with its size and checksum."""
 
     def __init__(self, raw: Any, advance: Callable[[], None] = lambda: None) -> None:
         self.raw, self.advance, self.size, self.crc = raw, advance, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the file has."""
+        return getattr(self.raw, name)
 
     def write(self, data: Any) -> int:
         """Write bytes."""
@@ -118,20 +107,6 @@ class ChecksumStream(io.IOBase):
     def tell(self) -> int:
         """Return the size so far."""
         return self.size
-
-    def fileno(self) -> int:
-        """Return the number of the file."""
-        return int(self.raw.fileno())
-
-    def flush(self) -> None:
-        """Flush the file unless it is closed."""
-        if not self.raw.closed:
-            self.raw.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self.raw.close()
-        super().close()
 
 
 TokenizerFiles = tuple[dict[str, ManifestFile], str | None]

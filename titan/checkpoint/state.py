@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -140,7 +141,6 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         """Prepare for a state on `device`; nothing is allocated yet."""
         self.on_gpu = device.type == "cuda"
-        self.buffers: dict[str, Tensor] = {}
         self.copies: dict[str, Tensor] = {}
         self.thread = None if self.on_gpu else ThreadPoolExecutor(1, "titan-staging")
         self.stream: Any = torch.cuda.Stream(device) if self.on_gpu else None  # type: ignore[no-untyped-call]
@@ -152,9 +152,8 @@ class Staging:
         The copies of the previous call must no longer be in use, and the state must not change before
         `wait_before_update`.
         """
-        pairs = [
-            (self._get_buffer(name, local), local) for name, local in ((n, local_tensor(t)) for n, t in state.items())
-        ]
+        copies = {name: self._get_copy(name, tensor) for name, tensor in state.items()}
+        pairs = [(local_tensor(copies[name]), local_tensor(tensor)) for name, tensor in state.items()]
         if self.on_gpu:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
@@ -162,7 +161,7 @@ class Staging:
             self.pending_copy = self.stream.record_event()
         elif self.thread is not None:
             self.pending_copy = self.thread.submit(_copy_tensors, pairs)
-        return {name: self._get_copy(name, tensor) for name, tensor in state.items()}
+        return copies
 
     def wait_before_update(self) -> None:
         """Wait until the state is copied (on a GPU only the device waits); call it before the state changes."""
@@ -182,25 +181,22 @@ class Staging:
         """End the thread and free the buffers."""
         if self.thread is not None:
             self.thread.shutdown()
-        self.buffers.clear()
         self.copies.clear()
 
     def _get_copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the copy of a tensor, created once: creating a DTensor is slow, and this is the training thread."""
-        tensor_copy = self.copies.get(name)
-        if tensor_copy is None or (isinstance(tensor_copy, DTensor) and tensor_copy._spec != tensor._spec):  # type: ignore[attr-defined]
-            tensor_copy = self.copies[name] = self.buffers[name]
-            if isinstance(tensor, DTensor):
-                # torch's private constructor: `DTensor.from_local` would move the copy back to the mesh's device
-                spec = tensor._spec
-                tensor_copy = self.copies[name] = DTensor(self.buffers[name], spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        return tensor_copy
+        """Return the copy of a tensor, created once: creating a DTensor is slow, and this is the training thread.
 
-    def _get_buffer(self, name: str, local: Tensor) -> Tensor:
-        """Return the host buffer of a tensor; offloaded tensors are copied too, because they will change."""
-        if name not in self.buffers:
-            self.buffers[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=self.on_gpu)
-        return self.buffers[name]
+        Its memory on the host is allocated once; offloaded tensors are copied too, because they will change.
+        """
+        tensor_copy, local = self.copies.get(name), local_tensor(tensor)
+        if tensor_copy is None or (isinstance(tensor_copy, DTensor) and tensor_copy._spec != tensor._spec):  # type: ignore[attr-defined]
+            empty = partial(torch.empty, local.shape, dtype=local.dtype, pin_memory=self.on_gpu)
+            buffer = empty() if tensor_copy is None else local_tensor(tensor_copy)
+            # torch's private constructor: `DTensor.from_local` would move the copy back to the mesh's device
+            is_sharded = isinstance(tensor, DTensor)
+            tensor_copy = DTensor(buffer, tensor._spec, requires_grad=False) if is_sharded else buffer  # type: ignore[attr-defined, no-untyped-call]
+            self.copies[name] = tensor_copy
+        return tensor_copy
 
 
 def _copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:

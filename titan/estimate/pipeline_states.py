@@ -16,7 +16,6 @@ from titan.parallelism.pipeline.schedules import (
     Action,
     Cell,
     count_rounds,
-    list_actions,
     order_actions,
 )
 from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
@@ -85,7 +84,8 @@ def list_action_states(
     Without a pipeline these are the first two micro-batches; later ones repeat the second.
     """
     if ranks == 1:
-        cells: list[Cell] = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
+        microbatches = min(2, microbatches)
+        cells: list[Cell] = [(Action(0, kind, microbatch),) for microbatch in range(microbatches) for kind in "FB"]
     else:
         stages = count_stages_per_rank(parallelism, ranks)
         cells = order_actions(parallelism.schedule, ranks, stages, microbatches)[rank]
@@ -94,7 +94,7 @@ def list_action_states(
 
 def _replay_actions(cells: list[Cell]) -> Iterator[tuple[Action, State]]:
     """Yield each action of a rank with the rank's state during it."""
-    actions = [action for cell in cells for action in list_actions(cell)]
+    actions = [action for cell in cells for action in cell]
     in_flight = dict.fromkeys(sorted({action.stage for action in actions}), 0)
     awaiting, has_grads = dict.fromkeys(in_flight, 0), False
     for action in actions:

@@ -24,9 +24,8 @@ from titan.estimate.block_time import BlockTime, RankWork, SecondsByCause
 from titan.estimate.operations import Speeds, estimate_collective, estimate_matmul
 from titan.estimate.rank_sizes import group_blocks
 from titan.estimate.roofline import count_update_bytes
-from titan.parallelism.pipeline.arithmetic import link_schedule
 from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
-from titan.parallelism.pipeline.timing import MOST_GATHERED, ActionSpan, LinkedOrder
+from titan.parallelism.pipeline.timing import MOST_GATHERED, ActionSpan, LinkedOrder, link_schedule
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout

@@ -61,14 +61,13 @@ def start_reduce_scatter(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return pending
 
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
-    """Return the sum (or "max") over ranks, in a new tensor. No gradient."""
-    return all_reduce_by_name(x, group.group_name, op)
+def all_reduce(x: Tensor, group: dist.ProcessGroup | str, op: str = "sum") -> Tensor:
+    """Return the sum (or "max") over ranks, in a new tensor. No gradient.
 
-
-def all_reduce_by_name(x: Tensor, group: str, op: str = "sum") -> Tensor:
-    """Do as `all_reduce`, for a group given by its name: for custom operations, which take no process groups."""
-    return wait(_OPS.all_reduce(x.contiguous(), op, group))
+    Args:
+        group: the ranks, or the name of their group: for custom operations, which take no process groups.
+    """
+    return wait(_OPS.all_reduce(x.contiguous(), op, group if isinstance(group, str) else group.group_name))
 
 
 class PendingExchange:
@@ -127,17 +126,13 @@ class _FinishExchange(torch.autograd.Function):
 
 
 def start_exchange(x: Tensor, exchange: PendingExchange) -> PendingExchange:
-    """As `exchange_rows`, but what is computed before `PendingExchange.finish` runs beside the exchange.
+    """Start to send rows to the group's ranks in order; `PendingExchange.finish` returns those that came from them.
 
-    In the backward pass the exchange of the gradient runs beside the gradients of the same operations.
+    What is computed before that runs beside the exchange. In the backward pass the exchange of the gradient runs beside
+    the gradients of the same operations.
     """
     exchange.marker = _StartExchange.apply(x, exchange)  # type: ignore[no-untyped-call]
     return exchange
-
-
-def exchange_rows(x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows [sum(sending), D] to the group's ranks in order, and return those that came from them, in order."""
-    return start_exchange(x, PendingExchange(send_counts, receive_counts, group)).finish()
 
 
 class _Collective(torch.autograd.Function):

@@ -19,7 +19,7 @@ Shapes: B rows, H query and K key heads of width d (H / K query heads share a ke
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,6 @@ from titan.parallelism.context_core import split_cores
 from titan.parallelism.context_kernels import KeyMask
 from titan.parallelism.context_ring import attend_ring, make_ring_mask
 from titan.parallelism.schema import count_key_repeats
-
-Method = Literal["allgather", "ulysses", "ring"]
-"""How queries attend to the keys of other ranks."""
 
 Mask = Any
 """A method's document mask; None for one document per row, where the kernel is not flex."""
@@ -179,8 +176,8 @@ class ContextAttention(TitanCore):
             ValueError: when there is no such method.
         """
         super().__init__()
-        if method not in get_args(Method):
-            raise ValueError(f"method {method!r}: must be one of {', '.join(get_args(Method))}")
+        if method not in _METHODS:
+            raise ValueError(f"method {method!r}: must be one of {', '.join(_METHODS)}")
         self.method, self.group, self.balance = method, group, balance
         self.kernels, self.kernel, self.scale = kernels, kernel, scale
         self.flex = FlexAttention(scale)

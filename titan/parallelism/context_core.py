@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan.model.core import AttentionCore, KeyValueCore, RecurrentCore, State, iterate_cores
+from titan.model.core import KeyValueCore, RecurrentCore, State, iterate_cores
 from titan.model.masks import CoreInputs, DocumentTokens
 from titan.parallelism import context_chunks
 from titan.parallelism.collectives import all_gather, all_gather_autograd
@@ -169,16 +169,12 @@ def split_cores(model: Any, block: nn.Module, group: dist.ProcessGroup, balance:
     chain = Chain(group, balance)
     cores = list(iterate_cores(block))
     for core in cores:
-        core.compute = partial(_choose_exchange(core), chain)
+        if isinstance(core, KeyValueCore):
+            core.compute = partial(gather_keys, chain)
+        elif isinstance(core, RecurrentCore):
+            core.compute = partial(hand_on_state, chain)
+        else:
+            raise ValueError(f"{type(core).__name__} needs whole rows, and a rank has a part of them")
     if cores:
         model.find_keys = partial(gather_tokens, chain)
     return len(cores)
-
-
-def _choose_exchange(core: AttentionCore) -> Any:
-    """Return how the ranks that have parts of a row compute a core."""
-    if isinstance(core, KeyValueCore):
-        return gather_keys
-    if isinstance(core, RecurrentCore):
-        return hand_on_state
-    raise ValueError(f"{type(core).__name__} needs whole rows, and a rank has a part of them")

@@ -10,6 +10,7 @@ Shapes: B rows, H query and K key heads of width d (H / K query heads share a ke
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -98,8 +99,7 @@ def forward(kernel: str, q: Tensor, kv: Tensor, mask: KeyMask, scale: float | No
         ]
         out, lse = (torch.cat(part, 2) for part in zip(*tiles, strict=True))
         return out, lse
-    attend, _ = KERNELS[_resolve_kernel(kernel, q)]
-    return attend(q, k, v, mask.causal, scale)
+    return _run_kernel(_resolve_kernel(kernel, q), q, k, v, mask.causal, scale)
 
 
 def backward(kernel: str, queries: QueryState, kv: Tensor, mask: KeyMask, scale: float | None = None) -> Gradients:
@@ -109,12 +109,11 @@ def backward(kernel: str, queries: QueryState, kv: Tensor, mask: KeyMask, scale:
         return _flex_backward(queries, k, v, mask.blocks, scale)
     if kernel == "math" or mask.ids is not None:
         return _formula_backward_tiled(queries, k, v, mask, scale)
-    _, gradients = KERNELS[_resolve_kernel(kernel, queries[1])]
-    return gradients(queries, k, v, mask.causal, scale)
+    return _differentiate_kernel(_resolve_kernel(kernel, queries[1]), queries, k, v, mask.causal, scale)
 
 
 def _resolve_kernel(kernel: str, q: Tensor) -> str:
-    """Return the name in `KERNELS` of a kernel for the device of q; fake and meta tensors count as a CPU's."""
+    """Return the name in `OPERATIONS` of a kernel for the device of q; fake and meta tensors count as a CPU's."""
     return "cpu" if kernel == "flash" and q.device.type != "cuda" else kernel
 
 
@@ -148,76 +147,48 @@ def slice_queries(queries: QueryState, rows: slice) -> QueryState:
 # --- torch's kernels
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
-    out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return out, lse
+def _run_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
+    """Return the attention to the keys of a block by one of torch's kernels."""
+    options: tuple[Any, ...] = (0.0, causal)
+    if kernel == "cudnn":  # see `_differentiate_kernel`
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    if kernel == "efficient":
+        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    if kernel in ("cudnn", "efficient"):
+        options = (None, True, *options)  # no bias, with lse
+    out, lse = getattr(_ATEN, OPERATIONS[kernel])(q, k, v, *options, scale=scale)[:2]
+    return out, lse.flatten(2)[:, :, : q.shape[2]]  # from [B, H, t, 1], or of a multiple of LSE_MULTIPLE
 
 
-def _cpu_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Gradients:
+def _differentiate_kernel(
+    kernel: str, queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> Gradients:
+    """Return a block's part of the gradients of q, k and v by one of torch's kernels.
+
+    torch caches cuDNN's plans by the sizes and strides of q, k and v, but a plan also depends on those of the output
+    and its gradient: with other strides than at the first call the gradients are silently wrong. So all are contiguous.
+    Without dropout the seed and the offset are not read. FlashAttention assumes that lse is contiguous.
+    """
+    differentiate = partial(getattr(_ATEN, f"{OPERATIONS[kernel]}_backward"), scale=scale)
     grad, q, out, lse = queries
-    dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, scale=scale
-    )
-    return dq, dk, dv
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
-    out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
-    return out, lse
-
-
-def _flash_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Gradients:
-    grad, q, out, lse = queries
-    # without dropout the random state is not read; the kernel assumes that lse is contiguous
-    seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
-    extra_args = (None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset)
-    dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), *extra_args, scale=scale
-    )
-    return dq, dk, dv
-
-
-# torch caches cuDNN's plans by the sizes and strides of q, k and v, but a plan also depends on those of the output and
-# its gradient: with other strides than at the first call the gradients are silently wrong. So all are contiguous.
-
-
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    out, lse = _ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-    return out, lse.view(q.shape[:3])  # from [B, H, t, 1]
-
-
-def _cudnn_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Gradients:
-    grad, q, out, lse = (x.contiguous() for x in queries)
-    seed, offset = _make_unused_seed(q)
-    extra_args = (None, None, None, q.shape[2], k.shape[2], 0.0, causal)
-    dq, dk, dv = _ATEN._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k.contiguous(), v.contiguous(), out, lse.unsqueeze(-1), seed, offset, *extra_args, scale=scale
-    )
-    return dq, dk, dv
-
-
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
-    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-    out, lse = _ATEN._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-    return out, lse.narrow(2, 0, q.shape[2])
-
-
-def _efficient_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Gradients:
-    grad, q, out, lse = queries
-    lse = F.pad(lse, (0, -q.shape[2] % LSE_MULTIPLE), value=torch.inf)
-    extra_args = (*_make_unused_seed(q), 0.0, [True, True, True, False], causal)
-    repeated_kv = (_repeat_heads(k, q), _repeat_heads(v, q))
-    dq, dk, dv, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
-        grad, q, *repeated_kv, None, out, lse, *extra_args, scale=scale
-    )
-    return dq, _group_heads(dk, k).sum(2), _group_heads(dv, v).sum(2)
-
-
-def _make_unused_seed(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a seed and an offset, which are not read without dropout."""
+    state: tuple[Any, ...]
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
-    return seed, offset
+    lengths = q.shape[2], k.shape[2]
+    if kernel == "efficient":
+        lse = F.pad(lse, (0, -q.shape[2] % LSE_MULTIPLE), value=torch.inf)
+        repeated = grad, q, _repeat_heads(k, q), _repeat_heads(v, q)
+        dq, dk, dv, _ = differentiate(*repeated, None, out, lse, seed, offset, 0.0, [True, True, True, False], causal)
+        return dq, _group_heads(dk, k).sum(2), _group_heads(dv, v).sum(2)
+    if kernel == "cudnn":
+        grad, q, k, v, out, lse = (x.contiguous() for x in (grad, q, k, v, out, lse))
+        state = out, lse.unsqueeze(-1), seed, offset, None, None, None, *lengths, 0.0, causal
+    elif kernel == "flash":
+        seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
+        state = out, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, offset
+    else:
+        state = out, lse, 0.0, causal
+    dq, dk, dv = differentiate(grad, q, k, v, *state)
+    return dq, dk, dv
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
@@ -225,13 +196,13 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
-KERNELS = {
-    "cpu": (_cpu_forward, _cpu_backward),
-    "flash": (_flash_forward, _flash_backward),
-    "cudnn": (_cudnn_forward, _cudnn_backward),
-    "efficient": (_efficient_forward, _efficient_backward),
+OPERATIONS = {
+    "cpu": "_scaled_dot_product_flash_attention_for_cpu",
+    "flash": "_scaled_dot_product_flash_attention",
+    "cudnn": "_scaled_dot_product_cudnn_attention",
+    "efficient": "_scaled_dot_product_efficient_attention",
 }
-"""The forward and backward pass of a block, by the name of torch's kernel."""
+"""The names of torch's kernels' operations."""
 
 
 # --- FlexAttention

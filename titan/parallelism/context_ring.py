@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn.attention.flex_attention import BlockMask
 
 from titan.model.attention import BLOCK, find_visible_blocks, make_mask_mod
@@ -30,20 +31,13 @@ BLOCK_LISTS = tuple(
 )
 """The tensors of a block mask, in the order of `BlockMask`'s arguments."""
 
+_resolve_process_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 _ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single
 
 
 def attend_ring(core: Any, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, ...] | None) -> Tensor:
-    """Return the attention of this rank's queries to the keys of all ranks: [B, H, t, d].
-
-    Args:
-        core: a `titan.parallelism.context.ContextAttention`.
-        q: [B, H, t, d].
-        k: [B, K, t, d], of the same tokens.
-        v: [B, K, t, d], of the same tokens.
-        mask: what `make_ring_mask` returns.
-    """
-    ring = (core.group.group_name, core.group.rank(), core.group.size(), core.balance, core.kernel, core.scale)
+    """Return the attention of this rank's queries to the keys of all ranks; see `ContextAttention.forward`."""
+    ring = core.group.group_name, core.balance, core.kernel, core.scale
     out: Tensor = torch.ops.titan.ring_attention(q, torch.stack((k, v)), list(mask or ()), *ring)[0]
     return out
 
@@ -52,7 +46,7 @@ def make_ring_mask(core: Any, ids: Tensor | None, positions: Tensor, dtype: torc
     """Return the mask of a round, as tensors that a custom operation can take; None where nothing but causality masks.
 
     Args:
-        core: as of `attend_ring`.
+        core: a `titan.parallelism.context.ContextAttention`.
         ids: document ids of this rank's tokens, int64 [B, t]; None: one document per row.
         positions: [1 or B, t], for the number of this rank's tokens.
         dtype: of the queries, for other methods.
@@ -83,6 +77,12 @@ class _Ring(NamedTuple):
     balance: bool
     kernel: str
     scale: float | None
+
+
+def _find_ring(name: str, balance: bool, kernel: str, scale: float | None) -> _Ring:
+    """Return the ring of a process group's name: custom operations take no process groups."""
+    group = _resolve_process_group(name)
+    return _Ring(name, group.rank(), group.size(), balance, kernel, scale)
 
 
 def _send_to_next(x: Tensor, ring: _Ring) -> Tensor:
@@ -144,9 +144,23 @@ def _make_block_mask(ring: _Ring, source: int, length: int, mask: list[Tensor]) 
 # --- a round forward and backward
 
 
-def _ring_forward(q: Tensor, kv: Tensor, mask: list[Tensor], ring: _Ring) -> Results:
-    """Return the output in q's type, and lse; the next keys and values are sent while a block is computed."""
-    length, pending = q.shape[2], _send_to_next(kv, ring)
+def _run_round(
+    q: Tensor, kv: Tensor, mask: list[Tensor], name: str, balance: bool, kernel: str, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Compute the attention of this rank's queries while keys and values go round.
+
+    The next ones are sent while a block is computed.
+
+    Args:
+        q: [B, H, t, d].
+        kv: this rank's keys and values, [2, B, K, t, d].
+        mask: see `make_ring_mask`; what follows are the arguments of `_find_ring`.
+
+    Returns:
+        The output [B, H, t, d], and lse [B, H, t], in the type of sums, which has no gradient.
+    """
+    ring, kv, length = _find_ring(name, balance, kernel, scale), kv.contiguous(), q.shape[2]
+    pending = _send_to_next(kv, ring)
     out, lse = context_kernels.init_merge(*_attend(q, kv, _make_block(ring, ring.rank, length, mask), ring))
     for step in range(1, ring.size):
         kv, source = wait(pending), (ring.rank - step) % ring.size
@@ -156,7 +170,7 @@ def _ring_forward(q: Tensor, kv: Tensor, mask: list[Tensor], ring: _Ring) -> Res
         if block is not None:
             rows = block.queries
             context_kernels.merge_block(out[:, :, rows], lse[:, :, rows], *_attend(q, kv, block, ring))
-    return out.to(q.dtype), lse
+    return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
 def _attend(q: Tensor, kv: Tensor, block: Any, ring: _Ring) -> Results:
@@ -165,13 +179,25 @@ def _attend(q: Tensor, kv: Tensor, block: Any, ring: _Ring) -> Results:
     return context_kernels.forward(ring.kernel, block_q, keys, block.mask, ring.scale)
 
 
-def _ring_backward(queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _Ring) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q and kv.
+def _run_round_backward(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kv: Tensor,
+    mask: list[Tensor],
+    name: str,
+    balance: bool,
+    kernel: str,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of q and kv from that of the output.
 
     kv goes round again, followed one step later by the sum of its gradients from the ranks that it visited: so this
     sum, too, is sent while a block is computed. After the last visit one more hop returns it to its own rank.
     """
-    dq, pending = torch.zeros_like(queries[1], dtype=choose_sum_type(kv)), _send_to_next(kv, ring)
+    ring, queries, kv = _find_ring(name, balance, kernel, scale), (grad.contiguous(), q, out, lse), kv.contiguous()
+    dq, pending = torch.zeros_like(q, dtype=choose_sum_type(kv)), _send_to_next(kv, ring)
     total = _accumulate_gradients(dq, queries, kv, mask, ring, ring.rank)
     kv = wait(pending)
     for step in range(1, ring.size):
@@ -181,7 +207,7 @@ def _ring_backward(queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _R
         received = wait(pending)
         kv, previous_total = (kv, received) if is_last else _unpack_message(received, kv)
         total = block_gradient + previous_total
-    return dq.to(queries[1].dtype), wait(_send_to_next(total, ring)).to(kv.dtype)
+    return dq.to(q.dtype).contiguous(), wait(_send_to_next(total, ring)).to(kv.dtype).contiguous()
 
 
 def _accumulate_gradients(
@@ -212,53 +238,8 @@ def _unpack_message(message: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
 # --- the custom operation
 
 
-def _run_round(
-    q: Tensor,
-    kv: Tensor,
-    mask: list[Tensor],
-    name: str,
-    rank: int,
-    size: int,
-    balance: bool,
-    kernel: str,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute the attention of this rank's queries while keys and values go round.
-
-    Args:
-        q: [B, H, t, d].
-        kv: this rank's keys and values, [2, B, K, t, d].
-        mask: see `make_ring_mask`; what follows are the fields of `_Ring`.
-
-    Returns:
-        The output [B, H, t, d], and lse [B, H, t], in the type of sums, which has no gradient.
-    """
-    out, lse = _ring_forward(q, kv.contiguous(), mask, _Ring(name, rank, size, balance, kernel, scale))
-    return out.contiguous(), lse.contiguous()
-
-
 def _infer_round_shapes(q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=choose_sum_type(q))
-
-
-def _run_round_backward(
-    grad: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kv: Tensor,
-    mask: list[Tensor],
-    name: str,
-    rank: int,
-    size: int,
-    balance: bool,
-    kernel: str,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of q and kv from that of the output."""
-    ring = _Ring(name, rank, size, balance, kernel, scale)
-    dq, dkv = _ring_backward((grad.contiguous(), q, out, lse), kv.contiguous(), mask, ring)
-    return dq.contiguous(), dkv.contiguous()
 
 
 def _infer_round_backward_shapes(grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, *rest: Any) -> Any:

@@ -112,21 +112,20 @@ def configure_exchange(stages: Sequence[nn.Module], buffers: int, separate: bool
 
 def _wrap_modules(modules: list[nn.Module], unit: Unit, options: Any) -> None:
     """Let a unit's strategy wrap its modules, and raise RunError where it left them as they were."""
-    (strategy, mesh), names = unit.sharding, unit.names
-    if mesh is None:
-        raise RuntimeError(f"{' and '.join(names)}: no ranks to shard over")
+    strategy, mesh = unit.sharding
+    names = " and ".join(unit.names)
     try:
-        strategy.wrap(modules, mesh, options)
+        strategy.wrap(modules, mesh, options)  # type: ignore[arg-type]  # `list_units` gives units with a mesh
     except (NotImplementedError, AssertionError, TypeError) as error:
-        raise RunError(f"{strategy._target_} can't shard {' and '.join(names)}: {error}") from error
+        raise RunError(f"{strategy._target_} can't shard {names}: {error}") from error
     if isinstance(strategy, ModelSharding):
         if not all(_is_sharded(parameter, mesh) for module in modules for parameter in module.parameters()):
-            raise RunError(f"{strategy._target_}.wrap did not shard all parameters of {' and '.join(names)}.")
+            raise RunError(f"{strategy._target_}.wrap did not shard all parameters of {names}.")
     elif any(not isinstance(module, FSDPModule) for module in modules):
-        raise RunError(f"{strategy._target_}.wrap did not apply fully_shard to {' and '.join(names)}.")
+        raise RunError(f"{strategy._target_}.wrap did not apply fully_shard to {names}.")
 
 
-def _is_sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+def _is_sharded(parameter: nn.Parameter, mesh: Any) -> bool:
     """Return whether a parameter is a DTensor over the dimensions of a mesh, among others."""
     dims = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
     return set(mesh.mesh_dim_names or ()) <= set(dims or ())

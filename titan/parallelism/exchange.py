@@ -47,8 +47,8 @@ class StoreExchange:
         self.store.set_timeout(timeout)
         self.timeout = timeout
         self.rank, self.size = rank, size
-        self.gather_round = self.reply_round = self.deleted_rounds = 0
-        self.part_counts: dict[int, int] = {}  # of rank 0's messages to all that are split, by round
+        self.gather_round = self.reply_round = 0
+        self.broadcast_keys: list[str] = []  # of rank 0's messages to all since the last round of messages to it
         self.is_drained = False
 
     def gather(self, message: bytes) -> list[bytes] | None:
@@ -68,7 +68,8 @@ class StoreExchange:
             message,
             *(self._pop_message(_message_key(round_number, rank), rank) for rank in range(1, self.size)),
         ]
-        self._delete_read_messages()
+        self._delete_keys(self.broadcast_keys)  # all ranks have read them, since each has started a later round
+        self.broadcast_keys = []
         return messages
 
     def broadcast(self, message: bytes = b"") -> bytes:
@@ -80,7 +81,7 @@ class StoreExchange:
         round_number, self.reply_round = self.reply_round, self.reply_round + 1
         if self.rank:
             return self._read_message(_message_key(round_number), 0)[0]
-        self.part_counts[round_number] = self._write_message(_message_key(round_number), message)
+        self.broadcast_keys += self._write_message(_message_key(round_number), message)
         return message
 
     def scatter(self, messages: Sequence[bytes] = ()) -> bytes:
@@ -114,41 +115,35 @@ class StoreExchange:
             for key in [_message_key(self.gather_round, self.rank)] if self.rank else keys:
                 self.store.set(key, _ABORTED)
 
-    def _write_message(self, key: str, message: bytes) -> int:
-        """Write a message and return its number of parts; the first is written last, so that a reader finds all."""
+    def _write_message(self, key: str, message: bytes) -> list[str]:
+        """Write a message and return the keys of its parts; the first is written last, so that a reader finds all."""
         parts = [message[start : start + MAX_PART_BYTES] for start in range(0, len(message), MAX_PART_BYTES)] or [b""]
-        for number, part in enumerate(parts[1:], 1):
-            self.store.set(_part_key(key, number), part)
+        keys = _list_part_keys(key, len(parts))
+        for part_key, part in zip(keys[1:], parts[1:], strict=True):
+            self.store.set(part_key, part)
         self.store.set(key, _MESSAGE + len(parts).to_bytes(_COUNT_BYTES, "little") + parts[0])
-        return len(parts)
+        return keys
 
     def _pop_message(self, key: str, rank: int) -> bytes:
-        message, part_count = self._read_message(key, rank)
-        self._delete_message(key, part_count)
+        message, keys = self._read_message(key, rank)
+        self._delete_keys(keys)
         return message
 
-    def _read_message(self, key: str, rank: int) -> tuple[bytes, int]:
-        """Return a message and its number of parts."""
+    def _read_message(self, key: str, rank: int) -> tuple[bytes, list[str]]:
+        """Return a message and the keys of its parts."""
         try:
             first_part: bytes = self.store.get(key)
             if first_part[:1] == _ABORTED:
                 raise ConnectionError(f"rank {rank} has left")
-            part_count = int.from_bytes(first_part[1 : 1 + _COUNT_BYTES], "little")
-            later_parts = [self.store.get(_part_key(key, number)) for number in range(1, part_count)]
+            keys = _list_part_keys(key, int.from_bytes(first_part[1 : 1 + _COUNT_BYTES], "little"))
+            later_parts = [self.store.get(part_key) for part_key in keys[1:]]
         except RuntimeError as error:
             raise ConnectionError(f"rank {rank} sent no message ({' '.join(str(error).split())[:120]})") from error
-        return b"".join([first_part[1 + _COUNT_BYTES :], *later_parts]), part_count
+        return b"".join([first_part[1 + _COUNT_BYTES :], *later_parts]), keys
 
-    def _delete_message(self, key: str, part_count: int) -> None:
-        self.store.delete_key(key)
-        for number in range(1, part_count):
-            self.store.delete_key(_part_key(key, number))
-
-    def _delete_read_messages(self) -> None:
-        """Delete rank 0's earlier messages: all ranks have read them, since each has started a later round."""
-        for round_number in range(self.deleted_rounds, self.reply_round):
-            self._delete_message(_message_key(round_number), self.part_counts.pop(round_number, 1))
-        self.deleted_rounds = self.reply_round
+    def _delete_keys(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.store.delete_key(key)
 
 
 def _message_key(round_number: int, rank: int = 0, to: int | None = None) -> str:
@@ -156,6 +151,6 @@ def _message_key(round_number: int, rank: int = 0, to: int | None = None) -> str
     return f"titan/exchange/{rank}/{round_number}{'' if to is None else f'/{to}'}"
 
 
-def _part_key(key: str, number: int) -> str:
-    """Return the key of a part of a split message after the first."""
-    return f"{key}/part-{number}"
+def _list_part_keys(key: str, count: int) -> list[str]:
+    """Return the keys of a message's parts."""
+    return [key, *(f"{key}/part-{number}" for number in range(1, count))]

@@ -117,15 +117,9 @@ class World:
 
         Returns:
             The mesh, without replicate where that is one.
-
-        Raises:
-            RuntimeError: where no weights are sharded.
         """
-        layout_mesh = self.get_mesh("replicate", "shard")
-        if layout_mesh is None:
-            raise RuntimeError(f"{self.layout}: no weights are sharded")
         if shards == self.layout.sharded:
-            return layout_mesh
+            return self.get_mesh("replicate", "shard")  # type: ignore[return-value]  # called where weights are sharded
         if shards not in self.data_meshes:
             replicas = self.layout.replicate * self.layout.sharded // shards
             sizes = {"pipeline": self.layout.pipeline, "replicate": replicas, "shard": shards}
@@ -265,10 +259,9 @@ def build_world(
         timeout: seconds after which creating a group gives up, and an operation on it.
     """
     degrees = layout.mesh_degrees()
-    ranks = torch.arange(layout.devices, dtype=torch.int).view(tuple(degrees.values()))
-    groups = [_create_group_along(degrees, (name,), timeout) for name in degrees]
-    mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
-    world = RunContext(rank_info, layout, device, mesh, timeout=timeout)
+    world = RunContext(rank_info, layout, device, timeout=timeout)
+    groups = {name: _create_group_along(degrees, (name,), timeout) for name in degrees}
+    world = replace(world, mesh=_build_mesh(world, degrees, groups))
     world.get_group("context")  # a separate group, because in the weights' mesh context is a part of shard
     if layout.expert > 1:
         world = replace(world, expert_mesh=_build_expert_mesh(world))
@@ -304,7 +297,6 @@ def _create_group_along(sizes: Mapping[str, int], names: tuple[str, ...], timeou
 
     Args:
         sizes: the size of every dimension, outermost first.
-        timeout: see `split_group`.
     """
     lists = list_groups_along(sizes, names)
     return dist.group.WORLD if len(lists) == 1 else split_group(lists, timeout)  # type: ignore[return-value]

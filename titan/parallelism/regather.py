@@ -169,8 +169,6 @@ def compute_gradients(grads: list[Tensor], x: Tensor, weights: list[Tensor], ran
         grads: of the outputs [B, T, out], layer by layer.
         x: the shard [B, T / ranks, D].
         weights: [out, D], layer by layer.
-        ranks: their number.
-        group: the name of their group.
     """
     pending_input = collectives.start_all_gather(x, ranks, group)
     x_grad = _sum_input_gradients(grads, weights)

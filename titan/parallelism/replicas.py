@@ -163,14 +163,16 @@ class Prints:
         self.replicas = [find_replicas(name, tensor, world) for name, tensor in tensors.items()]
         self.is_compared = [bool(r.groups) or n in stages for n, r in zip(self.names, self.replicas, strict=True)]
         locals_ = [local_tensor(tensor) for tensor in tensors.values()]
-        self.factors = [_hash_kind(n, t) for n, t in zip(self.names, locals_, strict=True)]
+        # a number of each tensor's name, dtype and local shape
+        kinds = (f"{name} {t.dtype} {tuple(t.shape)}" for name, t in zip(self.names, locals_, strict=True))
+        self.factors = list(map(_hash_text, kinds))
         zero = torch.zeros((), dtype=torch.int64, device=world.device)
         values = [
             fingerprint(tensor).to(world.device) if compared else zero
             for tensor, compared in zip(locals_, self.is_compared, strict=True)
         ]
-        kinds = torch.tensor(self.factors, dtype=torch.int64).to(world.device)
-        self.values = torch.stack([*values, zero])[:-1] + kinds  # a tensor of zeros must not be equal to an empty one
+        added = torch.tensor(self.factors, dtype=torch.int64).to(world.device)
+        self.values = torch.stack([*values, zero])[:-1] + added  # a tensor of zeros must not be equal to an empty one
         self.bytes = sum(t.nbytes for t, compared in zip(locals_, self.is_compared, strict=True) if compared)
 
     def sum_group(self, indices: Sequence[int]) -> Tensor:
@@ -187,11 +189,6 @@ class Prints:
                 groups[group.group_name] = group
                 members[group.group_name].append(index)
         return [(groups[name], indices) for name, indices in members.items()]
-
-
-def _hash_kind(name: str, tensor: Tensor) -> int:
-    """Return a number of a tensor's name, dtype and local shape."""
-    return _hash_text(f"{name} {tensor.dtype} {tuple(tensor.shape)}")
 
 
 def _hash_text(text: str) -> int:

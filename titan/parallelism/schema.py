@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -266,11 +266,6 @@ DEFAULT = Strategy(match=())
 """The strategy of modules that no group matches."""
 
 
-def find_model_sharding(groups: Iterable[Strategy]) -> ModelSharding | None:
-    """Return the strategy that shards the whole model in another way than FSDP; None: FSDP does."""
-    return next((group for group in groups if isinstance(group, ModelSharding)), None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExpertExchange:
     """How tokens reach experts on other ranks; its methods do as titan does, and a class of one's own replaces some.
@@ -430,7 +425,7 @@ class Parallelism:
     @property
     def model_sharding(self) -> ModelSharding | None:
         """What shards the whole model in another way than FSDP; None: FSDP does."""
-        return find_model_sharding((self.groups or {}).values())
+        return next((group for group in (self.groups or {}).values() if isinstance(group, ModelSharding)), None)
 
     def resolve_reshard(self, layout: Layout) -> bool | int:
         """Whether a block's gathered weights are freed after its forward pass; a number: reshard over so many ranks.

@@ -145,37 +145,24 @@ def _apply_style(style: str, module: nn.Module, mesh: DeviceMesh, sequence: bool
     if isinstance(module, nn.Embedding):
         module.lookup = partial(_look_up_shard, rank=mesh.get_local_rank())  # type: ignore[assignment]
     if style == "rowwise" or isinstance(module, nn.Embedding):
-        module.register_forward_hook(_LeaveRegion(mesh.get_group(), sequence))
+        module.register_forward_hook(partial(_leave_region, group=mesh.get_group(), sequence=sequence))
     elif style in ("region", "vocab"):
-        module.register_forward_pre_hook(_EnterRegion(mesh.get_group(), sequence))
+        module.register_forward_pre_hook(partial(_enter_region, group=mesh.get_group(), sequence=sequence))
 
 
-class _EnterRegion:
+def _enter_region(module: nn.Module, args: Any, group: dist.ProcessGroup, sequence: bool) -> Any:
     """Forward pre-hook at the beginning of a region: gives its first argument whole on every rank."""
-
-    def __init__(self, group: dist.ProcessGroup, sequence: bool) -> None:
-        self.group, self.sequence = group, sequence
-
-    def __call__(self, module: nn.Module, args: Any) -> Any:
-        x = args[0]
-        x = (
-            collectives.all_gather_autograd(x, SEQUENCE_DIM, self.group)
-            if self.sequence
-            else collectives.copy_to_region(x, self.group)
-        )
-        return (x, *args[1:])
+    x, *others = args
+    if sequence:
+        return (collectives.all_gather_autograd(x, SEQUENCE_DIM, group), *others)
+    return (collectives.copy_to_region(x, group), *others)
 
 
-class _LeaveRegion:
+def _leave_region(module: nn.Module, args: Any, out: Tensor, group: dist.ProcessGroup, sequence: bool) -> Tensor:
     """Forward hook at the end of a region: gives the sum of the ranks' outputs, split along the sequence or whole."""
-
-    def __init__(self, group: dist.ProcessGroup, sequence: bool) -> None:
-        self.group, self.sequence = group, sequence
-
-    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        if self.sequence:
-            return collectives.reduce_scatter_autograd(out, SEQUENCE_DIM, self.group)
-        return collectives.reduce_from_region(out, self.group)
+    if sequence:
+        return collectives.reduce_scatter_autograd(out, SEQUENCE_DIM, group)
+    return collectives.reduce_from_region(out, group)
 
 
 def _look_up_shard(tokens: Tensor, weight: Tensor, dtype: torch.dtype, rank: int) -> Tensor:

@@ -102,15 +102,12 @@ def _find_enclosing_unit(units: list[Unit], name: str) -> Unit | None:
 def _joins(sharding: Sharding, unit: Unit) -> bool:
     """Return whether a module of a group is gathered with the unit around it."""
     (strategy, mesh), (unit_strategy, unit_mesh) = sharding, unit.sharding
-    if mesh is None or unit_mesh is None or not _wraps_as_usual(strategy) or not _wraps_as_usual(unit_strategy):
+    wraps_as_usual = all(type(each).wrap is Strategy.wrap for each in (strategy, unit_strategy))
+    if mesh is None or unit_mesh is None or not wraps_as_usual:
         return False
     if mesh == unit_mesh:
         return type(strategy).dimension is not Strategy.dimension
     return HAS_MESH_PER_PARAMETER and isinstance(unit.reshard, bool)
-
-
-def _wraps_as_usual(strategy: Strategy) -> bool:
-    return type(strategy).wrap is Strategy.wrap
 
 
 def build_placement_options(unit: Unit, model: Any) -> dict[str, Any]:
@@ -162,8 +159,10 @@ def _build_rank_choice(unit: Unit) -> Callable[[Sharding, Shard], Any]:
         key = _list_groups(sharding)
         if key == usual_key:
             return placement
-        if key not in infos:
-            infos[key] = _describe_ranks(sharding)
+        if key not in infos:  # FSDP's description of a mesh of one dimension, or of two, replicate and shard
+            mesh: Any = sharding.mesh
+            hybrid: Any = {"shard_mesh_dim": 1, "replicate_mesh_dim": 0}
+            infos[key] = FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, **hybrid)
         return ShardPlacementResult(placement, infos[key])
 
     return choose_ranks
@@ -171,11 +170,3 @@ def _build_rank_choice(unit: Unit) -> Callable[[Sharding, Shard], Any]:
 
 def _list_groups(sharding: Sharding) -> tuple[Any, ...]:
     return () if sharding.mesh is None else tuple(sharding.mesh.get_all_groups())
-
-
-def _describe_ranks(sharding: Sharding) -> Any:
-    """Return FSDP's description of a mesh of one dimension, or of two, replicate and shard."""
-    mesh: Any = sharding.mesh
-    if mesh.ndim == 1:
-        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)

@@ -278,7 +278,7 @@ class Export:
                     value = self._read(name)
                     index, start = MetadataIndex(MODEL + name, [0] * value.dim()), out.size
                     owns_storage = value.untyped_storage().nbytes() == value.nbytes  # else torch.save writes all of it
-                    torch.save(value if owns_storage else value.clone(), out)  # type: ignore[arg-type]
+                    torch.save(value if owns_storage else value.clone(), out)
                     storage_data[index] = _StorageInfo(file.name, start, out.size - start)
                     progress(value.nbytes)
             files[file.name] = ManifestFile(out.size, f"{out.crc:08x}")

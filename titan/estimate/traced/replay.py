@@ -21,9 +21,8 @@ from titan.estimate.step_time import CONTENTION, StepModel, StepTime, scale_to_n
 from titan.estimate.traced import memory
 from titan.estimate.traced.events import COMPUTE, Event, StepTrace
 from titan.estimate.traced.memory import LiveMemory, ReservedMemory
-from titan.parallelism.pipeline.arithmetic import link_schedule
 from titan.parallelism.pipeline.schedules import Action
-from titan.parallelism.pipeline.timing import ActionSpan
+from titan.parallelism.pipeline.timing import ActionSpan, link_schedule
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout

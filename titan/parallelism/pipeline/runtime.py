@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -31,7 +30,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from titan.model.loss_terms import attach_loss
 from titan.parallelism import data, mesh
 from titan.parallelism.norms import local_tensor
-from titan.parallelism.pipeline.schedules import find_schedule, order_actions
+from titan.parallelism.pipeline.schedules import find_schedule, format_cell, order_actions
 
 if TYPE_CHECKING:
     from titan.parallelism.microbatches import Microbatches
@@ -96,10 +95,7 @@ def create_p2p_groups(shape: PipelineShape, group: dist.ProcessGroup, timeout: f
     Without eager initialisation torch creates a communicator for each pair. 1F1B is the exception: it sends and
     receives in one batch, which is one operation only on a single group, and such batches cannot block each other.
 
-    Args:
-        shape: the pipeline.
-        group: the ranks along it; all of them call this together.
-        timeout: see `titan.parallelism.mesh.split_group`.
+    All ranks of `group`, those along the pipeline, call it together.
 
     Returns:
         This rank's groups; none for 1F1B.
@@ -141,7 +137,7 @@ class Pipeline:
             configure_schedule: changes one of torch's schedules before its first step.
         """
         self.advance, self.configure_schedule = advance, configure_schedule
-        self.term_count, self.block_figure_count = loss_counts
+        self.extra_losses, self.block_figure_count = sum(loss_counts), loss_counts[1]
         self.block_figures: list[Tensor] = []
         self.stages, self.shape, self.group, self.device = dict(sorted(stages.items())), shape, group, device
         self.groups = groups or {}
@@ -173,8 +169,8 @@ class Pipeline:
 
     def _sum_losses(self) -> Tensor:
         """Return the loss of this rank's stages: the last one's, and of the others what blocks return."""
-        shape = (1 + self.term_count + self.block_figure_count,) if self.term_count + self.block_figure_count else ()
-        total = torch.stack(self.losses).sum(0) if self.losses else torch.zeros(shape, device=self.device)
+        zero = torch.zeros((1 + self.extra_losses,) if self.extra_losses else (), device=self.device)
+        total = torch.stack(self.losses).sum(0) if self.losses else zero
         if self.block_figures:
             total[-self.block_figure_count :] += torch.stack(self.block_figures).sum(0)
         return total
@@ -229,9 +225,8 @@ class Pipeline:
         self.losses.append(output.detach())
         return output.sum() * self.scale  # loss terms behind the first element have no gradients
 
-    def _attach_losses(self, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute a stage's hidden states, and have its loss terms differentiated in their backward pass."""
-        out = forward(*args, **kwargs)
+    def attach_losses(self, out: Any) -> Tensor:
+        """Return a stage's hidden states, whose loss terms are differentiated in their backward pass."""
         if isinstance(out, Tensor):
             return out
         hidden, extra, figures = out
@@ -240,7 +235,7 @@ class Pipeline:
 
     def _build_schedule(self, microbatches: int) -> tuple[Any, list[_Stage]]:
         """Return the schedule for a number of micro-batches, and its stages."""
-        shape, stages = self.shape, [self._build_stage(number, module) for number, module in self.stages.items()]
+        shape, stages = self.shape, [_Stage(self, number, module) for number, module in self.stages.items()]
         common: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": self._record_loss, "scale_grads": False}
         schedule: Any
         if not find_schedule(shape.schedule).in_torch:
@@ -250,41 +245,12 @@ class Pipeline:
             schedule_class: Any = get_schedule_class(shape.schedule)
             single = issubclass(schedule_class, PipelineScheduleSingle)
             schedule = schedule_class(stages[0] if single else stages, **common)
-        if shape.reshards:
+        if shape.reshards and isinstance(schedule, _PipelineScheduleRuntime):
             _gather_by_block(schedule)
         if hasattr(schedule, "_warmup_p2p"):  # since torch 2.13
             schedule._warmup_p2p = _set_static_shapes
         self.configure_schedule(schedule)
         return schedule, stages
-
-    def _build_stage(self, number: int, module: nn.Module) -> _Stage:
-        """Return a stage with known input and output shapes, so that torch need not run it to infer them."""
-        shape, count = self.shape, len(self.shape.owners)
-        hidden = shape.empty_hidden(shape.rows, shape.length, "meta").requires_grad_()
-        tokens = torch.empty((shape.rows, shape.length), dtype=torch.int64, device="meta")
-        extra_losses = self.term_count + self.block_figure_count
-        loss = torch.empty((1 + extra_losses,) if extra_losses else (), device="meta", requires_grad=True)
-        stage_class = _Stage if shape.accumulates_whole and not shape.reshards else _ShardedStage
-        stage = stage_class(
-            module,
-            number,
-            count,
-            self.device,
-            input_args=tokens if number == 0 else hidden,
-            output_args=loss if number == self.last_stage else hidden,
-            group=self.group,
-        )
-        stage.groups, stage.advance = self.groups, self.advance
-        if isinstance(stage, _ShardedStage):
-            stage.reduces, stage.reshards = not shape.accumulates_whole, shape.reshards
-            others = (other for other in self.stages.values() if other is not module)
-            stage.others = [other for other in others if isinstance(other, FSDPModule)]
-        stage.batches_messages = shape.schedule == "1F1B"
-        if self.block_figure_count:
-            compute = partial(self._attach_losses, stage.forward_maybe_with_nosync)
-            stage.forward_maybe_with_nosync = compute  # type: ignore[method-assign]
-        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]  # before torch 2.13; see `_connect_neighbours`
-        return stage
 
 
 class _Stage(PipelineStage):
@@ -295,20 +261,28 @@ class _Stage(PipelineStage):
     has arrived at the next rank; torch would keep it until its backward pass, and messages until the end of the step.
 
     Attributes:
-        groups: see `create_p2p_groups`.
-        advance: called when the stage begins with a micro-batch.
-        batches_messages: torch sends and receives in one batch, which it waits for.
+        pipeline: the stages of this rank.
         sends: messages that may not have arrived, by F or B and micro-batch.
     """
 
-    groups: P2PGroups
-    advance: Callable[[], None]
-    batches_messages: bool
-    sends: dict[tuple[str, int], list[dist.Work]]
+    _get_init_p2p_neighbors_ops = list  # before torch 2.13; see `Pipeline._connect_neighbours`
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.sends = {}
+    def __init__(self, pipeline: Pipeline, number: int, module: nn.Module) -> None:
+        """Take a stage with known input and output shapes, so that torch need not run it to infer them."""
+        shape, extra_losses = pipeline.shape, pipeline.extra_losses
+        hidden = shape.empty_hidden(shape.rows, shape.length, "meta").requires_grad_()
+        tokens = torch.empty((shape.rows, shape.length), dtype=torch.int64, device="meta")
+        loss = torch.empty((1 + extra_losses,) if extra_losses else (), device="meta", requires_grad=True)
+        super().__init__(
+            module,
+            number,
+            len(shape.owners),
+            pipeline.device,
+            input_args=tokens if number == 0 else hidden,
+            output_args=loss if number == pipeline.last_stage else hidden,
+            group=pipeline.group,
+        )
+        self.pipeline, self.sends = pipeline, dict[tuple[str, int], list[dist.Work]]()
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         """Describe the messages of all micro-batches without their buffers."""
@@ -322,18 +296,22 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Record progress: a step of many micro-batches may take long."""
-        self.advance()
+        self.pipeline.advance()
         self._drop_arrived()
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _replace_buffers(self.args_recv_info[fwd_chunk_id], "meta")
         return output
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Have the stage's loss terms differentiated."""
+        return self.pipeline.attach_losses(super().forward_maybe_with_nosync(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """Record progress.
 
         torch keeps the losses of a step, and with them their graphs, which hold the last stage's inputs.
         """
-        self.advance()
+        self.pipeline.advance()
         self._finish_send("F", bwd_chunk_id)  # it has arrived, since its gradient is here
         self._drop_arrived()
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
@@ -343,7 +321,7 @@ class _Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         _replace_buffers(self.args_recv_info[fwd_chunk_id], self.device)
-        return [use_direction_group(op, self.groups) for op in super().get_fwd_recv_ops(fwd_chunk_id)]
+        return [use_direction_group(op, self.pipeline.groups) for op in super().get_fwd_recv_ops(fwd_chunk_id)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send an output, of which its graph is kept only; return messages that torch has to send."""
@@ -354,15 +332,15 @@ class _Stage(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         _replace_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
-        return [use_direction_group(op, self.groups) for op in super().get_bwd_recv_ops(bwd_chunk_id)]
+        return [use_direction_group(op, self.pipeline.groups) for op in super().get_bwd_recv_ops(bwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._send("B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _send(self, kind: str, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """Start to send messages, and return those that torch has to send."""
-        ops = [use_direction_group(op, self.groups) for op in ops]
-        if self.batches_messages:
+        ops = [use_direction_group(op, self.pipeline.groups) for op in ops]
+        if self.pipeline.shape.schedule == "1F1B":  # torch sends and receives in one batch, which it waits for
             return ops
         self.sends[kind, microbatch] = torch_schedules._batch_p2p(ops)
         return []
@@ -395,39 +373,30 @@ class _Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         data.add_computed_gradients(self.submod)
 
-
-class _ShardedStage(_Stage):
-    """A stage whose gradients FSDP reduces after each micro-batch, or whose weights it frees after each pass.
-
-    A rank's stages retain the inputs of one stage's last reduce-scatters, not of each one's.
-    """
-
-    reduces: bool = False
-    reshards: bool = False
-    others: Sequence[FSDPModule] = ()
-
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Replace torch's method, which keeps weights and unsharded gradients until the end of the step."""
-        module = self.submod
-        if not isinstance(module, FSDPModule):
+        """Let FSDP reduce gradients after each micro-batch, or free weights after each pass, where it is to do so.
+
+        torch's method keeps weights and unsharded gradients until the end of the step. A rank's stages retain the
+        inputs of one stage's last reduce-scatters, not of each one's.
+        """
+        module, shape = self.submod, self.pipeline.shape
+        if (shape.accumulates_whole and not shape.reshards) or not isinstance(module, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        for other in self.others:
-            data.free_reduced_gradients(other)
+        for other in self.pipeline.stages.values():
+            if other is not module and isinstance(other, FSDPModule):
+                data.free_reduced_gradients(other)
         module.set_is_last_backward(False)
-        module.set_reshard_after_backward(self.reshards)
-        module.set_requires_gradient_sync(self.reduces)
-        module.set_requires_all_reduce(self.reduces and last_backward)
+        module.set_reshard_after_backward(shape.reshards)
+        module.set_requires_gradient_sync(not shape.accumulates_whole)
+        module.set_requires_all_reduce(not shape.accumulates_whole and last_backward)
         inputs = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
         return stage_backward(*inputs), None
 
 
 def _gather_by_block(schedule: Any) -> None:
     """Let FSDP gather the weights of each block when it is used, in place of a stage's before its actions."""
-    if not isinstance(schedule, _PipelineScheduleRuntime):
-        return
-
     for kind, note in ((_ComputationType.UNSHARD, set.add), (_ComputationType.RESHARD, set.discard)):
         schedule.register_custom_function(
             kind, lambda action, ctx, note=note: note(ctx.schedule_ref.unsharded_stages, action.stage_index)
@@ -487,11 +456,11 @@ class TiedWeights:
 
     def sum_gradients(self) -> None:
         """Replace both replicas' gradients by their sum; both ranks call it together."""
-        if self.first is not None and self.last is not None:
-            first, last = _require_gradient(self.first), _require_gradient(self.last)
-            last.copy_(first.add_(last))
-        elif self.first is not None or self.last is not None:
-            local_gradient = _require_gradient(self.first if self.first is not None else self.last)
+        ends: Any = (self.first, self.last)
+        gradients = [local_tensor(parameter.grad) for parameter in ends if parameter is not None]
+        if len(gradients) == 2:
+            gradients[1].copy_(gradients[0].add_(gradients[1]))
+        for local_gradient in gradients if len(gradients) == 1 else ():
             received = self._exchange_tensor(local_gradient.to(self.device))
             local_gradient.add_(received.to(local_gradient.device))  # offloaded gradients are on the host
 
@@ -532,19 +501,13 @@ def _set_static_shapes(stages: Sequence[Any], has_backward: bool, p2p_done: bool
         stage._inference_mode = InferenceMode.STATIC
 
 
-def _require_gradient(parameter: nn.Parameter | None) -> Tensor:
-    if parameter is None or parameter.grad is None:
-        raise RuntimeError("a tied weight has no gradient")
-    return local_tensor(parameter.grad)
-
-
 def list_torch_actions(shape: PipelineShape, stages_per_rank: int, microbatches: int) -> dict[int, list[Any]]:
     """Return the actions of each rank as torch's runtime takes them."""
     from torch.distributed.pipelining.schedules import _Action
 
     ranks = len(shape.owners) // stages_per_rank
     rows = order_actions(shape.schedule, ranks, stages_per_rank, microbatches)
-    return {rank: [_Action.from_str(str(cell)) for cell in row] for rank, row in enumerate(rows)}
+    return {rank: [_Action.from_str(format_cell(cell)) for cell in row] for rank, row in enumerate(rows)}
 
 
 def _expand_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:

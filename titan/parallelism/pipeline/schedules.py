@@ -22,6 +22,7 @@ class PipelineSchedule:
 
     Attributes:
         name: the argument of torch.distributed.pipelining.schedules.get_schedule_class, where torch has the schedule.
+        order: returns a rank's order, from rank, ranks, stages per rank and micro-batches.
         stages: default number of stages per rank.
         fixed: whether this is the only possible number; else any number from 1.
         placement: stage s is on rank s modulo ranks (loop), or every other lap runs backwards (v).
@@ -35,6 +36,7 @@ class PipelineSchedule:
     """
 
     name: str
+    order: Callable[[int, int, int, int], Sequence[Cell]]
     stages: int
     fixed: bool
     placement: Literal["loop", "v"]
@@ -61,22 +63,6 @@ class PipelineSchedule:
         return microbatches >= (2 * ranks - 1 if self.placement == "v" else ranks)
 
 
-SCHEDULES = {
-    schedule.name: schedule
-    for schedule in (
-        PipelineSchedule("GPipe", 1, True, "loop", False, "free", 3),
-        PipelineSchedule("1F1B", 1, True, "loop", False, "stages", 3),
-        PipelineSchedule("Interleaved1F1B", 2, False, "loop", False, "rounds", 3),
-        PipelineSchedule("ShallowInterleaved1F1B", 2, False, "loop", False, "rounds", 3, in_torch=False),
-        PipelineSchedule("LoopedBFS", 2, False, "loop", False, "free", 3),
-        PipelineSchedule("InterleavedZeroBubble", 2, False, "loop", True, "rounds", 1),
-        PipelineSchedule("ZBVZeroBubble", 2, True, "v", True, "free", 1),
-        PipelineSchedule("DualPipeV", 2, True, "v", True, "stages", 2),
-    )
-}
-"""torch's schedules, as of torch 2.13, and one more, by their name."""
-
-
 class Action(NamedTuple):
     """One computation of a micro-batch in a stage.
 
@@ -94,25 +80,17 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Actions that a rank may run at once: they run one after another, and results are sent after the last."""
+Cell: TypeAlias = tuple[Action, ...]
+"""One entry of a rank's order: an action, or several that a rank may run at once.
 
-    actions: tuple[Action, ...]
-
-    def __str__(self) -> str:
-        return f"({';'.join(map(str, self.actions))})OVERLAP_F_B"
+These run one after another, and results are sent after the last.
+"""
 
 
-Cell: TypeAlias = Action | Overlap | None
-"""One entry of a rank's order; None: idle."""
-
-
-def list_actions(cell: Cell) -> tuple[Action, ...]:
-    """Return the actions of an entry."""
-    if cell is None:
-        return ()
-    return cell.actions if isinstance(cell, Overlap) else (cell,)
+def format_cell(cell: Cell) -> str:
+    """Return an entry as torch writes it, such as 0F0 or (1F1;1B0)OVERLAP_F_B."""
+    text = ";".join(map(str, cell))
+    return f"({text})OVERLAP_F_B" if len(cell) > 1 else text
 
 
 def find_schedule(schedule: str) -> PipelineSchedule:
@@ -130,15 +108,16 @@ def find_schedule(schedule: str) -> PipelineSchedule:
 
 
 def order_actions(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
-    """Return the actions of each rank in its order (of torch's schedules in torch's), without idle entries.
+    """Return the actions of each rank in its order (of torch's schedules in torch's).
 
     Raises:
         ConfigError: when there is no such schedule.
         ValueError: on numbers that the schedule does not allow.
     """
-    if not find_schedule(schedule).allows(ranks, stages_per_rank, microbatches):
+    kind = find_schedule(schedule)
+    if not kind.allows(ranks, stages_per_rank, microbatches):
         raise ValueError(f"{schedule} on {ranks} ranks of {stages_per_rank} stages: not {microbatches} micro-batches")
-    return [list(ORDER_FUNCTIONS[schedule](rank, ranks, stages_per_rank, microbatches)) for rank in range(ranks)]
+    return [list(kind.order(rank, ranks, stages_per_rank, microbatches)) for rank in range(ranks)]
 
 
 def count_rounds(ranks: int, microbatches: int) -> int:
@@ -148,13 +127,13 @@ def count_rounds(ranks: int, microbatches: int) -> int:
 
 def _order_gpipe(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
     """Order: all forward, then all backward (Huang et al., GPipe, 2019)."""
-    return [Action(rank, kind, m) for kind in "FB" for m in range(microbatches)]
+    return [(Action(rank, kind, m),) for kind in "FB" for m in range(microbatches)]
 
 
 def _order_looped_bfs(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
     """Order: all micro-batches stage by stage, and back (Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022)."""
     turns = [(rank + lap * ranks, m) for lap in range(stages_per_rank) for m in range(microbatches)]
-    return [Action(s, "F", m) for s, m in turns] + [Action(s, "B", m) for s, m in reversed(turns)]
+    return [(Action(s, "F", m),) for s, m in turns] + [(Action(s, "B", m),) for s, m in reversed(turns)]
 
 
 def _order_1f1b(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
@@ -192,14 +171,15 @@ Turns: TypeAlias = list[tuple[int, int]]
 
 def _alternate_passes(forward: Turns, backward: Turns, warmup: int, lag: int | None = None) -> list[Cell]:
     """Return `warmup` times forward, then forward and backward in turn; with a lag, weights follow that much later."""
-    cells: list[Cell] = [Action(s, "F", m) for s, m in forward[:warmup]]
+    actions = [Action(s, "F", m) for s, m in forward[:warmup]]
     for turn, (stage, m) in enumerate(backward):
-        cells += [Action(s, "F", f) for s, f in forward[warmup + turn : warmup + turn + 1]]
-        cells.append(Action(stage, "B" if lag is None else "I", m))
+        actions += [Action(s, "F", f) for s, f in forward[warmup + turn : warmup + turn + 1]]
+        actions.append(Action(stage, "B" if lag is None else "I", m))
         if lag is not None and turn >= lag:
             late, f = backward[turn - lag]
-            cells.append(Action(late, "W", f))
-    return cells + [Action(s, "W", m) for s, m in (backward[-lag:] if lag else [])]
+            actions.append(Action(late, "W", f))
+    actions += [Action(s, "W", m) for s, m in (backward[-lag:] if lag else [])]
+    return [(action,) for action in actions]
 
 
 Token: TypeAlias = tuple[str, int]
@@ -220,7 +200,7 @@ def _order_zbv(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -
     tokens += [("F", first_stage), ("I", first_stage), ("W", first_stage), *only_back] * (full - ranks)
     tokens += [("I", first_stage), ("I", last_stage)] * rank + [("I", first_stage), ("W", first_stage)] * later_ranks
     tokens += [("W", last_stage)] * rank + [("W", first_stage)] * rank
-    return [action for action in _number_actions(tokens) if action.microbatch < microbatches]
+    return [(action,) for action in _number_actions(tokens) if action.microbatch < microbatches]
 
 
 def _order_dual_pipe_v(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
@@ -241,8 +221,7 @@ def _order_dual_pipe_v(rank: int, ranks: int, stages_per_rank: int, microbatches
     ]
     cells = [(token,) for token in start] + pairs + [(token,) for token in stop]
     actions = _number_actions(token for cell in cells for token in cell)
-    grouped = [tuple(itertools.islice(actions, len(cell))) for cell in cells]
-    return [Overlap(group) if len(group) > 1 else group[0] for group in grouped]
+    return [tuple(itertools.islice(actions, len(cell))) for cell in cells]
 
 
 def _number_actions(tokens: Iterable[Token]) -> Iterator[Action]:
@@ -253,14 +232,23 @@ def _number_actions(tokens: Iterable[Token]) -> Iterator[Action]:
         counts.update((part, stage) for part in ("IW" if kind == "B" else kind))
 
 
-ORDER_FUNCTIONS: dict[str, Callable[[int, int, int, int], Sequence[Cell]]] = {
-    "GPipe": _order_gpipe,
-    "1F1B": _order_1f1b,
-    "Interleaved1F1B": partial(_order_interleaved, ahead=2),
-    "ShallowInterleaved1F1B": partial(_order_interleaved, ahead=1),
-    "LoopedBFS": _order_looped_bfs,
-    "InterleavedZeroBubble": partial(_order_interleaved, ahead=1, splits_backward=True),
-    "ZBVZeroBubble": _order_zbv,
-    "DualPipeV": _order_dual_pipe_v,
-}
-"""The function that returns each schedule's order, from rank, ranks, stages per rank and micro-batches."""
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        PipelineSchedule("GPipe", _order_gpipe, 1, True, "loop", False, "free", 3),
+        PipelineSchedule("1F1B", _order_1f1b, 1, True, "loop", False, "stages", 3),
+        PipelineSchedule("Interleaved1F1B", partial(_order_interleaved, ahead=2), 2, False, "loop", False, "rounds", 3),
+        PipelineSchedule(
+            "ShallowInterleaved1F1B", partial(_order_interleaved, ahead=1),
+            2, False, "loop", False, "rounds", 3, in_torch=False,
+        ),
+        PipelineSchedule("LoopedBFS", _order_looped_bfs, 2, False, "loop", False, "free", 3),
+        PipelineSchedule(
+            "InterleavedZeroBubble", partial(_order_interleaved, ahead=1, splits_backward=True),
+            2, False, "loop", True, "rounds", 1,
+        ),
+        PipelineSchedule("ZBVZeroBubble", _order_zbv, 2, True, "v", True, "free", 1),
+        PipelineSchedule("DualPipeV", _order_dual_pipe_v, 2, True, "v", True, "stages", 2),
+    )
+}  # fmt: skip
+"""torch's schedules, as of torch 2.13, and one more, by their name."""

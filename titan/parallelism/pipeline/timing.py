@@ -11,10 +11,10 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, lru_cache
+from itertools import chain, pairwise
 
-from titan.parallelism.pipeline.schedules import Action, Cell, find_schedule, list_actions, order_actions
+from titan.parallelism.pipeline.schedules import Action, Cell, find_schedule, format_cell, order_actions
 
 StageKind = tuple[int, str]
 """A stage and a kind of action."""
@@ -108,17 +108,12 @@ def _count_gathers(stages: Sequence[int]) -> Counter[int]:
     """
     if len(set(stages)) <= MOST_GATHERED:
         return Counter(set(stages))
-    gathers: Counter[int] = Counter()
-    gathered: set[int] = set()
-    for i in range(len(stages)):
-        following: set[int] = set()
-        for j in range(i, len(stages)):
-            following.add(stages[j])
-            if len(following) == MOST_GATHERED:
-                break
-        gathers.update(following - gathered)
-        gathered = following
-    return gathers
+    following, windows = list[int](), list[set[int]]()
+    for stage in reversed(stages):  # the next stages from each action on
+        following = [stage, *(other for other in following if other != stage)][:MOST_GATHERED]
+        windows.append(set(following))
+    windows.reverse()
+    return Counter(chain(windows[0], *(after - before for before, after in pairwise(windows))))
 
 
 def link_order(rows: Sequence[Sequence[Cell]]) -> LinkedOrder:
@@ -131,18 +126,17 @@ def link_order(rows: Sequence[Sequence[Cell]]) -> LinkedOrder:
     Raises:
         ValueError: when the order deadlocks.
     """
-    cells = [[cell for cell in row if cell is not None] for row in rows]
-    owners = {a.stage: rank for rank, row in enumerate(cells) for cell in row for a in list_actions(cell)}
+    owners = {a.stage: rank for rank, row in enumerate(rows) for cell in row for a in cell}
     last_stage = max(owners, default=0)
-    next_cells, ready = [0] * len(cells), list(range(len(cells)))
+    next_cells, ready = [0] * len(rows), list(range(len(rows)))
     done: dict[Result, int] = {}
     waiting: dict[Result, int] = {}  # the rank that waits for each
     numbers: dict[StageKind, int] = {}
     ranks, kinds, microbatches, sources = (array("i") for _ in range(4))
     while ready:
         rank = ready.pop()
-        while next_cells[rank] < len(cells[rank]):
-            actions = list_actions(cells[rank][next_cells[rank]])
+        while next_cells[rank] < len(rows[rank]):
+            actions = rows[rank][next_cells[rank]]
             needs = [_list_needs(action, last_stage) for action in actions]
             missing = next((need for need in chain(*needs) if need not in done), None)
             if missing is not None:
@@ -160,10 +154,20 @@ def link_order(rows: Sequence[Sequence[Cell]]) -> LinkedOrder:
                 done[result] = last
                 if result in waiting:
                     ready.append(waiting.pop(result))
-    waits = [f"rank {rank} at {row[next_cells[rank]]}" for rank, row in enumerate(cells) if next_cells[rank] < len(row)]
+    waits = [
+        f"rank {rank} at {format_cell(row[at])}"
+        for rank, (row, at) in enumerate(zip(rows, next_cells, strict=True))
+        if at < len(row)
+    ]
     if waits:
         raise ValueError(f"the order deadlocks: {', '.join(waits)}")
     return LinkedOrder(tuple(numbers), ranks, kinds, microbatches, sources)
+
+
+@lru_cache(256)
+def link_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> LinkedOrder:
+    """Return the linked order of `order_actions`."""
+    return link_order(order_actions(schedule, ranks, stages_per_rank, microbatches))
 
 
 def _list_needs(action: Action, last_stage: int) -> list[Result]:
@@ -194,5 +198,5 @@ def compute_order_idle(rows: Sequence[Sequence[Cell]]) -> float:
     """Return the mean of the ranks' idle shares in an order; raises as `link_order` does."""
     order = link_order(rows)
     makespan = order.compute_makespan({key: UNITS[key[1]] for key in order.keys})
-    busy = [sum(UNITS[action.kind] for cell in row for action in list_actions(cell)) for row in rows]
+    busy = [sum(UNITS[action.kind] for cell in row for action in cell) for row in rows]
     return math.fsum((makespan - time) / makespan for time in busy) / len(busy) if makespan else 0.0

@@ -1,4 +1,4 @@
-"""What each layout saved, loaded by every other: `python -m tests.support.checkpoint_layouts` prints both tables.
+"""What each layout saved, loaded by every other: `python -m tests.measure.checkpoint_layouts` prints both tables.
 
 A row is the layout that saved, a column the one that loads. Each layout saves once. Each that loads is assembled once,
 and loads one checkpoint after the other: the state must be what was saved to the bit, and one step from there what one

@@ -1,4 +1,4 @@
-"""What all ranks of a large run tell each other in one save: `python -m tests.support.save_messages`.
+"""What all ranks of a large run tell each other in one save: `python -m tests.measure.save_messages`.
 
 The messages of one rank are made by the code that saves, for the tensors of a Llama 8B under FSDP with replicas, and
 then sent by as many simulated ranks over a store that counts. They are compared with a save by the collectives of

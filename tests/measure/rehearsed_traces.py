@@ -1,4 +1,4 @@
-"""Traces of `plan.trace` on a CPU's tensors and on the rehearsal's: `python -m tests.rehearsal.traced [NAME...]`.
+"""`plan.trace` on a CPU's tensors and on the rehearsal's: `python -m tests.measure.rehearsed_traces [NAME...]`.
 
 Prints a table of memory: live tensors and what the allocator reserves for them, in both ways, beside published peaks.
 On the rehearsal's device attention is flash attention with what that saves, and titan takes its CUDA branches. The runs
@@ -66,7 +66,7 @@ def print_traces(names: Sequence[str]) -> None:
 
 def _run_traces(names: Sequence[str], devices: int) -> list[dict[str, Any]]:
     env = {**os.environ, "PYTHONPATH": str(watch.ROOT), cuda.DEVICES: str(devices), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.rehearsal.traced", ON_DEVICE, *names]
+    command = [sys.executable, "-m", "tests.measure.rehearsed_traces", ON_DEVICE, *names]
     result = subprocess.run(command, cwd=watch.ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
