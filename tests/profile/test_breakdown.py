@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.runs import compose_tiny_run, train_run
+from titan.cluster import operation_kinds as kinds
 from titan.estimate.step_time import CAUSES
-from titan.profile import kinds, summary
+from titan.profile import summary
 from titan.profile.breakdown import Breakdown, compute_breakdowns
 from titan.profile.trace import (
     ACTIVATIONS,

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from titan.cluster import operation_kinds as kinds
 from titan.config.settings import build
 from titan.errors import ConfigError
-from titan.profile import kinds, summary
+from titan.profile import summary
 from titan.profile.schema import Profile
 from titan.profile.summary import Summary
 

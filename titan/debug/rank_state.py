@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan.profile.kinds import name_collective
+from titan.cluster.operation_kinds import name_collective
 
 MAX_PENDING = 8  # collectives that have not ended: the oldest of them, since a GPU has hundreds waiting
 COALESCED = "nccl:coalesced"

@@ -20,8 +20,6 @@ MOMENTS = (
     "on_run_end",
 )
 """The methods of a hook: each is called with a `titan.hooks.context.Context`, and a hook has some of them."""
-METRIC_PREFIX = "hooks/"
-"""The prefix of a hook's own metrics in records: hooks/NAME/METRIC."""
 
 
 @dataclass(frozen=True, kw_only=True)

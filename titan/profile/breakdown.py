@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.profile.kinds import (
+from titan.cluster.operation_kinds import (
     COLLECTIVES,
     COMPUTATION,
     DATA,

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from titan.cluster import operation_kinds as kinds
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
-from titan.profile import kinds
 from titan.profile.breakdown import Breakdown
 from titan.profile.schema import Profile
 
