@@ -100,7 +100,7 @@ WAITS = (
 STREAMS = (
     _define_device_fault(
         "single", "differ from the CPU's|exit code", "metrics read before the device has copied them",
-        METRICS, "        self.timer.wait()\n", "",
+        METRICS, "            self.end.synchronize()\n", "            pass\n",
     ),
     _define_device_fault(
         "muon, async save", "write after read: .* does not wait for copy_",
