@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from titan.config.optional import import_optional
 from titan.config.settings import suggest_nearest
 from titan.dataset.sources.hub import fetch_tokenizer
-from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer_file
+from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from titan.errors import ConfigError
+from titan.files import untrusted
 
 if TYPE_CHECKING:
     import tokenizers
@@ -118,6 +119,16 @@ class RankTokenizer(Tokenizer):
             digest.update(len(token).to_bytes(4, "little") + token)
         digest.update("\0".join(self._special).encode())
         return digest.hexdigest()
+
+
+def read_tokenizer_file(path: Path) -> bytes:
+    """Return the content of a tokenizer's file."""
+    try:
+        return untrusted.read_regular_file(path)
+    except OSError as error:
+        raise ConfigError(f"dataset.tokenizer={path}: can't be read ({error.strerror}); make it readable.") from error
+    except ValueError as error:
+        raise ConfigError(f"dataset.tokenizer={path}: {error}; name a file.") from error
 
 
 def load_ranks(path: Path) -> RankTokenizer:
@@ -325,8 +336,8 @@ def _load_by_name(name: str) -> Tokenizer:
         return load_ranks(Path(__file__).with_name("titan4k.tiktoken"))
     path = Path(name).expanduser()
     if not path.exists() and _ON_HUB.fullmatch(name) and path.suffix not in _SUFFIXES:
-        return load_json(fetch_tokenizer(name), name)
-    if not path.is_file():
+        path = fetch_tokenizer(name)
+    elif not path.is_file():
         raise ConfigError(_describe_missing(name, path))
     if path.suffix == ".json":
         return load_json(path, name)
