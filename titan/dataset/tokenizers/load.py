@@ -337,19 +337,18 @@ def _load_by_name(name: str) -> Tokenizer:
     path = Path(name).expanduser()
     if not path.exists() and _ON_HUB.fullmatch(name) and path.suffix not in _SUFFIXES:
         path = fetch_tokenizer(name)
+    elif path.is_dir():
+        raise ConfigError(
+            f"dataset.tokenizer={name}: is a folder; give a file in it, such as {path / 'tokenizer.json'}."
+        )
     elif not path.is_file():
-        raise ConfigError(_describe_missing(name, path))
+        hint = suggest_nearest(name, [BUILT_IN])
+        ways = f"; give {BUILT_IN}, the path of a tokenizer's file, or OWNER/NAME, such as openai-community/gpt2."
+        raise ConfigError(
+            f"dataset.tokenizer={name}: there is no such tokenizer or file{ways if hint == '.' else hint}"
+        )
     if path.suffix == ".json":
         return load_json(path, name)
     if path.suffix in (".tiktoken", ".model"):
         return load_ranks(path)
     raise ConfigError(f"dataset.tokenizer={name}: unknown file type; give {BUILT_IN}, *.tiktoken, *.model or *.json.")
-
-
-def _describe_missing(name: str, path: Path) -> str:
-    if path.is_dir():
-        return f"dataset.tokenizer={name}: is a folder; give a file in it, such as {path / 'tokenizer.json'}."
-    hint = suggest_nearest(name, [BUILT_IN])
-    ways = f"; give {BUILT_IN}, the path of a tokenizer's file, or OWNER/NAME, such as openai-community/gpt2."
-    hint = ways if hint == "." else hint
-    return f"dataset.tokenizer={name}: there is no such tokenizer or file{hint}"
