@@ -22,8 +22,8 @@ from titan.debug.verdict import HangError
 from titan.errors import ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.run import attempts, summary
-from titan.run.attempts import check_same_without_data, list_hydra_folders
-from titan.run.directory import lock_directory, read_attempts
+from titan.run.attempts import check_same_without_data
+from titan.run.directory import list_hydra_folders, lock_directory, read_attempts
 from titan.run.lineage import check_start, prepare_data
 from titan.run.run import Run
 
@@ -98,8 +98,8 @@ def _begin_attempt(run: Run) -> attempts.Attempt | None:
     elif run.checkpoint.path is None:  # copies there may be of this run, whose parent may be gone
         check_start(run)
     with progress_line() as show:
-        data = prepare_data(run, show)
-    return attempts.begin_attempt(run, data)
+        mix = prepare_data(run, show)
+    return attempts.begin_attempt(run, mix)
 
 
 def _run_attempt(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) -> int:

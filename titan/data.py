@@ -108,13 +108,13 @@ def _parse_range(key: str, text: str) -> range:
 
 def _open_data(recipe: Recipe) -> tuple[RowMixture, Tokenizer | None]:
     """Return the rows that a recipe reads, prepared where needed, and their tokenizer."""
-    from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
+    from titan.dataset.corpora import build_mixture, prepare_corpora
     from titan.dataset.tokenizers.load import load_tokenizer
 
     recipe.training.check()
     recipe.dataset.check()
     with progress_line() as progress:
-        mix = build_mixture(recipe.dataset, recipe.training, open_corpora(prepare_corpora(recipe.dataset, progress)))
+        mix = build_mixture(recipe.dataset, recipe.training, prepare_corpora(recipe.dataset, progress))
     corpus = mix.sources[0].corpus
     return mix, None if corpus.tokenizer["fingerprint"] == "none" else load_tokenizer(corpus.tokenizer_path)
 

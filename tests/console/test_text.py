@@ -145,7 +145,7 @@ def run_of(secret: str, folder: Path, *more: str) -> Run:
 
 def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(SECRET, laptop)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.prepare_corpora(run.dataset))
     attempt = attempts.Attempt(
         1, "id", identity.compute_ids(run, {}), {}, None, 0, 0, "start", notes=(f"copy to {run.checkpoint.resume}",)
     )

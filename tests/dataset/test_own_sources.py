@@ -19,7 +19,8 @@ from titan.config.warning import warn_once
 from titan.dataset.documents import SourcePart
 from titan.dataset.preprocess import plan
 from titan.dataset.preprocess.encode import read_documents
-from titan.dataset.preprocess.prepare import ensure_plan, prepare
+from titan.dataset.preprocess.plan import ensure_plan
+from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import Dataset, Synthetic, Text
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError

@@ -27,9 +27,9 @@ from titan.dataset.documents import Skip, Turn
 from titan.dataset.preprocess import plan as plans
 from titan.dataset.preprocess import prepare as module
 from titan.dataset.preprocess import shard_job as units
-from titan.dataset.preprocess import workers
-from titan.dataset.preprocess.plan import find_cache_folder
-from titan.dataset.preprocess.prepare import ensure_plan, prepare, survey_dataset
+from titan.dataset.preprocess.plan import ensure_plan, find_cache_folder
+from titan.dataset.preprocess.prepare import prepare, survey_dataset
+from titan.dataset.preprocess.shard_job import write_shard
 from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
 from titan.dataset.shards import Corpus, Split, open_corpus
 from titan.dataset.tokenizers.load import load_tokenizer
@@ -125,8 +125,8 @@ def test_units_divide_the_same_documents(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_hit_does_not_tokenise_again(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepare(dataset(corpus_file))
-    monkeypatch.setattr(workers, "write_shard", lambda *_: pytest.fail("made again"))
-    monkeypatch.setattr(module, "write_plan", lambda *_: pytest.fail("planned again"))
+    monkeypatch.setattr(units, "write_shard", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(plans, "write_plan", lambda *_: pytest.fail("planned again"))
     assert prepare(dataset(corpus_file)) == folder
     assert prepare(dataset(corpus_file), verify=True) == folder
     moved = corpus_file.rename(corpus_file.with_name("moved.jsonl"))
@@ -226,7 +226,7 @@ def test_the_report_counts(tmp_path: Path, small_units: None) -> None:
 
 def test_a_plan_is_there_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_units: None) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "write_shard", lambda *_: pytest.fail("tokenised"))
+        patch.setattr(units, "write_shard", lambda *_: pytest.fail("tokenised"))
         folder = ensure_plan(made(tmp_path))
     content = json.loads((folder / "plan.json").read_text())
     assert sorted(f.name for f in folder.iterdir()) == ["plan.json", "token_bytes.npy"]
@@ -259,9 +259,9 @@ def test_two_jobs_at_once_share_the_work(tmp_path: Path, small_units: None, monk
 
     def make(job: units.ShardJob, encoder: object, unit: int, tell: units.OnProgress) -> None:
         makes.append(unit)
-        units.write_shard(job, encoder, unit, tell)  # type: ignore[arg-type]
+        write_shard(job, encoder, unit, tell)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(workers, "write_shard", make)
+    monkeypatch.setattr(units, "write_shard", make)
     slow = made(tmp_path, seconds=0.005)
     jobs = [threading.Thread(target=lambda: found.append(prepare(slow, lines.append))) for _ in range(2)]
     for job in jobs:
@@ -398,7 +398,7 @@ def test_a_killed_preparation_goes_on(
     assert not (folder / "manifest.json").exists()
     done, makes = len(list(folder.glob("unit-*.json"))), list[int]()
     assert done == made_by_then
-    monkeypatch.setattr(workers, "write_shard", lambda *a: (makes.append(a[2]), units.write_shard(*a)))
+    monkeypatch.setattr(units, "write_shard", lambda *a: (makes.append(a[2]), write_shard(*a)))
     assert prepare(made(tmp_path)) == folder
     assert makes == list(range(done, 6))
     assert leftovers(folder) == []
@@ -491,7 +491,7 @@ def test_what_is_damaged_is_made_again(
     folder = prepare(made(tmp_path))
     before, report, lines, makes = read_files(folder), manifest(folder)["report"], list[str](), list[int]()
     corruption(folder)
-    monkeypatch.setattr(workers, "write_shard", lambda *a: (makes.append(a[2]), units.write_shard(*a)))
+    monkeypatch.setattr(units, "write_shard", lambda *a: (makes.append(a[2]), write_shard(*a)))
     assert prepare(made(tmp_path), lines.append, verify=verify) == folder
     assert read_files(folder) == before
     assert any(told in line for line in lines) or not told
@@ -545,10 +545,10 @@ def test_a_full_disk_is_a_sentence_and_work_goes_on(tmp_path: Path, small_units:
 
 def test_files_that_change_meanwhile_are_refused(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*arguments: object) -> None:
-        units.write_shard(*arguments)  # type: ignore[arg-type]
+        write_shard(*arguments)  # type: ignore[arg-type]
         corpus_file.write_text(corpus_file.read_text() + '\n{"text": "more"}')
 
-    monkeypatch.setattr(workers, "write_shard", late)
+    monkeypatch.setattr(units, "write_shard", late)
     with pytest.raises(ConfigError, match="changed"):
         prepare(dataset(corpus_file))
     assert list((corpus_file.parent / "cache" / "datasets").iterdir()) == []

@@ -44,13 +44,13 @@ def dataset(there: Path, **more: object) -> Prepared:
 
 @pytest.mark.parametrize("chain", ["simplecache::file://", "simplecache::"])
 def test_a_chain_of_file_systems_is_a_url(there: Path, chain: str) -> None:
-    (folder,) = prepare_corpora(Prepared(path=f"{chain}{there}", cache=str(there.parent / "cache"))).values()
+    folder = prepare_corpora(Prepared(path=f"{chain}{there}", cache=str(there.parent / "cache")))["data"].folder
     assert Path(folder) != there and open_corpus(folder).train.read(50_001, 1) == [50_001]
     assert is_url(f"{chain}{there}") and not is_url(str(there))
 
 
 def test_files_come_when_they_are_read(there: Path) -> None:
-    (folder,) = prepare_corpora(dataset(there)).values()
+    folder = prepare_corpora(dataset(there))["data"].folder
     corpus = open_corpus(folder)
     assert shards_here(Path(folder)) == []
     assert corpus.train.read(49_990, 20).tolist() == [i % 2**16 for i in range(49_990, 50_010)]
@@ -63,7 +63,7 @@ def test_files_come_when_they_are_read(there: Path) -> None:
 def test_the_rows_are_those_of_the_folder_itself(there: Path) -> None:
     training = Training(seq_len=64, global_batch=640)
     near, far = (
-        build_mixture(data, training, open_corpora(prepare_corpora(data)))
+        build_mixture(data, training, prepare_corpora(data))
         for data in (Prepared(path=str(there)), dataset(there, block=20))
     )
     assert near.sources[0].corpus.digest == far.sources[0].corpus.digest
@@ -75,7 +75,7 @@ def test_the_rows_are_those_of_the_folder_itself(there: Path) -> None:
 
 def test_the_cache_keeps_what_it_may(there: Path) -> None:
     """250 kB: two shards, of which the one that came first goes when the next one comes."""
-    (folder,) = prepare_corpora(dataset(there, keep_gib=250e3 / 2**30)).values()
+    folder = prepare_corpora(dataset(there, keep_gib=250e3 / 2**30))["data"].folder
     corpus = open_corpus(folder)
     for number, token in enumerate((5, 50_005, 100_005, 150_005)):
         assert corpus.train.read(token, 1) == [token % 2**16]
@@ -87,7 +87,7 @@ def test_the_cache_keeps_what_it_may(there: Path) -> None:
 
 
 def test_a_file_that_can_not_be_fetched_fails_with_its_address(there: Path) -> None:
-    (folder,) = prepare_corpora(dataset(there)).values()
+    folder = prepare_corpora(dataset(there))["data"].folder
     (there / "train-00002.tokens").unlink()
     with pytest.raises(
         RunError, match=r"there/train-00002.tokens: can't be fetched \(.*\); check the connection"
@@ -126,7 +126,7 @@ def test_what_was_prepared_is_read_elsewhere(kind: str, tmp_path: Path) -> None:
     folder = prepare(data)
     shutil.move(folder, tmp_path / "bucket")
     far = Prepared(path=f"file://{tmp_path}/bucket", cache=str(tmp_path / "other"))
-    corpus = open_corpora(prepare_corpora(far))["data"]
+    corpus = prepare_corpora(far)["data"]
     assert corpus.train.read(0, 100).tolist() == open_corpus(tmp_path / "bucket").train.read(0, 100).tolist()
     if kind != "tokens":
         shutil.rmtree(tmp_path / "bucket")
@@ -134,17 +134,17 @@ def test_what_was_prepared_is_read_elsewhere(kind: str, tmp_path: Path) -> None:
 
 
 def test_another_corpus_at_the_same_place_is_another_one(there: Path) -> None:
-    first = open_corpora(prepare_corpora(dataset(there)))["data"]
+    first = prepare_corpora(dataset(there))["data"]
     assert first.train.read(5, 1) == [5]
     shutil.rmtree(there)
     write_corpus(there, [make_documents(1000, start=7)], vocab_size=2**16, digest="e")
-    second = open_corpora(prepare_corpora(dataset(there)))["data"]
+    second = prepare_corpora(dataset(there))["data"]
     assert (second.digest, second.train.read(5, 1)) == ("e", [12])
     assert second.folder != first.folder
 
 
 def test_a_file_that_was_cut_here_is_fetched_again(there: Path) -> None:
-    (folder,) = prepare_corpora(dataset(there)).values()
+    folder = prepare_corpora(dataset(there))["data"].folder
     open_corpus(folder).train.read(5, 1)
     os.truncate(Path(folder) / "train-00000.tokens", 40)
     assert open_corpus(folder).train.read(40_000, 1) == [40_000]
@@ -160,7 +160,7 @@ def held() -> list[str]:
 
 
 def test_what_was_removed_to_make_room_is_closed(there: Path) -> None:
-    (folder,) = prepare_corpora(dataset(there, keep_gib=120e3 / 2**30)).values()
+    folder = prepare_corpora(dataset(there, keep_gib=120e3 / 2**30))["data"].folder
     corpus = open_corpus(folder)
     for token in (5, 50_005, 100_005, 150_005):
         corpus.train.read(token, 1)
@@ -168,14 +168,14 @@ def test_what_was_removed_to_make_room_is_closed(there: Path) -> None:
 
 
 def test_another_machine_begins_with_nothing(there: Path) -> None:
-    folders = prepare_corpora(dataset(there))
+    folders = {name: str(c.folder) for name, c in prepare_corpora(dataset(there)).items()}
     for folder in folders.values():
         shutil.rmtree(folder)
     assert open_corpora(folders, dataset(there))["data"].train.read(5, 1) == [5]
 
 
 def test_errors_of_a_protocols_own_kind_are_a_sentence(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder,) = prepare_corpora(dataset(there)).values()
+    folder = prepare_corpora(dataset(there))["data"].folder
 
     class NoCredentialsError(Exception):
         pass
@@ -217,7 +217,7 @@ def test_a_manifest_that_names_a_file_elsewhere_writes_nothing_there(name: str, 
 
 @pytest.mark.parametrize("text", ["null", "{}", '{"url": 1, "keep_gib": null}', '{"url": "x", "keep_gib": "y"}', "["])
 def test_a_damaged_note_of_where_shards_come_from_is_told(text: str, there: Path) -> None:
-    (folder,) = prepare_corpora(dataset(there)).values()
+    folder = prepare_corpora(dataset(there))["data"].folder
     (Path(folder) / remote.ORIGIN).write_text(text)
     with pytest.raises(RunError, match=r"origin.json: is corrupt \(.*\); remove its folder, then resume"):
         open_corpus(folder).train.read(0, 1)

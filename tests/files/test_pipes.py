@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan.dataset.sources import files
-from titan.dataset.tokenizers.tokenizer import read_tokenizer_file
+from titan.dataset.tokenizers.load import read_tokenizer_file
 from titan.errors import ConfigError
 from titan.evaluation import items
 from titan.generation.schema import read_prompts

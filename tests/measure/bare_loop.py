@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan.calibration.measurements import time_in_a_row
 from titan.compile.schema import Compile
-from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
+from titan.dataset.corpora import build_mixture, prepare_corpora
 from titan.dataset.loader import BatchShape, Loader
 from titan.dataset.mixture import RowMixture
 from titan.memory.checkpointing import checkpoint_blocks
@@ -81,7 +81,7 @@ class BareLoop:
 
 def open_mixture(run: Run) -> RowMixture:
     """Return the rows of a run."""
-    return build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
+    return build_mixture(run.dataset, run.training, prepare_corpora(run.dataset))
 
 
 def open_loader(run: Run, mix: RowMixture) -> Loader:

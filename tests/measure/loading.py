@@ -16,7 +16,7 @@ import torch
 
 from tests.measure.common import time_in_turn
 from titan.console.numbers import format_count
-from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
+from titan.dataset.corpora import build_mixture, prepare_corpora
 from titan.dataset.loader import BatchShape, Loader
 from titan.dataset.mixture import RowMixture
 from titan.dataset.permutation import Permutation
@@ -38,7 +38,7 @@ def measure_loader_speed(folder: Path, megatokens: int, rounds: int) -> list[dic
         rounds: number of rounds.
     """
     data = Synthetic(tokens=megatokens * 10**6, vocab=4096, cache=str(folder / "reading"), validation=0)
-    corpora = open_corpora(prepare_corpora(data))
+    corpora = prepare_corpora(data)
     results = []
     for seq_len in SEQ_LENS:
         training = Training(seq_len=seq_len, global_batch=BATCH)

@@ -56,7 +56,7 @@ def test_each_attempt_records_its_prediction_where_the_hardware_is_known(tmp_pat
 def test_the_start_of_a_run_names_the_predicted_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, more in (("a", MEASURED), ("b", ())):
         run = tiny(tmp_path / name, *more)
-        summary.show_run(run, begun(run), prepare_data(run).mix, [])
+        summary.show_run(run, begun(run), prepare_data(run), [])
         assert bool(re.search(r", predicted step [\d.e-]+ s", capsys.readouterr().out)) is (name == "a")
 
 

@@ -17,7 +17,7 @@ from titan.run.run import Run
 
 def show(settings: Sequence[str]) -> Run:
     run = compose_run([*TINY, *settings, "name=x", "training.global_batch=256"])
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.prepare_corpora(run.dataset))
     summary.show_run(run, attempts.Attempt(1, "id", identity.compute_ids(run, {}), {}, None, 0, 0, "start"), mix, ())
     return run
 

@@ -78,10 +78,10 @@ class Bench:
     def plan(self, name: str, overrides: Sequence[str]) -> ReplayPlan:
         """Plan the step of a composition in a folder of that name."""
         run = compose_test_run([*TINY, *BASE, *overrides, f"hydra.run.dir={self.folder / name}"])
-        data = prepare_data(run)
-        science = identity.collect_science(run, corpora.compute_data_digest(data.mix), None)
+        mix = prepare_data(run)
+        science = identity.collect_science(run, corpora.compute_data_digest(mix), None)
         ids = identity.compute_ids(run, science)
-        return ReplayPlan(run, Attempt(1, "replay", ids, data.folders, None, 0, 0, "start"), data.mix, start_ranks)
+        return ReplayPlan(run, Attempt(1, "replay", ids, mix.folders, None, 0, 0, "start"), mix, start_ranks)
 
     def find_reference(self, overrides: Sequence[str]) -> ReplayPlan:
         """Return the plan on one device, which is run once."""

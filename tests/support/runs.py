@@ -24,7 +24,7 @@ from titan.checkpoint import manifest
 from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import RankInfo
 from titan.dataset import permutation
-from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
+from titan.dataset.corpora import build_mixture, prepare_corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
 from titan.metrics.reader import read_records
@@ -82,7 +82,7 @@ def compose_tiny_run(directory: Path, *overrides: str, layout: str = "single") -
 
 def build_run_mixture(run: Run) -> RowMixture:
     """All rows that a run may read."""
-    return build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
+    return build_mixture(run.dataset, run.training, prepare_corpora(run.dataset))
 
 
 def write_run_checkpoint(run: Run, step: int, science: str = "0" * 12) -> Path:

@@ -148,45 +148,38 @@ def check_sizes(folder: Path, files: Mapping[str, ManifestFile]) -> None:
 
 
 def parse(text: bytes) -> Manifest:
-    """Parse a manifest."""
+    """Build a manifest from untrusted text."""
     try:
         content = untrusted.parse_object(text)
         if content["format"] != FORMAT:
             raise CorruptCheckpointError(
                 f"{NAME} has format {untrusted.describe_value(content['format'])}, and this titan reads {FORMAT}"
             )
-        return _build_manifest(content)
+        for name, kind in get_type_hints(Manifest).items():
+            untrusted.check_type(content[name], dict if name == "files" else kind, name)
+        names = [untrusted.check_file_name(name) for name in content["files"]]
+        if not names:
+            raise ValueError("it lists no files")
+        files = {}
+        for name in names:
+            untrusted.check_type(content["files"][name], dict, name)
+            files[name] = ManifestFile(**content["files"][name])
+            untrusted.check_type(files[name].bytes, int, f"{name}.bytes")
+            untrusted.check_type(files[name].crc32, str, f"{name}.crc32")
+        manifest = Manifest(**{**content, "files": files})
+        if manifest.data:
+            untrusted.check_type(manifest.data.get("rows"), int, "data.rows")
+        if min(manifest.step, manifest.tokens, manifest.seq_len, manifest.data.get("rows", 0)) < 0:
+            raise ValueError("it has a negative number")
+        if manifest.tokenizer is not None and not is_tokenizer(manifest.tokenizer, manifest.files):
+            raise ValueError(
+                f"its tokenizer is {untrusted.describe_value(manifest.tokenizer)}, which is not a file in its folder"
+            )
+        return manifest
     except KeyError as error:
         raise CorruptCheckpointError(f"{NAME} is not a manifest (it has no {error})") from error
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(f"{NAME} is not a manifest ({error})") from error
-
-
-def _build_manifest(content: dict[str, Any]) -> Manifest:
-    """Build a manifest from untrusted values."""
-    for name, kind in get_type_hints(Manifest).items():
-        untrusted.check_type(content[name], dict if name == "files" else kind, name)
-    names = [untrusted.check_file_name(name) for name in content["files"]]
-    if not names:
-        raise ValueError("it lists no files")
-    manifest = Manifest(**{**content, "files": {name: _build_file(name, content["files"][name]) for name in names}})
-    if manifest.data:
-        untrusted.check_type(manifest.data.get("rows"), int, "data.rows")
-    if min(manifest.step, manifest.tokens, manifest.seq_len, manifest.data.get("rows", 0)) < 0:
-        raise ValueError("it has a negative number")
-    if manifest.tokenizer is not None and not is_tokenizer(manifest.tokenizer, manifest.files):
-        raise ValueError(
-            f"its tokenizer is {untrusted.describe_value(manifest.tokenizer)}, which is not a file in its folder"
-        )
-    return manifest
-
-
-def _build_file(name: str, content: object) -> ManifestFile:
-    untrusted.check_type(content, dict, name)
-    file = ManifestFile(**content)  # type: ignore[arg-type]
-    untrusted.check_type(file.bytes, int, f"{name}.bytes")
-    untrusted.check_type(file.crc32, str, f"{name}.crc32")
-    return file
 
 
 def is_tokenizer(name: str, files: Container[str]) -> bool:

@@ -6,8 +6,8 @@ Preparation, once per corpus (`python -m titan.prepare`, or at a run's start):
    `documents` (the interface for your own source).
 2. `preprocess/plan`: the source's content, the tokenizer and the settings give a digest, a folder in the cache, and
    its division into shard jobs.
-3. `preprocess/prepare` runs the shard jobs in several processes (`preprocess/workers`), on several machines if they
-   share the cache; `corpora` does so while training runs.
+3. `preprocess/prepare` runs the shard jobs in several processes, on several machines if they share the cache;
+   `corpora` does so while training runs.
 4. `preprocess/shard_job`: each document is tokenized (`preprocess/encode`, `tokenizers/`), assigned to the training or
    the validation split by its hash, shuffled within a buffer and written (`preprocess/writer`).
 5. `preprocess/prepare` counts documents, tokens and duplicates; the manifest is written last.

@@ -19,9 +19,9 @@ from titan.console.text import is_url
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
 from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences
-from titan.dataset.preprocess.plan import find_cache_folder
-from titan.dataset.preprocess.prepare import ensure_plan, prepare
-from titan.dataset.preprocess.workers import end_processes, leave_signals_to
+from titan.dataset.preprocess.plan import ensure_plan, find_cache_folder
+from titan.dataset.preprocess.prepare import prepare
+from titan.dataset.preprocess.shard_job import end_processes, leave_signals_to
 from titan.dataset.preprocess.writer import write_json
 from titan.dataset.schema import BLOCK, Dataset, Mixture, Prepared, compute_block_counts
 from titan.dataset.shards import Corpus, open_corpus
@@ -33,12 +33,12 @@ Folders = Mapping[str, str]
 Corpora = Mapping[str, Corpus]
 
 
-def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = None) -> dict[str, str]:
-    """Return the prepared folder of each corpus of `dataset`, preparing what is missing.
+def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = None) -> dict[str, Corpus]:
+    """Open the corpora of `dataset`, preparing what is missing.
 
     With `stream` only the plan is written: the preparation runs beside the training.
     """
-    folders = {}
+    corpora = {}
     for name, settings in dataset.corpora().items():
         setting = f"dataset.sources.{name}" if isinstance(dataset, Mixture) else "dataset"
         folder = _prepare_corpus(settings, dataset.stream, progress, setting)
@@ -46,18 +46,16 @@ def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = N
         corpus = open_corpus(folder, partial=dataset.stream, check_sizes=check_sizes)
         if corpus.complete and not corpus.train.tokens:
             raise ConfigError(f"dataset: {corpus.name} has no training tokens; decrease dataset.validation.")
-        folders[name] = str(folder)
-    _check_tokenizers(open_corpora(folders))
-    return folders
+        corpora[name] = corpus
+    _check_tokenizers(corpora)
+    return corpora
 
 
 def _prepare_corpus(settings: Dataset, stream: bool, progress: Callable[[str], None] | None, setting: str) -> Path:
     if isinstance(settings, Prepared):
         return _locate_folder(settings)
-    if not stream:
-        return prepare(settings, progress, setting=setting)
-    folder = ensure_plan(settings, setting)
-    if (folder / "manifest.json").is_file():
+    folder = ensure_plan(settings, setting) if stream else None
+    if folder is None or (folder / "manifest.json").is_file():
         return prepare(settings, progress, setting=setting)  # repairs corrupt files
     (folder / "failed.json").unlink(missing_ok=True)  # an earlier failure is retried
     return folder

@@ -129,6 +129,11 @@ class RowMixture:
     skip: tuple[tuple[int, int], ...] = ()
     seed: int = 0
 
+    @property
+    def folders(self) -> dict[str, str]:
+        """The prepared folder of each corpus, by name."""
+        return {sequences.name: str(sequences.corpus.folder) for sequences in self.sources}
+
     @cached_property
     def keys(self) -> tuple[int, ...]:
         """A 64-bit key of each corpus, from its identity; repeated corpora get different keys."""

@@ -36,15 +36,15 @@ def mirror_folder(url: str, cache: Path, keep_gib: float | None = None) -> Path:
         keep_gib: the maximum size of the shards kept locally, in GiB; the oldest are removed first. None: unlimited.
     """
     url = url.rstrip("/")
-    register_url(url)
+    shown = register_url(url)
     try:
         with _open_remote(url, "manifest.json") as source:
             manifest = source.read()
         content = parse_object(manifest)
-        folder = cache / "remote" / content_digest(redact(url), content["digest"])[:20]
+        folder = cache / "remote" / content_digest(shown, content["digest"])[:20]
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        _write_file(folder / ORIGIN, [json.dumps({"url": redact(url), "keep_gib": keep_gib}).encode()])
+        _write_file(folder / ORIGIN, [json.dumps({"url": shown, "keep_gib": keep_gib}).encode()])
         tokenizer = content["tokenizer"].get("file")
         for name in ("token_bytes.npy", *([check_file_name(tokenizer)] if tokenizer else [])):
             if not (folder / name).exists():
@@ -60,9 +60,11 @@ def mirror_folder(url: str, cache: Path, keep_gib: float | None = None) -> Path:
     return folder
 
 
-def register_url(url: str) -> None:
-    """Register a URL with its credentials in this process, for later fetches."""
-    _FULL_URLS[redact(url.rstrip("/"))] = url.rstrip("/")
+def register_url(url: str) -> str:
+    """Register a URL with its credentials in this process, for later fetches; return it without them."""
+    shown = redact(url.rstrip("/"))
+    _FULL_URLS[shown] = url.rstrip("/")
+    return shown
 
 
 def fetch_file(path: Path) -> None:

@@ -270,7 +270,7 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check_siz
     try:
         manifest = folder / "manifest.json"
         complete = manifest.is_file() or not partial  # checked once: it may become complete at any moment
-        content = parse_object(manifest.read_bytes()) if complete else _build_partial_manifest(folder)
+        content = _build_partial_manifest(folder) if not complete else parse_object(manifest.read_bytes())
         corpus = _build_corpus(folder, content, complete)
         for split in (corpus.train, corpus.validation) if check_sizes else ():
             _check_sizes(split, corpus.masked)

@@ -42,12 +42,13 @@ from titan.run.directory import (
     build_write_error,
     is_ended_by_hook,
     is_locked,
+    list_hydra_folders,
     parse_attempts,
     read_attempts,
     read_result,
 )
 from titan.run.identity import Ids
-from titan.run.lineage import PreparedData, count_rows_read, find_parent
+from titan.run.lineage import count_rows_read, count_work, find_parent
 from titan.run.prediction import Prediction, predict
 from titan.run.run import Run, as_config, flatten_config
 
@@ -72,17 +73,17 @@ class Attempt:
     evaluated: Mapping[str, str] = field(default_factory=dict)
 
 
-def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
+def begin_attempt(run: Run, mix: RowMixture) -> Attempt | None:
     """Decide what the directory means, and record the attempt that starts; None where the run is finished.
 
     It is when it has done all its steps, or a hook has ended it, and no post-save hook is pending.
     """
     history = _read_history(run)
-    origin = find_parent(run, history.documents, data.mix, has_checkpoint=history.last is not None)
-    science = identity.collect_science(run, corpora.compute_data_digest(data.mix), origin.id)
+    origin = find_parent(run, history.documents, mix, has_checkpoint=history.last is not None)
+    science = identity.collect_science(run, corpora.compute_data_digest(mix), origin.id)
     notes, directory = history.notes, Path(run.directory)
     if history.documents:
-        check_same(run, history.documents[-1], science, data.mix, history.last)
+        check_same(run, history.documents[-1], science, mix, history.last)
         is_done = history.result.get("finished") and history.result["step"] == run.training.steps
         is_done = is_done or is_ended_by_hook(run, history.documents[-1], history.result)
         last = history.last
@@ -95,19 +96,19 @@ def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
             notes += (f"there is no checkpoint any more of a run that had got to step {lost_step}",)
         notes += history.result_notes
         notes += identity.note_code_changes(run, history.documents[-1])
+    ids, checkpoint = identity.compute_ids(run, science), history.last or origin.checkpoint
     digests = evaluated.compute_digests(run.evaluation)
     notes += evaluated.note_changes(digests, history.documents)
     prediction, problem = predict(run)
     notes += (problem,) if problem else ()
-    ids, checkpoint = identity.compute_ids(run, science), history.last or origin.checkpoint
-    step, rows = _count_work(run, data.mix, checkpoint)
+    step, rows = count_work(run, mix, checkpoint)
     is_continuation = bool(history.documents) and ids.science != history.documents[-1]["ids"]["science"]
     kind = "continuation" if is_continuation else "resume" if history.documents else "fork" if checkpoint else "start"
     attempt = Attempt(
         number=len(history.documents) + 1,
         run_id=history.documents[0]["run_id"] if history.documents else uuid.uuid4().hex[:12],
         ids=ids,
-        corpora=data.folders,
+        corpora=mix.folders,
         checkpoint=checkpoint.path if checkpoint else None,
         step=step,
         rows=rows,
@@ -120,11 +121,6 @@ def begin_attempt(run: Run, data: PreparedData) -> Attempt | None:
     )
     record_attempt(run, attempt, science, history.documents)
     return attempt
-
-
-def _count_work(run: Run, mix: RowMixture, checkpoint: CheckpointCandidate | None) -> tuple[int, int]:
-    """Return the updates done and the rows read in a checkpoint; none without one."""
-    return (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
 
 
 class _History(NamedTuple):
@@ -187,7 +183,7 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt
     _check_last(run, {}, last, notes)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
     checkpoint = last or find_parent(run, earlier, mix, has_checkpoint=False).checkpoint
-    step, rows = _count_work(run, mix, checkpoint)
+    step, rows = count_work(run, mix, checkpoint)
     attempt = replace(attempt, checkpoint=checkpoint.path if checkpoint else None, step=step, rows=rows, notes=notes)
     *before, document = earlier
     try:
@@ -248,18 +244,11 @@ def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate |
         )
 
 
-def list_hydra_folders(run: Run) -> set[str]:
-    """Return the names of the folders of Hydra's own files in a run's directory: `hydra.output_subdir`."""
-    return {file.partition("/")[0] for file in run.hydra}
-
-
 def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earlier: list[dict[str, Any]]) -> None:
     """Write an attempt's document into run.yaml, after those of `earlier` attempts, and the files beside it."""
     directory = Path(run.directory)
     try:
-        for name, content in run.hydra.items():
-            (directory / name).parent.mkdir(exist_ok=True)
-            write_atomic(directory / name, hydra_private.dump_yaml(content))
+        files = {name: hydra_private.dump_yaml(content) for name, content in run.hydra.items()}
         environment = {
             "code": identity.describe_code(run),
             "diff": identity.read_git_diff(),
@@ -268,9 +257,13 @@ def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earli
             "host": socket.gethostname(),
             "device": asdict(run.machine),
         }
-        write_atomic(directory / ENVIRONMENT, json.dumps(redact_nested(environment), indent=1))
+        document = _build_document(run, attempt, science)
+        document, environment = redact_nested([document, environment])
+        for name, text in (files | {ENVIRONMENT: json.dumps(environment, indent=1)}).items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            write_atomic(directory / name, text)
         # last: what fails before it leaves the run as it was
-        write_attempts(directory, [*earlier, redact_nested(_build_document(run, attempt, science))])
+        write_attempts(directory, [*earlier, document])
     except OSError as error:
         if not earlier:
             clear_attempt(run)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.config.kinds import get_kind
 from titan.config.settings import to_plain
 from titan.console.text import redact_nested
 from titan.errors import ConfigError
@@ -60,11 +59,11 @@ def compute_key(run: Run) -> str:
     settings = {axis: {k: v for k, v in config[axis].items() if k not in IGNORED.get(axis, ())} for axis in AXES}
     training = {name: config["training"][name] for name in TRAINING}
     hooks = {name: hook for name, hook in (run.hooks or {}).items() if hook.science}
-    classes = {axis: _list_classes(getattr(run, axis)) for axis in (*AXES, "training")}
+    classes = {axis: identity.list_kinds(getattr(run, axis)) for axis in (*AXES, "training")}
     kind = {
         "settings": settings | {"training": training},
         "classes": classes,
-        "hooks": [(name, to_plain(hook), _list_classes(hook)) for name, hook in hooks.items()],
+        "hooks": [(name, to_plain(hook), identity.list_kinds(hook)) for name, hook in hooks.items()],
         "layout": run.layout.degrees() | {"expert": run.layout.expert},
         "rows": (min(2, run.microbatches), min(2, run.microbatch_rows), has_uneven_rows(run)),
         "stages": run.staging.layers,
@@ -77,10 +76,6 @@ def compute_key(run: Run) -> str:
         | {"torch": str(code.get("torch")).partition("+")[0]},
     }
     return _digest(redact_nested(kind))
-
-
-def _list_classes(value: Any) -> list[tuple[str, str]]:
-    return [(name, get_kind(found)) for name, found in identity.find_classes(value)]
 
 
 def _digest(content: Any) -> str:

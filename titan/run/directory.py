@@ -96,7 +96,16 @@ def parse_attempts(text: str, label: str, directory: Path | None = None) -> list
         raise _build_read_error(label, "its end is missing")
     for number, document in enumerate(documents, 1):
         try:
-            _check_document(document, documents[0])
+            untrusted.check_type(document, dict[str, Any], "it")
+            for path, kind in (_REQUIRED | _OPTIONAL).items():
+                *folders, name = path.split(".")
+                values = document
+                for folder in folders:
+                    values = values.get(folder, {})
+                if name in values or path in _REQUIRED:
+                    untrusted.check_type(values[name], kind, path)
+            if document["run_id"] != documents[0]["run_id"]:
+                raise ValueError(f"it is of another run, {untrusted.describe_value(document['run_id'])}")
         except KeyError as error:
             if "run_id" in document:  # the last key: nothing was cut
                 raise _build_commit_error(label, f"it has no {error}", directory) from error
@@ -106,25 +115,6 @@ def parse_attempts(text: str, label: str, directory: Path | None = None) -> list
         if unknown_setting := find_unknown_setting(document["config"], document["science"]):
             raise _build_commit_error(label, f"it has a setting {unknown_setting}", directory)
     return documents
-
-
-def _check_document(document: Any, first: Any) -> None:
-    """Compare a document of run.yaml with what titan writes.
-
-    Raises:
-        ValueError: naming what is of another type, or another run's.
-        KeyError: naming what is missing.
-    """
-    untrusted.check_type(document, dict[str, Any], "it")
-    for path, kind in (_REQUIRED | _OPTIONAL).items():
-        *folders, name = path.split(".")
-        values = document
-        for folder in folders:
-            values = values.get(folder, {})
-        if name in values or path in _REQUIRED:
-            untrusted.check_type(values[name], kind, path)
-    if document["run_id"] != first["run_id"]:
-        raise ValueError(f"it is of another run, {untrusted.describe_value(document['run_id'])}")
 
 
 def _build_read_error(label: str, reason: str) -> ConfigError:
@@ -176,6 +166,11 @@ def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[s
     if sciences and content.get("science_id", "") not in {*sciences, ""}:
         return {}, f"result.json is of another run ({untrusted.describe_value(content['science_id'])}) and not used"
     return content, None
+
+
+def list_hydra_folders(run: Run) -> set[str]:
+    """Return the names of the folders of Hydra's own files in a run's directory: `hydra.output_subdir`."""
+    return {file.partition("/")[0] for file in run.hydra}
 
 
 def is_locked(directory: Path) -> bool:
@@ -252,7 +247,16 @@ def lock_directory(directory: Path, patience: float = 2.0, more_names: Container
         _remove_folders(new_folders)
         raise build_write_error(directory, error) from error
     try:
-        _acquire_lock(lock, directory, patience)
+        try:
+            locks.acquire(lock, f"hydra.run.dir={directory}", patience)
+        except BlockingIOError:
+            holder = truncate_text(os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process")
+            raise ConfigError(
+                f"hydra.run.dir={directory}: {holder} is running in it; wait for it, or choose another name."
+            ) from None
+        with contextlib.suppress(OSError):  # on a full disk the message lacks the name
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         _check_links(directory, more_names)
         yield
     finally:
@@ -260,20 +264,6 @@ def lock_directory(directory: Path, patience: float = 2.0, more_names: Container
             (directory / ".lock").unlink(missing_ok=True)
             _remove_folders(new_folders)
         os.close(lock)
-
-
-def _acquire_lock(lock: int, directory: Path, patience: float) -> None:
-    """Lock a run's directory, and write into the file which process has done so."""
-    try:
-        locks.acquire(lock, f"hydra.run.dir={directory}", patience)
-    except BlockingIOError:
-        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
-        raise ConfigError(
-            f"hydra.run.dir={directory}: {truncate_text(holder)} is running in it; wait for it, or choose another name."
-        ) from None
-    with contextlib.suppress(OSError):  # on a full disk the message lacks the name
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def _check_links(directory: Path, more_names: Container[str]) -> None:

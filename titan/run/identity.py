@@ -249,6 +249,11 @@ def find_classes(value: Any, name: str = "") -> Iterator[tuple[str, type]]:
         yield from find_classes(part, f"{name}.{key}".lstrip("."))
 
 
+def list_kinds(value: Any) -> list[tuple[str, str]]:
+    """Return the dotted name and the kind of all schemas in a value."""
+    return [(name, kinds.get_kind(found)) for name, found in find_classes(value)]
+
+
 def find_files(package: str) -> dict[str, Path]:
     """Return the files of a package by their paths from the folder that it is imported from; none if it has none."""
     spec = None

@@ -149,22 +149,19 @@ def count_rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
     return rows
 
 
-@dataclass(frozen=True)
-class PreparedData:
-    """The prepared data of a run."""
-
-    folders: corpora.Folders  # the folder of each prepared corpus, by name
-    mix: RowMixture  # all rows that the run may read
+def count_work(run: Run, mix: RowMixture, checkpoint: CheckpointCandidate | None) -> tuple[int, int]:
+    """Return the updates done and the rows read in a checkpoint; none without one."""
+    return (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
 
 
-def prepare_data(run: Run, progress: Callable[[str], None] | None = None) -> PreparedData:
-    """Prepare what is missing of a run's data, and open them, which may take hours.
+def prepare_data(run: Run, progress: Callable[[str], None] | None = None) -> RowMixture:
+    """Prepare what is missing of a run's data, which may take hours, and return all rows that it may read.
 
     Raises:
         ConfigError: for data that the model or the batch can't use; the message names both sides.
     """
-    folders = corpora.prepare_corpora(run.dataset, progress)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
+    opened = corpora.prepare_corpora(run.dataset, progress)
+    mix = corpora.build_mixture(run.dataset, run.training, opened)
     for rows in mix.sources:
         corpus = rows.corpus
         if corpus.max_token >= run.model.vocab:
@@ -178,4 +175,4 @@ def prepare_data(run: Run, progress: Callable[[str], None] | None = None) -> Pre
                 "less than one row; give a smaller training.seq_len or more data."
             )
     corpora.check_epochs(run.dataset, run.training, mix)
-    return PreparedData(folders, mix)
+    return mix

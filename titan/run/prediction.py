@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from titan.errors import ConfigError
 from titan.estimate.constants import load_constants
-from titan.estimate.memory import Usage
 from titan.estimate.plan import PredictedValue, build_plan, list_memory_parts
 from titan.files import untrusted
 
@@ -45,13 +44,15 @@ def predict(run: Run) -> tuple[Prediction | None, str]:
     """
     try:
         planned = build_plan(run, run.layout, run.microbatches, run.machine)
-        measured_share = sum_measured_bytes(planned.memory[0], run.machine.device) / planned.fullest.bytes
+        memory_parts = list_memory_parts(planned)
+        uncounted = NOT_MEASURED if run.machine.device == "cuda" else ()
+        measured = sum(size for name, size in planned.memory[0].parts.items() if name not in uncounted)
         prediction = Prediction(
             step_seconds=planned.step_seconds,
             memory_gib=planned.memory_gib_needed,
-            rank0_memory_gib=planned.memory_gib_needed.scale(measured_share),
+            rank0_memory_gib=planned.memory_gib_needed.scale(measured / planned.fullest.bytes),
             step_parts=dict(planned.step.parts),
-            memory_parts=list_memory_parts(planned),
+            memory_parts=memory_parts,
             constants=load_constants().version,
         )
         return prediction, ""
@@ -59,12 +60,6 @@ def predict(run: Run) -> tuple[Prediction | None, str]:
         return None, ""
     except Exception as error:
         return None, f"step time and memory are not predicted: {type(error).__name__}: {error}"
-
-
-def sum_measured_bytes(usage: Usage, device: str) -> float:
-    """Return the part of a rank's memory that metrics.jsonl measures."""
-    uncounted = NOT_MEASURED if device == "cuda" else ()
-    return sum(size for name, size in usage.parts.items() if name not in uncounted)
 
 
 def to_document(prediction: Prediction) -> dict[str, Any]:

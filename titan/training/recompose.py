@@ -117,13 +117,12 @@ def open_run_again(
     Raises:
         ConfigError: when data or settings are not the run's.
     """
-    folders = corpora.prepare_corpora(run.dataset)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.prepare_corpora(run.dataset))
     parent = find_parent(replace(run, directory=name), [], mix, has_checkpoint=False)
     science = identity.collect_science(run, corpora.compute_data_digest(mix), parent.id)
     check_science(name, document, science, overrides)
     ids = identity.compute_ids(run, science)
-    return mix, Attempt(1, "again", ids, folders, None, 0, 0, "resume", parent.id, parent.weights), parent
+    return mix, Attempt(1, "again", ids, mix.folders, None, 0, 0, "resume", parent.id, parent.weights), parent
 
 
 def begin_at(attempt: Attempt, run: Run, mix: RowMixture, path: str, saved: Manifest) -> Attempt:

@@ -11,7 +11,8 @@ import glob
 import json
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -24,14 +25,15 @@ import numpy as np
 from titan.config.warning import warn_once
 from titan.dataset.documents import Skip, Source, SourcePart
 from titan.dataset.preprocess import encode
-from titan.dataset.preprocess.writer import read_json, write_json, write_token_bytes
+from titan.dataset.preprocess.writer import write_json, write_token_bytes
 from titan.dataset.schema import Dataset
 from titan.dataset.shards import FORMAT, choose_token_dtype
+from titan.dataset.sources.files import describe_selection
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
-from titan.files.untrusted import check_file_name, check_type
+from titan.files.untrusted import check_file_name, read_object
 from titan.optimizer.external import packages
 
 VERSION = 2
@@ -210,16 +212,14 @@ def note_identity(inputs: PreparationInputs, setting: str) -> None:
 
 def read_plan(inputs: PreparationInputs) -> PreparationPlan | None:
     """Return the plan in the folder; None when it is missing or corrupt."""
-    content = read_json(inputs.folder / "plan.json")
     try:
+        content = read_object(inputs.folder / "plan.json", _KINDS)
         if content["format"] != FORMAT or content["digest"] != inputs.digest:
             return None
         units = tuple((int(first), int(end), int(size)) for first, end, size in content["units"])
         fields = {name: content[name] for name in _KINDS}
-        for name, kind in _KINDS.items():
-            check_type(content[name], kind, name)
         check_file_name(content["tokenizer"].get("file") or "none")
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (OSError, KeyError, TypeError, ValueError, OverflowError):
         return None
     return PreparationPlan(**fields, units=units) if units and (inputs.folder / "token_bytes.npy").is_file() else None
 
@@ -232,6 +232,7 @@ _KINDS: dict[str, Any] = {
 
 def write_plan(inputs: PreparationInputs) -> PreparationPlan:
     """Make the plan and write it, with the files that a reader of unfinished data needs."""
+    units = divide_parts(inputs.parts)
     limit = compute_hash_limit(inputs.source, inputs.parts, inputs.dataset.validation)
     folder, tokenizer, name = inputs.folder, inputs.tokenizer, "none"
     folder.mkdir(parents=True, exist_ok=True)
@@ -249,10 +250,47 @@ def write_plan(inputs: PreparationInputs) -> PreparationPlan:
         masked=inputs.source.masked,
         tokenizer={**identity, "file": name if (folder / name).is_file() else ""},
         limit=limit,
-        units=divide_parts(inputs.parts),
+        units=units,
     )
     write_json(folder / "plan.json", plan.build_content())
     return plan
+
+
+def ensure_plan(dataset: Dataset, setting: str = "dataset") -> Path:
+    """Write the plan of `dataset` unless it exists, and return the folder; nothing is tokenized.
+
+    Args:
+        dataset: the settings.
+        setting: their name in messages.
+    """
+    inputs = examine_dataset(dataset)
+    with convert_cache_errors(find_cache_folder(dataset)):
+        read_or_write_plan(inputs, setting)
+    return inputs.folder
+
+
+def read_or_write_plan(inputs: PreparationInputs, setting: str) -> PreparationPlan:
+    """Return the plan in the folder, or make it and write it, with what a user should know about it."""
+    note_identity(inputs, setting)
+    if plan := read_plan(inputs):
+        return plan
+    path = getattr(inputs.dataset, "path", None)
+    selection = describe_selection(path, inputs.parts)
+    if "leaves out" in selection:
+        warn_once(f"{setting}.path={path}: reads {selection['reads']}, and leaves out {selection['leaves out']}.")
+    return write_plan(inputs)
+
+
+@contextmanager
+def convert_cache_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names the cache's folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {folder} can't be used ({error.strerror or error}: {error.filename or folder}): free space, "
+            f"correct its permissions, or choose another folder with dataset.cache=FOLDER."
+        ) from error
 
 
 def divide_parts(parts: Sequence[SourcePart]) -> tuple[tuple[int, int, int], ...]:

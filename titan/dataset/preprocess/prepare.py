@@ -2,9 +2,9 @@
 
 1. The source's content, the tokenizer and the settings give a digest, the digest gives the folder, and the plan divides
    the work (`titan.dataset.preprocess.plan`). A complete folder is used; its corrupt shards are rebuilt.
-2. The work is done by shard jobs (`titan.dataset.preprocess.shard_job`) in several processes
-   (`titan.dataset.preprocess.workers`), and in all jobs and machines that run the same command and share the cache.
-   Finished shards are kept, so a killed preparation continues where it stopped.
+2. The work is done by shard jobs (`titan.dataset.preprocess.shard_job`) in several processes, and in all jobs and
+   machines that run the same command and share the cache. Finished shards are kept, so a killed preparation continues
+   where it stopped.
 3. The first process that finds all shards finished writes the manifest, which makes the folder complete.
 """
 
@@ -24,17 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from titan.config.warning import warn_once
 from titan.console.numbers import format_bytes, format_plural
 from titan.dataset.preprocess.plan import (
     PreparationInputs,
     PreparationPlan,
+    convert_cache_errors,
     divide_parts,
     examine_dataset,
     find_cache_folder,
-    note_identity,
+    read_or_write_plan,
     read_plan,
-    write_plan,
 )
 from titan.dataset.preprocess.shard_job import (
     JobProgress,
@@ -45,15 +44,16 @@ from titan.dataset.preprocess.shard_job import (
     lock_file,
     read_finished_manifest,
     read_shard_manifest,
+    run_shard_jobs,
 )
-from titan.dataset.preprocess.workers import convert_cache_errors, run_shard_jobs
-from titan.dataset.preprocess.writer import read_json, write_json
+from titan.dataset.preprocess.writer import write_json
 from titan.dataset.schema import Dataset
 from titan.dataset.shards import SPLITS, check_manifest, open_corpus
 from titan.dataset.sources.files import describe_selection
 from titan.errors import ConfigError
 from titan.files import leases
 from titan.files.platform import count_cores
+from titan.files.untrusted import read_object
 
 RANGE_BYTES = 128 * 1024**2
 """How many bytes of hashes are compared at once."""
@@ -220,24 +220,11 @@ def prepare(
     """
     inputs = examine_dataset(dataset)
     with convert_cache_errors(find_cache_folder(dataset)), _interrupt_on_signals():
-        task = _Task(inputs, _read_or_write_plan(inputs, setting), progress)
+        plan = read_or_write_plan(inputs, setting)
+        task = _Task(inputs, plan, progress)
         task.repair_shards(verify)
-        if not task.is_complete():
-            task.run()
+        task.run()
     open_corpus(inputs.folder)
-    return inputs.folder
-
-
-def ensure_plan(dataset: Dataset, setting: str = "dataset") -> Path:
-    """Write the plan of `dataset` unless it exists, and return the folder; nothing is tokenized.
-
-    Args:
-        dataset: the settings.
-        setting: their name in messages.
-    """
-    inputs = examine_dataset(dataset)
-    with convert_cache_errors(find_cache_folder(dataset)):
-        _read_or_write_plan(inputs, setting)
     return inputs.folder
 
 
@@ -256,23 +243,12 @@ def survey_dataset(dataset: Dataset) -> Survey:
     return Survey(inputs.source.name, selection, tokenizer, folder, *counts, complete, existing is not None)
 
 
-def _read_or_write_plan(inputs: PreparationInputs, setting: str) -> PreparationPlan:
-    note_identity(inputs, setting)
-    if plan := read_plan(inputs):
-        return plan
-    path = getattr(inputs.dataset, "path", None)
-    selection = describe_selection(path, inputs.parts)
-    if "leaves out" in selection:
-        warn_once(f"{setting}.path={path}: reads {selection['reads']}, and leaves out {selection['leaves out']}.")
-    return write_plan(inputs)
-
-
 class _Task:
     """The preparation of one folder, up to its manifest."""
 
     def __init__(self, inputs: PreparationInputs, plan: PreparationPlan, progress: Progress | None) -> None:
         self.inputs, self.plan, self.folder = inputs, plan, inputs.folder
-        self.meter, self.finished = ProgressMeter(plan, progress), set[int]()
+        self.meter, self.finished = ProgressMeter(plan, progress), dict[int, ShardManifest]()
 
     def is_complete(self) -> bool:
         """Return whether there is nothing to do."""
@@ -280,9 +256,9 @@ class _Task:
 
     def list_unfinished(self) -> list[int]:
         """Return the shards that are not finished."""
-        self.finished |= {
-            u for u in range(len(self.plan.units)) if u not in self.finished and read_finished_manifest(self.folder, u)
-        }
+        for shard in range(len(self.plan.units)):
+            if shard not in self.finished and (shard_manifest := read_finished_manifest(self.folder, shard)):
+                self.finished[shard] = shard_manifest
         return [shard for shard in range(len(self.plan.units)) if shard not in self.finished]
 
     def repair_shards(self, verify: bool) -> None:
@@ -292,19 +268,25 @@ class _Task:
             (self.folder / "manifest.json").unlink()
         complete = (self.folder / "manifest.json").is_file()
         for shard in range(len(self.plan.units)):
-            if not complete and read_shard_manifest(self.folder, shard) is None:
+            shard_manifest = read_shard_manifest(self.folder, shard)
+            if not complete and shard_manifest is None:
                 continue
             problem = find_corruption(self.folder, shard, verify=verify)
             if problem:
                 self.meter.log_message(f"{problem}; shard {shard} of {len(self.plan.units)} is rebuilt")
                 # its manifest stays, to compare the rebuilt files with
-                for name in (read_shard_manifest(self.folder, shard) or {"files": ()})["files"]:
+                for name in (shard_manifest or {"files": ()})["files"]:
                     (self.folder / name).unlink(missing_ok=True)
-            elif complete:
-                self.finished.add(shard)
+            elif complete and shard_manifest:
+                self.finished[shard] = shard_manifest
 
     def run(self) -> None:
-        """Run the remaining shard jobs and write the manifest; on an error write failed.json for waiting readers."""
+        """Run the remaining shard jobs, if any, and write the manifest.
+
+        On an error write failed.json for waiting readers.
+        """
+        if self.is_complete():
+            return
         failure_file = self.folder / "failed.json"
         failure_file.unlink(missing_ok=True)
         leases.remove_leftovers(self.folder)
@@ -334,23 +316,20 @@ class _Task:
             if free:
                 workers = self.inputs.dataset.workers
                 processes = min(len(free), count_cores() if isinstance(workers, str) else workers)
-                job = job or self._build_job(processes)
+                job = job or ShardJob(
+                    source=self.inputs.source,
+                    parts=self.inputs.parts,
+                    content_digest=self.inputs.content_digest,
+                    tokenizer=self.inputs.dataset.tokenizer if self.inputs.tokenizer else None,
+                    folder=self.folder,
+                    plan=self.plan,
+                    threads=min(8, count_cores()) if isinstance(workers, str) and processes == 1 else 1,
+                )
                 run_shard_jobs(job, free, processes, self.meter.update, self.meter.show)
             else:
-                self.meter.show_waiting(len(unfinished), leases.describe_holder(lock_file(self.folder, unfinished[0])))
+                holder = leases.describe_holder(lock_file(self.folder, unfinished[0]))
+                self.meter.show_waiting(len(unfinished), holder)
                 time.sleep(WAIT_SECONDS)
-
-    def _build_job(self, processes: int) -> ShardJob:
-        inputs, is_auto = self.inputs, isinstance(self.inputs.dataset.workers, str)
-        return ShardJob(
-            source=inputs.source,
-            parts=inputs.parts,
-            content_digest=inputs.content_digest,
-            tokenizer=inputs.dataset.tokenizer if inputs.tokenizer else None,
-            folder=self.folder,
-            plan=self.plan,
-            threads=min(8, count_cores()) if is_auto and processes == 1 else 1,
-        )
 
     def _write_manifest(self) -> None:
         """Write the manifest, unless another job has done so."""
@@ -358,8 +337,7 @@ class _Task:
             files = [hashes_file(self.folder, shard) for shard in range(len(self.plan.units))]
             if sum(file.stat().st_size for file in files) > RANGE_BYTES:
                 self.meter.log_message("counting duplicates")
-            found = (read_finished_manifest(self.folder, shard) for shard in range(len(files)))
-            shard_manifests = [shard_manifest for shard_manifest in found if shard_manifest]
+            shard_manifests = [self.finished[shard] for shard in range(len(files))]
             duplicates = sum(m["documents"] for m in shard_manifests) - count_distinct(files)
         except FileNotFoundError:
             if (self.folder / "manifest.json").is_file():
@@ -388,15 +366,12 @@ def build_manifest(
 
 
 def _is_valid_manifest(folder: Path, plan: PreparationPlan) -> bool:
-    content = read_json(folder / "manifest.json")
-    keys = {*plan.build_content(), "max_token", "documents", "bytes", "report"}
-    if not isinstance(content, dict) or not keys <= set(content) or not isinstance(content["report"], dict):
-        return False
     try:
+        content = read_object(folder / "manifest.json", {"report": dict})
         check_manifest(content)
-    except (ValueError, KeyError):
+    except (OSError, ValueError, KeyError):
         return False
-    return len(content["units"]) == len(plan.units)
+    return plan.build_content().keys() <= content.keys() and len(content["units"]) == len(plan.units)
 
 
 @contextmanager

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from titan.config.optional import import_optional
 from titan.config.settings import suggest_nearest
 from titan.dataset.sources.hub import fetch_tokenizer
-from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer_file
+from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from titan.errors import ConfigError
+from titan.files import untrusted
 
 if TYPE_CHECKING:
     import tokenizers
@@ -118,6 +119,16 @@ class RankTokenizer(Tokenizer):
             digest.update(len(token).to_bytes(4, "little") + token)
         digest.update("\0".join(self._special).encode())
         return digest.hexdigest()
+
+
+def read_tokenizer_file(path: Path) -> bytes:
+    """Return the content of a tokenizer's file."""
+    try:
+        return untrusted.read_regular_file(path)
+    except OSError as error:
+        raise ConfigError(f"dataset.tokenizer={path}: can't be read ({error.strerror}); make it readable.") from error
+    except ValueError as error:
+        raise ConfigError(f"dataset.tokenizer={path}: {error}; name a file.") from error
 
 
 def load_ranks(path: Path) -> RankTokenizer:
@@ -325,20 +336,19 @@ def _load_by_name(name: str) -> Tokenizer:
         return load_ranks(Path(__file__).with_name("titan4k.tiktoken"))
     path = Path(name).expanduser()
     if not path.exists() and _ON_HUB.fullmatch(name) and path.suffix not in _SUFFIXES:
-        return load_json(fetch_tokenizer(name), name)
-    if not path.is_file():
-        raise ConfigError(_describe_missing(name, path))
+        path = fetch_tokenizer(name)
+    elif path.is_dir():
+        raise ConfigError(
+            f"dataset.tokenizer={name}: is a folder; give a file in it, such as {path / 'tokenizer.json'}."
+        )
+    elif not path.is_file():
+        hint = suggest_nearest(name, [BUILT_IN])
+        ways = f"; give {BUILT_IN}, the path of a tokenizer's file, or OWNER/NAME, such as openai-community/gpt2."
+        raise ConfigError(
+            f"dataset.tokenizer={name}: there is no such tokenizer or file{ways if hint == '.' else hint}"
+        )
     if path.suffix == ".json":
         return load_json(path, name)
     if path.suffix in (".tiktoken", ".model"):
         return load_ranks(path)
     raise ConfigError(f"dataset.tokenizer={name}: unknown file type; give {BUILT_IN}, *.tiktoken, *.model or *.json.")
-
-
-def _describe_missing(name: str, path: Path) -> str:
-    if path.is_dir():
-        return f"dataset.tokenizer={name}: is a folder; give a file in it, such as {path / 'tokenizer.json'}."
-    hint = suggest_nearest(name, [BUILT_IN])
-    ways = f"; give {BUILT_IN}, the path of a tokenizer's file, or OWNER/NAME, such as openai-community/gpt2."
-    hint = ways if hint == "." else hint
-    return f"dataset.tokenizer={name}: there is no such tokenizer or file{hint}"

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from titan.dataset.documents import Turn
 from titan.errors import ConfigError
-from titan.files import untrusted
 
 END_OF_TEXT = "<|end_of_text|>"
 
@@ -120,13 +119,3 @@ class Tokenizer(ABC):
             if not 0 <= i < self.vocab_size:
                 raise ConfigError(f"token {i}: the tokenizer has ids 0 to {self.vocab_size - 1}; give one of these.")
         return ids
-
-
-def read_tokenizer_file(path: Path) -> bytes:
-    """Return the content of a tokenizer's file."""
-    try:
-        return untrusted.read_regular_file(path)
-    except OSError as error:
-        raise ConfigError(f"dataset.tokenizer={path}: can't be read ({error.strerror}); make it readable.") from error
-    except ValueError as error:
-        raise ConfigError(f"dataset.tokenizer={path}: {error}; name a file.") from error

@@ -111,10 +111,9 @@ def _plan_weights(
     run = compose(overrides, _build_command(weights))
     evaluation = replace(_choose_evaluation(settings, Evaluation()), tokens=0)
     run = recompose.disable_outputs(run, evaluation, scratch)
-    folders = corpora.prepare_corpora(run.dataset)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.prepare_corpora(run.dataset))
     ids = identity.compute_ids(run, identity.collect_science(run, corpora.compute_data_digest(mix), None))
-    attempt = Attempt(1, "evaluate", ids, folders, None, 0, 0, "start", None, weights.path)
+    attempt = Attempt(1, "evaluate", ids, mix.folders, None, 0, 0, "start", None, weights.path)
     return EvaluationJob(run, attempt, (), tokenizer)
 
 
