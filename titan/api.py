@@ -40,7 +40,6 @@ from launchers.command import compose_single, launch_sweep, plan_command
 from launchers.supervisor import make_scratch_folder
 from titan.checkpoint import manifest
 from titan.cluster import devices, rank_info
-from titan.cluster.environment import prepare_environment
 from titan.compare import Settings as CompareSettings
 from titan.config import settings
 from titan.config.command import CommandLine
@@ -55,6 +54,7 @@ from titan.errors import EXIT_REQUEUE, ConfigError, ReasonReceiver, RunError, de
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
 from titan.evaluate import run_evaluation
+from titan.files.environment import prepare_environment
 from titan.files.run_directory import check_run_directory, shorten_path
 from titan.generate import run_generation
 from titan.generation.schema import Settings as GenerationSettings
@@ -653,14 +653,14 @@ def convert(source: str | os.PathLike[str], to: str | os.PathLike[str], **option
         ConfigError: for a source without weights, and a target that can't be written.
     """
     asked = settings.build(Convert, {"source": os.fspath(source), "to": os.fspath(to), **options})
-    _run(lambda command_line, report: run_conversion(command_line), asked)
+    _run(run_conversion, asked)
     return Path(to)
 
 
-def _run(command: Callable[[CommandLine[Any], ReasonReceiver], int], asked: Any, overrides: Sequence[str] = ()) -> None:
+def _run(command: Callable[[CommandLine[Any]], int], asked: Any, overrides: Sequence[str] = ()) -> None:
     """Do what a command does with some settings, and print nothing; raise the error of its ranks."""
     reasons: list[str] = []
     prepare_environment(os.environ)
     with _silence(True):
-        code = command(CommandLine(asked, list(overrides), []), reasons.append)
+        code = command(CommandLine(asked, list(overrides), report=reasons.append))
     _check_code(code, reasons, f"{asked.source}: its ranks ended with exit code {code}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -14,14 +14,12 @@ from typing import Any
 
 import titan
 from titan.cluster import devices
-from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import MISSING, setting
-from titan.console import output
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.files.atomic import write_json
-from titan.files.output_files import check_output_file, write_output_file
 
 CPU_RANKS = 2
 """Ranks that measure communication on a CPU."""
@@ -55,13 +53,8 @@ COMMAND = Command(
 Measures matmuls, attention, memory, uncompiled work, launches and, with several ranks, their communication; on a CPU
 also steps of small models in each layout. It takes less than five minutes. Let nothing else run meanwhile. The file is
 an option of the cluster axis. If it fails, the same command continues with what is not measured yet.""",
+    uses_torch=True,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    prepare_environment(os.environ)
-    return COMMAND.run(_run_calibration, argv)
 
 
 def _run_calibration(command_line: CommandLine[Settings]) -> int:
@@ -186,10 +179,7 @@ class MeasuredParts:
             self.file.unlink(missing_ok=True)
 
 
-def cli() -> None:
-    """The console script `titan-calibrate`."""
-    output.run(main)
-
+main, cli = COMMAND.bind(_run_calibration)
 
 if __name__ == "__main__":
     cli()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_files
 from titan.config.settings import setting
-from titan.console import output
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_files
 from titan.sweep.schema import parse_margin
 
 if TYPE_CHECKING:
@@ -62,11 +60,6 @@ COMMAND = Command(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return COMMAND.run(_run_comparison, argv)
-
-
 def _run_comparison(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     directories = settings.directories
@@ -108,10 +101,7 @@ def _format_file(comparison: Comparison, suffix: str, provenance: str) -> str:
     return comparison_report.render_page(comparison, provenance)
 
 
-def cli() -> None:
-    """The console script `titan-compare`."""
-    output.run(main)
-
+main, cli = COMMAND.bind(_run_comparison)
 
 if __name__ == "__main__":
     cli()

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
-from titan.console import output
 from titan.console.numbers import format_bytes, format_plural
 from titan.console.progress import open_bar, print_table
 from titan.errors import ConfigError, RunError
@@ -76,11 +75,6 @@ COMMAND = Command(
     Convert,
     notes="At most one file's tensors are in memory. To restart an interrupted conversion, rerun its command.",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    return COMMAND.run(run_conversion, argv)
 
 
 def run_conversion(command_line: CommandLine[Convert]) -> int:
@@ -210,10 +204,7 @@ def _print_report(weights: Weights, settings: Convert, files: list[Path], second
     )
 
 
-def cli() -> None:
-    """The console script `titan-convert`."""
-    output.run(main)
-
+main, cli = COMMAND.bind(run_conversion)
 
 if __name__ == "__main__":
     cli()

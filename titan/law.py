@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import TYPE_CHECKING
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.optional import advise_extra
+from titan.config.output_files import check_output_files
 from titan.config.settings import setting
-from titan.console import output
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_files
 
 if TYPE_CHECKING:
     from titan.scaling.findings import LawFindings
@@ -57,11 +55,6 @@ COMMAND = Command(
     Settings,
     notes="Says what rungs do not determine, such as the floor. Writes the same with charts to an HTML page.",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return COMMAND.run(_run_law, argv)
 
 
 def _run_law(command_line: CommandLine[Settings]) -> int:
@@ -135,10 +128,7 @@ def _format_file(findings: LawFindings, suffix: str, made: str) -> str:
     return law_report.format_csv(findings) if suffix == ".csv" else law_report.format_json(findings)
 
 
-def cli() -> None:
-    """The console script `titan-law`."""
-    output.run(main)
-
+main, cli = COMMAND.bind(_run_law)
 
 if __name__ == "__main__":
     cli()

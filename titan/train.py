@@ -10,11 +10,11 @@ from launchers.command import run_command
 from launchers.session import TrialPlans
 from launchers.trials import Trial
 from titan.cluster import rank_info
-from titan.cluster.environment import prepare_environment
 from titan.cluster.rank_process import exit_now
 from titan.config.modules import list_trusted_packages
 from titan.console import output
 from titan.errors import exit_code
+from titan.files.environment import prepare_environment
 from titan.run.run import Run
 
 

@@ -23,15 +23,15 @@ from experiments.flux.draw import NOISE, draw_normal
 from experiments.flux.module import unpatchify
 from experiments.flux.schema import Flux
 from experiments.flux.shapes import CHANNELS, VALUES
-from titan.cluster.environment import prepare_environment
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.optional import import_optional
+from titan.config.output_files import check_output_file
 from titan.config.settings import setting
 from titan.console import output
 from titan.dataset.loader import hash_key
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_file
+from titan.files.environment import prepare_environment
 from titan.model.init_weights import allocate_model
 from titan.weights.formats import open_weights
 from titan.weights.load import load_weights

@@ -20,10 +20,10 @@ from experiments.mixture.regression import FEWEST_PROXIES, MixtureModel, fit_mix
 from experiments.mixture.swarm import Swarm, read_shares, read_swarm
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import write_output_file
 from titan.config.settings import setting
 from titan.console import output
 from titan.errors import ConfigError
-from titan.files.output_files import write_output_file
 from titan.scaling.early_stopping import correlate_ranks
 
 Numbers = NDArray[np.float64]

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import MISSING, setting
 from titan.console import output
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_file, write_output_file
 
 Numbers = NDArray[np.float64]
 

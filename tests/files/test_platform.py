@@ -20,12 +20,12 @@ import pytest
 from launchers.supervisor import Supervisor
 from tests.support.processes import wait_until
 from titan.cluster.devices import detect_machine
-from titan.cluster.environment import divide_cores, use_loopback
 from titan.cluster.gpus import Probe
 from titan.cluster.heap import keep_freed_memory, read_resident_bytes, release_freed_memory
 from titan.compile.compiler import find_missing_compiler
 from titan.debug import states
 from titan.files import leases, platform
+from titan.files.environment import divide_cores, use_loopback
 
 NOWHERE = Path("/nowhere")
 

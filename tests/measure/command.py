@@ -25,11 +25,11 @@ from typing import Any, Literal
 
 from tests.measure import acceptance, experts, features, separate_runs, speed, training
 from tests.measure.common import LONG, QUIET, SMALL
-from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_file, write_output_file
+from titan.files.environment import prepare_environment
 from titan.run import compose, identity
 from titan.run.run import Run
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from titan.config.command import Command, CommandLine
 from titan.config.optional import import_optional
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import setting
 from titan.console import output
 from titan.estimate import constants, memory, operations
@@ -30,7 +31,6 @@ from titan.estimate.constants import Constants
 from titan.estimate.overhead import CONTEXT_GIB
 from titan.estimate.plan import resolve_hardware
 from titan.estimate.step_time import estimate_step
-from titan.files.output_files import check_output_file, write_output_file
 from titan.model.activations import HeadActivations, RankBatch
 from titan.run.compose import compose_run
 from titan.run.run import Run

@@ -20,14 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import MISSING, setting
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import memory
 from titan.estimate import plan as planning
-from titan.files.output_files import check_output_file, write_output_file
+from titan.files.environment import prepare_environment
 from titan.metrics.reader import METRICS, read_steps
 from titan.run import attempts, compose
 from titan.run.run import Run

@@ -14,8 +14,8 @@ from launchers.slurm import job
 from tests.measure import command
 from titan import generate
 from titan import train as training
-from titan.cluster.environment import ALLOCATOR, prepare_environment
 from titan.cluster.rank_info import RankInfo
+from titan.files.environment import ALLOCATOR, prepare_environment
 
 GROWS = "expandable_segments:True"
 
