@@ -485,7 +485,7 @@ def compare(
     options = settings.build(CompareSettings, values)
     if options.margin is not None:
         parse_margin(options.margin, "margin")
-    found = comparison.compare(folders, comparison.Options(options.baseline, options.margin, options.target))
+    found = comparison.compare(folders, baseline=options.baseline, margin=options.margin, target=options.target)
     return NotebookComparison(**{f.name: getattr(found, f.name) for f in fields(Comparison)})
 
 

@@ -41,11 +41,11 @@ def _run_comparison(command_line: CommandLine[Settings]) -> int:
     settings.check()
     files = None if settings.to is None else check_output_files(settings.to, FORMATS)
 
-    from titan.report.comparison import Options, compare  # only now: --help and errors need not wait for numpy
+    from titan.report.comparison import compare  # only now: --help and errors need not wait for numpy
     from titan.report.render.comparison_report import build_report
     from titan.report.render.document import format_text, write_files
 
-    comparison = compare(directories, Options(settings.baseline, settings.margin, settings.target))
+    comparison = compare(directories, baseline=settings.baseline, margin=settings.margin, target=settings.target)
     width = shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns
     print(format_text(build_report(comparison), width, _uses_colours()), end="")
     build, words = partial(_format_file, comparison), ["titan.compare", *command_line.words]

@@ -40,7 +40,8 @@ def _run_law(command_line: CommandLine[Settings]) -> int:
     from titan.report.render.document import write_files
 
     findings = study_sources(settings)
-    print(law_report.format_text(findings) + law_report.format_record(), end="")
+    print(law_report.format_text(findings), end="")
+    print(law_report.format_record(), end="")
     if files != ():
         source, words = Path(settings.sources[0]), ["titan.law", *command_line.words]
         page = (source if os.path.isdir(source) else source.parent) / PAGE
