@@ -18,8 +18,8 @@ STOP_REQUEST = "stop_request.txt"
 def check_directory(name: str | Path) -> Path:
     """Return the path of a directory."""
     directory = Path(name).expanduser()
-    if not os.path.isdir(directory):  # Path.is_dir raises for a name that is too long
-        problem = "is a file, not a directory" if os.path.exists(directory) else "there is no such directory"
+    if not directory.is_dir():
+        problem = "is a file, not a directory" if directory.exists() else "there is no such directory"
         raise ConfigError(f"{name}: {problem}; correct the path.")
     return directory
 

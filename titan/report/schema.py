@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from titan.config.arguments import operand
 from titan.config.settings import setting
-from titan.files.run_directory import check_directory
+from titan.errors import ConfigError
 from titan.sweep.schema import parse_margin
 
 PAGE = "compare.html"
@@ -37,4 +38,6 @@ class Settings:
         if self.margin is not None:
             parse_margin(self.margin, "margin")
         for name in self.directories:
-            check_directory(name)
+            if not os.path.isdir(name):  # Path.is_dir raises for a name that is too long
+                problem = "is a file, not a directory" if os.path.exists(name) else "there is no such directory"
+                raise ConfigError(f"{name}: {problem}; correct the path.")
