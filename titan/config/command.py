@@ -68,23 +68,19 @@ class Command(Generic[T]):
     keep_going: bool = True  # where stdout can't be written: False where that is its only product
 
     def bind(self, body: Callable[[CommandLine[T]], int]) -> tuple[Callable[..., int], Callable[[], NoReturn]]:
-        """Return the function that carries out a command line, and the command's console script; see `run`."""
+        """Return the command's `main` and console script.
+
+        `main` carries out a command line, by default that of this process: it prints what --help and --version ask for,
+        else calls `body`, and returns the exit code.
+        """
 
         def main(argv: Sequence[str] | None = None) -> int:
-            return self.run(body, argv)
+            words = list(sys.argv[1:] if argv is None else argv)
+            if self.uses_torch:
+                prepare_environment(os.environ)
+            return exit_code(lambda: self._run_body(body, words))
 
         return main, lambda: output.run(main, keep_going=self.keep_going)
-
-    def run(self, body: Callable[[CommandLine[T]], int], argv: Sequence[str] | None = None) -> int:
-        """Carry out a command line, and return the exit code; print what --help and --version ask for.
-
-        Args:
-            body: takes the parsed command line; returns the exit code.
-        """
-        words = list(sys.argv[1:] if argv is None else argv)
-        if self.uses_torch:
-            prepare_environment(os.environ)
-        return exit_code(lambda: self._run_body(body, words))
 
     def parse(self, words: Sequence[str]) -> CommandLine[T]:
         """Return a parsed command line."""
