@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from titan.cluster import rank_error, rank_process
-from titan.cluster.environment import use_loopback
 from titan.cluster.rank_info import RankInfo
 from titan.files import platform
+from titan.files.environment import use_loopback
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0

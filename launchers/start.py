@@ -15,11 +15,11 @@ from typing import Any
 
 from launchers.supervisor import log_line, run_ranks
 from titan.checkpoint import manifest
-from titan.cluster.environment import set_variables
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import progress_line
 from titan.debug.verdict import HangError
 from titan.errors import ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
+from titan.files.environment import set_variables
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.run import attempts, summary
 from titan.run.attempts import check_same_without_data

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from titan.cluster import rank_error
-from titan.cluster.environment import divide_cores, prepare_environment, use_loopback
 from titan.cluster.rank_error import RankError
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.signals import STOP_MESSAGE, handle_signals, is_repeat
@@ -35,6 +34,7 @@ from titan.console import output
 from titan.console.text import sanitize_line, sanitize_lines
 from titan.debug.verdict import Messages
 from titan.errors import ConfigError, ReasonReceiver, ignore_reason
+from titan.files.environment import divide_cores, prepare_environment, use_loopback
 from titan.files.leases import identify_machine
 from titan.files.platform import is_alive
 

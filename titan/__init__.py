@@ -2,11 +2,10 @@
 
 import sys
 
-from titan.console import output
-from titan.console.requirements import check_requirements
+from titan.console import output, requirements
 
-__version__ = "0.1.0"
+__version__ = requirements.VERSION
 
 if sys.argv[:1] == ["-m"]:  # a command: Ctrl-C may come while it imports
     sys.excepthook = output.print_exception
-check_requirements(sys.argv[:1])
+requirements.check_requirements(sys.argv[:1])

@@ -40,43 +40,43 @@ from launchers.command import compose_single, launch_sweep, plan_command
 from launchers.supervisor import make_scratch_folder
 from titan.checkpoint import manifest
 from titan.cluster import devices, rank_info
-from titan.cluster.environment import prepare_environment
-from titan.compare import Settings as CompareSettings
 from titan.config import settings
 from titan.config.command import CommandLine
 from titan.config.optional import import_optional
 from titan.console import output
 from titan.console.notebook import Shown, build_table, format_fields
 from titan.console.numbers import format_count, format_rounded
-from titan.convert import Convert, run_conversion
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import EXIT_REQUEUE, ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
 from titan.evaluate import run_evaluation
+from titan.files.environment import prepare_environment
 from titan.files.run_directory import check_run_directory, shorten_path
 from titan.generate import run_generation
 from titan.generation.schema import Settings as GenerationSettings
-from titan.law import Settings as LawSettings
-from titan.law import study_sources
 from titan.metrics.reader import METRICS, merge_steps, read_last_steps, read_records
 from titan.parallelism.schema import Layout
 from titan.precision.schema import Precision
 from titan.report import comparison, history
 from titan.report.findings import Comparison
+from titan.report.law_runs import study_sources
 from titan.report.render import law_report
 from titan.report.render.comparison_report import format_csv
 from titan.report.render.sentences import format_answers, format_lead
+from titan.report.schema import Settings as CompareSettings
 from titan.run import certificate, evaluated
 from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
 from titan.scaling.findings import LawFindings
+from titan.scaling.schema import Settings as LawSettings
 from titan.sweep import ledger
 from titan.sweep.labels import format_label
 from titan.sweep.ledger import TrialState
 from titan.sweep.schema import parse_margin
 from titan.training.evaluation.request import Settings as EvaluationSettings
+from titan.weights.convert import Convert, run_conversion
 from titan.weights.origin import check_source
 
 __all__ = [
@@ -485,7 +485,7 @@ def compare(
     options = settings.build(CompareSettings, values)
     if options.margin is not None:
         parse_margin(options.margin, "margin")
-    found = comparison.compare(folders, comparison.Options(options.baseline, options.margin, options.target))
+    found = comparison.compare(folders, baseline=options.baseline, margin=options.margin, target=options.target)
     return NotebookComparison(**{f.name: getattr(found, f.name) for f in fields(Comparison)})
 
 
@@ -653,14 +653,14 @@ def convert(source: str | os.PathLike[str], to: str | os.PathLike[str], **option
         ConfigError: for a source without weights, and a target that can't be written.
     """
     asked = settings.build(Convert, {"source": os.fspath(source), "to": os.fspath(to), **options})
-    _run(lambda command_line, report: run_conversion(command_line), asked)
+    _run(run_conversion, asked)
     return Path(to)
 
 
-def _run(command: Callable[[CommandLine[Any], ReasonReceiver], int], asked: Any, overrides: Sequence[str] = ()) -> None:
+def _run(command: Callable[[CommandLine[Any]], int], asked: Any, overrides: Sequence[str] = ()) -> None:
     """Do what a command does with some settings, and print nothing; raise the error of its ranks."""
     reasons: list[str] = []
     prepare_environment(os.environ)
     with _silence(True):
-        code = command(CommandLine(asked, list(overrides), []), reasons.append)
+        code = command(CommandLine(asked, list(overrides), report=reasons.append))
     _check_code(code, reasons, f"{asked.source}: its ranks ended with exit code {code}.")

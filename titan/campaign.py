@@ -14,15 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titan.cluster.environment import prepare_environment
 from titan.config import settings as typed_settings
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import setting, suggest_nearest
-from titan.console import output
 from titan.errors import ConfigError, RunError, describe_user_error
 from titan.files import untrusted
-from titan.files.output_files import check_output_file, write_output_file
 
 if TYPE_CHECKING:
     from titan.evidence.campaign import Changes
@@ -96,13 +94,8 @@ COMMAND = Command(
     overrides="Other words are overrides of titan.train: of the baseline (open), or the idea's changes to it.",
     notes="Verbs: open, noise, try, result, withdraw, list, show, chain, page. Each request is answered with a line of "
     "JSON on stdout; runs print on stderr.",
+    uses_torch=True,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    prepare_environment(os.environ)
-    return COMMAND.run(_run_requests, argv)
 
 
 def _run_requests(command_line: CommandLine[Settings]) -> int:
@@ -400,10 +393,7 @@ def read_metric(directory: Path, code: int, metric: str) -> float | None:
     raise ConfigError(f"metric={metric}: {directory}/result.json has no such number; it has {', '.join(numbers)}.")
 
 
-def cli() -> None:
-    """The console script `titan-campaign`."""
-    output.run(main)
-
+main, cli = COMMAND.bind(_run_requests)
 
 if __name__ == "__main__":
     cli()

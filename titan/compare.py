@@ -5,47 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
-from titan.config.settings import setting
-from titan.console import output
-from titan.errors import ConfigError
-from titan.files.output_files import check_output_files
-from titan.sweep.schema import parse_margin
+from titan.config.output_files import check_output_files
+from titan.report.schema import PAGE, Settings
 
 if TYPE_CHECKING:
     from titan.report.findings import Comparison
 
-PAGE = "compare.html"
 FORMATS = (".html", ".md", ".csv", ".json")
 DEFAULT_COLUMNS = 160
 """Columns without a terminal, as in a file."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of `python -m titan.compare`."""
-
-    directories: tuple[str, ...] = operand("DIR", "directories of runs or sweeps, such as runs/grid")
-    baseline: str | None = setting(
-        None,
-        "variant that the others are compared with: its settings, as in parallelism=ddp,lr=0.001, or a run's directory",
-    )
-    margin: float | str | None = setting(
-        None,
-        "equivalence margin, in nats of validation loss, or a share of the baseline's compute, as in 2%; null: that of "
-        "the sweep, else 0.02",
-    )
-    target: float | None = setting(None, "validation loss to reach; null: that of the sweep", above=0)
-    to: str | tuple[str, ...] | None = setting(
-        None, f"files to write: .html, .md, .csv or .json; null: {PAGE} in the first directory; []: none"
-    )
 
 
 COMMAND = Command(
@@ -62,27 +35,17 @@ COMMAND = Command(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return COMMAND.run(_run_comparison, argv)
-
-
 def _run_comparison(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     directories = settings.directories
-    if settings.margin is not None:
-        parse_margin(settings.margin, "margin")
-    for name in directories:
-        if not os.path.isdir(name):  # Path.is_dir raises for a name that is too long
-            problem = "is a file, not a directory" if os.path.exists(name) else "there is no such directory"
-            raise ConfigError(f"{name}: {problem}; correct the path.")
+    settings.check()
     files = None if settings.to is None else check_output_files(settings.to, FORMATS)
 
-    from titan.report.comparison import Options, compare  # only now: --help and errors need not wait for numpy
+    from titan.report.comparison import compare  # only now: --help and errors need not wait for numpy
     from titan.report.render.comparison_report import build_report
     from titan.report.render.document import format_text, write_files
 
-    comparison = compare(directories, Options(settings.baseline, settings.margin, settings.target))
+    comparison = compare(directories, baseline=settings.baseline, margin=settings.margin, target=settings.target)
     width = shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns
     print(format_text(build_report(comparison), width, _uses_colours()), end="")
     build, words = partial(_format_file, comparison), ["titan.compare", *command_line.words]
@@ -108,10 +71,7 @@ def _format_file(comparison: Comparison, suffix: str, provenance: str) -> str:
     return comparison_report.render_page(comparison, provenance)
 
 
-def cli() -> None:
-    """The console script `titan-compare`."""
-    output.run(main)
-
+main, cli = COMMAND.bind(_run_comparison)
 
 if __name__ == "__main__":
     cli()

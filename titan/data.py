@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ import numpy as np
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
-from titan.console import output
 from titan.console.numbers import format_plural
 from titan.console.progress import progress_line
 from titan.errors import ConfigError
@@ -62,12 +61,8 @@ COMMAND = Command(
     },
     Settings,
     overrides="Other arguments are those of titan.train.",
+    keep_going=False,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    return COMMAND.run(_show_data, argv)
 
 
 def _show_data(command_line: CommandLine[Settings]) -> int:
@@ -158,10 +153,7 @@ def _format_documents(
         yield f"  {part.size:>6,} {'token' if part.size == 1 else 'tokens':<6}  {dots}{cut}"
 
 
-def cli() -> None:
-    """The console script `titan-data`."""
-    output.run(main, keep_going=False)
-
+main, cli = COMMAND.bind(_show_data)
 
 if __name__ == "__main__":
     cli()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
-from titan.console import output
-from titan.errors import ReasonReceiver, ignore_reason
-from titan.files.output_files import check_output_file, write_output_file
+from titan.config.output_files import check_output_file, write_output_file
 from titan.run import evaluated
 from titan.training.evaluation.request import Settings, describe_job, plan_evaluation, read_result
 from titan.weights.origin import check_source
@@ -29,17 +25,13 @@ COMMAND = Command(
     Settings,
     overrides="Other arguments are overrides of the run's own command line.",
     notes="Nothing is written into the run's directory.",
+    uses_torch=True,
+    keep_going=False,
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code."""
-    prepare_environment(os.environ)
-    return COMMAND.run(run_evaluation, argv)
-
-
-def run_evaluation(command_line: CommandLine[Settings], report: ReasonReceiver = ignore_reason) -> int:
-    """Measure, print a table, and return the exit code; `report` takes the error of the rank that failed first."""
+def run_evaluation(command_line: CommandLine[Settings]) -> int:
+    """Measure, print a table, and return the exit code."""
     settings = command_line.settings
     check_source(settings.source)
     file = None if settings.to is None else check_output_file(settings.to, (".json",))
@@ -53,7 +45,7 @@ def run_evaluation(command_line: CommandLine[Settings], report: ReasonReceiver =
         )
         source = "the weights" if job.attempt.checkpoint is None else f"the checkpoint of step {job.attempt.step}"
         print(f"titan: {source}, {job.run.layout}", file=sys.stderr)
-        if code := run_job(job, job.run.layout.devices, Path(job.run.directory), report=report):
+        if code := run_job(job, job.run.layout.devices, Path(job.run.directory), report=command_line.report):
             return code
         figures = read_result(job)
     _print_table(figures)
@@ -81,10 +73,7 @@ def _format_cell(column: Mapping[str, float], name: str) -> str:
     return f"{value} [{column[f'{name}_low']:.4g}, {column[f'{name}_high']:.4g}]" if f"{name}_low" in column else value
 
 
-def cli() -> None:
-    """The console script `titan-evaluate`."""
-    output.run(main, keep_going=False)
-
+main, cli = COMMAND.bind(run_evaluation)
 
 if __name__ == "__main__":
     cli()

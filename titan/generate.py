@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from titan.cluster import devices
-from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file
 from titan.console import output
-from titan.errors import ReasonReceiver, ignore_reason
-from titan.files.output_files import check_output_file
 from titan.generation.schema import Settings
 from titan.weights.origin import check_source
 
@@ -25,17 +21,13 @@ COMMAND = Command(
         "runs/first tokens=[1,2,3] samples=4": "four continuations of token ids",
     },
     Settings,
+    uses_torch=True,
+    keep_going=False,
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code."""
-    prepare_environment(os.environ)
-    return COMMAND.run(run_generation, argv)
-
-
-def run_generation(command_line: CommandLine[Settings], report: ReasonReceiver = ignore_reason) -> int:
-    """Generate, and return the exit code; `report` takes the error of the rank that failed first."""
+def run_generation(command_line: CommandLine[Settings]) -> int:
+    """Generate, and return the exit code."""
     settings = command_line.settings
     layout = settings.parallelism.build_layout()
     texts = settings.read_texts()
@@ -53,13 +45,10 @@ def run_generation(command_line: CommandLine[Settings], report: ReasonReceiver =
     from launchers.supervisor import make_scratch_folder, run_job
 
     with make_scratch_folder() if layout.devices > 1 else nullcontext(Path()) as folder:
-        return run_job(job, layout.devices, folder, "titan.generation.rank", report)
+        return run_job(job, layout.devices, folder, "titan.generation.rank", command_line.report)
 
 
-def cli() -> None:
-    """The console script `titan-generate`."""
-    output.run(main, keep_going=False)
-
+main, cli = COMMAND.bind(run_generation)
 
 if __name__ == "__main__":
     cli()

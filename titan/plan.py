@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
 import sys
 from collections import Counter
@@ -18,18 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from launchers.command import plan_command
 from launchers.session import TrialPlans
-from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.optional import advise_extra
+from titan.config.output_files import check_output_files, write_output_file
 from titan.config.settings import setting
-from titan.console import output
 from titan.console.progress import progress_line
 from titan.console.text import redact
 from titan.errors import ConfigError
 from titan.estimate import fit, overhead, search
 from titan.estimate import plan as estimate
 from titan.estimate.layout_options import LayoutCandidate
-from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_text import PlanOutcome
 from titan.run import identity
@@ -86,17 +83,13 @@ COMMAND = Command(
     Settings,
     overrides="Other arguments are those of titan.train.",
     options=("-m", "--multirun"),
+    uses_torch=True,
     removed={
         "plan.fit": "measure this machine with titan.calibrate; titan.compare shows predicted beside measured values"
     },
     notes="Needs no GPU: the cluster axis describes the devices. It computes on what titan.train would compose, and "
     "starts nothing.",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return COMMAND.run(_run_planning, argv)
 
 
 def _run_planning(command_line: CommandLine[Settings]) -> int:
@@ -236,7 +229,6 @@ def describe_trials(trials: Sequence[Trial]) -> TrialPlans:
 
 
 def _trace_step(run: Run, settings: PlanSettings) -> TracedStep:
-    prepare_environment(os.environ)
     from titan.training.trace.rank import trace_run  # only now: no other plan needs torch
 
     speeds = estimate.derive_device_speeds(
@@ -283,10 +275,7 @@ def _write_files(files: Sequence[Path], build_data: Callable[[], Any], render: C
         print(f"written: {file}")
 
 
-def cli() -> None:
-    """The console script `titan-plan`."""
-    output.run(main)
-
+main, cli = COMMAND.bind(_run_planning)
 
 if __name__ == "__main__":
     cli()

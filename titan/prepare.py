@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
-from titan.console import output
 from titan.console.numbers import format_bytes, format_plural
 from titan.console.progress import print_table, progress_line
 from titan.console.text import sanitize_line
@@ -40,11 +38,6 @@ COMMAND = Command(
 Run the same command on several machines that share dataset.cache to share the work. To continue a preparation that was
 killed, rerun its command. A complete preparation is checked, and its corrupt files are rebuilt.""",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    return COMMAND.run(_run_preparation, argv)
 
 
 def _run_preparation(command_line: CommandLine[Settings]) -> int:
@@ -83,10 +76,7 @@ def _prepare_corpus(name: str, dataset: Dataset, settings: Settings) -> None:
     print_table(format_rows(json.loads((folder / "manifest.json").read_text())["report"]))
 
 
-def cli() -> None:
-    """The console script `titan-prepare`."""
-    output.run(main)
-
+main, cli = COMMAND.bind(_run_preparation)
 
 if __name__ == "__main__":
     cli()

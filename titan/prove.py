@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from launchers.command import plan_command
 from titan.cluster import devices
-from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import setting
-from titan.console import output
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError, RunError
-from titan.files.output_files import check_output_file, write_output_file
 from titan.run import certificate, identity
 from titan.run.shrink import Shrunk, describe_changes, shrink_run
 
@@ -54,13 +51,9 @@ COMMAND = Command(
     overrides="Other arguments are those of titan.train.",
     notes="Needs no GPU. The certificate is kept for titan.train, which records it; with cluster.certificate=required "
     "nothing starts without one. Exit code 1: a check failed.",
+    uses_torch=True,
+    keep_going=False,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    prepare_environment(os.environ)
-    return COMMAND.run(_run_proof, argv)
 
 
 def _run_proof(command_line: CommandLine[Settings]) -> int:
@@ -182,10 +175,7 @@ def _format_verdict(checks: Sequence[Check], seconds: float) -> str:
     )
 
 
-def cli() -> None:
-    """The console script `titan-prove`."""
-    output.run(main, keep_going=False)
-
+main, cli = COMMAND.bind(_run_proof)
 
 if __name__ == "__main__":
     cli()

@@ -14,14 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.optional import advise_extra
-from titan.console import output
+from titan.config.output_files import check_output_file, write_output_file
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_file, write_output_file
 from titan.files.run_directory import RUN, describe_runs_below
 from titan.metrics.reader import METRICS, read_steps
 from titan.numerics.differences import START, compare_routes, compare_tensors
@@ -51,13 +49,9 @@ COMMAND = Command(
     Settings,
     overrides="Other arguments are overrides of the run's own command line.",
     notes="Nothing is written into the run's directory.",
+    uses_torch=True,
+    keep_going=False,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code."""
-    prepare_environment(os.environ)
-    return COMMAND.run(_run_replay, argv)
 
 
 def _run_replay(command_line: CommandLine[Settings]) -> int:
@@ -265,10 +259,7 @@ def _advise_earlier(settings: Settings) -> list[str]:
     return lines
 
 
-def cli() -> None:
-    """The console script `titan-replay`."""
-    output.run(main, keep_going=False)
-
+main, cli = COMMAND.bind(_run_replay)
 
 if __name__ == "__main__":
     cli()

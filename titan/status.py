@@ -20,7 +20,6 @@ from launchers.slurm.state import read_state
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
-from titan.console import output
 from titan.console.numbers import format_plural, format_rounded
 from titan.console.text import sanitize_line
 from titan.debug.verdict import read_hang_sentence
@@ -63,12 +62,8 @@ COMMAND = Command(
     Status,
     exit_codes="0 no trial has failed or was stopped, except by a hook, 1 one was, 2 rejected (the message says what "
     "to change), 130 interrupted.",
+    keep_going=False,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Show the state of a sweep or a run; returns the exit code."""
-    return COMMAND.run(_show_status, argv)
 
 
 def _show_status(command_line: CommandLine[Status]) -> int:
@@ -209,10 +204,7 @@ def _read_last_attempt(directory: Path, changed: int) -> tuple[float | None, int
     return None if prediction is None else prediction.step_seconds.value, int(document["attempt"]), first
 
 
-def cli() -> None:
-    """The console script `titan-status`."""
-    output.run(main, keep_going=False)
-
+main, cli = COMMAND.bind(_show_status)
 
 if __name__ == "__main__":
     cli()

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
-from launchers.command import run_command
+from launchers.process import run_process, run_script
 from launchers.session import TrialPlans
 from launchers.trials import Trial
-from titan.cluster import rank_info
-from titan.cluster.environment import prepare_environment
-from titan.cluster.rank_process import exit_now
-from titan.config.modules import list_trusted_packages
-from titan.console import output
-from titan.errors import exit_code
 from titan.run.run import Run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line as command or as rank; return the exit code."""
-    prepare_environment(os.environ)
-    current_rank = rank_info.from_environment(os.environ)
-    if current_rank is None:
-        return run_command(argv, _launch_run, describe=_describe_plan)
-    if current_rank.rank > 0:
-        from launchers import start
-
-        typed = [argument for argument in (sys.argv[1:] if argv is None else argv) if argument.startswith("modules=")]
-        return exit_code(lambda: start.run_worker(current_rank, trusted=list_trusted_packages(typed)))
-    return _run_leader(argv, current_rank)
+    return run_process(argv, _launch_run, _describe_plan)
 
 
 def _launch_run(run: Run) -> int:
@@ -44,33 +27,9 @@ def _describe_plan(trials: Sequence[Trial]) -> TrialPlans:
     return plan.describe_trials(trials)
 
 
-def _run_leader(argv: Sequence[str] | None, current_rank: rank_info.RankInfo) -> int:
-    """Compose and run as rank 0 of torchrun or srun; the other ranks wait for it, also when there is nothing to run."""
-    from launchers import start
-
-    led_runs: list[Run] = []
-
-    def job(run: Run) -> int:
-        led_runs.append(run)
-        return start.run_rank0(run, current_rank)
-
-    code = run_command(argv, job, ranks=current_rank.world_size)
-    if not led_runs:
-        start.dismiss_workers(current_rank, code)
-    return code
-
-
 def cli() -> None:
     """The console script `titan-train`."""
-    if rank_info.from_environment(os.environ) is None:
-        output.run(main)
-    output.protect_streams()
-    try:
-        code = main()
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    exit_now(code)
+    run_script(main)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ timesteps, steps are shorter towards noise. The same seed gives the same noise f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,15 +22,13 @@ from experiments.flux.draw import NOISE, draw_normal
 from experiments.flux.module import unpatchify
 from experiments.flux.schema import Flux
 from experiments.flux.shapes import CHANNELS, VALUES
-from titan.cluster.environment import prepare_environment
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.optional import import_optional
+from titan.config.output_files import check_output_file
 from titan.config.settings import setting
-from titan.console import output
 from titan.dataset.loader import hash_key
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_file
 from titan.model.init_weights import allocate_model
 from titan.weights.formats import open_weights
 from titan.weights.load import load_weights
@@ -58,6 +55,7 @@ COMMAND = Command(
     "Make images with a trained model.",
     {'runs/flux "captions=[a red circle on blue,a large white cross on black]"': "a row of images for each caption"},
     Settings,
+    uses_torch=True,
 )
 
 
@@ -153,12 +151,6 @@ def _iterate_images(images: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
             yield (row, column), images[row, column]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code."""
-    prepare_environment(os.environ)
-    return COMMAND.run(_run_sampling, argv)
-
-
 def _run_sampling(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     import_optional("PIL.Image", "experiments.flux.sample", "writing a PNG file", project="pillow")
@@ -170,5 +162,7 @@ def _run_sampling(command_line: CommandLine[Settings]) -> int:
     return 0
 
 
+main, cli = COMMAND.bind(_run_sampling)
+
 if __name__ == "__main__":
-    output.run(main)
+    cli()

@@ -9,7 +9,7 @@ Its interval repeats regression and search on resampled runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +20,9 @@ from experiments.mixture.regression import FEWEST_PROXIES, MixtureModel, fit_mix
 from experiments.mixture.swarm import Swarm, read_shares, read_swarm
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import write_output_file
 from titan.config.settings import setting
-from titan.console import output
 from titan.errors import ConfigError
-from titan.files.output_files import write_output_file
 from titan.scaling.early_stopping import correlate_ranks
 
 Numbers = NDArray[np.float64]
@@ -231,11 +230,6 @@ def format_best(swarm: Swarm, best: BestMixture, target: Numbers) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return COMMAND.run(_find, argv)
-
-
 def _find(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     file = check_sweep_file(settings.to) if settings.to else None
@@ -252,5 +246,7 @@ def _find(command_line: CommandLine[Settings]) -> int:
     return 0
 
 
+main, cli = COMMAND.bind(_find)
+
 if __name__ == "__main__":
-    output.run(main)
+    cli()

@@ -5,7 +5,7 @@ python -m experiments.mixture.confirm runs/confirm swarm=runs/swarm
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,6 @@ from experiments.mixture.swarm import read_shares, read_swarm
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import MISSING, setting
-from titan.console import output
 from titan.errors import ConfigError
 
 
@@ -34,11 +33,6 @@ COMMAND = Command(
     {"runs/confirm swarm=runs/swarm": "the best mixture and the baseline"},
     Settings,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return COMMAND.run(_confirm, argv)
 
 
 def _confirm(command_line: CommandLine[Settings]) -> int:
@@ -60,5 +54,7 @@ def _confirm(command_line: CommandLine[Settings]) -> int:
     return 0
 
 
+main, cli = COMMAND.bind(_confirm)
+
 if __name__ == "__main__":
-    output.run(main)
+    cli()

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import MISSING, setting
-from titan.console import output
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_file, write_output_file
 
 Numbers = NDArray[np.float64]
 
@@ -126,11 +125,6 @@ def read_prior(prior: Mapping[str, float] | None, sources: Sequence[str]) -> Num
     return np.asarray(weights / weights.sum())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return COMMAND.run(_propose, argv)
-
-
 def _propose(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     file = check_sweep_file(settings.to)
@@ -152,5 +146,7 @@ def _propose(command_line: CommandLine[Settings]) -> int:
     return 0
 
 
+main, cli = COMMAND.bind(_propose)
+
 if __name__ == "__main__":
-    output.run(main)
+    cli()

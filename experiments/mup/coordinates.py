@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from titan import api
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
-from titan.console import output
 from titan.errors import ConfigError
 from titan.model.init_weights import materialise_model
 from titan.optimizer.update_factors import build_optimizer
@@ -72,6 +71,7 @@ COMMAND = Command(
     "Show how much activations change in some updates over width or depth, with transfer and without, as CSV.",
     {"over=width optimizer=adamw": "width 32 to 256", "over=depth optimizer=muon layers=8": "8 to 64 blocks"},
     Settings,
+    keep_going=False,
 )
 
 
@@ -232,11 +232,6 @@ def write_table(rows: Iterable[CoordinateRow], sizes: Sequence[int], out: TextIO
         writer.writerow([row.transfer, row.step, row.role, *changes, f"{row.slope:+.3f}", f"{row.spread:.1%}", flat])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return COMMAND.run(_show, argv)
-
-
 def _show(command_line: CommandLine[Settings]) -> int:
     torch.set_num_threads(1)
     settings = command_line.settings
@@ -245,5 +240,7 @@ def _show(command_line: CommandLine[Settings]) -> int:
     return 0
 
 
+main, cli = COMMAND.bind(_show)
+
 if __name__ == "__main__":
-    output.run(main, keep_going=False)
+    cli()

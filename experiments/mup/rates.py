@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from titan import api
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
-from titan.console import output
 from titan.errors import ConfigError
 from titan.report.findings import RunResult
 
@@ -39,6 +38,7 @@ COMMAND = Command(
     "Show the best learning rate of each width and depth.",
     {"runs/mup": "of a grid", "runs/mup runs/more_seeds": "of two that differ in nothing else"},
     Settings,
+    keep_going=False,
 )
 
 
@@ -188,15 +188,12 @@ def _describe_shifts(best: Mapping[Size, BestRate], step: float) -> Iterator[str
             yield f"model.transfer={transfer}: the best rate moves by {shift} of a grid step, a factor of {step:g}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return COMMAND.run(_show, argv)
-
-
 def _show(command_line: CommandLine[Settings]) -> int:
     print("\n".join(format_table(read_losses(command_line.settings.runs))))
     return 0
 
 
+main, cli = COMMAND.bind(_show)
+
 if __name__ == "__main__":
-    output.run(main, keep_going=False)
+    cli()

@@ -20,13 +20,13 @@ from pathlib import Path
 from launchers import run_file
 from launchers.supervisor import Supervisor, log_line
 from titan.cluster import devices, rank_error
-from titan.cluster.environment import divide_cores, prepare_environment, use_loopback
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import exit_now, report_error, run_body
 from titan.cluster.signals import handle_signals, preempt_signal, scheduler_signals
 from titan.config import frozen_json
 from titan.console import output
 from titan.errors import EXIT_REQUEUE
+from titan.files.environment import divide_cores, prepare_environment, use_loopback
 from titan.run.resolve import adapt_to_machine
 from titan.run.run import Run
 from titan.sweep import job_exit

@@ -13,8 +13,9 @@ import torch
 import yaml
 
 from titan import calibrate, plan
-from titan.calibrate import MeasuredParts
+from titan.calibration import machine as measuring
 from titan.calibration import measurements, trials
+from titan.calibration.machine import MeasuredParts
 from titan.cluster.devices import Machine
 from titan.errors import ConfigError, RunError
 from titan.estimate.operations import compute_slowdown
@@ -56,7 +57,7 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
 def test_figures_are_printed_where_the_file_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibrate, "_measure_figures", lambda *_: {"bf16_tflops": 1.0})
+    monkeypatch.setattr(measuring, "_measure_figures", lambda *_: {"bf16_tflops": 1.0})
     (tmp_path / "x.yaml").symlink_to("/dev/full")
     assert calibrate.main([f"to={tmp_path}/x.yaml"]) == 1
     assert "  bf16_tflops: 1" in capsys.readouterr().out
@@ -73,8 +74,8 @@ def test_a_calibration_that_fails_continues_with_what_is_missing(
             raise RunError("rank 1 failed.")
         return {name: float(len(figures))}
 
-    monkeypatch.setattr(calibrate, "_list_parts", lambda *_: {name: partial(measure, name) for name in "abcd"})
-    monkeypatch.setattr(calibrate, "format_cluster", lambda machine, figures, ranks: str(figures))
+    monkeypatch.setattr(measuring, "_list_parts", lambda *_: {name: partial(measure, name) for name in "abcd"})
+    monkeypatch.setattr(measuring, "format_cluster", lambda machine, figures, ranks: str(figures))
     words = [f"to={tmp_path}/mine/x.yaml"]
     assert calibrate.main(words) == 1
     assert "kept: a, b; the same command measures the rest" in capsys.readouterr().out
@@ -113,15 +114,15 @@ def test_matmuls_with_a_start_up_are_explained(monkeypatch: pytest.MonkeyPatch) 
     ids=["cpu", "all GPUs", "one GPU", "given"],
 )
 def test_ranks(given: int | str, machine: Machine, expected: int) -> None:
-    assert calibrate.choose_ranks(given, machine) == expected
+    assert measuring.choose_ranks(given, machine) == expected
     with pytest.raises(ConfigError, match=r"ranks=3: this machine has 2 x NVIDIA H100.* give ranks=2"):
-        calibrate.choose_ranks(3, GPUS)
+        measuring.choose_ranks(3, GPUS)
 
 
 def test_a_machine_without_links_is_described_as_such() -> None:
     figures = {"bf16_tflops": 1.0}
-    assert "No link was measured" in calibrate.format_cluster(GPUS, figures, ranks=1)
-    assert "No link was measured" not in calibrate.format_cluster(GPUS, figures, ranks=2)
+    assert "No link was measured" in measuring.format_cluster(GPUS, figures, ranks=1)
+    assert "No link was measured" not in measuring.format_cluster(GPUS, figures, ranks=2)
 
 
 def fails(rank: int, ranks: int, meeting: str) -> dict[str, float]:

@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("runs/grid", "runs/other", "lr=0.1", "out"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(comparison, "compare", lambda directories, options: shown_report.make_mixed())
+    monkeypatch.setattr(comparison, "compare", lambda directories, **options: shown_report.make_mixed())
     return tmp_path
 
 
@@ -79,14 +79,14 @@ def test_other_files(to: str, files: int, place: Path, capsys: pytest.CaptureFix
 def test_options_reach_the_comparison(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def compared(directories: Sequence[str], options: comparison.Options) -> Comparison:
+    def compared(directories: Sequence[str], **options: Any) -> Comparison:
         asked.extend([list(directories), options])
         return shown_report.make_two_variants()
 
     monkeypatch.setattr(comparison, "compare", compared)
     given = ["runs/grid", "lr=0.1", "baseline=parallelism=ddp,lr=1e-3", "margin=0.05", "target=3", "to=[]"]
     assert compare.main(given) == 0
-    assert asked == [["runs/grid", "lr=0.1"], comparison.Options("parallelism=ddp,lr=1e-3", 0.05, 3.0)]
+    assert asked == [["runs/grid", "lr=0.1"], {"baseline": "parallelism=ddp,lr=1e-3", "margin": 0.05, "target": 3.0}]
 
 
 REFUSED = [
@@ -164,7 +164,7 @@ import sys
 from tests.support import shown_report as shown
 from titan import compare
 from titan.report import comparison
-comparison.compare = lambda directories, options: shown.make_two_variants()
+comparison.compare = lambda directories, **options: shown.make_two_variants()
 code = compare.main(["runs/grid", "to=[x.html,x.csv,x.json,x.md]"])
 sys.exit(code or ('torch' in sys.modules and 'torch is loaded'))
 """

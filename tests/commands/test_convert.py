@@ -17,6 +17,7 @@ from tests.support.made_weights import LLAMA, QWEN3, has_tensors, write_hf, writ
 from tests.support.tiers import full
 from titan import convert
 from titan.errors import ConfigError
+from titan.weights import convert as conversion
 from titan.weights import export
 from titan.weights.formats import open_weights
 
@@ -37,7 +38,7 @@ def test_from_every_format_to_every_format(source: Any, target: str, tmp_path: P
     assert convert.main([*arguments, *(["meta_ranks=2"] if target == "meta" else ["shard_gb=0.0001"])]) == 0
     assert has_tensors(open_weights(tmp_path / "b"), wanted)
     assert len(list((tmp_path / "b").glob({"hf": "*.safetensors", "meta": "*.pth", "titan": "*.distcp"}[target]))) > 1
-    assert not list((tmp_path / "b").glob(".*.tmp")) and not (tmp_path / "b" / convert.MARK).exists()
+    assert not list((tmp_path / "b").glob(".*.tmp")) and not (tmp_path / "b" / conversion.MARK).exists()
 
 
 def test_it_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +233,7 @@ def test_a_full_disk_is_a_failure(
     monkeypatch.setattr(export.Export, "finish", full)
     assert convert.main([f"{tmp_path}/a", f"to={tmp_path}/b"]) == 1
     assert "can't be written (No space left on device)" in capsys.readouterr().err
-    assert (tmp_path / "b" / convert.MARK).exists()
+    assert (tmp_path / "b" / conversion.MARK).exists()
 
 
 @pytest.mark.full
@@ -257,7 +258,7 @@ def test_overwriting_leaves_nothing_of_what_was_there(first: str, second: str, t
 
 def test_a_bar_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with convert.show_progress(2_000_000) as show:
+    with conversion.show_progress(2_000_000) as show:
         show(500_000)
         show(1_500_000)
     assert "2.00M/2.00M" in capsys.readouterr().err

@@ -19,13 +19,13 @@ import pytest
 
 from launchers.supervisor import Supervisor
 from tests.support.processes import wait_until
+from titan.cluster.compiler import find_missing_compiler
 from titan.cluster.devices import detect_machine
-from titan.cluster.environment import divide_cores, use_loopback
 from titan.cluster.gpus import Probe
 from titan.cluster.heap import keep_freed_memory, read_resident_bytes, release_freed_memory
-from titan.compile.compiler import find_missing_compiler
 from titan.debug import states
 from titan.files import leases, platform
+from titan.files.environment import divide_cores, use_loopback
 
 NOWHERE = Path("/nowhere")
 
@@ -119,7 +119,7 @@ def test_a_mac_has_the_name_of_its_processor(mac: pytest.MonkeyPatch, tmp_path: 
 
 def test_the_compiler_of_a_mac(mac: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = detect_machine("cpu", Probe(root=tmp_path, environ={}))
-    mac.setattr("titan.compile.compiler.CXX", "clang++")
+    mac.setattr("titan.cluster.compiler.CXX", "clang++")
     mac.delenv("CXX", raising=False)
     mac.setenv("PATH", str(tmp_path))
     assert find_missing_compiler(machine, "inductor") == "no C++ compiler (clang++) in PATH"

@@ -1,7 +1,6 @@
 """`python -m tests.measure`: see `tests.measure.command`."""
 
-from tests.measure.command import main
-from titan.console import output
+from tests.measure.command import cli
 
 if __name__ == "__main__":
-    output.run(main)
+    cli()

@@ -15,21 +15,19 @@ figures with titan's; others say in their first lines what they measure.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tests.measure import acceptance, experts, features, separate_runs, speed, training
 from tests.measure.common import LONG, QUIET, SMALL
-from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.files.output_files import check_output_file, write_output_file
 from titan.run import compose, identity
 from titan.run.run import Run
 
@@ -73,13 +71,8 @@ COMMAND = Command(
     },
     Settings,
     overrides="Other arguments are those of titan.train, for all cases.",
+    uses_torch=True,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    prepare_environment(os.environ)
-    return COMMAND.run(_run_command, argv)
 
 
 def _run_command(command_line: CommandLine[Settings]) -> int:
@@ -167,3 +160,6 @@ SUITES: dict[str, Callable[[Settings, list[str], Run, dict[str, Any]], int | Non
     "experts": _measure_experts,
     "scale": _measure_scale,
 }
+
+
+main, cli = COMMAND.bind(_run_command)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from titan.cluster.environment import divide_cores, set_variables
+from titan.files.environment import divide_cores, set_variables
 from titan.run.compose import compose_run
 from titan.run.run import Run
 

@@ -23,14 +23,13 @@ from typing import Any, Literal
 
 from titan.config.command import Command, CommandLine
 from titan.config.optional import import_optional
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import setting
-from titan.console import output
 from titan.estimate import constants, memory, operations
 from titan.estimate.constants import Constants
 from titan.estimate.overhead import CONTEXT_GIB
 from titan.estimate.plan import resolve_hardware
 from titan.estimate.step_time import estimate_step
-from titan.files.output_files import check_output_file, write_output_file
 from titan.model.activations import HeadActivations, RankBatch
 from titan.run.compose import compose_run
 from titan.run.run import Run
@@ -90,11 +89,6 @@ COMMAND = Command(
     Settings,
     notes="Needs scipy. It takes half a minute on one core.",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    return COMMAND.run(_run_fit, argv)
 
 
 def _run_fit(command_line: CommandLine[Settings]) -> int:
@@ -373,10 +367,7 @@ def _format_summary(name: str, errors: Sequence[float]) -> str:
     return f"{name}: median {compute_median_error(errors):.1%}, largest {max(map(abs, errors)):.1%}"
 
 
-def cli() -> None:
-    """The program."""
-    output.run(main)
-
+main, cli = COMMAND.bind(_run_fit)
 
 if __name__ == "__main__":
     cli()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file, write_output_file
 from titan.config.settings import MISSING, setting
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import memory
 from titan.estimate import plan as planning
-from titan.files.output_files import check_output_file, write_output_file
 from titan.metrics.reader import METRICS, read_steps
 from titan.run import attempts, compose
 from titan.run.run import Run
@@ -78,6 +76,7 @@ COMMAND = Command(
     {"cluster=here.yaml": "the file of python -m titan.calibrate to=here.yaml"},
     Settings,
     notes="Let nothing else run meanwhile; it takes about ten minutes on two cores.",
+    uses_torch=True,
 )
 
 
@@ -157,12 +156,6 @@ def list_cases() -> Iterator[PredictionCase]:
         yield PredictionCase(model, LENGTHS[number // 4 % 3], layout, mode)
     for model, layout in WITH_EXPERTS:
         yield PredictionCase(model, 256, layout, "none")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    prepare_environment(os.environ)
-    return COMMAND.run(_run_command, argv)
 
 
 def _run_command(command_line: CommandLine[Settings]) -> int:
@@ -303,5 +296,7 @@ def find_distinct_pairs(rows: Sequence[PredictionRow]) -> list[tuple[PredictionR
     return distinct_pairs
 
 
+main, cli = COMMAND.bind(_run_command)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -180,7 +180,7 @@ def main() -> int:
     from tests.rehearsal import imports
 
     imports.install_finder()
-    from titan.cluster.environment import prepare_environment, use_loopback
+    from titan.files.environment import prepare_environment, use_loopback
 
     die_with_parent(int(os.environ["REHEARSAL_PARENT"]))
     prepare_environment(os.environ)

@@ -12,7 +12,7 @@ from tests.support.aa_report import INJECTED, NEUTRAL, find_end_quality
 from tests.support.made_runs import Story, make_run
 from tests.support.tiers import full
 from tests.support.unlucky_report import SCENES, DivergenceScene, VerdictShares, make_templates, simulate_comparisons
-from titan.report.comparison import Options, compare
+from titan.report.comparison import compare
 from titan.report.statistics import compare_seeds, compute_seeds_needed
 
 SPREAD = 0.02
@@ -49,7 +49,7 @@ def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
 def test_an_injected_difference_is_found_with_the_seeds_told_beforehand(tmp_path: Path) -> None:
     for seed in range(8):
         make_run(tmp_path / f"a{seed}", story(seed))
-    told = [note for note in compare([tmp_path], Options(margin=INJECTED)).notes if "seeds per variant" in note]
+    told = [note for note in compare([tmp_path], margin=INJECTED).notes if "seeds per variant" in note]
     needed = int(re.findall(r"takes (\d+) seeds", told[0])[0])
     assert 4 <= needed <= 8
     for seed in range(needed):

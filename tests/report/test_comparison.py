@@ -12,7 +12,7 @@ import yaml
 from tests.support.made_runs import H200, Story, StoryAttempt, make_run, make_sweep, write_failure
 from tests.support.shown_report import show_markdown, show_text
 from titan.errors import ConfigError
-from titan.report.comparison import Options, compare
+from titan.report.comparison import compare
 from titan.sweep.ledger import SweepSpec
 
 S = Story()
@@ -39,9 +39,9 @@ def test_the_baseline_comes_first(tmp_path: Path) -> None:
     make_run(tmp_path / "a", S, SINGLE)
     make_run(tmp_path / "b", S, FSDP)
     for named in (FSDP, "fsdp", "b"):  # a setting, its value alone, a run's name
-        assert compare([tmp_path], Options(baseline=named)).variants[0].label == FSDP
+        assert compare([tmp_path], baseline=named).variants[0].label == FSDP
     with pytest.raises(ConfigError, match="baseline=parallelism=tp"):
-        compare([tmp_path], Options(baseline="parallelism=tp"))
+        compare([tmp_path], baseline="parallelism=tp")
 
 
 def test_a_ratio_from_one_run_each_has_no_interval(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path) -> No
     assert (found.title, found.question, found.margin, found.target) == (tmp_path.name, "which layout?", 0.5, 3.2)
     assert [variant.label for variant in found.variants] == [FSDP, SINGLE] and found.variants[0].reached is not None
     assert [(f.label, f.state) for f in found.failed] == [("parallelism=tp", "planned")]
-    said = compare([tmp_path], Options(baseline=SINGLE, margin=0.1, target=2.0))
+    said = compare([tmp_path], baseline=SINGLE, margin=0.1, target=2.0)
     assert (said.variants[0].label, said.margin, said.target) == (SINGLE, 0.1, 2.0)
 
 

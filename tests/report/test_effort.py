@@ -12,7 +12,7 @@ import pytest
 from tests.support.made_runs import Story, make_run
 from titan.errors import ConfigError
 from titan.report import effort
-from titan.report.comparison import Options, compare
+from titan.report.comparison import compare
 from titan.report.findings import Comparison, Variant
 from titan.report.render.sentences import describe_margin
 
@@ -33,7 +33,7 @@ def make_runs(folder: Path, lengths: tuple[int, ...], gap: float, seeds: int = 3
         for steps in lengths:
             make_run(folder / f"a{steps}-{seed}", replace(S, seed=seed, steps=steps, level=compute_level(steps / 200)))
         make_run(folder / f"b{seed}", replace(S, seed=seed, level=3 + gap), OTHER)
-    return compare([folder], Options(baseline=str(folder / "a200-0")))
+    return compare([folder], baseline=str(folder / "a200-0"))
 
 
 def find_variant(comparison: Comparison) -> Variant:
@@ -84,7 +84,7 @@ def test_hours_of_other_hardware_are_not_compared(tmp_path: Path) -> None:
     for seed in range(3):
         shutil.rmtree(tmp_path / f"b{seed}")
         make_run(tmp_path / f"b{seed}", replace(S, seed=seed, level=2.95, device={"device": "cpu", "name": "X"}), OTHER)
-    effort = find_variant(compare([tmp_path], Options(baseline=str(tmp_path / "a200-0")))).effort
+    effort = find_variant(compare([tmp_path], baseline=str(tmp_path / "a200-0"))).effort
     assert effort is not None and effort.tokens is not None and effort.hours is None
 
 
@@ -94,7 +94,7 @@ def test_hours_of_other_hardware_are_not_compared(tmp_path: Path) -> None:
 )
 def test_a_margin_may_be_a_share_of_compute(lengths: tuple[int, ...], note: str, tmp_path: Path) -> None:
     make_runs(tmp_path, lengths, -0.05)
-    found = compare([tmp_path], Options(baseline=str(tmp_path / "a200-0"), margin="10%"))
+    found = compare([tmp_path], baseline=str(tmp_path / "a200-0"), margin="10%")
     if note:
         assert found.margin == 0.02 and any(note in text for text in found.notes)
     else:
@@ -108,7 +108,7 @@ def test_a_margin_may_be_a_share_of_compute(lengths: tuple[int, ...], note: str,
 def test_a_margin_that_is_none_is_rejected(margin: str, tmp_path: Path) -> None:
     make_run(tmp_path / "a", S)
     with pytest.raises(ConfigError, match=r"must be (a number of nats )?above 0"):
-        compare([tmp_path], Options(margin=margin))
+        compare([tmp_path], margin=margin)
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ from tests.support.made_runs import (
 from tests.support.shown_report import make_comparison, make_quality, make_variant, show_text
 from titan.metrics import svg
 from titan.report.collect import collect_runs
-from titan.report.comparison import Options, compare
+from titan.report.comparison import compare
 from titan.report.findings import Variant
 from titan.report.render import sentences
 from titan.sweep import job_exit
@@ -121,7 +121,7 @@ def test_a_failed_run_never_comes_to_the_target(tmp_path: Path) -> None:
     for seed in (1, 2):
         failed = make_run(tmp_path / f"b{seed}", replace(S, seed=seed, level=4.0, attempts=(StoryAttempt(0, 10),)))
         write_failure(failed, "steps in a row without finite values")
-    reached = compare([tmp_path], Options(target=2.3)).variants[0].reached
+    reached = compare([tmp_path], target=2.3).variants[0].reached
     assert reached is not None and (reached.reached, reached.runs, reached.median_tokens) == (1, 3, None)
 
 
@@ -161,7 +161,7 @@ def test_the_variant_that_others_are_compared_with_is_the_baseline(tmp_path: Pat
     assert layout.learning.text.startswith("same: compared with parallelism=single lr=0.001 weight_decay=0.1: all")
     assert layout.quality[0].text.startswith("worse: validation loss differs by +0.2")
     assert named["parallelism=single lr=0.001 weight_decay=0.2"].quality[0].text.startswith("better: ")
-    exact, *_ = compare([tmp_path], Options("parallelism=single,lr=1e-3,weight_decay=0.1")).variants
+    exact, *_ = compare([tmp_path], baseline="parallelism=single,lr=1e-3,weight_decay=0.1").variants
     assert exact.label == "parallelism=single lr=0.001 weight_decay=0.1"
 
 

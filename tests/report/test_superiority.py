@@ -20,7 +20,7 @@ from tests.support.made_runs import (
     write_failure,
 )
 from tests.support.tiers import full
-from titan.report.comparison import Options, compare
+from titan.report.comparison import compare
 from titan.report.findings import Comparison, Quality, Variant
 from titan.report.render.sentences import format_lead
 from titan.sweep.ledger import SweepSpec
@@ -332,7 +332,7 @@ def test_the_time_to_a_target_is_censored(tmp_path: Path) -> None:
     make_run(tmp_path / "middle", replace(S, seed=1, level=2.4))
     make_run(tmp_path / "never", replace(S, seed=2, level=4.0))
     make_run(tmp_path / "unfinished", replace(S, seed=3, level=4.0, attempts=(StoryAttempt(0, 10),)))
-    found = {target: reached(compare([tmp_path], Options(target=target)).variants[0]) for target in (2.3, 2.6, 4.2)}
+    found = {target: reached(compare([tmp_path], target=target).variants[0]) for target in (2.3, 2.6, 4.2)}
     assert found[2.3] == (4, 1, None)
     assert found[2.6][:2] == (4, 2) and found[4.2] == (4, 3, 10 * 128)
     losses = [2.4 + 2 * math.exp(-5 * step / 40) for step in (10, 20)]  # of the run that comes there between these
@@ -344,7 +344,7 @@ def test_the_time_to_a_target_is_censored(tmp_path: Path) -> None:
 def test_a_target_in_nats_is_none_for_other_tokens(tmp_path: Path) -> None:
     make_run(tmp_path / "a", S)
     make_run(tmp_path / "b", S, "training.seq_len=32")
-    found = compare([tmp_path], Options(target=4.0))
+    found = compare([tmp_path], target=4.0)
     assert found.variants[0].reached is not None and found.variants[1].reached is None
 
 

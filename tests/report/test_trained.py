@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.runs import compose_tiny_run, train_run
-from titan.report.comparison import Options, compare
+from titan.report.comparison import compare
 from titan.report.findings import Variant
 
 MORE = ("training.steps=8", "evaluation.tokens=256", "evaluation.every=4", "checkpoint=off")
@@ -18,7 +18,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Variant]:
         for layout in ("single", "fsdp2"):
             train_run(compose_tiny_run(folder / f"{layout}-{seed}", *MORE, f"training.seed={seed}", layout=layout))
         train_run(compose_tiny_run(folder / f"wrong-{seed}", *MORE, f"training.seed={seed}", "optimizer.lr=5e-2"))
-    found = compare([folder], Options(baseline="parallelism=single,lr=0.001"))
+    found = compare([folder], baseline="parallelism=single,lr=0.001")
     return {variant.label: variant for variant in found.variants}
 
 

@@ -23,10 +23,10 @@ from launchers import start
 from tests.support.composing import compose_test_run
 from tests.support.runs import TINY, begin_run, write_run_checkpoint
 from tests.support.tiers import full
-from titan.compare import PAGE
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError, exit_code
 from titan.files.run_directory import BEGUN, FILES
+from titan.report.schema import PAGE
 from titan.run import attempts, directory
 from titan.run.attempts import Attempt
 from titan.run.directory import is_locked, lock_directory, parse_attempts, read_attempts

@@ -15,7 +15,7 @@ from tests.support.composing import compose_test_run
 from tests.support.machines import make_detector
 from tests.support.tiers import full
 from titan.cluster import devices
-from titan.compile.compiler import find_missing_compiler
+from titan.cluster.compiler import find_missing_compiler
 from titan.errors import ConfigError
 from titan.run import compile_scope, identity
 from titan.run.compile_scope import estimate_eager_seconds

@@ -17,7 +17,7 @@ import numpy as np
 
 from tests.support.made_runs import read_lines, write_lines
 from tests.support.runs import compose_tiny_run, train_run
-from titan.report.comparison import Options, compare
+from titan.report.comparison import compare
 from titan.report.findings import Comparison, Quality
 
 RECIPE = (
@@ -61,7 +61,7 @@ def _finds_difference(variants: dict[str, list[Path]], number: int) -> bool:
 
 def _finds_injected_loss(folder: Path, variants: dict[str, list[Path]]) -> bool:
     """Whether the injected difference is found with the seeds that are told beforehand."""
-    beforehand = compare(variants["a"][:12], Options(margin=INJECTED))
+    beforehand = compare(variants["a"][:12], margin=INJECTED)
     seeds_note = next(note for note in beforehand.notes if "seeds per variant" in note)
     needed = max(2, int(re.findall(r"takes ([\d,]+) seeds", seeds_note)[0].replace(",", "")))
     print(f"beforehand, of one variant's 12 seeds: {seeds_note}")

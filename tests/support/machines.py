@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titan.cluster import devices
+from titan.cluster.compiler import find_missing_compiler
 from titan.cluster.devices import Machine
 from titan.cluster.gpus import GIB, Probe
-from titan.compile.compiler import find_missing_compiler
 
 H100S = "".join(f"GPU-{i}{i}aa-bb, NVIDIA H100 80GB HBM3, 81559, 9.0\n" for i in range(8))
 H200 = "GPU-00aa-bb, NVIDIA H200, 143167, 9.0\n"  # 139.8 GiB

@@ -18,7 +18,7 @@ import yaml
 from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
 from titan.estimate.plan import PredictedValue
-from titan.report.comparison import Options, compare
+from titan.report.comparison import compare
 from titan.report.findings import Comparison
 from titan.run import identity, prediction
 from titan.run.prediction import Prediction
@@ -155,7 +155,7 @@ def compare_made(folder: Path, *variants: tuple[Sequence[Story], Sequence[str]],
     for letter, (stories, overrides) in zip("abcdef", variants, strict=False):
         for index, story in enumerate(stories):
             make_run(folder / f"{letter}{index}", story, *overrides)
-    return compare([folder], Options(**options))
+    return compare([folder], **options)
 
 
 def write_failure(directory: Path, message: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from launchers import process
 from tests.support.ranks import run_ranks
 from tests.support.runs import begin_run, compose_tiny_run, train_run
 from tests.support.tiers import full
@@ -144,10 +145,10 @@ def test_a_rank_under_torchrun_leaves_without_tidying_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left = list[int]()
-    monkeypatch.setattr(training.rank_info, "from_environment", lambda env: RankInfo(1, 2))
+    monkeypatch.setattr(process.rank_info, "from_environment", lambda env: RankInfo(1, 2))
     monkeypatch.setattr(training, "main", lambda: 1 // 0)
-    monkeypatch.setattr(training, "exit_now", left.append)
-    monkeypatch.setattr(training.output, "protect_streams", lambda: None)  # this process keeps its own
+    monkeypatch.setattr(process, "exit_now", left.append)
+    monkeypatch.setattr(process.output, "protect_streams", lambda: None)  # this process keeps its own
     training.cli()
     assert left == [1]
     assert "ZeroDivisionError" in capsys.readouterr().err

@@ -26,10 +26,10 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from titan.cluster.environment import divide_cores, set_variables, use_loopback
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import exit_now
 from titan.errors import RunError
+from titan.files.environment import divide_cores, set_variables, use_loopback
 from titan.files.platform import die_with_parent
 from titan.metrics.recorder import peak_resident_gib
 from titan.parallelism import mesh

@@ -3,23 +3,21 @@
 A command is a module with a `Command`, a body, `main` and `cli`:
 
     COMMAND = Command("titan.status", "Show ...", {"runs/first": "a run"}, Settings)
+    main, cli = COMMAND.bind(_show_status)
 
-    def main(argv=None):
-        return COMMAND.run(_show_status, argv)
-
-The body gets the parsed command line. Files that it writes are named by `to=`: see `titan.files.output_files`.
+The body gets the parsed command line. Files that it writes are named by `to=`: see `titan.config.output_files`.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
-import titan
 from titan.config.arguments import (
     describe_settings,
     find_operand,
@@ -27,7 +25,10 @@ from titan.config.arguments import (
     parse_arguments,
     split_operands,
 )
-from titan.errors import ConfigError, UnknownSettingError, exit_code
+from titan.console import output
+from titan.console.requirements import VERSION
+from titan.errors import ConfigError, ReasonReceiver, UnknownSettingError, exit_code, ignore_reason
+from titan.files.environment import prepare_environment
 
 T = TypeVar("T")
 EXIT_CODES = "0 done, 1 failed, 2 rejected (the message says what to change), 130 interrupted."
@@ -45,8 +46,9 @@ class CommandLine(Generic[T]):
     """A parsed command line."""
 
     settings: T  # the command's own
-    overrides: list[str]  # the other words, for titan.train's settings
-    words: list[str]  # all words, as typed
+    overrides: list[str] = field(default_factory=list)  # the other words, for titan.train's settings
+    words: list[str] = field(default_factory=list)  # all words, as typed
+    report: ReasonReceiver = ignore_reason  # takes the error of the rank that failed first
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,23 @@ class Command(Generic[T]):
     exit_codes: str = EXIT_CODES  # their meanings
     options: tuple[str, ...] = ()  # those of `TRAIN_OPTIONS` that it accepts
     removed: Mapping[str, str] = field(default_factory=dict)  # what to do instead of a setting that it had
+    uses_torch: bool = False  # also in the processes that it starts
+    keep_going: bool = True  # where stdout can't be written: False where that is its only product
 
-    def run(self, body: Callable[[CommandLine[T]], int], argv: Sequence[str] | None = None) -> int:
-        """Carry out a command line, and return the exit code; print what --help and --version ask for.
+    def bind(self, body: Callable[[CommandLine[T]], int]) -> tuple[Callable[..., int], Callable[[], NoReturn]]:
+        """Return the command's `main` and console script.
 
-        Args:
-            body: takes the parsed command line; returns the exit code.
+        `main` carries out a command line, by default that of this process: it prints what --help and --version ask for,
+        else calls `body`, and returns the exit code.
         """
-        words = list(sys.argv[1:] if argv is None else argv)
-        return exit_code(lambda: self._run_body(body, words))
+
+        def main(argv: Sequence[str] | None = None) -> int:
+            words = list(sys.argv[1:] if argv is None else argv)
+            if self.uses_torch:
+                prepare_environment(os.environ)
+            return exit_code(lambda: self._run_body(body, words))
+
+        return main, lambda: output.run(main, keep_going=self.keep_going)
 
     def parse(self, words: Sequence[str]) -> CommandLine[T]:
         """Return a parsed command line."""
@@ -153,6 +163,6 @@ def format_help(
 def describe_version() -> str:
     """Return what `--version` prints: the versions of titan and of torch, without importing torch."""
     try:
-        return f"titan {titan.__version__} (torch {metadata.version('torch')})"
+        return f"titan {VERSION} (torch {metadata.version('torch')})"
     except metadata.PackageNotFoundError:
-        return f"titan {titan.__version__} (without torch)"
+        return f"titan {VERSION} (without torch)"

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+VERSION = "0.1.0"
+"""titan's own."""
 REQUIREMENTS = {
     "torch": "torch", "numpy": "numpy", "hydra": "hydra-core", "omegaconf": "omegaconf", "yaml": "pyyaml",
     "tiktoken": "tiktoken",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan.compile.compiler import read_torch_version
+from titan.cluster.compiler import read_torch_version
 from titan.estimate.regather import regathers_input
 from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, HeadActivations, RankBatch
 from titan.parallelism.pipeline.stage_plan import splits_backward

@@ -1,1 +1,1 @@
-"""Files that several processes or an attacker may change: locks, leases and checked reading."""
+"""Files that several processes or an attacker may change: locks, leases, checked reading; and the platform."""

@@ -14,7 +14,7 @@ from titan.console.text import format_error
 from titan.errors import ConfigError, RunError, find_own_code_error
 from titan.hooks.context import Context, Parameters
 from titan.hooks.schema import MOMENTS
-from titan.metrics.schema import METRIC_PREFIX
+from titan.metrics.reader import METRIC_PREFIX
 from titan.parallelism.mesh import RunContext
 from titan.run import identity
 from titan.run.run import Run

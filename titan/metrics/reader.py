@@ -21,6 +21,8 @@ from titan.files.untrusted import open_regular_file
 
 METRICS = "metrics.jsonl"
 """The file's name in a run's directory."""
+METRIC_PREFIX = "hooks/"
+"""The prefix of a hook's own metrics in records: hooks/NAME/METRIC."""
 Record = dict[str, Any]
 LINES_PER_PARSE = 1000
 """Lines that are parsed together."""

@@ -16,7 +16,6 @@ import torch
 from titan.files import platform
 from titan.metrics.reader import METRICS
 from titan.metrics.trackers import Trackers
-from titan.model.schema import Llama
 
 
 class Recorder:
@@ -99,9 +98,9 @@ class StepSpeed:
     None where that is not known.
     """
 
-    def __init__(self, model: Llama, devices: int, peak_tflops: float | None) -> None:
-        """Take the model, the number of devices, and a device's dense peak in TFLOP/s; None: not known."""
-        self.model, self.devices, self.peak_tflops = model, devices, peak_tflops
+    def __init__(self, flops_per_token: Callable[[float], float], devices: int, peak_tflops: float | None) -> None:
+        """Take FLOPs per token at a length, the devices, and a device's dense peak in TFLOP/s; None: not known."""
+        self.flops_per_token, self.devices, self.peak_tflops = flops_per_token, devices, peak_tflops
 
     def compute(self, seconds: float, tokens: int, pairs: float) -> dict[str, float | None]:
         """Return the speed of a step.
@@ -111,7 +110,7 @@ class StepSpeed:
             pairs: pairs of tokens that attend to each other: tokens * seq_len, or less with document masks.
         """
         tokens_per_second = tokens / seconds
-        tflops = tokens_per_second / self.devices * self.model.flops_per_token(pairs / tokens) / 1e12
+        tflops = tokens_per_second / self.devices * self.flops_per_token(pairs / tokens) / 1e12
         return {
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / self.devices,

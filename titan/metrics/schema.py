@@ -21,8 +21,6 @@ SQLITE = "sqlite:///"
 """How the URI of a database begins, which MLflow keeps in a file."""
 TRACKIO_DIRECTORY = "TRACKIO_DIR"
 """The environment variable with the folder of trackio's files, which it reads when it is imported."""
-METRIC_PREFIX = "hooks/"
-"""The prefix of a hook's own metrics in records: hooks/NAME/METRIC."""
 WARM = 3
 """The first steps of an attempt, which no speed counts: they compile and allocate."""
 

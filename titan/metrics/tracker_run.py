@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from titan.config.settings import format_value
 from titan.config.text_kinds import TextKind, list_kinds, read_declared_types
 from titan.console.text import redact
-from titan.metrics.schema import METRIC_PREFIX
+from titan.metrics.reader import METRIC_PREFIX
 
 Warn = Callable[[str], None]
 

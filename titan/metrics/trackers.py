@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan.cluster.environment import set_variables
+from titan.files.environment import set_variables
 from titan.metrics.mlflow import MLflowRun
 from titan.metrics.schema import TRACKIO_DIRECTORY, Metrics, MLflow, Tracker, Trackio
 from titan.metrics.tracker_run import (

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
-from titan.console import output
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.run_directory import check_run_directory
@@ -34,12 +32,8 @@ COMMAND = Command(
     Settings,
     notes="A running run is profiled on demand: touch runs/first/profile/now\n"
     "Traces for https://ui.perfetto.dev are in runs/first/profile/step-N/.",
+    keep_going=False,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Show the profiles of a run; returns the exit code."""
-    return COMMAND.run(_show_profile, argv)
 
 
 def _show_profile(command_line: CommandLine[Settings]) -> int:
@@ -63,10 +57,7 @@ def _select_rank(summaries: list[summary.Summary], rank: int | None) -> summary.
     return selected
 
 
-def cli() -> None:
-    """The console script `titan-profile`."""
-    output.run(main, keep_going=False)
-
+main, cli = COMMAND.bind(_show_profile)
 
 if __name__ == "__main__":
     cli()

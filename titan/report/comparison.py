@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from titan.console.text import sanitize_nested
 from titan.report import align, effort, equivalence, estimate, notes, rank, superiority
@@ -34,46 +35,32 @@ from titan.sweep.schema import DEFAULT_MARGIN, parse_margin
 FAILED_STATES = ("failed", "stopped")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the user asks of a comparison.
-
-    Attributes:
-        baseline: the variant that the others are compared with: its settings, as in "parallelism=single,lr=0.001",
-            or a run's directory; None: that of the sweep, else the first one found.
-        margin: equivalence margin, in nats of validation loss, or a share of the baseline's compute such as "2%"; None:
-            that of the sweep, else 0.02.
-        target: the validation loss to reach; None: that of the sweep.
-    """
-
-    baseline: str | None = None
-    margin: float | str | None = None
-    target: float | None = None
-
-
-def compare(directories: Sequence[str | os.PathLike[str]], options: Options | None = None) -> Comparison:
-    """Compare all runs in directories and their subdirectories.
+def compare(
+    directories: Sequence[str | os.PathLike[str]],
+    *,
+    baseline: str | None = None,
+    margin: float | str | None = None,
+    target: float | None = None,
+) -> Comparison:
+    """Compare all runs in directories and their subdirectories; for the others see `titan.report.schema.Settings`.
 
     Raises:
         ConfigError: for a directory without runs, or a baseline that matches no variant.
     """
-    options = options or Options()
     collected = collect_runs([Path(directory) for directory in directories])
-    typed = {name: value for name in ("margin", "target") if (value := getattr(options, name)) is not None}
-    spec = replace(collected.sweep, **typed)
+    typed: dict[str, Any] = {"margin": margin, "target": target}
+    spec = replace(collected.sweep, **{name: value for name, value in typed.items() if value is not None})
     groups = align.group_runs(collected.list_started_runs(), collected.failed)
-    margin = parse_margin(spec.margin, "margin")
-    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), margin.nats or DEFAULT_MARGIN)
+    asked = parse_margin(spec.margin, "margin")
+    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), asked.nats or DEFAULT_MARGIN)
     members, figure_notes = notes.drop_incomparable(members)
-    candidates = rank.list_candidates(groups, members, options.baseline, spec.baseline)
+    candidates = rank.list_candidates(groups, members, baseline, spec.baseline)
     short = effort.find_shorter_run(candidates)
-    nats, share, margin_notes = effort.resolve_margin(margin, candidates, short)
+    nats, share, margin_notes = effort.resolve_margin(asked, candidates, short)
     title = ", ".join(os.fspath(directory).rstrip("/") for directory in directories)
     if len(collected.sweeps) == len(directories) == 1:
         title = next(iter(collected.sweeps)).name
-    comparison_notes = notes.list_comparison_notes(
-        candidates, collected, spec, nats, options.baseline, options.margin is not None
-    )
+    comparison_notes = notes.list_comparison_notes(candidates, collected, spec, nats, baseline, margin is not None)
     groups = [candidate.group for candidate in candidates]
     variants = _build_variants(candidates, spec, nats, short)
     comparison = Comparison(

@@ -12,7 +12,8 @@ import numpy as np
 
 from titan.estimate.plan import PredictedValue
 from titan.metrics.columns import StepColumns
-from titan.metrics.schema import METRIC_PREFIX, WARM
+from titan.metrics.reader import METRIC_PREFIX
+from titan.metrics.schema import WARM
 from titan.report.align import RunGroup, find_common_measure, label_runs
 from titan.report.collect import RawRun
 from titan.report.findings import (

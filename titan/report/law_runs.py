@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from titan.report.align import group_runs, identify_evaluation_set
 from titan.report.collect import RawRun, collect_runs
 from titan.report.estimate import build_member
 from titan.report.findings import RunResult
-from titan.scaling.table import Table
+from titan.scaling.findings import LawFindings
+from titan.scaling.schema import Settings
+from titan.scaling.study import Question, Target, study_table
+from titan.scaling.table import LEAST_COUNT, Table, parse_number, read_csv
 
 EXECUTION = re.compile(
     r"(parallelism|memory|compile|checkpoint|metrics|cluster|debug|profile|evaluation)(\..*)?"
@@ -49,6 +53,41 @@ class _Rung:
     def shape(self) -> tuple[int, int]:
         """Return the width and depth of its model, which variants share whose parameters differ a little."""
         return (self.raw.model.dim, self.raw.model.layers) if self.raw.model else (0, 0)
+
+
+def study_sources(settings: Settings) -> LawFindings:
+    """Return what some runs show, for each corpus.
+
+    Raises:
+        ConfigError: where a source or a target is no such thing, and where the runs can't determine a law.
+    """
+    for name in settings.sources:
+        if not os.path.exists(name):
+            kind = "file" if name.endswith(".csv") else "directory"
+            raise ConfigError(f"{name}: there is no such {kind}; correct the path.")
+        if not os.path.isdir(name) and len(settings.sources) > 1:
+            raise ConfigError(f"{name}: is a file; give one CSV file alone, or directories of runs.")
+    target = holdout = None
+    if settings.target is not None:
+        parts = settings.target.split(",")
+        if len(parts) != 2:
+            raise ConfigError(f"target={settings.target}: give parameters and tokens, as in target=1.4B,28B.")
+        target = Target(*(_parse_count(f"target={settings.target}", part) for part in parts))
+    if settings.holdout is not None:
+        holdout = _parse_count(f"holdout={settings.holdout}", settings.holdout)
+    is_folder = os.path.isdir(settings.sources[0])
+    embeddings = settings.embeddings
+    table = read_runs(settings.sources, embeddings) if is_folder else read_csv(settings.sources[0], embeddings)
+    question = Question(target, holdout, settings.baseline, settings.extrapolate, settings.replicates, settings.seed)
+    return study_table(table, question)
+
+
+def _parse_count(typed: str, text: str) -> float:
+    """Return a count, as 1.4B or 1.4e9; `typed` is the whole word, for messages."""
+    value = parse_number(text.strip())
+    if value is None or not value >= LEAST_COUNT:
+        raise ConfigError(f"{typed}: is no number of parameters or tokens; write it as 1.4B or 1.4e9.")
+    return value
 
 
 def read_runs(directories: Sequence[str], count_all: bool = False) -> Table:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from titan.compile.compiler import find_missing_compiler, read_torch_version
+from titan.cluster.compiler import find_missing_compiler, read_torch_version
 from titan.config.kinds import get_kind
 from titan.config.optional import advise_extra
 from titan.config.settings import format_value, suggest_pattern

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from titan.compile.compiler import find_missing_compiler, read_torch_version
+from titan.cluster.compiler import find_missing_compiler, read_torch_version
 from titan.console.numbers import format_plural
 
 if TYPE_CHECKING:

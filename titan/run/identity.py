@@ -26,9 +26,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import titan
 from titan.config import kinds
 from titan.config.settings import to_plain
+from titan.console.requirements import VERSION
 from titan.console.text import redact_nested
 from titan.optimizer.external.packages import compute_files_digest, find_version, is_own
 
@@ -173,7 +173,7 @@ def describe_code(run: Run | None = None) -> dict[str, Any]:
     versions = {name: _find_version(name) for name in PACKAGES}
     diff = read_git_diff()
     return {
-        "titan": titan.__version__,
+        "titan": VERSION,
         "commit": _read_frozen("code", {}).get("commit") or run_git("rev-parse", "HEAD"),
         "diff": hashlib.sha256(diff.encode()).hexdigest()[:12] if diff else None,
         **versions,

@@ -296,4 +296,4 @@ def build_spike_detector(run: Run, attempt: Attempt, records: bool) -> SpikeDete
 def build_step_speed(run: Run) -> StepSpeed:
     """Return what turns the seconds of a step into throughput and MFU."""
     device_peak = look_up_peak_tflops(run.machine.name, run.precision.compute) if run.machine.device == "cuda" else None  # type: ignore[arg-type]
-    return StepSpeed(run.model, run.layout.devices, run.cluster.peak_tflops or device_peak)
+    return StepSpeed(run.model.flops_per_token, run.layout.devices, run.cluster.peak_tflops or device_peak)

@@ -13,8 +13,8 @@ from itertools import chain
 
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
+from titan.config.output_files import check_output_file
 from titan.config.settings import MISSING, setting
-from titan.console import output
 from titan.console.progress import print_table
 from titan.console.text import sanitize_line
 from titan.dataset.documents import Source
@@ -22,7 +22,6 @@ from titan.dataset.sources import local
 from titan.dataset.sources.files import describe_selection
 from titan.dataset.tokenizers.load import PATTERN, cut_spaces, write_ranks
 from titan.errors import ConfigError, RunError
-from titan.files.output_files import check_output_file
 
 MAX_RANKS = 10**7
 """The largest vocabulary."""
@@ -86,11 +85,6 @@ def _learn_merges(texts: Iterable[str], ranks: int) -> dict[str, int]:
     return backend.get_vocab()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    return COMMAND.run(_train_file, argv)
-
-
 def _open_sources(path: str | None, field: str | None) -> Sequence[Source]:
     """Return the sources of the text at a path, or of the standard library's, and print what is read and left out."""
     sources: Sequence[Source]
@@ -123,5 +117,7 @@ def _train_file(command_line: CommandLine[Settings]) -> int:
     return 0
 
 
+main, cli = COMMAND.bind(_train_file)
+
 if __name__ == "__main__":
-    output.run(main)
+    cli()

@@ -25,9 +25,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from titan.config.output_files import write_output_file
 from titan.console.text import escape
 from titan.errors import RunError
-from titan.files.output_files import write_output_file
 
 Mood = Literal["", "good", "bad", "open"]
 MOODS: dict[str, Mood] = {"": "", "fits": "good", "fits closely": "open", "does not fit": "bad"}

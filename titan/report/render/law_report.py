@@ -32,6 +32,7 @@ from titan.scaling.fit import ALPHA, LEVEL, REACH, Fit, QuantileInterval
 from titan.scaling.law import Numbers
 from titan.scaling.speedup import RungSpeedup, format_share
 from titan.scaling.study import draw_band
+from titan.sweep import predictions
 
 FORMAT = 1
 """Version of the JSON; rises when a key changes its meaning or is removed."""
@@ -65,6 +66,12 @@ def format_text(findings: LawFindings) -> str:
     for corpus in findings.corpora:
         lines += ["", *_format_corpus(corpus)]
     return "".join(f"{sanitize_line(line)}\n" for line in lines)
+
+
+def format_record() -> str:
+    """Return what the user's record of predictions shows; empty without one."""
+    record = predictions.read_record(LEVEL)
+    return f"\n{record.describe()}\n" if record.scored else ""
 
 
 def _format_corpus(corpus: CorpusFindings) -> Iterator[str]:

@@ -16,7 +16,7 @@ from titan.console.numbers import (
     format_tokens,
 )
 from titan.estimate.step_time import COMMUNICATION, COMPUTATION, IDLE, sum_groups
-from titan.metrics.schema import METRIC_PREFIX
+from titan.metrics.reader import METRIC_PREFIX
 from titan.report import rank, statistics
 from titan.report.findings import Comparison, Interval, MeasuredSpeed, Quality, RunPrediction, RunResult, Variant
 from titan.report.render.document import Cell, Column, Mood, Table

@@ -7,13 +7,9 @@ import importlib.util
 import os
 import shutil
 from functools import cache
-from typing import TYPE_CHECKING
 
+from titan.cluster.devices import Machine
 from titan.files.platform import CXX
-
-if TYPE_CHECKING:
-    from titan.cluster.devices import Machine
-
 
 TRITON_CAPABILITY = 7.0
 """The lowest compute capability that triton supports."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from titan.config.output_files import check_output_file, check_output_files, write_output_file
 from titan.errors import ConfigError, RunError
-from titan.files.output_files import check_output_file, check_output_files, write_output_file
 
 LONG = "x" * 300
 

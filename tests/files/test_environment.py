@@ -14,8 +14,9 @@ from launchers.slurm import job
 from tests.measure import command
 from titan import generate
 from titan import train as training
-from titan.cluster.environment import ALLOCATOR, prepare_environment
+from titan.cluster import rank_info
 from titan.cluster.rank_info import RankInfo
+from titan.files.environment import ALLOCATOR, prepare_environment
 
 GROWS = "expandable_segments:True"
 
@@ -56,7 +57,7 @@ def _help(main: Callable[[list[str]], int]) -> Callable[[Path, pytest.MonkeyPatc
 
 
 def _follow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.rank_info, "from_environment", lambda env: RankInfo(1, 2))
+    monkeypatch.setattr(rank_info, "from_environment", lambda env: RankInfo(1, 2))
     monkeypatch.setattr("launchers.start.run_worker", lambda rank_info, trusted: 0)
     assert training.main([]) == 0
 
