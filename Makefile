@@ -63,7 +63,7 @@ rehearse-faults: $(VENV)/.test  ## faults of CUDA branches, planted in copies of
 
 cuda-names: $(VENV)/.test ## names of CUDA wheels, and code for GPUs: PYTHONS are interpreters with one (5 GB, no GPU needed)
 	$(VENV)/bin/python -m tests.rehearsal.names $(PYTHONS)
-	$(VENV)/bin/python -m tests.rehearsal.inductor $(lastword $(PYTHONS))
+	$(VENV)/bin/python -m tests.measure.inductor $(lastword $(PYTHONS))
 
 lint: $(VENV)/.lint      ## ruff, docstrings (pydoclint), mypy, the order of packages (import-linter), and the size
 	$(VENV)/bin/ruff check

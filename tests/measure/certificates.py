@@ -1,4 +1,4 @@
-"""Certificates of all recipes, and of models and layouts: `python -m tests.support.certificates [NAME ...]`.
+"""Certificates of all recipes, and of models and layouts: `python -m tests.measure.certificates [NAME ...]`.
 
 It prints a row for each; exit code 1 where a layout is not proven.
 """
