@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from launchers import start
-from tests.support import cpu_time, failure_names, tiers
+from tests.measure import cpu_time
+from tests.support import failure_names, tiers
 from tests.support.machines import NO_COMPILER, make_detector
 from titan.cluster import devices
 from titan.dataset.preprocess.prepare import ProgressMeter

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.cpu_time import measure_cpu_seconds
+from tests.measure.cpu_time import measure_cpu_seconds
 from titan import prove
 
 ROOT = Path(__file__).resolve().parents[2]
