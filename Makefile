@@ -59,7 +59,7 @@ rehearse: $(VENV)/.test  ## titan's CUDA path on a device that the CPU computes 
 	$(VENV)/bin/python -m tests.rehearsal.rehearse $(ARGS)
 
 rehearse-faults: $(VENV)/.test  ## faults of CUDA branches, planted in copies of the repository, which make rehearse finds
-	$(VENV)/bin/python -m tests.rehearsal.faults $(ARGS)
+	$(VENV)/bin/python -m tests.measure.rehearsal_faults $(ARGS)
 
 cuda-names: $(VENV)/.test ## names of CUDA wheels, and code for GPUs: PYTHONS are interpreters with one (5 GB, no GPU needed)
 	$(VENV)/bin/python -m tests.measure.cuda_names $(PYTHONS)

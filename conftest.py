@@ -103,6 +103,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A CPU with 16 GiB, and a directory of the test's own, which is the current one."""
     monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TITAN_CONF", raising=False)
     return tmp_path
 
 
