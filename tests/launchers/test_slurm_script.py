@@ -63,7 +63,8 @@ def test_shapes(overrides: list[str], nodes: int, ranks: int, gpus: int) -> None
     ("time", "expected"),
     [
         full("90", 90), full("1:30", 2), full("10:00", 10), ("1:30:00", 90), full("1-0", 1440),
-        full("1-12:30", 2190), full("0-0:0:30", 1), full(None, None),
+        full("1-12:30", 2190), full("0-0:0:30", 1), full(None, None), ("90min", 90),
+        full("12h", 720), full("5d", 7200), full("61s", 2),
     ],
 )  # fmt: skip
 def test_time_limits(time: str | None, expected: int | None) -> None:
