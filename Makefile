@@ -59,11 +59,11 @@ rehearse: $(VENV)/.test  ## titan's CUDA path on a device that the CPU computes 
 	$(VENV)/bin/python -m tests.rehearsal.rehearse $(ARGS)
 
 rehearse-faults: $(VENV)/.test  ## faults of CUDA branches, planted in copies of the repository, which make rehearse finds
-	$(VENV)/bin/python -m tests.rehearsal.faults $(ARGS)
+	$(VENV)/bin/python -m tests.measure.rehearsal_faults $(ARGS)
 
 cuda-names: $(VENV)/.test ## names of CUDA wheels, and code for GPUs: PYTHONS are interpreters with one (5 GB, no GPU needed)
-	$(VENV)/bin/python -m tests.rehearsal.names $(PYTHONS)
-	$(VENV)/bin/python -m tests.rehearsal.inductor $(lastword $(PYTHONS))
+	$(VENV)/bin/python -m tests.measure.cuda_names $(PYTHONS)
+	$(VENV)/bin/python -m tests.measure.inductor $(lastword $(PYTHONS))
 
 lint: $(VENV)/.lint      ## ruff, docstrings (pydoclint), mypy, the order of packages (import-linter), and the size
 	$(VENV)/bin/ruff check
@@ -72,7 +72,7 @@ lint: $(VENV)/.lint      ## ruff, docstrings (pydoclint), mypy, the order of pac
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(VENV)/bin/lint-imports --no-cache --no-logo
-	$(VENV)/bin/python -m tests.support.house_size
+	$(VENV)/bin/python -m tests.measure.house_size
 
 bench: $(ENV)            ## titan against the bare PyTorch loop
 	$(RUN) -m tests.measure $(ARGS)

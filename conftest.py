@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from launchers import start
-from tests.support import cpu_time, failure_names, tiers
+from tests.measure import cpu_time
+from tests.support import failure_names, tiers
 from tests.support.machines import NO_COMPILER, make_detector
 from titan.cluster import devices
 from titan.dataset.preprocess.prepare import ProgressMeter
@@ -102,6 +103,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A CPU with 16 GiB, and a directory of the test's own, which is the current one."""
     monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TITAN_CONF", raising=False)
     return tmp_path
 
 

@@ -1,10 +1,9 @@
-"""Names in pages and docstrings exist: dotted paths, links, and identifiers in backticks."""
+"""Names in pages exist: dotted paths, links, and identifiers in backticks; test_docstrings.py has docstrings."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -43,13 +42,6 @@ def parse(file: Path) -> ast.Module:
 
 def list_files(*folders: str) -> list[Path]:
     return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def iterate_docstrings(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield the docstrings of a file, those below assignments too, with their lines."""
-    text = file.read_text(encoding="utf-8")
-    for match in DOCSTRING.finditer(text):
-        yield text.count("\n", 0, match.start()) + 1, match[1]
 
 
 @cache
@@ -110,17 +102,6 @@ def find_unknown_names(text: str, known: frozenset[str]) -> list[str]:
     names = [name for name in TICKED.findall(text) if COMPOUND.search(name)]
     parts = {name: [part for part in name.split(".") if COMPOUND.search(part)] for name in names}
     return [name for name in names if name not in known and not known.issuperset(parts[name])]
-
-
-def test_names_in_docstrings_exist() -> None:
-    known = collect_code_names()
-    wrong = [
-        f"{file.relative_to(ROOT)}:{line}: {name}"
-        for file in list_files(*PRODUCT)
-        for line, text in iterate_docstrings(file)
-        for name in (*find_wrong_paths(text), *find_unknown_names(text, known))
-    ]
-    assert not wrong, f"no code has these names: {', '.join(wrong)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

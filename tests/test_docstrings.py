@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_doc_names import find_wrong_paths
+
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [path.relative_to(ROOT) for top in ("titan", "launchers") for path in sorted((ROOT / top).rglob("*.py"))]
 FILES = {str(path): (ROOT / path).read_text() for path in PATHS}
@@ -118,22 +120,10 @@ def list_names(node: ast.AST) -> list[str]:
     return [value for key in ("id", "attr", "arg", "name") if isinstance(value := getattr(node, key, None), str)]
 
 
-def has_path(path: str) -> bool:
-    """Return whether a dotted path names a package, a module, or what is in a module."""
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        base = "/".join(parts[:count])
-        for file in (f"{base}.py", f"{base}/__init__.py"):
-            if file in FILES:
-                return all(re.search(rf"\b{name}\b", FILES[file]) for name in parts[count:])
-    return False
-
-
 def find_unknown(text: str) -> str | None:
     """Return the first name in a text in backticks that the code does not have; names in capitals stand for others."""
-    path = re.match(r"(?:titan|launchers)(?:\.\w+)+", text)
-    if path and path[0] not in OUTSIDE and not has_path(path[0]):
-        return path[0]
+    if paths := find_wrong_paths(text):
+        return paths[0]
     member = re.fullmatch(r"(_?[A-Z]\w+)\.(\w+)(?:\(.*\))?", text)
     if member and member[1] in list_bases() and not has_member(member[1], member[2]):
         return member[0]
@@ -169,9 +159,10 @@ def test_documented_attributes_exist() -> None:
     assert not unknown
 
 
-def test_names_in_backticks_exist() -> None:
+def test_names_in_docstrings_exist() -> None:
     texts = [(at, text) for at, docstring in list_docs() for text in re.findall(r"`([^`\n]+)`", docstring)]
     assert not [(at, name) for at, text in texts if (name := find_unknown(text)) is not None]
+    assert not [(at, path) for at, docstring in list_docs() for path in find_wrong_paths(docstring)]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from tests.support.tiers import full, select_cases
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.run.compose import compose_run
+from titan.run.directory import lock_directory
 from titan.run.run import Run
 
 pytestmark = pytest.mark.usefixtures("laptop")
@@ -524,19 +524,8 @@ def test_directory_that_can_not_be_a_runs(file: str, expected: str) -> None:
 
 def test_directory_in_use() -> None:
     run = tiny()
-    imports = "from titan.run.directory import lock_directory; from pathlib import Path"
-    program = f"{imports}\nwith lock_directory(Path({run.directory!r})): "
-    other = subprocess.Popen(
-        [sys.executable, "-c", program + "print(1, flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).resolve().parents[1],
-    )
-    try:
-        assert other.stdout is not None and other.stdout.readline()
-        refused(run, f"hydra.run.dir=|process {other.pid}|wait for it")
-    finally:
-        other.communicate(b"\n")
+    with lock_directory(Path(run.directory)):
+        refused(run, f"hydra.run.dir=|process {os.getpid()}|wait for it")
 
 
 def begun(*overrides: str) -> Run:

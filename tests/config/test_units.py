@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
 from tests.support.tiers import full
-from titan.cluster.checks import parse_minutes
 from titan.config.settings import build, setting
 from titan.errors import ConfigError
 from titan.run import identity
@@ -81,11 +80,6 @@ def test_what_is_ambiguous_is_rejected(name: str, text: object, advice: str) -> 
 def test_a_number_with_a_unit_is_the_plain_one(whole: int, fraction: str, unit: tuple[str, int]) -> None:
     text = f"{whole}.{fraction}" if fraction else str(whole)
     assert read("tokens", text + unit[0]) == float(f"{text}e{unit[1]}") == float(Fraction(text) * 10 ** unit[1])
-
-
-@pytest.mark.parametrize(("text", "minutes"), [("90min", 90), ("12h", 720), ("5d", 7200), ("61s", 2)])
-def test_a_time_limit(text: str, minutes: int) -> None:
-    assert parse_minutes(text) == minutes
 
 
 @pytest.mark.parametrize(

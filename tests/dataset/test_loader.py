@@ -86,6 +86,11 @@ def plan(rows: int, *grow: tuple[int, int]) -> Training:
     return Training(global_batch=rows * SEQ_LEN, seq_len=SEQ_LEN, grow=tokens)
 
 
+def add_up(n: int, grow: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Row counts and the batches from them on, of the rows until each and those that it adds."""
+    return [(sum(gap for gap, _ in grow[:k]), n + sum(more for _, more in grow[:k])) for k in range(1, len(grow) + 1)]
+
+
 def read(
     mix: RowMixture, training: Training, share: DataShard, steps: int, microbatches: int = 1, step: int = 1, **more: Any
 ) -> list[Batch]:
@@ -151,11 +156,7 @@ def every_row_once(
     attempts: list[tuple[int, int, int]],
 ) -> None:
     """Attempts one after the other against the plain definition; `anew` gives each rank its rows."""
-    at, pairs = 0, []
-    for gap, more in grow:
-        at += gap
-        pairs.append((at, (pairs[-1][1] if pairs else n) + more))
-    training, step, position = plan(n, *pairs), 1, 0
+    training, step, position = plan(n, *add_up(n, grow)), 1, 0
     for ranks, microbatches, steps in attempts:
         shares = [read(anew(), training, DataShard(rank, ranks), steps, microbatches, step) for rank in range(ranks)]
         for batches in zip(*shares, strict=True):
@@ -174,10 +175,7 @@ def every_row_once(
 
 @given(n=st.integers(1, 50), grow=GROW, steps=st.integers(1, 60))
 def test_batches_grow_at_the_first_step_after_their_tokens(n: int, grow: list[tuple[int, int]], steps: int) -> None:
-    at, pairs = 0, []
-    for gap, more in grow:
-        at += gap
-        pairs.append((at, (pairs[-1][1] if pairs else n) + more))
+    pairs = add_up(n, grow)
     training, before = plan(n, *pairs), 0
     for step in range(1, steps + 1):
         due = [rows for first, rows in pairs if first <= before]

@@ -29,9 +29,12 @@ def titan4k() -> Tokenizer:
     return load_tokenizer("titan4k")
 
 
+@pytest.mark.parametrize("kind", ["titan4k", "json"])
 @given(text=TEXT)
-def test_round_trip_is_exact(text: str) -> None:
-    tokenizer = titan4k()
+def test_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, kind: str, text: str) -> None:
+    file = tmp_path_factory.getbasetemp() / "json" / "tokenizer.json"
+    made = load_tokenizer(str(file)) if file.exists() else byte_level_json(file.parent)
+    tokenizer = titan4k() if kind == "titan4k" else made
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.count_token_bytes()[ids].sum() == len(text.encode())
@@ -78,17 +81,25 @@ def test_ids_of_another_vocabulary_are_refused(ids: list[int]) -> None:
         titan4k().decode(ids)
 
 
+def ranks(folder: Path) -> Tokenizer:
+    write_ranks(folder / "x.tiktoken", [*BYTES, b"ab"])
+    return load_tokenizer(str(folder / "x.tiktoken"))
+
+
+def llama3(folder: Path) -> Tokenizer:
+    write_ranks(folder / "x.model", [*BYTES, *(b"%06d" % i for i in range(LLAMA3_RANKS - 256))])
+    return load_tokenizer(str(folder / "x.model"))
+
+
 def test_a_rank_file_gets_an_end(tmp_path: Path) -> None:
-    write_ranks(tmp_path / "a.tiktoken", [*BYTES, b"ab"])
-    tokenizer = load_tokenizer(str(tmp_path / "a.tiktoken"))
+    tokenizer = ranks(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.eos, tokenizer.bos) == (258, 257, None)
     assert tokenizer.encode_document("abc") == [256, 99, 257]
 
 
 @pytest.mark.full
 def test_128000_ranks_are_llama3s(tmp_path: Path) -> None:
-    write_ranks(tmp_path / "tokenizer.model", [*BYTES, *(b"%06d" % i for i in range(LLAMA3_RANKS - 256))])
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    tokenizer = llama3(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (128_256, 128_000, 128_001)
     assert tokenizer.encode_document("a") == [128_000, 97, 128_001]
     assert (
@@ -170,16 +181,6 @@ def test_a_tokenizer_json_with_a_huge_id_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "x/tokenizer.json"))
 
 
-@given(text=TEXT)
-def test_tokenizer_json_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-    folder = tmp_path_factory.getbasetemp() / "json"
-    file = folder / "tokenizer.json"
-    tokenizer = load_tokenizer(str(file)) if file.exists() else byte_level_json(folder)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.count_token_bytes()[ids].sum() == len(text.encode())
-
-
 def test_tokenizer_json_adds_only_what_is_asked(tmp_path: Path) -> None:
     tokenizer = byte_level_json(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (259, 257, 258)
@@ -251,16 +252,6 @@ def test_long_spaces_are_found_wherever_they_are(before: int, count: int) -> Non
     assert "".join(pieces) == text
     assert len(pieces) == -(-count // 16_384)
     assert titan4k().decode(titan4k().encode(text)) == text
-
-
-def ranks(folder: Path) -> Tokenizer:
-    write_ranks(folder / "x.tiktoken", [*BYTES, b"ab"])
-    return load_tokenizer(str(folder / "x.tiktoken"))
-
-
-def llama3(folder: Path) -> Tokenizer:
-    write_ranks(folder / "x.model", [*BYTES, *(b"%06d" % i for i in range(LLAMA3_RANKS - 256))])
-    return load_tokenizer(str(folder / "x.model"))
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Lets Inductor write Triton code for the device, and executes the graphs that it was given (`inductor.py`)."""
+"""Lets Inductor write Triton code for the device, and executes the graphs given: `tests.measure.inductor`."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.aa_report import INJECTED, NEUTRAL, find_end_quality
-from tests.support.made_runs import Story, make_run
+from tests.support.made_runs import INJECTED, NEUTRAL, Story, find_end_quality, make_run
 from tests.support.tiers import full
 from tests.support.unlucky_report import SCENES, DivergenceScene, VerdictShares, make_templates, simulate_comparisons
 from titan.report.comparison import compare

@@ -1,4 +1,4 @@
-"""Simulate campaigns of useless and of real ideas: `python -m tests.support.campaigns [campaigns=2000] [pairs=12]`.
+"""Simulated campaigns of useless and of real ideas; `tests.measure.campaign_table` prints what comes of them.
 
 Losses of a seed have a standard deviation of 1, so an effect is in standard deviations of a seed; a pair's difference
 then has one of 1.41. E-values and thresholds are titan's own. Ideas come one after the other, as in a campaign that
@@ -11,7 +11,6 @@ The control is a loop that trains each idea once and takes it as its best when i
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -121,25 +120,3 @@ def measure_power(
     """Return how often a real idea is kept that comes after so many useless ones, and the mean pairs that it takes."""
     outcome = simulate(rng, campaigns, np.array([0.0] * before + [effect]), pairs=pairs)
     return float(outcome.kept[:, -1].mean()), float(outcome.pairs[:, -1].mean())
-
-
-def main() -> None:
-    """Print the table of a simulation."""
-    given = dict(word.split("=") for word in sys.argv[1:])
-    campaigns, pairs, ideas = int(given.get("campaigns", 2000)), int(given.get("pairs", 12)), 100
-    rng = np.random.default_rng(0)
-    kept, deceived = follow_running_best(rng, campaigns, ideas)
-    print(f"{campaigns:,} campaigns of {ideas} useless ideas")
-    print(f"running best: keeps {kept:.2f} on average, believes itself {deceived:.2f} standard deviations better")
-    for name, noise in NOISES.items():
-        outcome = simulate(rng, campaigns, np.zeros(ideas), noise, pairs=pairs)
-        print(f"titan, {name} noise: {outcome.share_with_any:.2%} keep any; {outcome.pairs.mean():.1f} pairs an idea")
-    print("\npower, and mean pairs, for an effect in standard deviations of a seed")
-    print(f"{'effect':>6}  {'first idea':>16}  {'after 20 useless':>16}  {'after 99 useless':>16}")
-    for effect in (-1.0, 0.5, 1.0, 2.0, 3.0):
-        cells = [measure_power(rng, campaigns, effect, before, pairs) for before in (0, 20, 99)]
-        print(f"{effect:6.1f}  " + "  ".join(f"{power:8.1%} {used:7.1f}" for power, used in cells))
-
-
-if __name__ == "__main__":
-    main()

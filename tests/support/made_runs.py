@@ -19,7 +19,7 @@ from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
 from titan.estimate.plan import PredictedValue
 from titan.report.comparison import compare
-from titan.report.findings import Comparison
+from titan.report.findings import Comparison, Quality
 from titan.run import identity, prediction
 from titan.run.prediction import Prediction
 from titan.run.run import Run, as_config
@@ -34,6 +34,10 @@ GIVES_UP = 3
 """training.bad_steps of every made run."""
 START, BETWEEN = 20.0, 600.0
 """Seconds from an attempt's beginning to its first step, and from its last line to the next attempt."""
+NEUTRAL = "training.bad_steps=4"
+"""Science by its mark, and without an effect on runs that go well."""
+INJECTED = 0.05
+"""What a validation loss is made worse by, for a comparison to find."""
 H200 = {"device": "cuda", "name": "NVIDIA H200", "count": 8, "cores": 64, "memory_gib": 140.4, "bf16_fast": True}
 
 
@@ -291,3 +295,9 @@ def _write_result(directory: Path, story: Story, lines: list[dict[str, Any]], at
     final = {k: v for k, v in last.items() if k.startswith(("validation_loss", "bits_per_byte"))}
     result = {"finished": True, "step": story.steps, "attempt": attempt, **final}
     (directory / "result.json").write_text(json.dumps(result))
+
+
+def find_end_quality(comparison: Comparison) -> Quality:
+    """What the comparison of two variants says of their ends."""
+    (quality,) = [quality for quality in comparison.variants[1].quality if quality.at == "the end"]
+    return quality

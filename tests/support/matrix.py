@@ -1,24 +1,20 @@
 """The layouts that are proven equal to one device: every mix of up to three dimensions, four at once, all schedules.
 
-`python -m tests.support.matrix` measures all of them and prints one line for each; docs/trust.md lists them,
-and has the worst.
+`python -m tests.measure.layout_table` measures all of them; docs/trust.md lists them, and has the worst.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.ranks import RankFailedError
 from tests.support.runs import (
     RankOutcome,
     Tensors,
@@ -438,47 +434,3 @@ def compare_layouts(got: TrainedLayout, reference: TrainedLayout) -> dict[str, f
         "validation": abs(got.validation / reference.validation - 1),
         "terms": max((compute_relative(key) for key in expected[0] if key.startswith("loss/")), default=0.0),
     }
-
-
-COLUMNS = ("gradients", "weights", "loss", "norm", "validation")
-
-
-def print_table(
-    cases: Iterable[LayoutCase], columns: Sequence[str], measure: Callable[[LayoutCase, Path], dict[str, float]]
-) -> int:
-    """Measure cases and print a line of each; return 1 where one does not hold what laws 1 to 3 promise."""
-    print(f"| {' | '.join(('layout', *columns))} |\n|{' --- |' * (len(columns) + 1)}")
-    failed = []
-    for case in cases:
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                differences = measure(case, Path(folder))
-        except RankFailedError as failure:
-            print(f"{case.id}: {failure}", file=sys.stderr)
-            failed.append(case.id)
-            continue
-        figures = " | ".join(f"{differences[k]:.0e}" for k in columns)
-        print(f"| {case.name}{' (tied)' if case.tied else ''} | {figures} |", flush=True)
-        is_same = differences["same start"] and differences["same rows"]
-        failed += [] if is_same and max(differences[k] for k in columns) <= EXACT else [case.id]
-    print(f"{len(failed)} beyond the bound{': ' if failed else ''}{', '.join(failed)}", file=sys.stderr)
-    return len(failed) > 0
-
-
-def main() -> int:
-    """Measure every case and print a table."""
-    references: dict[tuple[str, ...], TrainedLayout] = {}
-    with tempfile.TemporaryDirectory() as folder:
-
-        def measure(case: LayoutCase, case_folder: Path) -> dict[str, float]:
-            if case.science not in references:
-                run_folder = Path(folder) / str(len(references))
-                run_folder.mkdir()
-                references[case.science] = train_case(run_folder, None, case.science)
-            return compare_layouts(train_case(case_folder, case, case.science), references[case.science])
-
-        return print_table(list_cases(), COLUMNS, measure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,11 @@
 """The layouts on which models with experts are proven equal to one device: gradients of each expert and each router.
 
-`python -m tests.support.matrix_experts` measures all of them and prints one line for each; docs/experts.md has the
-worst of each group.
+`python -m tests.measure.layout_table experts` measures all of them; docs/experts.md has the worst of each group.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,13 +13,11 @@ import torch
 from torch import Tensor
 
 from tests.support.matrix import (
-    COLUMNS,
     DOCUMENTS,
     LLAMA4,
     LayoutCase,
     TrainedLayout,
     compare_layouts,
-    print_table,
     train_case,
 )
 from tests.support.runs import Tensors, read_step_records
@@ -265,18 +260,3 @@ def compare_loads(got: TrainedLayout, reference: TrainedLayout) -> float:
     return max(
         abs(line[key] - expected[key]) for line, expected in lines for key in expected if key.startswith("expert_")
     )
-
-
-NAMES = ("experts", *COLUMNS, "terms", "load")
-
-
-def main() -> int:
-    """Measure the cases whose names contain the arguments, and print a table."""
-    cases = [case for case in list_cases() if all(part in case.id for part in sys.argv[1:])]
-    with tempfile.TemporaryDirectory() as folder:
-        references = OneDevice(Path(folder))
-        return print_table(cases, NAMES, lambda case, path: measure_case(case, references.find_outcome(case), path))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,8 @@
-"""Plant published faults (`tests.support.layout_faults`) in ranks, and see what `titan.replay against=` names.
-
-`python -m tests.support.planted_layout_faults [TEXT...]` compares each fault whose name holds one of the texts, or all,
-over each of its layouts with one device, and prints a table: what was expected, what was named, and whether that is
-right. `--clean` compares pairs without a fault instead, which must not be named: layouts, precisions, compiled or not,
-experts pinned or not. It fails below 90 % right answers, or with a false alarm.
-"""
+"""Plant published faults (`tests.support.layout_faults`) in ranks, and see what `titan.replay against=` names."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,8 +28,6 @@ STEP = 3
 """The step that is compared: it begins with moments that are not zero."""
 BASE = ("model.layers=4", "model.heads=4", "model.kv_heads=2", "training.clip_norm=0.5", "training.steps=20",
         "schedule.warmup=10", "optimizer.lr=0.01", "optimizer.decay=matrices", "evaluation.every=0")  # fmt: skip
-NEEDED = 0.9
-"""The share of right answers below which the table fails."""
 LIMIT = 240.0
 """Seconds after which ranks are killed."""
 
@@ -61,11 +51,6 @@ class LayoutFaultOutcome:
     named: str
     is_right: bool
     seconds: float
-
-    def format_row(self) -> str:
-        """The outcome as a line of the table."""
-        verdict = "yes" if self.is_right else "NO"
-        return f"| {self.name} | {self.layout} | {self.expected} | {self.named} | {verdict} | {self.seconds:.1f} |"
 
 
 class Bench:
@@ -165,7 +150,7 @@ def judge_clean_pair(
     bench: Bench, number: int, model: str, layout: str, precision: str, compiled: bool, pin: bool
 ) -> LayoutFaultOutcome:
     """Judge a pair without a fault, in which nothing may be named."""
-    name = _name_pair((model, layout, precision, compiled, pin))
+    name = name_pair((model, layout, precision, compiled, pin))
     other = (*LAYOUTS[layout], "compile=block" if compiled else "compile=off")
     settings = (*MODELS[model], *PRECISIONS[precision]), other
     return judge(bench, f"clean-{number}", name, layout, settings, pin=pin)
@@ -183,7 +168,7 @@ def list_clean_pairs() -> list[tuple[str, str, str, bool, bool]]:
     return pairs  # type: ignore[return-value]
 
 
-def _name_pair(pair: tuple[str, str, str, bool, bool]) -> str:
+def name_pair(pair: tuple[str, str, str, bool, bool]) -> str:
     """Return the name of a clean pair, without its layout."""
     model, _, precision, compiled, pin = pair
     return " ".join([model, precision, *["compiled"] * compiled, *["pinned"] * pin])
@@ -194,30 +179,3 @@ PRECISIONS = {
     "bf16": ("precision=bf16",),
     "float8": ("precision=float8", "precision.compute=bf16", "precision.emulate=true"),
 }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; the exit code is 1 where too little is right."""
-    parser = argparse.ArgumentParser(description="published faults, planted")
-    parser.add_argument("texts", nargs="*", metavar="TEXT")
-    parser.add_argument("--clean", action="store_true", help="pairs without a fault")
-    parser.add_argument("--first", type=int, default=0, help="leave out pairs before this one")
-    args = parser.parse_args(argv)
-    faults = [f for f in FAULTS if not args.texts or any(text in f.name for text in args.texts)]
-    pairs = [p for p in list_clean_pairs() if not args.texts or any(text in _name_pair(p) for text in args.texts)]
-    outcomes = []
-    print("| fault | layout | expected | named | right | s |\n| --- | --- | --- | --- | --- | --- |", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
-        clean = (judge_clean_pair(bench, number, *pair) for number, pair in enumerate(pairs[args.first :]))
-        planted = (judge_fault(bench, fault, layout) for fault in faults[args.first :] for layout in fault.layouts)
-        for outcome in clean if args.clean else planted:
-            print(outcome.format_row(), flush=True)
-            outcomes.append(outcome)
-    right = sum(outcome.is_right for outcome in outcomes)
-    print(f"\n{right} of {len(outcomes)} right")
-    return int(right < (len(outcomes) if args.clean else NEEDED * len(outcomes)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,12 @@
-"""A/A comparisons whose worst runs diverge: `python -m tests.support.unlucky_report [REPETITIONS]`.
+"""A/A comparisons whose worst runs diverge.
 
 Two variants draw their final losses from one distribution, and the runs with the largest losses diverge. The other runs
-look better than the variant is, so a test of those alone finds "better" far too often. The command prints how often the
-comparison finds it, and how often a paired t-test of the other runs does.
+look better than the variant is, so a test of those alone finds "better" far too often. `tests.measure.unlucky_table`
+prints how often the comparison finds it, and how often a paired t-test of the other runs does.
 """
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,19 +90,3 @@ def _survivors_look_better(variant: Sequence[Member], baseline: Sequence[Member]
     differences = [a - b for a, b in ends if a is not None and b is not None]
     estimate = estimate_mean_difference(differences) if len(differences) > 1 else None
     return estimate is not None and estimate.estimate < 0 and (estimate.compute_p_value() or 0) < ALPHA
-
-
-def main(repetitions: int = 2000) -> None:
-    """Print the shares of all scenes."""
-    with tempfile.TemporaryDirectory() as folder:
-        members = make_templates(Path(folder), max(scene.seeds for scene in SCENES.values()))
-        for name, scene in SCENES.items():
-            rates = simulate_comparisons(members[: scene.seeds], scene, repetitions)
-            print(
-                f"{name}, {scene.seeds} seeds: better {rates.better:.1%}, worse {rates.worse:.1%}; "
-                f"survivors alone better {rates.survivors:.1%}"
-            )
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Certificates of all recipes, and of models and layouts: `python -m tests.support.certificates [NAME ...]`.
+"""Certificates of all recipes, and of models and layouts: `python -m tests.measure.certificates [NAME ...]`.
 
 It prints a row for each; exit code 1 where a layout is not proven.
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.cpu_time import measure_cpu_seconds
+from tests.measure.cpu_time import measure_cpu_seconds
 from titan import prove
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,6 @@
 """The size of the house: lines of titan/ and launchers/ that are not blank, at most as many as pyproject.toml allows.
 
-`python -m tests.support.house_size`, which `make lint` runs. What moves in makes room: the number is lowered with the
+`python -m tests.measure.house_size`, which `make lint` runs. What moves in makes room: the number is lowered with the
 code, and raised only by a separate commit that says for what.
 """
 

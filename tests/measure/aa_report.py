@@ -1,4 +1,4 @@
-"""A/A comparisons of trained tiny models: `python -m tests.support.aa_report [FOLDER]` takes some minutes.
+"""A/A comparisons of trained tiny models: `python -m tests.measure.aa_report [FOLDER]` takes some minutes.
 
 Two variants whose recipes differ in a setting without an effect are trained from different seeds. Of 20 comparisons,
 four seeds against four, at most one may find a difference. Then 0.05 nats are added to the validation loss of one
@@ -15,18 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.made_runs import read_lines, write_lines
+from tests.support.made_runs import INJECTED, NEUTRAL, find_end_quality, read_lines, write_lines
 from tests.support.runs import compose_tiny_run, train_run
 from titan.report.comparison import compare
-from titan.report.findings import Comparison, Quality
 
 RECIPE = (
     "training.steps=120", "schedule.warmup=10", "optimizer.lr=1e-2", "evaluation.tokens=4096", "checkpoint=off",
     "evaluation.every=0", "metrics.sample_tokens=0", "dataset.tokens=400000", "dataset.validation=0.1",
 )  # fmt: skip
-NEUTRAL = "training.bad_steps=4"
-"""Science by its mark, and without an effect on runs that go well."""
-INJECTED = 0.05
 SEEDS, COMPARISONS, POOL = 4, 20, 40
 
 
@@ -82,12 +78,6 @@ def copy_with_worse_loss(directory: Path, copy: Path) -> Path:
             line["validation_loss"] += INJECTED
     write_lines(copy, lines)
     return copy
-
-
-def find_end_quality(comparison: Comparison) -> Quality:
-    """What the comparison of two variants says of their ends."""
-    (quality,) = [quality for quality in comparison.variants[1].quality if quality.at == "the end"]
-    return quality
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rehearsal import build, faults, rehearse, watch
+from tests.measure import rehearsal_faults as faults
+from tests.rehearsal import build, rehearse, watch
 from tests.support import planted
 
 

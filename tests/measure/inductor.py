@@ -1,4 +1,4 @@
-"""Inductor's code for a GPU, written without one: `python -m tests.rehearsal.inductor PYTHON` (make cuda-names).
+"""Inductor's code for a GPU, written without one: `python -m tests.measure.inductor PYTHON` (make cuda-names).
 
 PYTHON is an interpreter with a CUDA wheel of torch, of which Triton is used. A model of each family trains on the
 rehearsal's device with compiled blocks: Inductor lowers forward and backward, and writes the Triton code of an H100;

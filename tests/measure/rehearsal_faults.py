@@ -1,4 +1,4 @@
-"""Faults of CUDA branches, planted in copies of the repository: `python -m tests.rehearsal.faults [NAME...]`.
+"""Faults of CUDA branches, planted in copies of the repository: `python -m tests.measure.rehearsal_faults [NAME...]`.
 
 Each is found by one command of the rehearsal, by what it reports; a CPU's run finds none of them. The commands are
 carried out without a fault first. Prints a table; exit code 1 where a fault was not found.
@@ -100,7 +100,8 @@ WAITS = (
 STREAMS = (
     _define_device_fault(
         "single", "differ from the CPU's|exit code", "metrics read before the device has copied them",
-        METRICS, "            self.end.synchronize()\n", "            pass\n",
+        METRICS, "        seconds = self.timer.wait()\n        values: NDArray[np.float64] = self.metrics.numpy()\n",
+        "        values = self.metrics.numpy().copy()\n        seconds = self.timer.wait()\n",
     ),
     _define_device_fault(
         "muon, async save", "write after read: .* does not wait for copy_",
