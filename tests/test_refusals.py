@@ -338,7 +338,6 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("parallelism=pp parallelism.pipeline=8 parallelism.microbatches=8", "parallelism.pipeline=8|8 stages|6 layers"),
     ("parallelism=pp parallelism.schedule=ZBVZeroBubble parallelism.stages=2", "stages=2|2 stages on each rank|give 4"),
     ("parallelism=pp parallelism.stages=3", "parallelism.stages=3|1F1B|give 2"),
-    ("parallelism=pp parallelism.schedule=1f1b", "schedule=1f1b|choose one of auto, GPipe, 1F1B"),
     ("parallelism=fsdp parallelism.schedule=Gpipe", "schedule=Gpipe|'GPipe'"),
     ("parallelism=pp parallelism.schedule=mine.csv", "schedule=mine.csv|by its name, one of auto, GPipe, 1F1B"),
     ("parallelism=pp parallelism.pipeline=512 cluster.devices=512", "512 stages|6 layers|smaller parallelism.pipeline"),

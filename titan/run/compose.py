@@ -215,7 +215,8 @@ def check_weights(cfg: DictConfig, typed: Sequence[str]) -> None:
     """
     for word in (word for word in typed if word.lstrip("+").startswith("dataset.weights=")):
         named = {key.removeprefix("dataset.weights.") for key in trust.list_typed([word])}
-        weights: Any = OmegaConf.to_container(OmegaConf.select(cfg, "dataset.weights") or OmegaConf.create({}))
+        node = OmegaConf.select(cfg, "dataset.weights")
+        weights: Any = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
         kept = {name: weight for name, weight in weights.items() if weight and name not in named}
         if kept and named & weights.keys():
             whole = settings.format_value({**weights, **dict.fromkeys(kept, 0)})
