@@ -468,4 +468,6 @@ def _count_used_bytes(
 @lru_cache(256)
 def find_largest_matrix(model: Decoder) -> int:
     """Return the elements of the largest linear layer."""
-    return max(matmul.inputs * matmul.outputs for matmul in model.linear_layers().values())
+    blocks = [model.block_matmuls(layers[0]) for layers in model.kinds().values()]
+    parts = [model.embedding_matmuls(), *blocks, model.head_matmuls()]
+    return max(matmul.inputs * matmul.outputs for matmuls in parts for matmul in matmuls.values())
