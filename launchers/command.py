@@ -16,7 +16,6 @@ from typing import Any
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.object_type import ObjectType
 from hydra.types import RunMode
-from omegaconf import DictConfig
 
 from launchers import plugin
 from launchers.session import Describe, Planner, SweepSession, describe_best, describe_nothing, silence_sweeper
@@ -67,7 +66,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
         if args.multirun or cfg is None:
             return _hand_to_hydra(args, SweepSession(describe=describe))
         launcher = plugin.find_scheduler_launcher(cfg) if ranks is None else None
-        run = _freeze(args, cfg, ranks=ranks, remote=launcher is not None)
+        run = freeze_run(cfg, trusted=args.trusted, ranks=ranks, remote=launcher is not None)
         certificate.check(run)
         _remember(run, leaves=directory.list_linked_folders(Path(run.directory)))
         warn_of_small_work(run)
@@ -88,7 +87,7 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
     with _prepare(argv, accepted=("multirun",)) as (args, cfg):
         if args.multirun or cfg is None:
             return _hand_to_hydra(args, SweepSession(planner=sweep_job))
-        run = _freeze(args, cfg, remote=True, is_searched=is_searched)
+        run = freeze_run(cfg, trusted=args.trusted, remote=True, is_searched=is_searched)
         if not run.is_layout_open:
             warn_of_small_work(run, planned=True)
         return job(run)
@@ -152,7 +151,7 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
             raise ConfigError(f"hydra/launcher={launcher}: takes the command titan.train; leave it out.")
         if cfg.hydra.callbacks:
             raise ConfigError("hydra.callbacks: takes the command titan.train; leave them out.")
-        run = _freeze(args, cfg)
+        run = freeze_run(cfg, trusted=args.trusted)
     _remember(run)
     return run
 
@@ -160,7 +159,8 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
 def compose_trial(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Run:
     """Return the checked run of a trial, here or on what its launcher reaches; see `compose_single`."""
     with _prepare(arguments, recorded, accepted=()) as (args, cfg):
-        run = _freeze(args, cfg, remote=plugin.find_scheduler_launcher(cfg) is not None)
+        launcher = plugin.find_scheduler_launcher(cfg)
+        run = freeze_run(cfg, trusted=args.trusted, remote=launcher is not None)
     _remember(run, arguments)  # a launcher is not among the run's overrides
     return run
 
@@ -197,12 +197,9 @@ def _prepare(
             check_weights(cfg, args.typed)
             if cfg.hydra.verbose:  # set the levels of the loggers it names, and print what Hydra composed from
                 hydra_private.compose_mode(args.overrides, args.config_name or CONFIG, RunMode.RUN, log=True)
+        args.trusted = modules.list_trusted_packages(args.typed)
         args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
         yield args, cfg
-
-
-def _freeze(args: argparse.Namespace, cfg: DictConfig, **options: Any) -> Run:
-    return freeze_run(cfg, trusted=modules.list_trusted_packages(args.typed), **options)
 
 
 def _remember(run: Run, words: Sequence[str] = (), leaves: Sequence[trust.Leaf] = ()) -> None:

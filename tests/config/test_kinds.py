@@ -54,7 +54,7 @@ class Gone:
 
 def move(name: str, patch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Move and rename the class of a kind, as a refactoring would: it, and a line of the table; gives the undo."""
-    module, _, own = kinds.get_class_path(name).rpartition(".")
+    module, _, own = kinds.PATHS.get(name, name).rpartition(".")
     old, new = importlib.import_module(module), importlib.import_module("titan.moved")
     cls = getattr(old, own)
     vars(new).update({**vars(old), **vars(new), f"New{own}": cls})  # annotations are looked up there

@@ -15,7 +15,7 @@ import pytest
 
 import titan
 from titan.config.settings import setting
-from titan.config.text_kinds import Code, Label, TextKind, list_classes, list_kinds, read_declared_types
+from titan.config.text_kinds import Code, Label, TextKind, list_classes, list_kinds
 from titan.run.schema import Recipe
 from titan.run.trust import find_kind
 from titan.sweep.schema import LAUNCHERS, OptunaSearch, Sweep
@@ -33,7 +33,11 @@ def list_schemas() -> set[type]:
     schemas = [c for c in found if any("help" in field.metadata for field in dataclasses.fields(c))]
     schemas += [Recipe, Sweep, OptunaSearch, *(settings for _, settings in LAUNCHERS.values())]
     for cls in schemas:
-        parts = [part for kind in read_declared_types(cls).values() for part in (kind, *list_parts(kind))]
+        parts = [
+            part
+            for kind in typing.get_type_hints(cls, include_extras=True).values()
+            for part in (kind, *list_parts(kind))
+        ]
         schemas += [c for part in parts if is_schema(part) for c in list_classes(part) if c not in schemas]
     return set(schemas)
 
@@ -54,7 +58,7 @@ def list_parts(kind: Any) -> Iterator[Any]:
 
 def list_undeclared(cls: type) -> list[str]:
     fields = [f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("words")]
-    kinds = {f.name: read_declared_types(cls)[f.name] for f in fields}
+    kinds = {f.name: typing.get_type_hints(cls, include_extras=True)[f.name] for f in fields}
     return [name for name, kind in kinds.items() if {str, Any} & {kind, *list_parts(kind)}]
 
 

@@ -29,13 +29,6 @@ LONGEST_DAYS = 3650  # the longest accepted time limit; a longer one is a typing
 
 def check_cluster(cluster: Cluster) -> None:
     """Raise ConfigError for settings that no job can have."""
-    _check_timeouts(cluster)
-    _check_job(cluster)
-    _check_container(cluster)
-
-
-def _check_timeouts(cluster: Cluster) -> None:
-    """Raise ConfigError for timeouts and a time limit that contradict each other."""
     if cluster.step_seconds > cluster.timeout:
         raise ConfigError(
             f"cluster.step_timeout={cluster.step_timeout:g}: longer than cluster.timeout={cluster.timeout:g}, the "
@@ -47,10 +40,6 @@ def _check_timeouts(cluster: Cluster) -> None:
             f"cluster.time={cluster.time}: no longer than cluster.signal_seconds={cluster.signal_seconds}, so a "
             "run would get the signal to stop at its start; give more time, or a smaller cluster.signal_seconds."
         )
-
-
-def _check_job(cluster: Cluster) -> None:
-    """Raise ConfigError for variables and options of sbatch that no job can have."""
     if invalid := [name for name in cluster.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
         raise ConfigError(
             f"cluster.environment={format_value(cluster.environment)}: {invalid[0]} is not a valid name of a "
@@ -58,10 +47,6 @@ def _check_job(cluster: Cluster) -> None:
         )
     if reserved := sorted(set(cluster.sbatch or {}) & RESERVED_OPTIONS):
         raise ConfigError(f"cluster.sbatch={format_value(cluster.sbatch)}: titan sets {reserved[0]} itself; remove it.")
-
-
-def _check_container(cluster: Cluster) -> None:
-    """Raise ConfigError for an image without a container, and a container without an image."""
     if cluster.container != "none" and cluster.image is None:
         raise ConfigError(f"cluster.container={cluster.container}: needs an image; give cluster.image=IMAGE.")
     if cluster.container == "none" and (cluster.image or cluster.mounts):

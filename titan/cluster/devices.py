@@ -118,22 +118,13 @@ def _detect_cpu(probe: Probe) -> Machine:
 
 def _usable_cores(probe: Probe) -> int:
     """Return the cores of the affinity mask, or the cgroup's CPU quota if that is less."""
-    quotas = [quota for text in _read_quotas(probe) if (quota := _parse_quota(text))]
-    return max(1, min([probe.cores, *map(round, quotas)]))
-
-
-def _read_quotas(probe: Probe) -> list[str]:
-    """Return quota and period in microseconds, as in v2's cpu.max, of this process's cgroups and their parents."""
+    # quota and period in microseconds, of this process's cgroups and their parents: v2's in one file, v1's in two
     files: list[tuple[str, ...]] = [(f"{folder}/cpu.max",) for folder in _list_cgroups(probe, "")]
     files += [(f"{folder}/cpu.cfs_quota_us", f"{folder}/cpu.cfs_period_us") for folder in _list_cgroups(probe, "cpu")]
-    return [" ".join(map(probe.read_text, names)) for names in files]
-
-
-def _parse_quota(text: str) -> float | None:
-    numbers = [parse_number(word) for word in text.split()]
-    if len(numbers) != 2 or not numbers[0] or not numbers[1] or numbers[0] < 0:
-        return None
-    return numbers[0] / numbers[1]
+    texts = [" ".join(map(probe.read_text, names)).split() for names in files]
+    numbers = [[parse_number(word) for word in words] for words in texts if len(words) == 2]
+    quotas = [quota / period for quota, period in numbers if quota and period and quota > 0]
+    return max(1, min([probe.cores, *map(round, quotas)]))
 
 
 def _list_cgroups(probe: Probe, controller: str) -> list[str]:

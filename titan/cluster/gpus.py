@@ -36,18 +36,11 @@ def run_program(arguments: Sequence[str]) -> str | None:
     return process.stdout
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file; empty if it can't be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def _read_torch_version() -> str:
     """Return the text of the installed torch's version file without importing torch; empty without torch."""
     spec = importlib.util.find_spec("torch")
-    return read_text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else ""
+    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    return file.read_text(encoding="utf-8", errors="replace") if file and file.is_file() else ""
 
 
 @dataclass(frozen=True)
@@ -63,9 +56,12 @@ class Probe:
     physical_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     architecture: str = field(default_factory=platform.machine)  # the output of `uname -m`
 
-    def read_text(self, path: str) -> str:
+    def read_text(self, path: str | Path) -> str:
         """Return the text of a file below the root; empty if it can't be read."""
-        return read_text(self.root / path)
+        try:
+            return (self.root / path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
 
 
 def parse_fields(text: str) -> dict[str, str]:
@@ -200,7 +196,7 @@ def _list_driver_gpus(probe: Probe) -> list[Gpu]:
     """
     gpus = []
     for path in sorted((probe.root / "proc/driver/nvidia/gpus").glob("*/information")):
-        facts = parse_fields(read_text(path))
+        facts = parse_fields(probe.read_text(path))
         if (probe.root / f"dev/nvidia{facts.get('Device Minor', '-')}").exists():
             name = facts.get("Model", "NVIDIA GPU")
             uuid = facts.get("GPU UUID", "")

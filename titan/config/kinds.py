@@ -48,11 +48,6 @@ def get_kind(cls: type) -> str:
     return next((kind for kind, class_path in PATHS.items() if class_path == path), path)
 
 
-def get_class_path(name: str) -> str:
-    """Return the dotted path from which the class of a kind, or of a path, is imported."""
-    return PATHS.get(name, name)
-
-
 def describe_library(package: str) -> str | None:
     """Return what a package is that can't have a user's own classes; None for all others."""
     if package in sys.stdlib_module_names:

@@ -73,7 +73,9 @@ def check_hydra(cfg: DictConfig, overrides: Sequence[str]) -> None:
     content: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
     for part, packages in HYDRA_PACKAGES.items():
         for name in _iterate_imports(content.get(part)):
-            if name.startswith("logging.config") or not _is_in(name, (*packages, *trusted)):
+            is_own = name.startswith(tuple(f"{package}." for package in packages))
+            is_trusted = is_own or name.startswith(tuple(f"{package}." for package in trusted))
+            if name.startswith("logging.config") or not is_trusted:
                 if library := describe_library(name.partition(".")[0]):
                     reason = f"and {library}; take it out"
                 elif part in ("launcher", "sweeper"):
@@ -82,12 +84,8 @@ def check_hydra(cfg: DictConfig, overrides: Sequence[str]) -> None:
                     own = f"give modules=[{name.partition('.')[0]}]"
                     reason = f"and only you may let code be imported; take it out, or {own}"
                 raise ConfigError(f"hydra.{part}: names {name}, {reason}.")
-            if part == "callbacks" and _is_in(name, packages):
+            if part == "callbacks" and is_own:
                 _check_callback(name)
-
-
-def _is_in(name: str, packages: Sequence[str]) -> bool:
-    return name.startswith(tuple(f"{package}." for package in packages))
 
 
 def _check_callback(name: str) -> None:

@@ -23,7 +23,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
-from titan.config.kinds import describe_library, get_class_path
+from titan.config.kinds import PATHS, describe_library
 from titan.config.units import advise, find_unit, read_number
 from titan.console.numbers import format_exact, shorten_exponent
 from titan.console.text import escape, is_redacted
@@ -147,14 +147,15 @@ def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tu
         if key not in fields:
             raise _build_unknown_error(cls, _join_path(path, str(key)), data[key], names)
     values: dict[str, Any] = {}
-    for name, value in _sort_imports_last(data):
+    # third-party code is imported after everything else is checked
+    for name, value in sorted(data.items(), key=lambda item: is_foreign(item[1])):
         field_path, (field, kind) = _join_path(path, name.rstrip("_")), fields[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, field_path, allowed)
         elif (nested := get_value_schema(kind)) is not None and isinstance(value, Mapping):
             for key in value:  # names that the user chooses, whose order stays
                 check_text(str(key), f"{field_path}.{key}")
-            parts = _sort_imports_last(value)
+            parts = sorted(value.items(), key=lambda item: is_foreign(item[1]))
             built = {key: build(nested, part, _join_path(field_path, str(key)), allowed) for key, part in parts}
             values[name] = {str(key): built[key] for key in value}
         else:
@@ -206,11 +207,6 @@ def is_foreign(data: Any) -> bool:
         return False
     name = data.get("_target_")
     return (isinstance(name, str) and not name.startswith("titan.")) or any(map(is_foreign, data.values()))
-
-
-def _sort_imports_last(data: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the order of building: third-party code is imported after everything else is checked."""
-    return sorted(data.items(), key=lambda item: is_foreign(item[1]))
 
 
 def get_value_schema(kind: Any) -> Any:
@@ -282,7 +278,7 @@ def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
 
 def _import_target(name: str, path: str, allowed: tuple[str, ...]) -> type:
     _check_target(name, path, allowed)
-    module, _, attribute = get_class_path(name).rpartition(".")
+    module, _, attribute = PATHS.get(name, name).rpartition(".")
     typed = f"{path}._target_={name}"
     try:
         imported = importlib.import_module(module)

@@ -51,7 +51,14 @@ def list_kinds(kind: Any, names: Sequence[str] = ()) -> Iterator[TextKind]:
     """
     arguments = typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
-        yield from _list_kinds_of_schema(kind, names) if names else [TextKind.GROUP]
+        if not names:
+            yield TextKind.GROUP
+        for cls in list_classes(kind) if names else ():
+            field = next((field for field in dataclasses.fields(cls) if field.name == names[0]), None)
+            if names[0] == "_target_" or (field is not None and field.metadata.get("words")):
+                yield TextKind.PLAIN  # classes are checked elsewhere: `titan.config.settings.check_targets`
+            elif field is not None:
+                yield from list_kinds(typing.get_type_hints(cls, include_extras=True)[names[0]], names[1:])
     elif typing.get_origin(kind) is Annotated:
         yield kind.__metadata__[0]
     elif typing.get_origin(kind) is collections.abc.Mapping:
@@ -61,20 +68,6 @@ def list_kinds(kind: Any, names: Sequence[str] = ()) -> Iterator[TextKind]:
             yield from list_kinds(argument, names)
     elif not names:
         yield TextKind.CODE if kind in (str, Any) else TextKind.PLAIN
-
-
-def _list_kinds_of_schema(schema: Any, names: Sequence[str]) -> Iterator[TextKind]:
-    for cls in list_classes(schema):
-        field = next((field for field in dataclasses.fields(cls) if field.name == names[0]), None)
-        if names[0] == "_target_" or (field is not None and field.metadata.get("words")):
-            yield TextKind.PLAIN  # classes are checked elsewhere: `titan.config.settings.check_targets`
-        elif field is not None:
-            yield from list_kinds(read_declared_types(cls)[names[0]], names[1:])
-
-
-def read_declared_types(cls: Any) -> dict[str, Any]:
-    """Return the types of a schema's fields with what they declare."""
-    return typing.get_type_hints(cls, include_extras=True)
 
 
 def list_classes(schema: Any) -> list[Any]:

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 
 from titan.estimate.pipeline_states import State, find_rank_states, list_action_states
 from titan.estimate.rank_sizes import (
+    AVERAGE_BYTES,
     EMBEDDING_GRAD_BYTES,
     GIB,
     REDUCE_BYTES,
     RankSizes,
     StageBlocks,
-    count_average_bytes,
     find_largest_matrix,
     group_blocks,
 )
@@ -141,7 +141,8 @@ def count_checkpoint_bytes(recipe: Recipe) -> tuple[float, float]:
     model, weight_bytes = recipe.model, recipe.precision.weight_bytes
     matrices = int(model.sum_over_blocks(model.block_matmul_parameters))
     state = recipe.optimizer.state_bytes(matrices, model.parameters() - matrices, weight_bytes)
-    return float(model.parameters() * weight_bytes), state + count_average_bytes(recipe) * model.parameters()
+    average = AVERAGE_BYTES if recipe.evaluation.ema is not None else 0.0
+    return float(model.parameters() * weight_bytes), state + average * model.parameters()
 
 
 def count_rank_state_bytes(recipe: Recipe, layout: Layout) -> float:
@@ -192,7 +193,13 @@ class _RankMemory(RankSizes):
 
     def _iterate_action(self, kind: str, stage: StageBlocks, saved: float, has_grads: bool) -> Iterator[Usage]:
         if kind == "F":
-            yield self._estimate_forward(stage, saved, has_grads)
+            base, layers = self._estimate_forward_base(has_grads).add_parts(activations=saved), stage.layers
+            if stage.last:
+                gathered = self.count_gathered_bytes(layers[-1:], layers, head=True)
+                added = {"activations": -self.head.saved, "logits": self.head.forward, "gathered": gathered}
+                yield base.add_parts("forward of the head", **added)
+            else:
+                yield base.add_parts("forward", gathered=self._count_most_gathered(layers))
         elif kind == "B":
             yield from self._iterate_backward(stage, saved, has_grads)
         else:
@@ -229,14 +236,6 @@ class _RankMemory(RankSizes):
             gradients=self.count_gradient_bytes(0.0, has_grads),
             communication=self.count_unfreed_bytes(self.stages.values(), has_grads),
         )
-
-    def _estimate_forward(self, stage: StageBlocks, saved: float, has_grads: bool) -> Usage:
-        base, layers = self._estimate_forward_base(has_grads).add_parts(activations=saved), stage.layers
-        if stage.last:
-            gathered = self.count_gathered_bytes(layers[-1:], layers, head=True)
-            added = {"activations": -self.head.saved, "logits": self.head.forward, "gathered": gathered}
-            return base.add_parts("forward of the head", **added)
-        return base.add_parts("forward", gathered=self._count_most_gathered(layers))
 
     def _count_most_gathered(self, layers: range) -> float:
         """Return the bytes of gathered weights where those of two neighbouring blocks are gathered that have most."""

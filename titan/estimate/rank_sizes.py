@@ -30,6 +30,8 @@ MESH_PER_PARAMETER_TORCH = (2, 13)
 """The first torch whose FSDP gathers parameters of several meshes together."""
 REDUCE_BYTES = 4
 """Bytes of a gradient element while ranks reduce it: float32 for every compute type."""
+AVERAGE_BYTES = 4.0
+"""Bytes of the weights' moving average for each of their elements: float32."""
 EMBEDDING_GRAD_BYTES = 4
 """Bytes of an element of the embedding's gradient while its rows are summed: float32."""
 LARGEST_WEIGHT = 0.3
@@ -55,11 +57,6 @@ def find_weight_sharding(parallelism: Parallelism, layout: Layout) -> WeightShar
     """Return how a layout shards weights."""
     sharded = 1 if layout.only_replicated else layout.sharded
     return WeightSharding(layout.tensor, sharded, resharded=isinstance(parallelism.reshard, int))
-
-
-def count_average_bytes(recipe: Recipe) -> float:
-    """Return the bytes of the weights' moving average for each of their elements: it is float32."""
-    return 0.0 if recipe.evaluation.ema is None else 4.0
 
 
 class BlockSizes(NamedTuple):
@@ -197,8 +194,9 @@ class RankSizes:
             context = ContextBytes(head_bytes * (model.heads + 2 * model.kv_heads * (copies - 1)), exchanged)
         # FSDP gathers a rank's experts apart from their block in some layouts; see titan.parallelism.units
         frees_all = isinstance(self.parallelism.resolve_reshard(layout), bool)
-        has_one_mesh = () < read_torch_version() < MESH_PER_PARAMETER_TORCH
-        is_apart = is_divided and not (self.fsdp and frees_all and not has_one_mesh)
+        is_apart = is_divided and (
+            not (self.fsdp and frees_all) or () < read_torch_version() < MESH_PER_PARAMETER_TORCH
+        )
         sizes = dict[str, BlockSizes]()
         for kind, (layer, *_) in model.kinds().items():
             weights = count_block_elements(model, layer, layout.tensor)
@@ -245,7 +243,7 @@ class RankSizes:
         on_device, weight_bytes = 0.0 if self.recipe.memory.offload else 1.0, precision.weight_bytes
         matrices = sum(group.size * self.blocks[group.layer].matrices for group in groups)
         state: float = self.recipe.optimizer.state_bytes(int(matrices), int(self.elements - matrices), weight_bytes)
-        state += count_average_bytes(self.recipe) * self.elements
+        state += AVERAGE_BYTES * self.elements if self.recipe.evaluation.ema is not None else 0.0
         self.weights = on_device * weight_bytes * self.elements / self.shards
         self.optimizer = on_device * state / self.shards
         is_whole = self.fsdp and self.reduces_once
@@ -470,4 +468,6 @@ def _count_used_bytes(
 @lru_cache(256)
 def find_largest_matrix(model: Decoder) -> int:
     """Return the elements of the largest linear layer."""
-    return max(matmul.inputs * matmul.outputs for matmul in model.linear_layers().values())
+    blocks = [model.block_matmuls(layers[0]) for layers in model.kinds().values()]
+    parts = [model.embedding_matmuls(), *blocks, model.head_matmuls()]
+    return max(matmul.inputs * matmul.outputs for matmuls in parts for matmul in matmuls.values())

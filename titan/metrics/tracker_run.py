@@ -12,10 +12,10 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 from titan.config.settings import format_value
-from titan.config.text_kinds import TextKind, list_kinds, read_declared_types
+from titan.config.text_kinds import TextKind, list_kinds
 from titan.console.text import redact
 from titan.metrics.reader import METRIC_PREFIX
 
@@ -136,7 +136,7 @@ def hide_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 def hide_in_labels(settings: T) -> T:
     """Return a tracker's settings with secrets masked in texts that it shows, such as tags, or left out by name."""
-    types = read_declared_types(type(settings))
+    types = get_type_hints(type(settings), include_extras=True)
     names = [f.name for f in fields(settings) if f.init and TextKind.LABEL in list_kinds(types[f.name])]  # type: ignore[arg-type]
     labels = {name: getattr(settings, name) for name in names}
     shown = {name: remove_secrets({"": value})[""] for name, value in labels.items()}

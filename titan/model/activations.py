@@ -44,18 +44,6 @@ class RankBatch:
         return self.tokens / self.tensor if self.sequence else self.tokens
 
     @property
-    def saved_input_tokens(self) -> float:
-        """Tokens of a region's input that autograd saves."""
-        return self.residual_tokens if self.regather else self.tokens
-
-    def count_regather_bytes(self, dim: int, outputs: float) -> float:
-        """Return the bytes of gradients of a region's input and first products, with the input and a copy.
-
-        `outputs` is the width of the outputs of its first matmuls together, on this rank.
-        """
-        return self.bytes * (outputs + (2 if self.one_row else 3) * dim) * self.tokens if self.regather else 0.0
-
-    @property
     def has_fused_norms(self) -> bool:
         """Whether no float32 copy of a norm's input is saved."""
         return self.fused or self.compiled
@@ -67,10 +55,6 @@ class RankBatch:
     def count_unweighted_norm_bytes(self, width: float, heads: float) -> float:
         """Return the same of norms without a weight of so many heads, which are `width` elements together."""
         return (self.bytes if self.has_fused_norms else 4) * width + 4 * heads
-
-    def count_norm_backward_bytes(self, width: float) -> float:
-        """Return bytes per token that its backward pass needs in addition."""
-        return (2 * self.bytes if self.has_fused_norms else 16) * width
 
     def count_reduced_bytes(self, dim: int) -> float:
         """Return the bytes of the reduce-scatter after a rowwise-sharded linear layer."""
@@ -84,22 +68,6 @@ class RankBatch:
         c, n, f = self.bytes, self.tokens, ffn / self.tensor
         saved = (2 if self.recomputes_gates else 3 if self.compiled else 4) * c * f * n
         return LayerActivations(saved, c * f * n + self.count_reduced_bytes(dim), c * (2 * f + dim) * n, 3)
-
-    def count_logit_bytes(self, fused: bool, is_capped: bool) -> tuple[int, int]:
-        """Return the bytes of each logit that the loss saves, and those at the forward pass's peak.
-
-        A compiler keeps logits once in the compute type and overwrites them by their gradient, except that it keeps
-        float32 logits across collectives. The gradient exists beside that of the weight.
-        """
-        c, cap = self.bytes, 4 if is_capped else 0
-        if self.compiled:
-            kept, spare = 4 if fused and self.tensor > 1 else c, c % 4 if is_capped or self.tensor > 1 else 0
-            return kept, kept + cap + spare
-        return 4, 8 + cap if fused else 8 + c % 4
-
-    def count_logit_term_bytes(self, logits: float) -> float:
-        """Return the bytes at the peak that a term of whole logits adds, from their number, with gathering its part."""
-        return 4 * (LOGIT_TERM_TENSORS + 1 - 1 / self.tensor) * logits
 
 
 class ContextBytes(NamedTuple):

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 from titan.console.numbers import describe_parameters
 from titan.model.activations import (
     LOGIT_TERM_SAVED,
+    LOGIT_TERM_TENSORS,
     NO_CONTEXT,
     BlockActivations,
     ContextBytes,
@@ -300,14 +301,16 @@ class DecoderCounts:
         c, n, s, t = batch.bytes, batch.tokens, batch.residual_tokens, batch.tensor
         dim, ffn, attention = self.dim, self.ffn, self.attention_activations(batch, context, layer)
         feed_forward, gradient = batch.count_swiglu_bytes(dim, ffn), c * dim * s
-        norms = 2 * batch.count_norm_bytes(dim) * s + 2 * c * dim * batch.saved_input_tokens
+        norms = 2 * batch.count_norm_bytes(dim) * s + 2 * c * dim * (s if batch.regather else n)
         gates = c * n * max(2 * ffn / t, ffn / t + (dim if t > 1 and batch.sequence else 0))
-        norm = batch.count_norm_backward_bytes(dim) * s - feed_forward.saved
+        norm = (2 * c if batch.has_fused_norms else 16) * dim * s - feed_forward.saved
+        # gradients of a region's input and first products, with the input and a copy
+        regathered = c * (2 * ffn / t + (2 if batch.one_row else 3) * dim) * n if batch.regather else 0.0
         return BlockActivations(
             gradient,
             norms + attention.saved + feed_forward.saved,
             gradient + attention.selective + feed_forward.selective,
-            gradient + max(gates, norm, c * dim * n, batch.count_regather_bytes(dim, 2 * ffn / t) - feed_forward.saved),
+            gradient + max(gates, norm, c * dim * n, regathered - feed_forward.saved),
             attention.outputs + feed_forward.outputs,
         )
 
@@ -345,18 +348,24 @@ class DecoderCounts:
         dim, vocab, is_capped = self.dim, self.vocab, self.logit_cap is not None
         fused = has_terms or is_capped or (t > 1 and parts)  # see titan.model.loss_terms.Objective
         norm, hidden = batch.count_norm_bytes(dim) * s, c * dim * n
-        norm_bytes = norm + (batch.count_norm_backward_bytes(dim) + c * dim) * s
+        norm_bytes = norm + ((2 * c if batch.has_fused_norms else 16) * dim + c * dim) * s
+        term_bytes = 4 * (LOGIT_TERM_TENSORS + 1 - 1 / t) * reads_logits  # of whole logits, with gathering its part
         if chunk is not None:
             gradients = hidden + c * vocab * dim / t
             logit_bytes = 12 + 4 * is_capped if has_terms or is_capped else 4
             logits = min(chunk, n) * vocab / t * (logit_bytes + c % 4)
-            logits += batch.count_logit_term_bytes(min(chunk, n) * vocab) * reads_logits
+            logits += term_bytes * (min(chunk, n) * vocab)
             peak = norm + 2 * hidden + (4 + c) * vocab * dim / t + logits
             return HeadActivations(norm + gradients, peak, norm + 2 * gradients, norm_bytes)
         logits = n * vocab * (1 / t if fused else 1 + (t > 1) / t if batch.compiled else 1)
-        kept, peak = batch.count_logit_bytes(fused, is_capped)
-        terms, saved_terms = batch.count_logit_term_bytes(n * vocab), 4 * LOGIT_TERM_SAVED * n * vocab
-        forward = norm + hidden + peak * logits + terms * reads_logits
+        # a compiler keeps logits once in the compute type and overwrites them by their gradient, except that it keeps
+        # float32 logits across collectives; the gradient exists beside that of the weight
+        kept, peak = 4, 8 + 4 * is_capped if fused else 8 + c % 4
+        if batch.compiled:
+            kept = 4 if fused and t > 1 else c
+            peak = kept + 4 * is_capped + (c % 4 if is_capped or t > 1 else 0)
+        saved_terms = 4 * LOGIT_TERM_SAVED * n * vocab
+        forward = norm + hidden + peak * logits + term_bytes * (n * vocab)
         backward = forward + (c * vocab * dim / t if batch.compiled else 0 if fused else (4 - c % 4) * logits)
         return HeadActivations(
             norm + hidden + kept * logits + saved_terms * reads_logits, forward, backward, norm_bytes

@@ -129,7 +129,7 @@ class Moe(Decoder):
         )
         attention, shared = self.attention_activations(batch, context, layer), self._count_shared_bytes(batch)
         rows, gradient = self.top_k * s, c * dim * s
-        norms = 2 * batch.count_norm_bytes(dim) * s + c * dim * batch.saved_input_tokens
+        norms = 2 * batch.count_norm_bytes(dim) * s + c * dim * (s if batch.regather else batch.tokens)
         router = (c * dim + 4 * self.experts + (INDEX_BYTES + 8) * self.top_k + 4) * s
         gates = (2 if batch.recomputes_gates else 3) * c * width * rows
         index_bytes = (2 if batch.expert == 1 else 4) * INDEX_BYTES * rows

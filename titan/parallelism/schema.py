@@ -468,20 +468,22 @@ def resolve_layout(parallelism: Parallelism, devices: int | None, limits: Mappin
         ConfigError: when the degrees don't multiply to `devices`.
     """
     degrees: dict[str, int | str] = {name: getattr(parallelism, name) for name in DIMENSIONS}
-    layout = _choose_fewest_ranks(degrees, limits) if devices is None else _divide_devices(degrees, devices, limits)
+    if devices is None:  # one that is "auto" is 1 where its limit is odd
+        fewest = {name: math.gcd(2, limits.get(name, 2)) if d == "auto" else 2 for name, d in degrees.items()}
+        layout = Layout(**{name: fewest[name] if d in (-1, "auto") else int(d) for name, d in degrees.items()})
+    else:
+        layout = _divide_devices(degrees, devices, limits)
     if devices is not None and layout.devices != devices:
         raise ConfigError(
             f"parallelism: {layout} makes {format_plural(layout.devices, 'rank')}, but there are "
             f"{format_plural(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
             f"cluster.devices={layout.devices}."
         )
-    return replace(layout, expert=_resolve_expert_degree(parallelism, layout, limits))
-
-
-def _choose_fewest_ranks(degrees: Mapping[str, int | str], limits: Mapping[str, int]) -> Layout:
-    """Return the layout with each open degree 2; one that is "auto" is 1 where its limit is odd."""
-    fewest = {name: math.gcd(2, limits.get(name, 2)) if d == "auto" else 2 for name, d in degrees.items()}
-    return Layout(**{name: fewest[name] if d in (-1, "auto") else int(d) for name, d in degrees.items()})
+    ranks = layout.sharded * layout.tensor
+    replicates_tokens = layout.tensor > 1 and not parallelism.sequence_parallel
+    auto = 1 if replicates_tokens else math.gcd(ranks, limits.get("expert", 1))
+    resolved: dict[int | str, int] = {-1: ranks, "auto": auto}
+    return replace(layout, expert=resolved.get(parallelism.expert) or int(parallelism.expert))
 
 
 def _divide_devices(degrees: Mapping[str, int | str], devices: int, limits: Mapping[str, int]) -> Layout:
@@ -499,14 +501,6 @@ def _divide_devices(degrees: Mapping[str, int | str], devices: int, limits: Mapp
         resolved[name] = next(fitting, 1)
         remaining //= int(resolved[name])
     return Layout(**{name: max(1, remaining) if d == -1 else int(d) for name, d in resolved.items()})
-
-
-def _resolve_expert_degree(parallelism: Parallelism, layout: Layout, limits: Mapping[str, int]) -> int:
-    ranks = layout.sharded * layout.tensor
-    replicates_tokens = layout.tensor > 1 and not parallelism.sequence_parallel
-    auto = 1 if replicates_tokens else math.gcd(ranks, limits.get("expert", 1))
-    resolved: dict[int | str, int] = {-1: ranks, "auto": auto}
-    return resolved.get(parallelism.expert) or int(parallelism.expert)
 
 
 def count_key_repeats(heads: int, size: int) -> int:

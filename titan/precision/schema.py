@@ -187,12 +187,14 @@ class Precision:
 
         With per-tensor float8 scaling a weight that is not gathered is quantized in the matmul, and no cast is saved.
         """
-        gathered = set(self.select_gathered(layers, sharding))
-        quantized = set(self.select_layers(layers, sharding.tensor).quantized)
+        float8_bytes: dict[str, int] = {}
+        if self.matmuls == "float8" and sharding.sharded == 1:
+            float8_bytes = dict.fromkeys(self.select_layers(layers, sharding.tensor).quantized, 0)
+        elif self.matmuls == "float8":
+            float8_bytes = dict.fromkeys(self.select_gathered(layers, sharding), 1)
         cast = self.bytes if sharding.sharded > 1 or self.bytes < self.weight_bytes else 0
-        uncast = quantized if self.matmuls == "float8" and sharding.sharded == 1 else set()
-        element_bytes = {name: 1 if name in gathered else 0 if name in uncast else cast for name in layers}
-        return sum(element_bytes[name] * layer.split(sharding.tensor).size for name, layer in layers.items())
+        sizes = {name: layer.split(sharding.tensor).size for name, layer in layers.items()}
+        return sum(float8_bytes.get(name, cast) * size for name, size in sizes.items())
 
     def _find_exclusion(self, name: str, layer: Any) -> str | None:
         """Return why a linear layer stays in the compute type; None if it does not."""

@@ -58,7 +58,7 @@ def check_run(run: Run, started: bool = False, remote: bool = False) -> None:
 
 
 def _list_split_faults(run: Run, remote: bool) -> Faults:
-    """Matmuls that can't be split into equal parts; a user's own model is built, titan's are checked by tests."""
+    """Matmuls, and batches of a pipeline's schedule, that can't be split into equal parts."""
     degree, model, layout = run.layout.tensor, run.model, run.layout
     for name in model.SPLIT:
         if getattr(model, name) % degree:
@@ -68,27 +68,23 @@ def _list_split_faults(run: Run, remote: bool) -> Faults:
                 f"parallelism.tensor={degree}: does not divide model.{name}={getattr(model, name)}; "
                 f"give a divisor of it, such as {divisor}."
             )
-    if not is_titan_class(type(model)):
+    if not is_titan_class(type(model)):  # a user's own is built, titan's are checked by tests
         from titan.model.module_checks import check_module
 
         sequence = run.parallelism.sequence_parallel and degree > 1
         check_module(model, degree, layout.context, layout.expert, run.memory.checkpointing == "gate", sequence)
-
-
-def _list_growth_faults(run: Run, remote: bool) -> Faults:
-    """Batches that a pipeline's schedule can't split into micro-batches of the same size."""
     for phase in run.training.phases[1:] if run.staging.count > 1 else ():
         tokens = phase.rows * run.training.seq_len
-        count = math.ceil(math.ceil(phase.rows / run.layout.data_ranks) / run.microbatch_rows)
+        count = math.ceil(math.ceil(phase.rows / layout.data_ranks) / run.microbatch_rows)
         try:
-            plan_stages(run.parallelism, run.layout, run.model, run.training.seq_len, count)
+            plan_stages(run.parallelism, layout, model, run.training.seq_len, count)
         except ConfigError as error:
             yield (
                 f"training.grow: {tokens} tokens make {count} micro-batches of "
                 f"{format_plural(run.microbatch_rows, 'row')}, and then {error}"
             )
         larger = replace(run, training=replace(run.training, global_batch=tokens, grow=()))
-        fit.check_memory(larger, run.layout, run.machine, count, remote)
+        fit.check_memory(larger, layout, run.machine, count, remote)
 
 
 def _list_precision_faults(run: Run, remote: bool) -> Faults:
@@ -425,7 +421,7 @@ def _list_checkpoint_faults(run: Run, remote: bool) -> Faults:
 
 
 CHECKS = (
-    list_limit_faults, _list_split_faults, _list_growth_faults, _list_precision_faults, _list_exchange_faults,
+    list_limit_faults, _list_split_faults, _list_precision_faults, _list_exchange_faults,
     _list_audit_faults, _list_tensor_faults, _list_attention_faults,
     _list_sharding_faults, _list_expert_faults, _list_memory_faults, _list_machine_faults,
     _list_missing_faults, _list_checkpoint_faults,

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, Sweep
-from hydra.errors import HydraException
 
 from titan.config.command import describe_train_option
 from titan.errors import ConfigError
@@ -93,16 +92,6 @@ def check(args: argparse.Namespace) -> None:
             )
     if args.multirun:
         _check_sweeps(overrides)
-
-
-def parse_search_path(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the folders of `hydra.searchpath`; none where Hydra will report that it can't read them."""
-    matches = [override for override in overrides if override.startswith("hydra.searchpath=")]
-    try:
-        paths = OverridesParser.create().parse_override(matches[-1]).value() if matches else []
-    except HydraException:
-        return ()
-    return tuple(map(str, paths)) if isinstance(paths, list) else ()
 
 
 def check_sweep_name(name: str, overrides: Sequence[str]) -> None:

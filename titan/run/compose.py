@@ -35,7 +35,7 @@ from titan.files.run_directory import check_length, check_name
 from titan.run import command_line, hydra_private, hydra_session, synonyms, trust
 from titan.run.axes import PLUGGABLE
 from titan.run.hydra_errors import list_names, translate_errors
-from titan.run.hydra_session import CONF, ExtraConfigs, compose_config, drop_hydra_node, open_hydra
+from titan.run.hydra_session import CONF, ExtraConfigs, compose_config, open_hydra
 from titan.run.resolve import resolve, resolve_open_layout
 from titan.run.run import Run
 from titan.run.schema import Recipe
@@ -137,7 +137,7 @@ def freeze_run(
 
 def _build_recipe(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
     HydraConfig.instance().set_config(cfg)
-    own_config = drop_hydra_node(cfg)
+    own_config = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     content: Any = OmegaConf.to_container(own_config, resolve=True)
     if not isinstance(content, dict):
         raise ConfigError("the configuration is not a mapping.")

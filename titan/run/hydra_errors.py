@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -37,7 +37,10 @@ MISSING_FOLDER = r"(?s).* is not available\."
 @contextmanager
 def translate_errors(overrides: Sequence[str]) -> Iterator[None]:
     """Turn errors of Hydra and OmegaConf, while the block runs, into a ConfigError of one sentence."""
-    ExtraConfigs.search_folders = command_line.parse_search_path(overrides)
+    paths, matches = None, [override for override in overrides if override.startswith("hydra.searchpath=")]
+    with suppress(HydraException):  # Hydra will report it
+        paths = OverridesParser.create().parse_override(matches[-1]).value() if matches else None
+    ExtraConfigs.search_folders = tuple(map(str, paths)) if isinstance(paths, list) else ()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", MISSING_FOLDER, UserWarning)

@@ -189,11 +189,6 @@ def compose_config(overrides: Sequence[str], name: str | None = None, mode: RunM
     return cfg
 
 
-def drop_hydra_node(cfg: DictConfig) -> DictConfig:
-    """Return the configuration without Hydra's own node."""
-    return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-
-
 JOB_LOGGING = ("default", "none", "disabled")
 """Choices of hydra/job_logging that ask for no other logging than titan's."""
 KEPT_OVERRIDES = ("hydra.searchpath=", "hydra.output_subdir=", "hydra.job.", "hydra.callbacks.", "hydra/callbacks=")
@@ -312,4 +307,5 @@ class HydraCallbacks:
 
 def _build_job_return(cfg: DictConfig) -> JobReturn:
     node, words = OmegaConf.masked_copy(cfg, ["hydra"]), [str(o) for o in cfg.hydra.overrides.task]
-    return JobReturn(words, drop_hydra_node(cfg), node, working_dir=os.getcwd(), task_name="train")
+    own_config = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    return JobReturn(words, own_config, node, working_dir=os.getcwd(), task_name="train")

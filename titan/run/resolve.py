@@ -49,7 +49,7 @@ def resolve(
         fields: others of a `Run`; with is_layout_open, its memory is not checked.
     """
     recipe = apply_decay(apply_tokens(recipe, overrides))
-    recipe = _apply_machine(_check_axes(recipe), machine, remote)
+    recipe = _check_axes(recipe, machine, remote)
     layout = _choose_layout(recipe, machine, ranks, remote)
     is_schedule_open, recipe = recipe.parallelism.schedule == "auto", fit.choose_schedule(recipe, layout)
     chosen, gib = recipe.parallelism.microbatches, fit.compute_available_gib(recipe, layout, machine)
@@ -82,7 +82,8 @@ def resolve(
     return run
 
 
-def _check_axes(recipe: Recipe) -> Recipe:
+def _check_axes(recipe: Recipe, machine: Machine, remote: bool) -> Recipe:
+    """Check each axis by itself; return a recipe whose settings that are "auto" follow the machine's devices."""
     recipe.model.check()
     recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
     recipe.training.check()
@@ -91,16 +92,11 @@ def _check_axes(recipe: Recipe) -> Recipe:
     recipe.dataset.check()
     recipe.evaluation.check()
     check_cluster(recipe.cluster)
-
-    return replace(recipe, optimizer=recipe.optimizer.measure(recipe.model))
-
-
-def _apply_machine(recipe: Recipe, machine: Machine, remote: bool) -> Recipe:
-    """Return a recipe whose settings that are "auto" follow the machine's devices."""
-    if recipe.precision.compute == "auto":
-        precision = replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
-        recipe = replace(recipe, precision=precision)
-    recipe = replace(recipe, precision=recipe.precision.drop_unused_settings())
+    precision = recipe.precision
+    if precision.compute == "auto":
+        precision = replace(precision, compute="bf16" if machine.bf16_fast else "fp32")
+    optimizer = recipe.optimizer.measure(recipe.model)
+    recipe = replace(recipe, optimizer=optimizer, precision=precision.drop_unused_settings())
     masked = recipe.dataset.mask_documents or recipe.model.needs_mask(recipe.training.seq_len)
     if recipe.training.attention == "auto" and masked and machine.device == "cuda":
         has_triton = remote or importlib.util.find_spec("triton") is not None
@@ -130,8 +126,8 @@ def _choose_scope(run: Run, remote: bool = False) -> Run:
 
 def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: bool) -> Layout:
     cluster, per_node = recipe.cluster, recipe.cluster.devices_per_node
-    node = fit.count_node_devices(recipe, machine)
-    has_open_degrees = any(getattr(recipe.parallelism, name) in (-1, "auto") for name in DIMENSIONS)
+    degrees = {name: getattr(recipe.parallelism, name) for name in (*DIMENSIONS, "expert")}
+    has_open_degrees = any(degrees[name] in (-1, "auto") for name in DIMENSIONS)
     devices = machine.count * cluster.nodes
     if ranks is not None and cluster.devices not in ("auto", ranks):
         raise ConfigError(
@@ -143,8 +139,10 @@ def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: 
     elif per_node != "auto" and (has_open_degrees or not remote):
         devices = int(per_node) * cluster.nodes
     elif machine.device == "cpu" or not has_open_degrees:
-        return resolve_layout(recipe.parallelism, None, fit.find_largest_degrees(recipe, node))
-    return fit.choose_layout(recipe, machine, devices, node)
+        is_limited = "auto" in degrees.values()  # only such degrees have limits
+        limits = fit.find_largest_degrees(recipe, fit.count_node_devices(recipe, machine)) if is_limited else {}
+        return resolve_layout(recipe.parallelism, None, limits)
+    return fit.choose_layout(recipe, machine, devices, fit.count_node_devices(recipe, machine))
 
 
 OPEN = (-1, "auto", ())

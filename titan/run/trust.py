@@ -156,13 +156,13 @@ def select_recorded(recorded: Sequence[str], typed: Iterable[str]) -> list[str]:
     Raises:
         ConfigError: with the first word that reads, opens or starts something and was never typed by the user.
     """
-    replaced, selected = {_parse_key(word) for word in typed}, []
+    replaced, selected = {_parse(word)[0] for word in typed}, []
     packages = list_packages(typed)
     for word in _join_options(recorded):
         foreign = find_foreign(word, packages)
         if foreign is None:
             selected.append(word)
-        elif _parse_key(word) not in replaced:
+        elif _parse(word)[0] not in replaced:
             raise ConfigError(
                 f"{word}: the run has recorded this setting, which {foreign}, and nothing shows that you "
                 "have typed it for a run of yours; type it here if you trust it, or another value."
@@ -173,7 +173,7 @@ def select_recorded(recorded: Sequence[str], typed: Iterable[str]) -> list[str]:
 def list_packages(typed: Iterable[str]) -> tuple[str, ...]:
     """Return the packages whose classes a setting may name that was not typed; see `list_trusted_packages`."""
     with contextlib.suppress(HydraException):  # which Hydra reports when it parses the whole line
-        return list_trusted_packages([word for word in typed if _parse_key(word) == "modules"])
+        return list_trusted_packages([word for word in typed if _parse(word)[0] == "modules"])
     return ()
 
 
@@ -191,10 +191,6 @@ def _parse(word: str) -> tuple[str, Any]:
     except HydraException:
         key, _, value = word.partition("=")
         return key.strip(" +~"), value
-
-
-def _parse_key(word: str) -> str:
-    return _parse(word)[0]
 
 
 def list_leaves(key: str, value: Any) -> Iterator[Leaf]:

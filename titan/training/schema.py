@@ -134,10 +134,14 @@ class Training:
 
     def check(self) -> None:
         """Raise ConfigError for batches that are no whole rows, and for batches that don't grow."""
-        self._check_rows("training.global_batch", self.global_batch)
-        previous = (0, self.global_batch)
-        for tokens, batch in self.grow:
-            self._check_rows("training.grow: a batch", batch)
+        grown = [("training.grow: a batch", *pair) for pair in self.grow]
+        previous = (-1, -1)
+        for name, tokens, batch in (("training.global_batch", 0, self.global_batch), *grown):
+            if batch % self.seq_len:
+                nearest = max(1, round(batch / self.seq_len)) * self.seq_len
+                raise ConfigError(
+                    f"{name}={batch}: must be a multiple of training.seq_len={self.seq_len}; the nearest is {nearest}."
+                )
             if tokens <= previous[0] or batch <= previous[1]:
                 raise ConfigError(
                     f"training.grow={format_value(self.grow)}: both numbers must increase from one pair to the next, "
@@ -147,13 +151,6 @@ class Training:
         for name in self.loss_terms or {}:
             if name in ("z_loss", "label_smoothing"):
                 raise ConfigError(f"training.loss_terms.{name}: is the name of training.{name}; choose another name.")
-
-    def _check_rows(self, name: str, batch: int) -> None:
-        if batch % self.seq_len:
-            nearest = max(1, round(batch / self.seq_len)) * self.seq_len
-            raise ConfigError(
-                f"{name}={batch}: must be a multiple of training.seq_len={self.seq_len}; the nearest is {nearest}."
-            )
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,19 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
     is a look-up and costs nothing.
 
     Raises:
-        ConfigError: when the schedule can't have such stages or micro-batches, or there are too few layers.
+        ConfigError: when the schedule can't have such stages or micro-batches, there are too few layers, or the
+            settings ask for several stages without a pipeline.
     """
     ranks, schedule = layout.pipeline, parallelism.schedule
     if ranks == 1:
-        return _single_stage(parallelism, model.layers)
+        find_schedule(schedule)
+        if parallelism.stages not in ("auto", 1) or parallelism.starts:
+            name = "starts" if parallelism.starts else "stages"
+            value = list(parallelism.starts) if parallelism.starts else parallelism.stages
+            raise ConfigError(
+                f"parallelism.{name}={value}: there is one stage without a pipeline; give parallelism=pp too."
+            )
+        return StagePlan("", ((0, model.layers),), (0,))
     count = _count_stages(parallelism, layout)
     check_schedule(schedule, ranks, count, microbatches)
     if parallelism.stages == "auto" and count > model.layers:
@@ -97,22 +105,6 @@ def assign_layers(
 def splits_backward(parallelism: Parallelism) -> bool:
     """Whether the schedule computes the gradients of inputs and of weights in two passes."""
     return find_schedule(parallelism.schedule).splits_backward
-
-
-def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
-    """Return the plan without a pipeline.
-
-    Raises:
-        ConfigError: when the settings ask for several stages.
-    """
-    find_schedule(parallelism.schedule)
-    if parallelism.stages not in ("auto", 1) or parallelism.starts:
-        name = "starts" if parallelism.starts else "stages"
-        value = list(parallelism.starts) if parallelism.starts else parallelism.stages
-        raise ConfigError(
-            f"parallelism.{name}={value}: there is one stage without a pipeline; give parallelism=pp too."
-        )
-    return StagePlan("", ((0, layers),), (0,))
 
 
 @functools.lru_cache(1024)
