@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from titan.config.arguments import operand
 from titan.config.settings import setting
+from titan.config.text_kinds import Input, Label, Output
 from titan.errors import ConfigError
 from titan.sweep.schema import parse_margin
 
@@ -18,18 +19,18 @@ PAGE = "compare.html"
 class Settings:
     """The settings of `python -m titan.compare`."""
 
-    directories: tuple[str, ...] = operand("DIR", "directories of runs or sweeps, such as runs/grid")
-    baseline: str | None = setting(
+    directories: tuple[Input, ...] = operand("DIR", "directories of runs or sweeps, such as runs/grid")
+    baseline: Label | None = setting(
         None,
         "variant that the others are compared with: its settings, as in parallelism=ddp,lr=0.001, or a run's directory",
     )
-    margin: float | str | None = setting(
+    margin: float | Label | None = setting(
         None,
         "equivalence margin, in nats of validation loss, or a share of the baseline's compute, as in 2%; null: that of "
         "the sweep, else 0.02",
     )
     target: float | None = setting(None, "validation loss to reach; null: that of the sweep", above=0)
-    to: str | tuple[str, ...] | None = setting(
+    to: Output | tuple[Output, ...] | None = setting(
         None, f"files to write: .html, .md, .csv or .json; null: {PAGE} in the first directory; []: none"
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from titan.config.arguments import operand
 from titan.config.settings import setting
+from titan.config.text_kinds import Input, Label, Output
 
 PAGE = "law.html"
 """The page that is written without `to`."""
@@ -15,18 +16,18 @@ PAGE = "law.html"
 class Settings:
     """The settings of `python -m titan.law`."""
 
-    sources: tuple[str, ...] = operand(
+    sources: tuple[Input, ...] = operand(
         "RUNS", "directories of runs or sweeps, or one CSV file with columns N, D and loss"
     )
-    target: str | None = setting(
+    target: Label | None = setting(
         None, "parameters and tokens to predict, as in 1.4B,28B; runs there are not fitted, and show the true loss"
     )
-    holdout: str | None = setting(None, "runs with more parameters are predicted instead of fitted, as in 500M")
-    baseline: str | None = setting(None, "variant that the others are compared with; null: the first")
+    holdout: Label | None = setting(None, "runs with more parameters are predicted instead of fitted, as in 500M")
+    baseline: Label | None = setting(None, "variant that the others are compared with; null: the first")
     embeddings: bool = setting(False, "count embeddings and head as parameters, where both counts are known")
     extrapolate: bool = setting(False, "predict beyond 30 times the compute of the largest rung too, labelled as such")
     replicates: int = setting(1000, "fits to randomised losses, for intervals", at_least=100, cap=100_000)
     seed: int = setting(0, "of random numbers", at_least=0)
-    to: str | tuple[str, ...] | None = setting(
+    to: Output | tuple[Output, ...] | None = setting(
         None, f"files to write: .html, .csv or .json; null: {PAGE} beside the runs or the file; []: none"
     )
