@@ -234,8 +234,8 @@ def test_command(
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
         overrides = words[words.index("titan.train") + 1 :]
         overrides = [o for o in overrides if not o.startswith("hydra.launcher.at_once=")]  # so that this process trains
-        measured, given = "training.measured=runs/pilot", "training.step_seconds=0.1"  # that run is another command's
-        overrides = [given if override == measured else override for override in overrides]
+        others = {f"training.measured=runs/{name}" for name in ("pilot", "optimizers")}  # runs of other commands
+        overrides = ["training.step_seconds=0.1" if word in others else word for word in overrides]
         overrides += ["hydra.launcher.dry_run=true"] if "hydra/launcher=slurm" in words else []
         assert launch(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
 
