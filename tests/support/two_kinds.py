@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from titan.config.settings import setting
-from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, RankBatch
-from titan.model.counts import Matmul
+from titan.model.counts import Matmul, list_gated_matmuls
 from titan.model.decoder import Placement
 from titan.model.qwen3 import Qwen3Model as DenseModule
 from titan.model.qwen3_moe import Qwen3MoeModel as MoeModule
-from titan.model.schema import Decoder, Qwen3
 from titan.model.schema_moe import Qwen3Moe
 from titan.run.run import Run
 
@@ -31,35 +29,12 @@ class TwoKinds(Qwen3Moe):
     def kind(self, layer: int) -> str:
         return "dense" if layer < self.dense else "experts"
 
-    def _family(self, layer: int) -> type[Decoder]:
-        return Qwen3 if layer < self.dense else Qwen3Moe
+    def has_experts(self, layer: int) -> bool:
+        return layer >= self.dense
 
     def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
-        if layer < self.dense:
-            return super(Qwen3Moe, self).block_matmuls(layer)
-        return super().block_matmuls(layer)
-
-    def block_matmul_parameters(self, layer: int = 0) -> int:
-        return self._family(layer).block_matmul_parameters(self, layer)
-
-    def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
-        return self._family(layer).expert_matmuls(self, layer)
-
-    def expert_parameters(self, layer: int = 0) -> int:
-        return self._family(layer).expert_parameters(self, layer)
-
-    def active_expert_parameters(self, layer: int = 0) -> int:
-        return self._family(layer).active_expert_parameters(self, layer)
-
-    def block_activations(
-        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
-    ) -> BlockActivations:
-        return self._family(layer).block_activations(self, batch, context, layer)
-
-    def block_modules(self, layer: int = 0) -> tuple[str, ...]:
-        if layer < self.dense:
-            return super(Qwen3Moe, self).block_modules(layer)
-        return super().block_modules(layer)
+        feed_forward = {} if self.has_experts(layer) else list_gated_matmuls("feed_forward", self.dim, self.ffn)
+        return super().block_matmuls(layer) | feed_forward
 
 
 class TwoKindsModule(MoeModule):
