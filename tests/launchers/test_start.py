@@ -161,7 +161,8 @@ def test_ranks_that_others_started(launcher: str, more: list[str], code: int, sa
     if launcher == "srun":
         assert [c for c, _, _ in done] == [code, code], output
     assert (done[0][0] == 0) == (code == 0), output
-    assert "titan: rank" not in output and "Traceback" not in output
+    own = output.partition("Traceback")[0] if launcher == "torchrun" and code else output  # torchrun ends with one
+    assert "titan: rank" not in own and "Traceback" not in own
     if code == 0:
         assert result(tmp_path / "run")["finished"]
         assert len(read_step_records(compose_tiny_run(tmp_path / "run"))) == 3
